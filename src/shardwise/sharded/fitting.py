@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.errors import ConfigError, ModelError
+from shardwise.fit.counted_work import CountedOperations
 from shardwise.memory import UnitChoice, choose_units, torch_dtype
 from shardwise.plan import Activations, Plan, PolicyName
 from shardwise.runtime.activations import Treatments, treatments_for
@@ -28,7 +29,6 @@ from shardwise.sharded.engine_report import promise_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.calibration import Calibration, readable_calibration
 from shardwise.system.disk import folder_of
-from shardwise.system.torch_private import TorchDispatchMode
 from shardwise.system.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -154,11 +154,11 @@ def _rehearsed(
         counting = CountedOperations()
         with _failing_alike(sharded):
             promise, _, moved = promise_of(sharded, batch, loss, expert_load, treatments, counting)
-        num_kept = num_kept or counting.num
+        num_kept = num_kept or counting.num_flops
         host = promise.host.total if promise.host is not None else 0
         disk = promise.disk.activations if promise.disk is not None else 0
         moving = _moving_seconds(*moved, calibration, sharded.plan.disk, num_local)
-        computing = (counting.num - num_kept) / rate
+        computing = (counting.num_flops - num_kept) / rate
         seconds = None if moving is None else sharded.plan.accumulate * (computing + moving)
         found[policy] = Choice(promise.total, host, disk, seconds)
     return found
@@ -180,24 +180,6 @@ def _failing_alike(sharded: ShardedModel) -> Iterator[None]:
         raise error
     if any(answers):
         raise ModelError(next(filter(None, answers)))
-
-
-class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts the floating-point operations of matrix products, convolutions and attention inside `with`."""
-
-    def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # loaded only by jobs that fit a budget
-
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.num = 0
-        self._registry = flop_registry
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        count = self._registry.get(func._overloadpacket)
-        if count is not None:
-            self.num += count(*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 def _operations_per_second(sharded: ShardedModel) -> float:

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.errors import TierError
 from shardwise.memory import Copied, Copy, DiskMemory
-from shardwise.runtime.activations.stores import SAVED, ActivationMemory, Away, RehearsedStore, bytes_of
+from shardwise.runtime.activations.stores import SAVED, ActivationMemory, Away, Moved, RehearsedStore, bytes_of
 from shardwise.system.devices import RankDevice
 from shardwise.system.disk import PAGE, DiskFile, Pending, pages
 from shardwise.system.telemetry import ByteMeter
@@ -212,8 +212,8 @@ class _OnDisk:
 class RehearsedDiskStore(RehearsedStore):
     """Stores nothing, and counts files, and pages on the host: see [Note: pages beside a disk]."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, moved: Moved | None = None) -> None:
+        super().__init__(moved)
         self.behind = WriteBehind()
         self.staging_bytes = self.peak_staging_bytes = 0
         self.unit_bytes = self.peak_unit_bytes = 0
@@ -223,6 +223,7 @@ class RehearsedDiskStore(RehearsedStore):
         padded = _padded(source)
         self.behind.make_room(padded)
         self.hold(padded)
+        self.moved("evict", padded)
         one = _RehearsedOnDisk(self, padded)
         self.behind.add(one)
         return one
@@ -267,6 +268,7 @@ class _RehearsedOnDisk:
             self._store.stage(self.padded)
 
     def fetch(self, out: Tensor) -> Copy:  # noqa: ARG002  # it has no bytes
+        self._store.moved("fetch", self.padded)
         self.finish_copy()
         self.look_ahead()
         if self.is_written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from shardwise.system.devices import RankDevice
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
+Moved = Callable[[str, int], None]
 SAVED = "activations"
 
 
@@ -125,13 +127,15 @@ class _OnHost:
 
 
 class RehearsedStore:
-    """Stores nothing, and counts bytes as if it did."""
+    """Stores nothing, and counts bytes as if it did. `moved` is told of every copy: `evict` or `fetch`, and bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Moved | None = None) -> None:
         self.num_bytes = self.peak_bytes = 0
+        self.moved: Moved = moved or _untold
 
     def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # units are counted together
         self.hold(source.nbytes())
+        self.moved("evict", source.nbytes())
         return _Rehearsed(self, source.nbytes())
 
     def hold(self, num_bytes: int) -> None:
@@ -157,7 +161,12 @@ class _Rehearsed:
         return
 
     def fetch(self, out: Tensor) -> Copy:  # noqa: ARG002  # it has no bytes
+        self._store.moved("fetch", self._num_bytes)
         return Copied()
 
     def release(self) -> None:
         self._store.drop(self._num_bytes)
+
+
+def _untold(_: str, __: int) -> None:
+    """Nobody counts copies."""

@@ -8,6 +8,7 @@ from shardwise.runtime.rehearsal.rehearse import (
     Around,
     Loss,
     Take,
+    Watch,
     Work,
     nothing_around,
     rehearse,
@@ -15,4 +16,4 @@ from shardwise.runtime.rehearsal.rehearse import (
 )
 from shardwise.runtime.rehearsal.twin import Twin
 
-__all__ = ["Around", "Loss", "Take", "Twin", "Work", "nothing_around", "rehearse", "rehearse_work"]
+__all__ = ["Around", "Loss", "Take", "Twin", "Watch", "Work", "nothing_around", "rehearse", "rehearse_work"]

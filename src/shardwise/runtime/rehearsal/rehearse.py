@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -44,6 +44,22 @@ Take = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 Around = Callable[[nn.Module], AbstractContextManager[None]]
 Work = Callable[[Take, LivingBytes], None]
 """Runs a forward and backward on some arguments while bytes are counted."""
+
+
+class Watch(Protocol):
+    """Follows a rehearsal, which may run several passes; the last one counts."""
+
+    def during(self, resting: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        """The context of a new pass. `resting` are the tensors that are no activations, such as parameters."""
+        ...
+
+    def note_moment(self, moment: Moment) -> None: ...
+
+    def note_copy(self, verb: str, tier: str, num_bytes: int) -> None:
+        """Activations leave for another tier (`evict`) or come back (`fetch`)."""
+        ...
+
+
 PROCESS_BYTES = 2**25
 HALF_PROCESS_BYTES = 12 * 2**20
 """[Note: process memory] On a CPU a process that begins to compute grows by pages of libraries that are first used
@@ -65,7 +81,7 @@ MAX_PASSES = 4
 """Each pass may discover more: modules that read units without calling them, parameters without a gradient."""
 
 
-def rehearse(
+def rehearse(  # noqa: PLR0913  # what its callers vary, and who follows
     model: nn.Module,
     units: Sequence[Unit],
     batch: object,
@@ -75,6 +91,7 @@ def rehearse(
     loss: Loss | None = None,
     around: Around | None = None,
     treatments: Treatments | None = None,
+    watch: Watch | None = None,
 ) -> Activations:
     """The activations of one forward and backward of `model` on `batch`. Changes neither; needs no other rank.
 
@@ -83,7 +100,7 @@ def rehearse(
     without `loss`, from the output itself if it is a tensor, or its `loss`, or else the sum of its floating-point
     tensors. As in `loss = model(...)`, the rest of the output is freed before the backward. `units` are those of the
     model, whose parameters may be on the meta device. `around` is entered with the model's copy while that computes.
-    `treatments`: the units whose activations are recomputed or offloaded.
+    `treatments`: the units whose activations are recomputed or offloaded. `watch` follows each pass.
 
     Raises `ModelError` for a model that reads values of floating-point tensors or fails on the batch, and `ConfigError`
     for a `batch` of another type.
@@ -92,7 +109,9 @@ def rehearse(
     def prepare(twin: Twin) -> Work:
         return partial(_back_and_forth, twin.model, loss or loss_in, around or nothing_around)
 
-    return rehearse_work(prepare, model, units, batch, device=device, compute=compute, treatments=treatments)
+    return rehearse_work(
+        prepare, model, units, batch, device=device, compute=compute, treatments=treatments, watch=watch
+    )
 
 
 def nothing_around(_: nn.Module) -> AbstractContextManager[None]:
@@ -118,6 +137,7 @@ def rehearse_work(
     device: torch.device,
     compute: Dtype,
     treatments: Treatments | None = None,
+    watch: Watch | None = None,
 ) -> Activations:
     """As `rehearse`, for another kind of forward and backward: `prepare` makes the work for the copy of `model`, once
     its hooks are registered. The work may run several times."""
@@ -125,9 +145,12 @@ def rehearse_work(
     fakes, products = FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts()
     with fakes, Integers(), products, torch.enable_grad():
         twin = Twin(model, units, device)
-        stage = _Stage(twin, device)
+        stage = _Stage(twin, device, watch)
         work = prepare(twin)
-        on_host, on_disk = RehearsedStore(), RehearsedDiskStore()
+        on_host, on_disk = (
+            kind(None if watch is None else partial(_copied, watch, tier))
+            for kind, tier in ((RehearsedStore, "host"), (RehearsedDiskStore, "disk"))
+        )
         elsewhere = {"offload": on_host, "disk": on_disk}
         if treatments:
             waits, resting = device.type != "cpu", twin.resting
@@ -159,6 +182,10 @@ def rehearse_work(
         unit_bytes=on_disk.peak_unit_bytes,
         peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
     )
+
+
+def _copied(watch: Watch, tier: str, verb: str, num_bytes: int) -> None:
+    watch.note_copy(verb, tier, num_bytes)
 
 
 def process_bytes_for(compute: Dtype) -> int:
@@ -200,8 +227,8 @@ def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class _Stage:
     """Listens to the hooks of the copied model, as the runner does in training, and records moments."""
 
-    def __init__(self, twin: Twin, device: torch.device) -> None:
-        self._twin = twin
+    def __init__(self, twin: Twin, device: torch.device, watch: Watch | None = None) -> None:
+        self._twin, self._watch = twin, watch
         self._resting = twin.resting
         self._granule_bytes = 1 if device.type == "cpu" else DEVICE_BLOCK_BYTES
         self._hooks = Hooks(twin.model, twin.units, self, Halves())
@@ -218,7 +245,8 @@ class _Stage:
         self._open.clear()
         self._reached.clear()
         dtype = torch_dtype(compute) if compute in ("bf16", "fp16") else None
-        with LivingBytes(self._resting, self._granule_bytes) as self._living:
+        watching = nullcontext() if self._watch is None else self._watch.during(self._resting)
+        with LivingBytes(self._resting, self._granule_bytes) as self._living, watching:
             self._living.count(batch)
             work(lambda: batch if dtype is None else cast_floating(batch, dtype), self._living)
         self._forget_callers()
@@ -274,6 +302,8 @@ class _Stage:
         living = self._living
         self.marks.append(Mark(moment, living.take_peak(), living.live_bytes, living.heap_bytes))
         self.peak_heap_bytes = living.peak_heap_bytes
+        if self._watch is not None:
+            self._watch.note_moment(moment)
 
     def _reach_for(self, unit: Unit) -> None:
         """A module reads `unit` without calling it: from the next pass on the unit is gathered for that module."""

@@ -1,0 +1,770 @@
+"""When each action of a step begins and ends: the program that is executed, on a description of hardware. Pure.
+
+[Note: what the clock simulates] One rank for each program: ranks with the same program do the same at the same time,
+so that the cost does not grow with data parallelism. A rank has a stream on which it computes and streams beside it;
+what orders them is [Note: what orders what] in `program/effects.py`, and actions of one stream run in their order. An
+action that is issued begins when its stream is free, a wait joins, and everything else takes time on the stream that
+computes. What runs at the same time shares: actions that use one link get equal parts of it, and while communication
+runs beside computation both take `contention` times as long. So durations are known only as the simulation proceeds:
+each item has the seconds that it would take alone, and rates change when one begins or ends.
+
+[Note: periodic micro-batches] Each micro-batch runs the same program. Once one ends with nothing in flight, all later
+ones take exactly what the next takes, and are not simulated one by one.
+
+[Note: messages between stages] A message takes the time of its bytes on the link between the two ranks, from the end of
+the op that makes it, beside whatever either does: messages share no links with collectives here. A receiver waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shardwise.errors import ProgramError
+from shardwise.fit.hardware import Hardware
+from shardwise.fit.prices import Cost, Prices
+from shardwise.fit.work import COPYING, Work, Worked, flops_of, work_of_blocks
+from shardwise.plan.mesh import Mesh
+from shardwise.program import Action, Block, Moment, Program, StepProgram
+from shardwise.program.effects import Effect
+from shardwise.program.schedule import Op
+from shardwise.system.telemetry import ON_THE_WAY, STAGES, UNITS, write_trace
+from shardwise.system.telemetry.timeline import HOST
+from shardwise.system.units import format_seconds
+
+COMPUTE = "compute"
+PIPELINE = "pp"
+BETWEEN_UNITS = "outside of units"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened on a stream. Times are seconds since the step began.
+
+    `text` is an action's, or of what was computed: `forward h.0`. `axis` is the mesh axis or tier of what is moved.
+    `waited_for` is the text of what this had to wait for, during `waited_seconds` before `begin`.
+    """
+
+    stream: str
+    text: str
+    begin: float
+    end: float
+    axis: str = ""
+    moment: str = ""
+    waited_for: str = ""
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One step of one kind of rank. `rank` is one of them, `busy` and `exposed` are in seconds.
+
+    `busy` is by stream. `exposed` is by mesh axis or tier: how long the computation stood still for it. `flops` are
+    those of the model in a step, without recomputation, and `least_seconds` what they would take at the peak rate.
+    """
+
+    rank: int
+    seconds: float
+    events: tuple[Event, ...]
+    busy: Mapping[str, float]
+    exposed: Mapping[str, float]
+    recompute_seconds: float
+    update_seconds: float
+    flops: float
+    least_seconds: float
+    num_repeated: int = 0
+    """Micro-batches that went exactly as the last one in `events`, and are not in there."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step on all ranks; `ranks` has one of each kind: the stages of a pipeline in order, else a single one."""
+
+    ranks: tuple[RankTimeline, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """From one step to the next."""
+        return max(one.seconds for one in self.ranks)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Those of the first kind of rank."""
+        return self.ranks[0].events
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds that the computation waits, by mesh axis or tier; the mean of all ranks."""
+        return self._mean(lambda one: one.exposed)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The share of the step in which each stream is busy; the mean of all ranks."""
+        return {stream: seconds / self.step_seconds for stream, seconds in self._mean(lambda one: one.busy).items()}
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time that they wait for other stages of a pipeline."""
+        return self.exposed.get(PIPELINE, 0.0) / self.step_seconds if len(self.ranks) > 1 else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization (Chowdhery et al., arXiv:2204.02311): the share of the peak rate that goes into the
+        model, recomputation not counted."""
+        return sum(one.least_seconds for one in self.ranks) / (len(self.ranks) * self.step_seconds)
+
+    @property
+    def update_seconds(self) -> float:
+        return max(one.update_seconds for one in self.ranks)
+
+    @property
+    def recompute_seconds(self) -> float:
+        return sum(one.recompute_seconds for one in self.ranks) / len(self.ranks)
+
+    def __str__(self) -> str:
+        exposed = (f"{axis} {format_seconds(seconds)}" for axis, seconds in self.exposed.items() if seconds > 0)
+        text = f"{format_seconds(self.step_seconds)} a step, MFU {self.mfu:.0%}"
+        return f"{text}, waits for {', '.join(exposed)}" if any(self.exposed.values()) else text
+
+    def as_chrome_trace(self) -> list[list[dict[str, object]]]:
+        """The events of each kind of rank, in the format and on the tracks of `engine.timeline`."""
+        return [list(_traced(one.events)) for one in self.ranks]
+
+    def write(self, path: Path) -> None:
+        """Write `as_chrome_trace` to a file for chrome://tracing and ui.perfetto.dev."""
+        write_trace(path, self.as_chrome_trace())
+
+    def _mean(self, of: Callable[[RankTimeline], Mapping[str, float]]) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for one in self.ranks:
+            for key, seconds in of(one).items():
+                total[key] = total.get(key, 0.0) + seconds / len(self.ranks)
+        return total
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one kind of rank does in a step.
+
+    In a pipeline `row` are its ops in order, `message_bytes` those that the forward of each of its stages sends on, as
+    much as its backward gets back, and `stages_of_units` the stages that use each unit, needed where two ops of one
+    micro-batch follow each other.
+    """
+
+    step: StepProgram
+    work: Work
+    rank: int = 0
+    row: Sequence[Op] = ()
+    message_bytes: Mapping[int, float] = field(default_factory=dict)
+    stages_of_units: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+def time_step(
+    step: StepProgram,
+    work: Work,
+    hardware: Hardware,
+    mesh: Mesh,
+    *,
+    num_micro_batches: int = 1,
+    num_states: int = 2,
+    rank: int = 0,
+) -> Timeline:
+    """A step of ranks that all have the same program: `micro_batch` as often as gradients are accumulated, then `step`.
+
+    `hardware` is given with the ranks of a node (`Hardware.with_ranks`). `num_states` are tensors of a parameter's size
+    that the optimizer keeps, for flat buffers that do not say how they are updated. Raises `ProgramError` for an action
+    or a computation without a price, naming it, and `ConfigError` for hardware without what the program uses.
+    """
+    return time_ranks(
+        [RankProgram(step, work, rank)], hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states
+    )
+
+
+def time_ranks(
+    programs: Sequence[RankProgram],
+    hardware: Hardware,
+    mesh: Mesh,
+    *,
+    num_micro_batches: int = 1,
+    num_states: int = 2,
+    keeps_events: bool = True,
+) -> Timeline:
+    """As `time_step`, for one rank of each stage of a pipeline, in their order; see [Note: messages between stages].
+
+    Without `keeps_events` there are only sums, in less time.
+    """
+    ranks = [_Rank(one, hardware, mesh, len(programs), num_micro_batches, num_states, keeps_events) for one in programs]
+    _run_together(ranks, [one.rank for one in programs], hardware)
+    return Timeline(tuple(one.result() for one in ranks))
+
+
+# -- ranks together ---------------------------------------------------------------------------------------
+
+_Key = tuple[str, int, int]
+"""A message: `F` or `B`, micro-batch, and the stage that made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Receive:
+    """A rank waits for a message."""
+
+    key: _Key
+
+
+@dataclass(frozen=True, slots=True)
+class _Meet:
+    """A rank waits until all have come, at `now`."""
+
+    now: float
+
+
+_Asked = Generator["_Receive | _Meet", float, None]
+
+
+def _run_together(ranks: Sequence[_Rank], numbers: Sequence[int], hardware: Hardware) -> None:
+    """Run each rank until it needs what another has not sent, until all have ended."""
+    arrivals: dict[_Key, float] = {}
+
+    def send(key: _Key, stage_on: int, now: float, num_bytes: float, sender: int) -> None:
+        receiver = numbers[stage_on % len(numbers)]
+        pair = tuple(sorted((sender, receiver)))
+        arrivals[key] = now + hardware.collective_seconds("send", num_bytes, pair)
+
+    running: list[tuple[_Rank, _Asked]] = []
+    for rank in ranks:
+        rank.send = send
+        running.append((rank, rank.run()))
+    asked: list[_Receive | _Meet | None] = []
+    for _, program in running:
+        asked.append(next(program, None))
+    while any(one is not None for one in asked):
+        if all(one is None or isinstance(one, _Meet) for one in asked):
+            met = max(one.now for one in asked if isinstance(one, _Meet))
+            answers: list[float | None] = [None if one is None else met for one in asked]
+        else:
+            answers = [arrivals.get(one.key) if isinstance(one, _Receive) else None for one in asked]
+            if all(answer is None for answer in answers):
+                waiting = [
+                    f"rank {rank.number} for {one.key}"
+                    for (rank, _), one in zip(running, asked, strict=True)
+                    if isinstance(one, _Receive)
+                ]
+                raise ProgramError(f"The pipeline never ends: waiting are {', '.join(waiting)}.")
+        for place, answer in enumerate(answers):
+            while answer is not None:
+                try:
+                    following = running[place][1].send(answer)
+                except StopIteration:
+                    asked[place] = None
+                    break
+                asked[place] = following
+                answer = arrivals.get(following.key) if isinstance(following, _Receive) else None
+
+
+# -- one rank ---------------------------------------------------------------------------------------------
+
+
+class _Flight:
+    """An action that runs beside the computation. `left` are the seconds that it would still take alone."""
+
+    __slots__ = ("axis", "begin", "end", "left", "links", "moment", "stream", "text")
+
+    def __init__(self, stream: str, text: str, moment: str, cost: Cost) -> None:
+        self.stream, self.text, self.moment = stream, text, moment
+        self.left, self.links, self.axis = cost.seconds, cost.links, cost.axis
+        self.begin: float | None = None
+        self.end: float | None = None
+
+
+class _Streams:
+    """The streams of one rank in time: see [Note: what the clock simulates]."""
+
+    def __init__(self, contention: float, *, copies_contend: bool) -> None:
+        self.now = 0.0
+        self.queues: dict[str, deque[_Flight]] = {}
+        self.landed: list[_Flight] = []
+        self._contention = contention
+        self._copies_contend = copies_contend
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.queues.values())
+
+    def issue(self, flight: _Flight) -> None:
+        self.queues.setdefault(flight.stream, deque()).append(flight)
+
+    def compute(self, seconds: float, links: tuple[str, ...] = ()) -> None:
+        """Let the computing stream do what takes `seconds` alone; with `links`, it is communication itself."""
+        if seconds > 0:
+            self._go_on(seconds, None, links)
+
+    def until(self, flight: _Flight) -> None:
+        """Let the computing stream wait for `flight`."""
+        if flight.end is None:
+            self._go_on(float("inf"), flight, ())
+
+    def sleep_until(self, time: float) -> None:
+        """Let the computing stream wait for what comes from elsewhere at `time`."""
+        while self.now < time and not self.is_idle:
+            heads = [queue[0] for queue in self.queues.values() if queue]
+            rates = self._rates(heads, ())[1]
+            step = min(time - self.now, *(head.left / rate for head, rate in zip(heads, rates, strict=True)))
+            self._advance(step, heads, rates)
+        self.now = max(self.now, time)
+
+    def _go_on(self, left: float, target: _Flight | None, links: tuple[str, ...]) -> None:
+        """Until `left` seconds of the computing stream are done, or `target` has landed."""
+        computes = target is None
+        while True:
+            heads = [queue[0] for queue in self.queues.values() if queue]
+            if not heads:
+                if computes:
+                    self.now += left
+                return
+            rate, rates = self._rates(heads, links) if computes else (0.0, self._rates(heads, ())[1])
+            if computes and not links and self._contention > 1:
+                contending = [
+                    bool(head.links) and (self._copies_contend or head.stream not in ("fetch", "evict"))
+                    for head in heads
+                ]
+                if any(contending):
+                    rate /= self._contention
+                    rates = [r / self._contention if slow else r for r, slow in zip(rates, contending, strict=True)]
+            step = left / rate if computes else float("inf")
+            for head, its in zip(heads, rates, strict=True):
+                step = min(step, head.left / its)
+            self._advance(step, heads, rates)
+            if computes:
+                left -= step * rate
+                if left <= 1e-15:
+                    return
+            elif target is not None and target.end is not None:
+                return
+
+    def _rates(self, heads: Sequence[_Flight], links: tuple[str, ...]) -> tuple[float, list[float]]:
+        """How fast the computing stream and each flight go on, by how many use their links."""
+        if len(heads) == 1 and not links:
+            return 1.0, [1.0]
+        users: dict[str, int] = {}
+        for used in (links, *(head.links for head in heads)):
+            for link in used:
+                users[link] = users.get(link, 0) + 1
+        own = 1.0 / max((users[link] for link in links), default=1)
+        return own, [1.0 / max((users[link] for link in head.links), default=1) for head in heads]
+
+    def _advance(self, step: float, heads: Sequence[_Flight], rates: Sequence[float]) -> None:
+        for head in heads:
+            if head.begin is None:
+                head.begin = self.now
+        self.now += step
+        for head, rate in zip(heads, rates, strict=True):
+            head.left -= step * rate
+            if head.left <= 1e-15:
+                head.end = self.now
+                self.queues[head.stream].popleft()
+                self.landed.append(head)
+
+
+class _Rank:
+    """Runs one rank's program."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        hardware: Hardware,
+        mesh: Mesh,
+        num_ranks: int,
+        num_micro_batches: int,
+        num_states: int,
+        keeps_events: bool,
+    ) -> None:
+        self.program, self.hardware, self.number = program, hardware, program.rank
+        self.send: Callable[[_Key, int, float, float, int], None] = _send_nowhere
+        self._num_ranks = num_ranks
+        self._times = 1 if program.step.is_over_schedule else num_micro_batches
+        accumulates = num_micro_batches > 1 or program.step.is_over_schedule
+        self._prices = Prices(
+            program.step, hardware, mesh, rank=program.rank, num_states=num_states, accumulates=accumulates
+        )
+        self._streams = _Streams(hardware.contention, copies_contend=hardware.is_processor)
+        self._made: dict[tuple[str, str], _Flight] = {}
+        """The latest flight that makes each buffer of each flat buffer."""
+        self._evicted: list[_Flight] = []
+        self._fetched: list[_Flight] = []
+        """Copies of activations that have not been waited for."""
+        self._keeps_events = keeps_events
+        self._timed: dict[int, _Timed] = {}
+        self._by_unit = {unit.name: unit for unit in program.step.units}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._start = self._streams.now
+        self._streams.landed.clear()
+        self._events: list[Event] = []
+        self._exposed: dict[str, float] = {}
+        self._computed = self._recomputed = self._flops = self._least = self._updated = 0.0
+        self._repeated: list[tuple[float, dict[str, float]]] = []
+        self._num_repeated = 0
+        self._stream_seconds: dict[str, float] = {}
+
+    def run(self) -> _Asked:
+        """All of a step; a second one if the first leaves something in flight, which the next begins with."""
+        yield from self._step()
+        if not self._streams.is_idle:
+            self._begin_step()
+            yield from self._step()
+
+    def _step(self) -> _Asked:
+        step = self.program.step
+        work = work_of_blocks(step.micro_batch, self.program.work)
+        if step.is_over_schedule:
+            yield from self._schedule(step.micro_batch, work)
+        else:
+            yield from self._micro_batches(step.micro_batch, work)
+        begun = self._streams.now
+        for block in step.step:
+            agreed = [place for place, action in enumerate(block.actions) if action.verb == "agree"]
+            if block.moment.edge == "before":  # what ranks agree on is the norm of gradients that are complete
+                place = agreed[0] if agreed else len(block.actions)
+                yield from self._act(replace(block, actions=block.actions[:place]))
+                self._compute(self._prices.norm(), "gradient norm", str(block.moment))
+                yield from self._act(replace(block, actions=block.actions[place:]))
+                continue
+            if block.moment.edge == "after":
+                self._compute(self._prices.update(), "update", str(block.moment))
+            yield from self._act(block)
+        self._updated = self._streams.now - begun
+
+    def _micro_batches(self, program: Program, work: Sequence[Worked]) -> _Asked:
+        """See [Note: periodic micro-batches]."""
+        for number in range(self._times):
+            begun, before, was_idle = self._streams.now, self._sums(), self._streams.is_idle and number > 0
+            for block, worked in zip(program, work, strict=True):
+                yield from self._walk(block, worked)
+            if was_idle and self._streams.is_idle:
+                self._num_repeated = self._times - number - 1
+                self._repeat(begun, before)
+                return
+
+    def _schedule(self, program: Program, work: Sequence[Worked]) -> _Asked:
+        """The ops of a pipeline's row, each after its message, and the message that it makes."""
+        place = 0
+        for op in self.program.row or ():
+            end = self._end_of(op, program, place)
+            source = _source_of(op, self._last_stage)
+            if source is not None:
+                yield from self._receive(source)
+            begun = self._streams.now
+            for block, worked in zip(program[place:end], work[place:end], strict=True):
+                yield from self._walk(block, worked)
+            self._note(STAGES, f"{op.kind}{op.micro_batch}@{op.stage}", begun)
+            place = end
+            self._send(op)
+        for block, worked in zip(program[place:], work[place:], strict=True):
+            yield from self._walk(block, worked)
+
+    @property
+    def _last_stage(self) -> int:
+        stages = max((op.stage for op in self.program.row), default=0) // self._num_ranks + 1
+        return stages * self._num_ranks - 1
+
+    def _end_of(self, op: Op, program: Program, place: int) -> int:
+        """Where the blocks of `op` end, which begin at `place`."""
+        stages = self.program.stages_of_units
+        while place < len(program):
+            moment = program[place].moment
+            is_forward = moment.phase == "forward"
+            if moment.micro_batch != op.micro_batch or is_forward != (op.kind == "F"):
+                return place
+            if moment.unit and op.stage not in stages.get(moment.unit, (op.stage,)):
+                return place
+            place += 1
+            if not moment.unit:  # the end of this backward
+                return place
+        return place
+
+    def _receive(self, key: _Key) -> _Asked:
+        begun = self._streams.now
+        arrived = yield _Receive(key)
+        self._streams.sleep_until(arrived)
+        waited = self._streams.now - begun
+        if waited > 0:
+            self._exposed[PIPELINE] = self._exposed.get(PIPELINE, 0.0) + waited
+            self._note(STAGES, f"wait {'F' if key[0] == 'F' else 'B'}{key[1]}@{key[2]}", begun, PIPELINE)
+
+    def _send(self, op: Op) -> None:
+        kind, batch, stage = op
+        if kind == "F" and stage < self._last_stage:
+            num_bytes = self.program.message_bytes.get(stage)
+            to = stage + 1
+        elif kind in "BI" and stage:
+            num_bytes = self.program.message_bytes.get(stage - 1, self.program.message_bytes.get(stage))
+            to = stage - 1
+        else:
+            return
+        if num_bytes is None:
+            raise ProgramError(
+                f"The message after {kind}{batch}@{stage} has no price: message_bytes says nothing of stage {stage}."
+            )
+        self.send(("F" if kind == "F" else "B", batch, stage), to, self._streams.now, num_bytes, self.number)
+
+    # -- blocks -----------------------------------------------------------------------------------------
+
+    def _walk(self, block: Block, worked: Worked) -> _Asked:
+        """What is computed before a moment of a pass, and its actions."""
+        timed = self._timed.get(id(worked))
+        if timed is None:
+            timed = self._timed[id(worked)] = self._time(worked, block.moment)
+        moment = block.moment
+        if timed.parts and self._fetched:
+            self._await_all(self._fetched, str(moment))
+        self._fetched += self._copied(timed.fetched, "fetch", str(moment))
+        for seconds, links, axis in timed.parts:
+            begun = self._streams.now
+            self._streams.compute(seconds, links)
+            if axis:
+                self._exposed[axis] = self._exposed.get(axis, 0.0) + self._streams.now - begun
+            else:
+                self._computed += self._streams.now - begun
+            self._note(
+                COMPUTE,
+                f"{moment.phase} {moment.unit or BETWEEN_UNITS}" if not axis else f"{axis} in {moment.unit}",
+                begun,
+                axis,
+                str(moment),
+            )
+        self._flops += timed.flops
+        self._least += timed.least
+        self._recomputed += timed.recomputed
+        if timed.evicted:  # memory of the last unit is freed behind its copy
+            self._await_all(self._evicted, str(moment))
+            self._evicted += self._copied(timed.evicted, "evict", str(moment))
+        yield from self._act(block)
+
+    def _copied(self, costs: Sequence[Cost], verb: str, moment: str) -> list[_Flight]:
+        """Issue copies of activations to or from another tier."""
+        flights = [_Flight(verb, f"{verb} activations {cost.axis}", moment, cost) for cost in costs]
+        for flight, cost in zip(flights, costs, strict=True):
+            self._stream_seconds[verb] = self._stream_seconds.get(verb, 0.0) + cost.seconds
+            self._streams.issue(flight)
+        return flights
+
+    def _await_all(self, flights: list[_Flight], moment: str) -> None:
+        for flight in flights:
+            self._await(flight, f"wait {flight.text}", moment)
+        flights.clear()
+
+    def _time(self, worked: Worked, moment: Moment) -> _Timed:
+        hardware, prices = self.hardware, self._prices
+        computing = [one for one in worked.operations if not one.communicates and not one.copies]
+        seconds = hardware.computing_seconds(computing)
+        if moment.edge == "after" and moment.unit and moment.leaves_gradients:
+            seconds += prices.gradients_left(self._by_unit[moment.unit].flats)
+        parts: list[tuple[float, tuple[str, ...], str]] = [(seconds, (), "")] if seconds else []
+        by_axis: dict[str, float] = {}
+        for one in worked.operations:
+            if one.communicates:
+                ranks = prices.ranks_along(one.axis)
+                by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
+                    one.kind, one.num_bytes, ranks
+                )
+        parts += [
+            (moved, hardware.links_of(prices.ranks_along(axis)), axis) for axis, moved in by_axis.items() if moved
+        ]
+        again = hardware.computing_seconds(
+            [one for one in worked.recomputed if not one.communicates and not one.copies]
+        )
+        useful = [one for one in computing if one.flops]
+        least = sum(one.flops / hardware.peak(one.dtype) for one in useful)
+        least_again = sum(one.flops / hardware.peak(one.dtype) for one in worked.recomputed if one.flops)
+        flops = flops_of(worked.operations) - flops_of(worked.recomputed)
+        moved = {verb: prices.activations(worked.operations, verb) for verb in COPYING}
+        return _Timed(tuple(parts), flops, least - least_again, again, moved["evict"], moved["fetch"])
+
+    def _act(self, block: Block) -> _Asked:
+        moment = str(block.moment) if self._keeps_events else ""
+        for action in block.actions:
+            cost, effect = self._prices.of(action), action.effect
+            if effect.waits is not None:
+                self._wait(action, effect, moment)
+                self._compute(cost.computing, str(action), moment)
+            elif action.stream != COMPUTE or action.subject == "states":
+                self._compute(cost.computing, str(action), moment)
+                self._issue(action, effect, cost, moment)
+            elif action.over == PIPELINE and self._num_ranks > 1:
+                yield from self._meet(action, cost, moment)
+            else:
+                self._compute(cost.computing, str(action), moment)
+                self._communicate(action, cost, moment)
+
+    def _wait(self, action: Action, effect: Effect, moment: str) -> None:
+        flight = self._made.get((action.flat, effect.waits or ""))
+        if flight is not None:
+            self._await(flight, str(action), moment)
+
+    def _await(self, flight: _Flight, text: str, moment: str) -> None:
+        begun = self._streams.now
+        self._streams.until(flight)
+        waited = self._streams.now - begun
+        if waited > 0:
+            self._exposed[flight.axis] = self._exposed.get(flight.axis, 0.0) + waited
+            if self._keeps_events:
+                self._events.append(
+                    Event(
+                        COMPUTE,
+                        text,
+                        begun - self._start,
+                        self._streams.now - self._start,
+                        flight.axis,
+                        moment,
+                        flight.text,
+                        waited,
+                    )
+                )
+
+    def _issue(self, action: Action, effect: Effect, cost: Cost, moment: str) -> None:
+        stream = action.stream if action.stream != COMPUTE else action.verb
+        flight = _Flight(stream, str(action) if self._keeps_events else "", moment, cost)
+        self._stream_seconds[stream] = self._stream_seconds.get(stream, 0.0) + cost.seconds
+        self._streams.issue(flight)
+        if effect.makes is not None:
+            self._made[action.flat, effect.makes] = flight
+        if (action.verb, action.subject) == ("fetch", "states"):
+            self._await(flight, str(action), moment)
+
+    def _communicate(self, action: Action, cost: Cost, moment: str) -> None:
+        """Communication that the computing stream does itself."""
+        if cost.seconds:
+            begun = self._streams.now
+            self._streams.compute(cost.seconds, cost.links or ("",))
+            self._exposed[cost.axis] = self._exposed.get(cost.axis, 0.0) + self._streams.now - begun
+            self._note(COMPUTE, str(action), begun, cost.axis, moment)
+
+    def _meet(self, action: Action, cost: Cost, moment: str) -> _Asked:
+        begun = self._streams.now
+        met = yield _Meet(begun)
+        self._streams.sleep_until(met)
+        waited = self._streams.now - begun
+        self._streams.compute(cost.seconds, cost.links or ("",))
+        self._exposed[PIPELINE] = self._exposed.get(PIPELINE, 0.0) + self._streams.now - begun
+        if self._keeps_events:
+            self._events.append(
+                Event(
+                    COMPUTE,
+                    str(action),
+                    begun + waited - self._start,
+                    self._streams.now - self._start,
+                    PIPELINE,
+                    moment,
+                    "other stages" if waited else "",
+                    waited,
+                )
+            )
+
+    def _compute(self, seconds: float, text: str, moment: str) -> None:
+        if seconds:
+            begun = self._streams.now
+            self._streams.compute(seconds)
+            self._computed += self._streams.now - begun
+            self._note(COMPUTE, text, begun, "", moment)
+
+    def _note(self, stream: str, text: str, begun: float, axis: str = "", moment: str = "") -> None:
+        if self._keeps_events:
+            self._events.append(Event(stream, text, begun - self._start, self._streams.now - self._start, axis, moment))
+
+    # -- sums -------------------------------------------------------------------------------------------
+
+    def _sums(self) -> tuple[float, float, float, float, dict[str, float], dict[str, float]]:
+        return (
+            self._computed,
+            self._recomputed,
+            self._flops,
+            self._least,
+            dict(self._exposed),
+            dict(self._stream_seconds),
+        )
+
+    def _repeat(
+        self, begun: float, before: tuple[float, float, float, float, dict[str, float], dict[str, float]]
+    ) -> None:
+        """Count the last micro-batch, which began at `begun` with the sums `before`, as often as it is repeated."""
+        more = self._num_repeated
+        computed, recomputed, flops, least, exposed, streams = before
+        self._computed += more * (self._computed - computed)
+        self._recomputed += more * (self._recomputed - recomputed)
+        self._flops += more * (self._flops - flops)
+        self._least += more * (self._least - least)
+        for axis, seconds in list(self._exposed.items()):
+            self._exposed[axis] = seconds + more * (seconds - exposed.get(axis, 0.0))
+        for stream, seconds in list(self._stream_seconds.items()):
+            self._stream_seconds[stream] = seconds + more * (seconds - streams.get(stream, 0.0))
+        self._streams.now += more * (self._streams.now - begun)
+
+    def result(self) -> RankTimeline:
+        events = list(self._events)
+        if self._keeps_events:
+            for flight in self._streams.landed:
+                begin, end = flight.begin or 0.0, flight.end or 0.0
+                events.append(
+                    Event(
+                        flight.stream, flight.text, begin - self._start, end - self._start, flight.axis, flight.moment
+                    )
+                )
+            events.sort(key=lambda event: event.begin)
+        return RankTimeline(
+            self.number,
+            self._streams.now - self._start,
+            tuple(events),
+            {COMPUTE: self._computed, **self._stream_seconds},
+            {axis: seconds for axis, seconds in self._exposed.items() if seconds},
+            self._recomputed,
+            self._updated,
+            self._flops,
+            self._least,
+            self._num_repeated,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What is computed before a moment: seconds of the computing stream, with the links and the axis of those that are
+    communication; and sums."""
+
+    parts: tuple[tuple[float, tuple[str, ...], str], ...]
+    flops: float
+    least: float
+    recomputed: float
+    evicted: tuple[Cost, ...] = ()
+    fetched: tuple[Cost, ...] = ()
+
+
+def _send_nowhere(*_: object) -> None:
+    raise ProgramError("A rank sends a message, but it is timed alone.")
+
+
+def _source_of(op: Op, last_stage: int) -> _Key | None:
+    """The message that `op` waits for."""
+    kind, batch, stage = op
+    if kind == "F":
+        return ("F", batch, stage - 1) if stage else None
+    return ("B", batch, stage + 1) if kind in "BI" and stage < last_stage else None
+
+
+def _traced(events: Sequence[Event]) -> Iterator[dict[str, object]]:
+    for event in events:
+        begin, length = event.begin * 1e6, (event.end - event.begin) * 1e6
+        about = {"moment": event.moment} | ({"waited_for": event.waited_for} if event.waited_for else {})
+        if event.stream == COMPUTE and event.text.partition(" ")[0] in ("forward", "backward", "backward_input"):
+            track = UNITS
+        elif event.stream == STAGES:
+            track = STAGES
+        elif event.stream == COMPUTE:
+            yield {"ph": "X", "cat": HOST, "name": event.text, "ts": begin, "dur": length, "args": about}
+            continue
+        else:
+            track = ON_THE_WAY
+        about = about | {"action": event.text}
+        yield {"ph": "b", "cat": track, "name": event.text, "id": event.text, "ts": begin, "args": about}
+        yield {"ph": "e", "cat": track, "name": event.text, "id": event.text, "ts": begin + length}

@@ -1,0 +1,218 @@
+"""What any model computes, counted in a rehearsal on fake tensors: every operator, between the moments of a pass.
+
+FLOPs are those of torch's own registry (`torch.utils.flop_counter`), and of what it lacks: attention on processors, and
+grouped products. Attention counts all pairs of positions, causal or not, as everywhere in the field. Operators that
+only make views cost nothing on a device; allocations cost nothing anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.fit.work import Operation, Operations, Worked
+from shardwise.program import Moment
+from shardwise.runtime.hooks import in_backward
+from shardwise.system.telemetry import Ledger
+from shardwise.system.torch_private import TorchDispatchMode, storage_id, tree_leaves
+
+NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+"""The dtypes for which hardware has rates."""
+_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "flex_attention")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_COLLECTIVES: Mapping[str, str] = {
+    "all_reduce": "all_reduce",
+    "gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "exchange": "all_gather",
+}
+"""What a ledger calls the verbs of messages."""
+BACKWARD_OF_ATTENTION = 2.5
+"""Five products in its backward for two in its forward: scores are computed again (Dao et al., arXiv:2205.14135)."""
+
+Dispatch = Callable[..., Any]
+
+
+class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Inside `with`, `operations` grows by what is computed; `recomputed` and `weights` by those of them that a
+    backward computes again, and that make gradients of parameters of linear layers."""
+
+    def __init__(self, resting: Sequence[torch.Tensor] = ()) -> None:
+        from torch.utils.flop_counter import flop_registry  # loaded only by jobs that count
+
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._registry = flop_registry
+        self._resting = {storage_id(one.untyped_storage()) for one in resting if one.layout is torch.strided}
+        self._known: dict[Operation, Operation] = {}
+        self.operations: list[Operation] = []
+        self.recomputed: list[Operation] = []
+        self.weights: list[Operation] = []
+
+    @property
+    def num_flops(self) -> int:
+        """All of them, with what is computed again."""
+        return int(sum(one.flops for one in self.operations))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not _is_free(func):
+            self._count(func, args, kwargs or {}, result)
+        return result
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        operation = _operation(func, args, kwargs, given, made, self._registry)
+        self.add(operation)
+        if not in_backward():
+            return
+        if torch.is_grad_enabled():
+            self.recomputed.append(self.operations[-1])
+        elif func._overloadpacket._qualified_op_name == "aten::mm" and not self._reads_params(given):
+            self.weights.append(self.operations[-1])
+
+    def add(self, operation: Operation) -> None:
+        """Count `operation`; equal ones are one object, because a model has many of them."""
+        self.operations.append(self._known.setdefault(operation, operation))
+
+    def _reads_params(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether an operand of a product is a parameter: then its result is the gradient of an input."""
+        return any(storage_id(one.untyped_storage()) in self._resting for one in given)
+
+    def take(self) -> tuple[Operations, Operations, Operations]:
+        """What was counted since the last call: all, computed again, and for gradients of parameters."""
+        found = tuple(self.operations), tuple(self.recomputed), tuple(self.weights)
+        self.operations.clear()
+        self.recomputed.clear()
+        self.weights.clear()
+        return found
+
+
+class CountedWork:
+    """A `Watch` of rehearsals: `worked` has what the last pass computed before each moment, messages included that
+    `ledger` is told of."""
+
+    def __init__(self) -> None:
+        self.worked: list[Worked] = []
+        self.ledger = _CountingLedger(self._note_message)
+        self._counting: CountedOperations | None = None
+        self._num_ranks: dict[str, int] = {}
+        self._known: dict[tuple[Operations, Operations, Operations], tuple[Operations, Operations, Operations]] = {}
+
+    def sized(self, sizes: Mapping[str, int]) -> CountedWork:
+        """With the number of ranks along each mesh axis on which there are messages."""
+        self._num_ranks = dict(sizes)
+        return self
+
+    @contextmanager
+    def during(self, resting: Sequence[torch.Tensor]) -> Iterator[None]:
+        self.worked = []
+        with CountedOperations(resting) as self._counting:
+            yield
+
+    def note_moment(self, moment: Moment) -> None:
+        if self._counting is not None:
+            found = self._counting.take()
+            self.worked.append(Worked(moment, *self._known.setdefault(found, found)))
+
+    def note_copy(self, verb: str, tier: str, num_bytes: int) -> None:
+        if self._counting is not None:
+            kind = "evict" if verb == "evict" else "fetch"
+            self._counting.add(Operation(kind, num_bytes=num_bytes, axis=tier, kernels=0))
+
+    def _note_message(self, verb: str, axis: str, sent_bytes: int) -> None:
+        num_ranks = self._num_ranks.get(axis, 1)
+        if self._counting is None or num_ranks < 2:
+            return
+        kind = _COLLECTIVES[verb]
+        rounds = 2 if kind == "all_reduce" else 1
+        whole = sent_bytes * num_ranks / (rounds * (num_ranks - 1))
+        self._counting.add(Operation(kind, num_bytes=whole, axis=axis))  # type: ignore[arg-type]  # one of them
+
+
+class _CountingLedger(Ledger):
+    """A ledger that passes on what it is told."""
+
+    def __init__(self, told: Callable[[str, str, int], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def sent(self, verb: str, axis: str, num_bytes: int) -> None:
+        super().sent(verb, axis, num_bytes)
+        self._told(verb, axis, num_bytes)
+
+
+def _is_free(func: Any) -> bool:
+    """Whether it only makes a view or allocates."""
+    found = _FREE.get(func)
+    if found is None:
+        found = _FREE[func] = _only_views(func)
+    return found
+
+
+_FREE: dict[Any, bool] = {}
+_ALLOCATING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
+_LOOK_UP = ("embedding", "index_select")
+"""They read as much of their first operand as they return."""
+
+
+def _only_views(func: Any) -> bool:
+    namespace, _, name = func._overloadpacket._qualified_op_name.partition("::")
+    aliases = [one.alias_info for one in func._schema.returns]
+    is_view = all(one is not None and not one.is_write for one in aliases)
+    return namespace == "prim" or is_view or name in _ALLOCATING
+
+
+def _operation(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Sequence[torch.Tensor],
+    made: Sequence[torch.Tensor],
+    registry: Mapping[Any, Dispatch],
+) -> Operation:
+    name = func._overloadpacket._qualified_op_name.partition("::")[2]
+    read = (*given[1:], *made) if name in _LOOK_UP else given
+    num_bytes = sum(one.numel() * one.element_size() for one in (*read, *made))
+    dtype = NAMES.get(given[0].dtype, "-") if given else "-"
+    if any(mark in name for mark in _ATTENTION) and dtype != "-":
+        return _attention(name, given, dtype, num_bytes)
+    if name in _PRODUCTS and dtype != "-":
+        left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
+        return _product(left, right, made[0], NAMES.get(left.dtype, dtype), num_bytes)
+    formula = registry.get(func._overloadpacket)
+    if formula is not None and dtype != "-":
+        flops = int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+        area = max(1, made[0].numel())
+        return Operation("product", (area, 1, max(1, flops // (2 * area))), dtype, flops, num_bytes)
+    return Operation("memory", num_bytes=num_bytes)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, made: torch.Tensor, dtype: str, num_bytes: int) -> Operation:
+    """Of matrices, batches of them, or groups of rows (`_grouped_mm`)."""
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    batch = math.prod(left.shape[:-2]) if left.dim() == right.dim() == 3 else 1
+    if left.dim() == right.dim() == 2 and made.dim() == 3:  # groups of columns: their lengths add up to k
+        batch, k = made.shape[0], max(1, k // made.shape[0])
+    shape = (m, n, k) if batch == 1 else (m, n, k, batch)
+    return Operation("product", shape, dtype, 2 * batch * m * n * k, num_bytes)
+
+
+def _attention(name: str, given: Sequence[torch.Tensor], dtype: str, num_bytes: int) -> Operation:
+    tensors = [one for one in given if one.dim() == 4]
+    is_backward = "backward" in name
+    query, key = tensors[1:3] if is_backward else tensors[:2]
+    batch, heads, queries, size = query.shape
+    keys = key.shape[-2]
+    flops = 4 * batch * heads * queries * keys * size * (BACKWARD_OF_ATTENTION if is_backward else 1)
+    return Operation("attention", (batch * heads, queries, keys, size), dtype, flops, num_bytes)

@@ -1,0 +1,345 @@
+"""What a machine can do, in seconds: a profile by name, or one of the user's own. Pure.
+
+A profile has the published figures of a device and its links, and a few parameters that say what share of them a
+program gets. Share and size are related by smooth functions, so that they can be fitted, and so that a plan that is a
+little larger is a little slower.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from shardwise.errors import ConfigError, nearest
+from shardwise.fit.work import Operation
+from shardwise.plan.files.sources import read_source
+from shardwise.plan.validation_messages import as_config_error
+from shardwise.system.units import parse_bytes
+
+PROFILES = "profiles"
+SUFFIX = ".yaml"
+
+
+def _bytes(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0, description="bytes such as 80GiB")]
+Rate = Annotated[float, Field(gt=0, description="a positive number, in units per second")]
+Seconds = Annotated[float, Field(ge=0, description="seconds, at least 0")]
+Share = Annotated[float, Field(gt=0, le=1, description="a share above 0 and at most 1")]
+Size = Annotated[float, Field(ge=0, description="a number of elements, at least 0")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Products(_Section):
+    """The share of the peak rate that matrix products reach: `share` if they are large.
+
+    `half_area`: the elements of the result at which half of that is lost, because it has too few tiles to fill the
+    device. `half_depth`: the length of the sums at which half is lost to filling a pipeline.
+    """
+
+    share: Share = 0.75
+    half_area: Size = 0
+    half_depth: Size = 0
+
+
+class AttentionShare(_Section):
+    """The share of the peak rate that fused attention reaches: `share` if sequences are long. `half_length`: the number
+    of keys at which half of that is lost."""
+
+    share: Share = 0.5
+    half_length: Size = 0
+
+
+class Link(_Section):
+    """How ranks reach one another: one way, from or to one rank.
+
+    `share` of `bytes_per_second` is what collectives reach with large messages. `node_bytes_per_second` is what all
+    ranks of a node get together, where they share something (a network card, memory); None if nothing is shared.
+    """
+
+    latency_seconds: Seconds
+    bytes_per_second: Rate
+    node_bytes_per_second: Rate | None = None
+    share: Share = 0.8
+
+
+class Host(_Section):
+    """The host's side of a rank. `memory_bytes`, `memory_bytes_per_second` (bytes copied: each is read and written) and
+    `adam_elements_per_second` are of a node, which its ranks share; `link_bytes_per_second` is between one device and
+    the host, each way. Without a link the device is the host's processor."""
+
+    memory_bytes: Bytes
+    memory_bytes_per_second: Rate
+    adam_elements_per_second: Rate
+    link_bytes_per_second: Rate | None = None
+
+
+class Disk(_Section):
+    """A node's disk for tiers, which its ranks share."""
+
+    read_bytes_per_second: Rate
+    write_bytes_per_second: Rate
+
+
+class Hardware(_Section):
+    """One kind of machine. Rates of the device are peaks, of which `products`, `attention` and `memory_share` say how
+    much is reached."""
+
+    name: str
+    ranks_per_node: Annotated[int, Field(ge=1, description="a whole number, at least 1")]
+    memory_bytes: Bytes
+    memory_bytes_per_second: Rate
+    peak_flops: Annotated[dict[str, Rate], Field(min_length=1, description="rates by dtype, such as {bf16: 989e12}")]
+    products: Products = Products()
+    attention: AttentionShare = AttentionShare()
+    memory_share: Share = 0.85
+    launch_seconds: Seconds = 0.0
+    """Between two kernels of one rank; where `runs_ahead`, what the host needs to start one while the device computes
+    others."""
+    runs_ahead: bool = True
+    contention: Annotated[float, Field(ge=1, description="a number, at least 1")] = 1.0
+    """How many times as long computation and communication take while both go on. 2: nothing is won."""
+    ranks_share_device: bool = False
+    """Whether the rates of the device are those that `ranks_per_node` ranks get of a machine, whose cores they share:
+    more ranks get less each."""
+    local: Link
+    network: Link
+    host: Host | None = None
+    disk: Disk | None = None
+
+    # -- the ranks on it --------------------------------------------------------------------------------
+
+    def with_ranks(self, num_local: int) -> Hardware:
+        """This hardware with `num_local` ranks on each node, which get less each if they share its device."""
+        changed: dict[str, object] = {"ranks_per_node": num_local}
+        if self.ranks_share_device:
+            more = num_local / self.ranks_per_node
+            changed["peak_flops"] = {dtype: rate / more for dtype, rate in self.peak_flops.items()}
+            changed["memory_bytes_per_second"] = self.memory_bytes_per_second / more
+            changed["memory_bytes"] = int(self.memory_bytes / more)
+        return self.model_copy(update=changed)
+
+    @property
+    def is_processor(self) -> bool:
+        """Whether ranks compute on the host's processor, whose cores also copy."""
+        return self.host is not None and self.host.link_bytes_per_second is None
+
+    # -- computing --------------------------------------------------------------------------------------
+
+    def peak(self, dtype: str) -> float:
+        """FLOP per second in `dtype`. Raises `ConfigError` where the profile has none."""
+        found = self.peak_flops.get(dtype)
+        if found is None:
+            raise ConfigError(
+                f"The hardware {self.name!r} has no rate for {dtype}: peak_flops has {', '.join(self.peak_flops)}. "
+                f"Add it, or compute in another precision."
+            )
+        return found
+
+    def product_seconds(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
+        """An m x k by k x n product, or `batch` of them at once, as fast as the device computes it."""
+        area = max(1.0, m * n * batch)
+        lost = 1 + self.products.half_area / area + self.products.half_depth / max(1.0, k)
+        return 2.0 * batch * m * n * k * lost / (self.peak(dtype) * self.products.share)
+
+    def attention_seconds(self, flops: float, keys: float, dtype: str) -> float:
+        """`flops` of fused attention to `keys` positions."""
+        lost = 1 + self.attention.half_length / max(1.0, keys)
+        return flops * lost / (self.peak(dtype) * self.attention.share)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """`num_bytes` read or written."""
+        return num_bytes / (self.memory_bytes_per_second * self.memory_share)
+
+    def operation_seconds(self, operation: Operation) -> float:
+        """An operation that computes: the longer of its arithmetic and its memory, without its launch."""
+        moving = self.memory_seconds(operation.num_bytes)
+        match operation.kind:
+            case "product":
+                m, n, k, *batch = operation.shape
+                return max(moving, self.product_seconds(m, n, k, operation.dtype, batch[0] if batch else 1))
+            case "attention":
+                return max(moving, self.attention_seconds(operation.flops, operation.shape[2], operation.dtype))
+            case "memory":
+                return moving
+        raise ConfigError(f"'{operation}' has no price as computation.")
+
+    def computing_seconds(self, operations: Sequence[Operation]) -> float:
+        """Operations one after the other, with their launches: beside them where the host runs ahead, else between
+        them."""
+        seconds = sum(map(self.operation_seconds, operations))
+        launches = self.launch_seconds * sum(one.kernels for one in operations)
+        return max(seconds, launches) if self.runs_ahead else seconds + launches
+
+    # -- communicating ----------------------------------------------------------------------------------
+
+    def collective_seconds(self, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
+        """A collective among `ranks`, by their numbers in the world; `num_bytes` as in `Operation`.
+
+        Between nodes every node's ranks send at once, and those of other groups too, so that a group gets its part of
+        the node's link. Within and between nodes bytes flow at the same time (rings over both: NCCL; Thakur et al.,
+        doi:10.1177/1094342005051521), so the slower of the two counts, and latencies add up.
+        """
+        num_ranks, num_near, num_nodes = _spread(ranks, self.ranks_per_node)
+        if num_ranks < 2:
+            return 0.0
+        near = self._rate_near() if num_near > 1 else float("inf")
+        far = self._rate_far(num_near) if num_nodes > 1 else float("inf")
+        steps_near, steps_far = num_near - 1, num_nodes - 1
+        match kind:
+            case "all_gather" | "reduce_scatter":
+                rounds = 1.0
+            case "all_reduce":
+                rounds = 2.0
+            case "all_to_all":
+                # each pair of ranks on its own: what goes to other nodes is not combined on the way
+                far = far / num_near if num_nodes > 1 else far
+                away = num_bytes * (num_ranks - num_near) / num_ranks
+                moving = max(num_bytes * (num_near - 1) / num_ranks / near, away / far)
+                return moving + self._latency(steps_near, steps_far)
+            case "broadcast":
+                return num_bytes / min(near, far) + self._latency(_log2(num_near), _log2(num_nodes))
+            case "send":
+                rate = self._rate_far(1) if num_nodes > 1 else near
+                return num_bytes / rate + self._latency(int(num_nodes == 1), int(num_nodes > 1))
+            case _:
+                raise ConfigError(f"A collective {kind!r} among {num_ranks} ranks has no price.")
+        within = num_bytes * (num_ranks - 1) / num_ranks / near
+        between = num_bytes * (num_nodes - 1) / num_nodes / far
+        ring = rounds * (max(within, between) + self._latency(steps_near, steps_far))
+        if kind != "all_reduce":
+            return ring
+        # a double binary tree moves as many bytes as a ring, in steps that grow with the logarithm (NCCL 2.4)
+        tree = rounds * (num_bytes / min(near, far) + self._latency(_log2(num_near), _log2(num_nodes)))
+        return min(ring, tree)
+
+    def links_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The links that a collective among `ranks` uses: `local`, `network` or both."""
+        num_ranks, num_near, num_nodes = _spread(ranks, self.ranks_per_node)
+        return (("local",) if num_near > 1 else ()) + (("network",) if num_nodes > 1 else ()) if num_ranks > 1 else ()
+
+    def _rate_near(self) -> float:
+        """Bytes per second of one rank within its node, where all of them communicate."""
+        link = self.local
+        shared = link.node_bytes_per_second or float("inf")
+        return link.share * min(link.bytes_per_second, shared / self.ranks_per_node)
+
+    def _rate_far(self, num_near: int) -> float:
+        """Bytes per second of the `num_near` ranks of a group on one node, where all ranks of the node communicate."""
+        link = self.network
+        shared = link.node_bytes_per_second or float("inf")
+        return link.share * num_near * min(link.bytes_per_second, shared / self.ranks_per_node)
+
+    def _latency(self, steps_near: int, steps_far: int) -> float:
+        return steps_near * self.local.latency_seconds + steps_far * self.network.latency_seconds
+
+    # -- other tiers ------------------------------------------------------------------------------------
+
+    def host_copy_seconds(self, num_bytes: float) -> float:
+        """`num_bytes` between a rank's device and the host's memory, one way; copied in memory if there is no link."""
+        host = self._host("copies to and from the host")
+        memory = host.memory_bytes_per_second / self.ranks_per_node
+        return num_bytes / (memory if host.link_bytes_per_second is None else min(host.link_bytes_per_second, memory))
+
+    def host_memory_seconds(self, num_bytes: float) -> float:
+        """`num_bytes` read and written in the host's memory by every rank of a node at once."""
+        return num_bytes * self.ranks_per_node / self._host("copies in the host's memory").memory_bytes_per_second
+
+    def host_update_seconds(self, numel: float) -> float:
+        """An update of `numel` elements on the host by every rank of a node at once."""
+        return numel * self.ranks_per_node / self._host("updates on the host").adam_elements_per_second
+
+    def disk_seconds(self, read_bytes: float = 0, written_bytes: float = 0) -> float:
+        """Bytes of every rank of a node, from and to its one disk."""
+        if self.disk is None:
+            raise ConfigError(
+                f"The hardware {self.name!r} has no disk, and the plan reads or writes one. Copy the profile, and add "
+                f"disk: {{read_bytes_per_second: ..., write_bytes_per_second: ...}}."
+            )
+        read, write = self.disk.read_bytes_per_second, self.disk.write_bytes_per_second
+        return self.ranks_per_node * (read_bytes / read + written_bytes / write)
+
+    def _host(self, what: str) -> Host:
+        if self.host is None:
+            raise ConfigError(
+                f"The hardware {self.name!r} has no host, and the plan needs {what}. Copy the profile, and add host: "
+                f"{{memory_bytes: ..., memory_bytes_per_second: ..., adam_elements_per_second: ...}}."
+            )
+        return self.host
+
+
+def profiles() -> tuple[str, ...]:
+    """The names of the profiles that come with the library."""
+    return tuple(sorted(one.name.removesuffix(SUFFIX) for one in _folder().iterdir() if one.name.endswith(SUFFIX)))
+
+
+def hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
+    """The profile of that name, or in that file.
+
+    Raises `ConfigError` for an unknown name, with the nearest, and for a file whose values are wrong, with its lines.
+    """
+    text = os.fspath(name_or_path)
+    is_file = bool(Path(text).suffix) or os.sep in text
+    if is_file:
+        return _read(Path(text))
+    if text not in profiles():
+        raise ConfigError(
+            f"There is no hardware {text!r}. {nearest(text, profiles())} A file of your own is named by its path, such "
+            f"as ./{text}.yaml."
+        )
+    return _profile(text)
+
+
+def _folder() -> Path:
+    return Path(str(files("shardwise.fit"))) / PROFILES
+
+
+@lru_cache
+def _profile(name: str) -> Hardware:
+    return _read(_folder() / f"{name}{SUFFIX}")
+
+
+def _read(path: Path) -> Hardware:
+    source = read_source(path)
+    origins = {key: f"{path}:{line}" for key, line in source.lines.items()}
+    try:
+        return Hardware.model_validate(source.values)
+    except ValidationError as error:
+        raise as_config_error(error, source.values, origins, root=Hardware, name="the hardware") from None
+
+
+@lru_cache(maxsize=4096)
+def _spread_of_range(start: int, stop: int, step: int, ranks_per_node: int) -> tuple[int, int, int]:
+    """As `_spread`; ranks in equal distances."""
+    num_ranks = len(range(start, stop, step))
+    if step >= ranks_per_node:
+        return num_ranks, 1, num_ranks
+    by_node: dict[int, int] = {}
+    for rank in range(start, stop, step):
+        by_node[rank // ranks_per_node] = by_node.get(rank // ranks_per_node, 0) + 1
+    return num_ranks, max(by_node.values()), len(by_node)
+
+
+def _spread(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, int, int]:
+    """How many ranks there are, the most of them on one node, and on how many nodes."""
+    if isinstance(ranks, range):
+        return _spread_of_range(ranks.start, ranks.stop, ranks.step, ranks_per_node)
+    by_node: dict[int, int] = {}
+    for rank in ranks:
+        by_node[rank // ranks_per_node] = by_node.get(rank // ranks_per_node, 0) + 1
+    return len(ranks), max(by_node.values(), default=0), len(by_node)
+
+
+def _log2(count: int) -> int:
+    return max(0, count - 1).bit_length()

@@ -1,0 +1,350 @@
+"""What each action of a program costs, alone, in seconds. Pure.
+
+`PRICES` has an entry for each entry of `program/effects.py`: an action without one is an error, not free. What an
+action moves is in its `sent_bytes`; what it reads and writes in memory follows from the table of its flat buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import ProgramError
+from shardwise.fit.hardware import Hardware
+from shardwise.fit.work import Operation
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import WIDTH, Axes, Dtype
+from shardwise.program import ALL_FLATS, Action, FlatSpec, StepProgram, backward_makes, disk_bytes, resting_disk_bytes
+from shardwise.program.effects import Subject, Verb
+
+HOST, DISK = "host", "disk"
+NEWTON_SCHULZ_STEPS = 5
+"""Of Muon, whose steps multiply `Matrix.cost` pairs each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one action on its own stream, on `links` that it shares with others, for the sake of `axis`.
+
+    `computing` are seconds of the computing stream when it is issued: for casts and codes.
+    """
+
+    seconds: float = 0.0
+    links: tuple[str, ...] = ()
+    axis: str = ""
+    computing: float = 0.0
+
+
+FREE = Cost()
+
+
+class Prices:
+    """The prices of one rank's actions on some hardware."""
+
+    def __init__(
+        self,
+        step: StepProgram,
+        hardware: Hardware,
+        mesh: Mesh,
+        *,
+        rank: int = 0,
+        num_states: int = 2,
+        accumulates: bool = False,
+    ) -> None:
+        self.hardware = hardware
+        self.num_states = num_states
+        self.accumulates = accumulates
+        """Whether gradients are added to those of earlier micro-batches."""
+        self.flats: Mapping[str, FlatSpec] = {flat.name: flat for unit in step.units for flat in unit.flats}
+        self.exchanges = step.matrix_exchanges
+        self._mesh = mesh
+        self._coordinate = mesh.coordinate(rank)
+        self._rank = rank
+        self._found: dict[Action, Cost] = {}
+        self._lines: dict[str, Sequence[int]] = {}
+
+    def of(self, action: Action) -> Cost:
+        """Raises `ProgramError`, naming the action, if it has no price."""
+        found = self._found.get(action)
+        if found is None:
+            price = PRICES.get((action.verb, action.subject))
+            if price is None:
+                raise ProgramError(f"'{action}' has no price: add one to PRICES in fit/prices.py.")
+            found = self._found[action] = price(self, action)
+        return found
+
+    def flat(self, action: Action) -> FlatSpec:
+        found = self.flats.get(action.flat)
+        if found is None:
+            raise ProgramError(f"'{action}' has no price: the flat buffer {action.flat!r} is in no unit of the step.")
+        return found
+
+    def ranks_along(self, over: str) -> Sequence[int]:
+        """The ranks with which this one communicates along `over`: an axis, several joined by `+`, or `world`."""
+        found = self._lines.get(over)
+        if found is None:
+            found = self._lines[over] = self._ranks_along(over)
+        return found
+
+    def _ranks_along(self, over: str) -> Sequence[int]:
+        mesh = self._mesh
+        if over == "world":
+            return range(mesh.world_size)
+        axes = over.split("+")
+        if len(axes) > 1:
+            return mesh.among(self._rank, axes)
+        size, stride = mesh.size(over), mesh.stride(over)
+        first = self._rank - self._coordinate[over] * stride
+        return range(first, first + size * stride, stride)
+
+    # -- what is not an action --------------------------------------------------------------------------
+
+    def gradients_left(self, flats: Iterable[FlatSpec]) -> float:
+        """After a backward: each gradient is written to its place in the flat buffer."""
+        num_bytes = 0
+        for flat in flats:
+            if flat.trainable:
+                left = flat.table.grad.dtype if backward_makes(flat) == "grad" else flat.table.grad_wire.dtype
+                adds = self.accumulates and backward_makes(flat) == "grad"
+                num_bytes += flat.numel * (WIDTH[flat.table.compute] + WIDTH[left] * (2 if adds else 1))
+        return self.hardware.memory_seconds(num_bytes)
+
+    def activations(self, operations: Iterable[Operation], verb: str) -> tuple[Cost, ...]:
+        """What copies of activations to a tier (`evict`) or back (`fetch`) cost, one for each tier."""
+        by_tier: dict[str, float] = {}
+        for one in operations:
+            if one.kind == verb:
+                by_tier[one.axis] = by_tier.get(one.axis, 0.0) + one.num_bytes
+        return tuple(self._activations(tier, num_bytes, verb) for tier, num_bytes in by_tier.items())
+
+    def _activations(self, tier: str, num_bytes: float, verb: str) -> Cost:
+        copying = self.hardware.host_copy_seconds(num_bytes)
+        if tier == HOST:
+            return Cost(copying, (HOST,), HOST)
+        if tier == DISK:
+            read, written = (num_bytes, 0.0) if verb == "fetch" else (0.0, num_bytes)
+            return Cost(max(copying, self.hardware.disk_seconds(read, written)), (HOST, DISK), DISK)
+        raise ProgramError(f"Activations on the tier {tier!r} have no price.")
+
+    def norm(self) -> float:
+        """Before a step: the norm of all gradients that are due here is computed."""
+        trained = (flat for flat in self.flats.values() if flat.trainable and not flat.updates_below)
+        return self.hardware.memory_seconds(
+            sum(flat.num_bytes(flat.table.due.shard, flat.table.due.dtype) for flat in trained)
+        )
+
+    def update(self) -> float:
+        """The optimizer's own step, of what is updated on the device: gradients read, states and master weights read
+        and written."""
+        num_bytes = 0.0
+        for flat in self.flats.values():
+            if flat.trainable and not flat.updates_below:
+                numel, width = _numel(flat, flat.table.optim.shard), WIDTH[flat.table.optim.dtype]
+                num_bytes += numel * (WIDTH[flat.table.due.dtype] + 2 * width) + 2 * _state_bytes(flat, self.num_states)
+        return self.hardware.memory_seconds(num_bytes)
+
+
+Price = Callable[[Prices, Action], Cost]
+
+
+def _numel(flat: FlatSpec, shard: Axes) -> int:
+    """Elements of one rank's part."""
+    return flat.layout.span(shard, dict.fromkeys(flat.layout.order, 0)).numel
+
+
+def _state_bytes(flat: FlatSpec, num_states: int) -> float:
+    numel, width = _numel(flat, flat.table.optim.shard), WIDTH[flat.table.optim.dtype]
+    if not flat.updates:
+        return num_states * numel * width
+    whole = sum(placed.update.states.num_bytes(placed.span, flat.table.optim.dtype) for placed in flat.updates)
+    return whole * numel / max(1, flat.numel)
+
+
+def _free(_: Prices, __: Action) -> Cost:
+    return FREE
+
+
+def _collective(kind: str, rounds: int) -> Price:
+    """A collective in which each rank sends `rounds` times n - 1 of the n parts of a buffer."""
+
+    def price(prices: Prices, action: Action) -> Cost:
+        ranks = prices.ranks_along(action.over)
+        if len(ranks) < 2:
+            return FREE
+        whole = action.sent_bytes * len(ranks) / (rounds * (len(ranks) - 1))
+        seconds = prices.hardware.collective_seconds(kind, whole, ranks)
+        return Cost(seconds, prices.hardware.links_of(ranks), action.over, _encoding(prices, action))
+
+    return price
+
+
+def _encoding(prices: Prices, action: Action) -> float:
+    """What has to be computed before bytes are sent: parameters into codes, or gradients into the dtype of the wire."""
+    if action.flat == ALL_FLATS:
+        return 0.0
+    flat = prices.flat(action)
+    table = flat.table
+    if action.verb == "gather" and table.param_wire is not None:
+        numel = _numel(flat, table.param.shard)
+        return prices.hardware.memory_seconds(numel * WIDTH[table.param.dtype] + table.param_wire.num_bytes(numel))
+    return 0.0
+
+
+def _arrival(prices: Prices, action: Action) -> Cost:
+    """A wait: it takes no time of its own, unless what has arrived must be decoded."""
+    flat = prices.flat(action)
+    wire = flat.table.param_wire
+    if action.subject not in ("full", "param", "updated") or wire is None:
+        return FREE
+    return Cost(computing=prices.hardware.memory_seconds(flat.full_bytes + wire.num_bytes(flat.numel)))
+
+
+def _grad_arrival(prices: Prices, action: Action) -> Cost:
+    """A reduced gradient waits for the step, or is added to those that wait."""
+    flat = prices.flat(action)
+    if not prices.accumulates or flat.tier_of("grad") != "device":
+        return FREE
+    return Cost(computing=prices.hardware.memory_seconds(3 * flat.grad_bytes))
+
+
+def _cast(source: str, target: str) -> Price:
+    """Elements of one kind of row read in its dtype, and written in the dtype of the action."""
+
+    def price(prices: Prices, action: Action) -> Cost:
+        flat = prices.flat(action)
+        rows = {"fresh": flat.table.fresh, "grad": flat.table.grad, "due": flat.table.due, "optim": flat.table.optim}
+        dtype: Dtype = rows[source].dtype if action.dtype == "-" else action.dtype
+        numel = _numel(flat, rows[target].shard)
+        return Cost(computing=prices.hardware.memory_seconds(numel * (WIDTH[rows[source].dtype] + WIDTH[dtype])))
+
+    return price
+
+
+def _cast_on_host(prices: Prices, action: Action) -> Cost:
+    flat = prices.flat(action)
+    numel = _numel(flat, flat.table.optim.shard)
+    width = WIDTH[flat.table.optim.dtype] + WIDTH[flat.table.param.dtype]
+    return Cost(computing=prices.hardware.host_memory_seconds(numel * width / 2))  # a rate of bytes read and written
+
+
+def _slice_held(prices: Prices, action: Action) -> Cost:
+    flat = prices.flat(action)
+    return Cost(
+        computing=prices.hardware.memory_seconds(2 * flat.num_bytes(flat.table.held.shard, flat.table.held.dtype))
+    )
+
+
+def _slice_due(prices: Prices, action: Action) -> Cost:
+    flat = prices.flat(action)
+    return Cost(
+        computing=prices.hardware.memory_seconds(2 * flat.num_bytes(flat.table.due.shard, flat.table.due.dtype))
+    )
+
+
+def _copy(prices: Prices, action: Action) -> Cost:
+    """Between the host and the device."""
+    return Cost(prices.hardware.host_copy_seconds(action.sent_bytes), (HOST,), HOST)
+
+
+def _fetch_param(prices: Prices, action: Action) -> Cost:
+    flat = prices.flat(action)
+    copying = prices.hardware.host_copy_seconds(action.sent_bytes)
+    if not flat.rests_on_disk:
+        return Cost(copying, (HOST,), HOST)
+    return Cost(max(copying, prices.hardware.disk_seconds(read_bytes=resting_disk_bytes(flat))), (HOST, DISK), DISK)
+
+
+def _read_states(prices: Prices, action: Action) -> Cost:
+    num_bytes = disk_bytes(prices.flat(action), None, prices.num_states)
+    return Cost(prices.hardware.disk_seconds(read_bytes=num_bytes), (DISK,), DISK)
+
+
+def _write_states(prices: Prices, action: Action) -> Cost:
+    num_bytes = disk_bytes(prices.flat(action), None, prices.num_states)
+    return Cost(prices.hardware.disk_seconds(written_bytes=num_bytes), (DISK,), DISK)
+
+
+def _update_on_host(prices: Prices, action: Action) -> Cost:
+    flat = prices.flat(action)
+    return Cost(computing=prices.hardware.host_update_seconds(_numel(flat, flat.table.optim.shard)), axis=HOST)
+
+
+def _orthogonalize(prices: Prices, action: Action) -> Cost:
+    """The busiest rank's Newton-Schulz iteration."""
+    exchange = prices.exchanges.get(action.flat)
+    if exchange is None:
+        raise ProgramError(f"'{action}' has no price: the step has no matrices of {action.flat!r}.")
+    by_owner: dict[int, float] = {}
+    for matrix in exchange.matrices:
+        short, long = sorted((matrix.rows, matrix.cols))
+        products = (
+            prices.hardware.product_seconds(short, short, long, exchange.dtype)
+            + prices.hardware.product_seconds(short, short, short, exchange.dtype)
+            + prices.hardware.product_seconds(short, long, short, exchange.dtype)
+        )
+        by_owner[matrix.owner] = by_owner.get(matrix.owner, 0.0) + NEWTON_SCHULZ_STEPS * products
+    return Cost(computing=max(by_owner.values(), default=0.0))
+
+
+def _exchange(prices: Prices, action: Action) -> Cost:
+    """Pieces of matrices, each straight to its owner or back."""
+    ranks = prices.ranks_along(action.over)
+    if len(ranks) < 2:
+        return FREE
+    whole = action.sent_bytes * len(ranks) / (len(ranks) - 1)
+    hardware = prices.hardware
+    return Cost(hardware.collective_seconds("all_to_all", whole, ranks), hardware.links_of(ranks), action.over)
+
+
+def _broadcast(prices: Prices, action: Action) -> Cost:
+    ranks = prices.ranks_along(action.over)
+    hardware = prices.hardware
+    seconds = hardware.collective_seconds("broadcast", action.sent_bytes, ranks)
+    return Cost(seconds, hardware.links_of(ranks), action.over)
+
+
+_gather = _collective("all_gather", 1)
+_reduce_scatter = _collective("reduce_scatter", 1)
+_all_reduce = _collective("all_reduce", 2)
+
+PRICES: dict[tuple[Verb, Subject], Price] = {
+    ("gather", "param"): _gather,
+    ("gather", "held"): _gather,
+    ("gather", "updated"): _gather,
+    ("fetch", "param"): _fetch_param,
+    ("slice", "held"): _slice_held,
+    ("free", "full"): _free,
+    ("wait", "range"): _arrival,
+    ("wait", "full"): _arrival,
+    ("reduce_scatter", "grad"): _reduce_scatter,
+    ("reduce_scatter", "due"): _reduce_scatter,
+    ("all_reduce", "grad"): _all_reduce,
+    ("all_reduce", "due"): _all_reduce,
+    ("cast", "grad"): _cast("fresh", "grad"),
+    ("cast", "due"): _cast("grad", "due"),
+    ("slice", "due"): _slice_due,
+    ("evict", "grad"): _copy,
+    ("evict", "due"): _copy,
+    ("wait", "sum"): _free,
+    ("wait", "grad"): _grad_arrival,
+    ("wait", "due"): _free,
+    ("agree", "verdict"): _all_reduce,
+    ("agree", "sums"): _all_reduce,
+    ("agree", "norms"): _all_reduce,
+    ("collect", "update"): _exchange,
+    ("wait", "matrix"): _free,
+    ("orthogonalize", "update"): _orthogonalize,
+    ("hand_back", "update"): _exchange,
+    ("wait", "update"): _free,
+    ("fetch", "states"): _read_states,
+    ("update", "master"): _update_on_host,
+    ("evict", "states"): _write_states,
+    ("cast", "outgoing"): _cast_on_host,
+    ("fetch", "outgoing"): _copy,
+    ("fetch", "updated"): _copy,
+    ("cast", "param"): _cast("optim", "optim"),
+    ("wait", "updated"): _arrival,
+    ("wait", "param"): _arrival,
+    ("broadcast", "buffers"): _broadcast,
+}
+"""By verb and subject, as `EFFECTS`."""

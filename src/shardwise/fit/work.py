@@ -1,0 +1,201 @@
+"""What a model computes, as a clock prices it: operations, by unit or between the moments of a pass. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from shardwise.errors import ProgramError
+from shardwise.program import Block, Moment
+
+Computing = Literal["product", "attention", "memory"]
+Communicating = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
+Copying = Literal["evict", "fetch"]
+OperationKind = Computing | Communicating | Copying
+
+COMMUNICATING: frozenset[str] = frozenset(get_args(Communicating))
+COPYING: frozenset[str] = frozenset(get_args(Copying))
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel, or a few that belong together, or one message.
+
+    - `product`: a matrix product; `shape` is (m, n, k) or (m, n, k, batch) for a batch of m x k times k x n.
+    - `attention`: `shape` is (batch x heads, queries, keys, head size).
+    - `memory`: whatever only reads and writes memory.
+    - a collective or `send` along the mesh axis `axis`, within the computation (tp, sp, ep). `num_bytes` are those of
+      the whole buffer: what all ranks contribute to an `all_gather`, what one rank has before a `reduce_scatter`,
+      `all_reduce` or `all_to_all`, and what is in the message of a `send`.
+    - `evict`, `fetch`: activations that go to another tier, `axis`, and come back; beside the computation.
+
+    `flops` counts a multiplication and an addition as two. `num_bytes` of what computes are those read and written.
+    """
+
+    kind: OperationKind
+    shape: tuple[int, ...] = ()
+    dtype: str = "-"
+    flops: float = 0
+    num_bytes: float = 0
+    kernels: int = 1
+    axis: str = ""
+
+    @property
+    def communicates(self) -> bool:
+        return self.kind in COMMUNICATING
+
+    @property
+    def copies(self) -> bool:
+        return self.kind in COPYING
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return " ".join(word for word in (self.kind, shape, self.dtype if self.dtype != "-" else "", self.axis) if word)
+
+
+Operations = tuple[Operation, ...]
+
+
+def product(m: int, n: int, k: int, dtype: str, width: int, batch: int = 1) -> Operation:
+    """The product of an m x k and a k x n matrix with elements of `width` bytes, or `batch` of them."""
+    moved = batch * width * (m * k + k * n + m * n)
+    return Operation("product", (m, n, k) if batch == 1 else (m, n, k, batch), dtype, 2.0 * batch * m * n * k, moved)
+
+
+def memory_pass(num_bytes: float, kernels: int = 1) -> Operation:
+    """Whatever reads and writes `num_bytes` together."""
+    return Operation("memory", num_bytes=num_bytes, kernels=kernels)
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """What one use of a unit computes.
+
+    `backward` has the gradients of its inputs, `weights` those of its parameters, which a schedule may put off (ZB-H1);
+    whoever does not know them apart puts all into `backward`. `recompute` is what a backward computes again.
+    """
+
+    forward: Operations = ()
+    backward: Operations = ()
+    weights: Operations = ()
+    recompute: Operations = ()
+
+    @property
+    def flops(self) -> float:
+        """Those of the model: without what is computed again."""
+        return sum(one.flops for one in (*self.forward, *self.backward, *self.weights))
+
+    def times(self, count: int) -> UnitWork:
+        """The work of `count` such layers in one unit."""
+        return UnitWork(*(part * count for part in (self.forward, self.backward, self.weights, self.recompute)))
+
+    def __add__(self, other: UnitWork) -> UnitWork:
+        return UnitWork(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weights + other.weights,
+            self.recompute + other.recompute,
+        )
+
+
+@dataclass(frozen=True)
+class Worked:
+    """A moment of one pass, and what was computed since the one before.
+
+    `operations` include those that are computed a second time, which `recomputed` has alone, and those for gradients of
+    parameters, which `weights` has alone: a schedule may put them off.
+    """
+
+    moment: Moment
+    operations: Operations = ()
+    recomputed: Operations = ()
+    weights: Operations = ()
+
+
+Work = Mapping[str, UnitWork] | Sequence[Worked]
+"""By unit, or as counted between the moments of a pass, in their order and without micro-batches. The second is exact
+for units within units and for what is computed outside of any."""
+
+
+def work_of_blocks(blocks: Sequence[Block], work: Work) -> list[Worked]:
+    """For each block of a pass or a schedule, what is computed before its actions.
+
+    Raises `ProgramError`, naming the unit, where the work of one is not known.
+    """
+    if isinstance(work, Mapping):
+        return [_of_unit(block.moment, work) for block in blocks]
+    if len(work) == len(blocks) and all(
+        replace(block.moment, micro_batch=None) == one.moment for block, one in zip(blocks, work, strict=True)
+    ):
+        return list(work)
+    return list(_in_schedule(blocks, work))
+
+
+def _of_unit(moment: Moment, work: Mapping[str, UnitWork]) -> Worked:
+    if moment.edge != "after" or not moment.unit:
+        return Worked(moment)
+    found = work.get(moment.unit)
+    if found is None:
+        raise ProgramError(f"The work of unit {moment.unit!r} is not known, so '{moment}' has no time.")
+    match moment.phase:
+        case "forward":
+            return Worked(moment, found.forward)
+        case "backward":
+            return Worked(moment, (*found.recompute, *found.backward, *found.weights), found.recompute)
+        case "backward_input":
+            return Worked(moment, (*found.recompute, *found.backward), found.recompute)
+        case "backward_weights":
+            return Worked(moment, found.weights)
+    raise ProgramError(f"What is computed before '{moment}' has no time: no unit computes in that phase.")
+
+
+def _in_schedule(blocks: Sequence[Block], work: Sequence[Worked]) -> Iterator[Worked]:
+    """What was counted in one micro-batch, for each micro-batch of a schedule: by moment, and in the order of its uses
+    within the pass."""
+    by_moment: dict[Moment, list[Worked]] = {}
+    for one in work:
+        by_moment.setdefault(one.moment, []).append(one)
+    halves: dict[tuple[Moment, int], Worked] = {}
+    used: dict[Moment, int] = {}
+    for block in blocks:
+        moment = block.moment
+        counted = _counted_as(moment)
+        found = by_moment.get(counted)
+        if found is None and (moment.edge == "before" or not moment.unit):
+            yield Worked(counted)
+            continue
+        if found is None:
+            raise ProgramError(f"What is computed before '{moment}' was not counted, so it has no time.")
+        place = min(used.get(moment, 0), len(found) - 1)
+        used[moment] = place + 1
+        if moment.phase not in ("backward_input", "backward_weights"):
+            yield found[place]
+            continue
+        plain = replace(moment, micro_batch=None)
+        if (plain, place) not in halves:
+            halves[plain, place] = _half(plain, found[place])
+        yield halves[plain, place]
+
+
+def _counted_as(moment: Moment) -> Moment:
+    """The moment of a single pass, with whole backwards."""
+    is_backward = moment.phase in ("backward_input", "backward_weights")
+    return Moment(moment.edge, "backward" if is_backward else moment.phase, moment.unit)
+
+
+def _half(moment: Moment, whole: Worked) -> Worked:
+    if moment.phase == "backward_weights":
+        return Worked(moment, whole.weights if moment.edge == "after" else ())
+    later = list(whole.weights)
+    first: list[Operation] = []
+    for one in whole.operations:
+        if one in later:
+            later.remove(one)
+        else:
+            first.append(one)
+    return Worked(moment, tuple(first), whole.recomputed)
+
+
+def flops_of(operations: Iterable[Operation]) -> float:
+    return sum(one.flops for one in operations)
