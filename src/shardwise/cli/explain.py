@@ -12,6 +12,10 @@ from shardwise.cli.console import console_for_output
 from shardwise.cli.explanation import Explanation, Subject, as_json, example_units, explain
 from shardwise.cli.print_explanation import print_explained, print_presets
 from shardwise.errors import ConfigError
+from shardwise.fit.clock import RankProgram
+from shardwise.fit.hardware import Hardware, profiles
+from shardwise.fit.hardware import hardware as hardware_named
+from shardwise.fit.step_time import step_time
 from shardwise.plan import Budget, Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
@@ -22,7 +26,8 @@ EXAMPLES = """examples:
   shardwise explain --list                                           all presets
   shardwise explain zero3 --world 8                                  a preset on 8 ranks
   shardwise explain plan.yaml --world 8 --set precision=bf16         a plan file, with one change
-  shardwise explain zero3 --world 8 --model train.py:build --batch train.py:sample_batch"""
+  shardwise explain zero3 --world 8 --model train.py:build --batch train.py:sample_batch
+  shardwise explain zero3 --world 64 --model train.py:build --batch train.py:sample_batch --time --hardware h100-sxm"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +79,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"results of `shardwise bench disk`, `host` and `links`, to estimate the time of offload (default: "
         f"{default_path()})",
     )
+    option(
+        "--time",
+        action="store_true",
+        help="with --batch: predict how long a step takes, and what the computation waits for",
+    )
+    option(
+        "--hardware",
+        metavar="NAME",
+        help="with --time: the hardware, a name or a file such as my.yaml (default: this machine, if `shardwise "
+        "calibrate` has measured it)",
+    )
+    option(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="with --time: write the predicted timeline for chrome://tracing or ui.perfetto.dev",
+    )
     option("--full", action="store_true", help="print the whole program, even if it is long")
     option("--json", action="store_true", help="print JSON")
 
@@ -84,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         _list(args)
         return 0
     explained = _explained(args)
+    if args.trace is not None and explained.time is not None:
+        explained.time.timeline.write(args.trace)
     if args.json:
         print(json.dumps(as_json(explained), indent=2))
     else:
@@ -120,18 +144,40 @@ def _explained(args: argparse.Namespace) -> Explanation:
         raise ConfigError("--batch needs a model. Add --model FILE:CALLABLE.")
     if plan.budget != Budget() and args.model is None:
         raise ConfigError("The plan has a budget, which needs a model. Add --model FILE:CALLABLE.")
-    plan, subject = _subject(args, plan, table, mesh)
+    if args.batch is None and args.time:
+        raise ConfigError("--time needs a model and a batch. Add --model FILE:CALLABLE and --batch FILE:CALLABLE.")
+    if not args.time and (args.hardware or args.trace):
+        raise ConfigError(f"{'--hardware' if args.hardware else '--trace'} is for --time. Add --time.")
+    hardware = _hardware(args) if args.time else None
+    plan, subject, programs = _subject(args, plan, table, mesh, hardware)
     table = table_for(plan, mesh)
     calibration = read_calibration(args.calibration)
-    return explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
+    explained = explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
+    if hardware is None:
+        return explained
+    num_states, num_micro_batches = args.optimizer_states, plan.accumulate
+    time = step_time(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
+    return replace(explained, time=time)
 
 
-def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:
-    """The given model, or example units without one; and the plan after its budget was applied to that model."""
+def _hardware(args: argparse.Namespace) -> Hardware:
+    """That on which the step is timed, with the ranks of a node."""
+    if args.hardware is None:
+        raise ConfigError(f"--time needs to know the hardware. Give --hardware, such as {', '.join(profiles())}.")
+    found = hardware_named(args.hardware)
+    return found.with_ranks(
+        args.per_host or (args.world if found.is_processor else min(args.world, found.ranks_per_node))
+    )
+
+
+def _subject(
+    args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh, hardware: Hardware | None
+) -> tuple[Plan, Subject, tuple[RankProgram, ...]]:
+    """The given model, or example units without one; the plan after its budget was applied to that model; and the
+    programs of its ranks, to be timed on `hardware`."""
     if args.model is None:
-        return plan, Subject(
-            example_units(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer
-        )
+        examples = example_units(table, mesh, plan, args.optimizer)
+        return plan, Subject(examples, (), args.optimizer_states, args.optimizer), ()
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
     per_host = args.per_host or args.world
@@ -145,11 +191,14 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
     subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.summary)
     subject = replace(subject, pipeline_rank=pipeline_rank, stages_of_units=stages_of_units)
     if args.batch is None:
-        return plan, subject
+        return plan, subject, ()
     given = args.expert_load
     if given is not None and not given >= 1:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
     load = model_file.EXPERT_LOAD if given is None else given
-    found = model_file.activations_of(model, args.batch, plan, table, mesh, load)
+    on_cpu = None if hardware is None else hardware.is_processor
+    foreseen = model_file.activations_of(model, args.batch, plan, mesh, load, args.optimizer, on_cpu=on_cpu)
+    found = foreseen.counted
     counted = replace(subject, activations=found.activations, batch=args.batch, expert_load=load)
-    return plan, replace(counted, activation_bytes=found.sent_bytes, tied_bytes=found.tied_bytes)
+    counted = replace(counted, activation_bytes=found.sent_bytes, tied_bytes=found.tied_bytes)
+    return plan, counted, foreseen.programs

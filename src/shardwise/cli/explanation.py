@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shardwise.fit.step_time import StepTime
 from shardwise.fit.tier_time import TierTime, tier_time
 from shardwise.plan import Plan, plan_table
 from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
@@ -117,6 +118,8 @@ class Explanation:
     """What tiers cost a rank in a step; `None` if everything is on the device."""
     per_host: int = 0
     """Ranks per host; 0 if not given, and all are on one."""
+    time: StepTime | None = None
+    """How long a step takes, if that was asked for."""
 
     @property
     def why_restarted(self) -> str:
@@ -325,6 +328,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if explained.copies is None else {"copy_bytes": asdict(explained.copies)}),
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),
         **({} if explained.tiers is None else {"tiers": explained.tiers.as_json()}),
+        **({} if explained.time is None else {"time": explained.time.as_json()}),
         **({"budget": subject.budget.splitlines()} if subject.budget else {}),
         "peak_at": _peak_moment(explained.held),
         "replicated_bytes": by_kind(explained.replicated),

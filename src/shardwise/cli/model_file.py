@@ -2,67 +2,48 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import inspect
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.cli.explanation import UnitSize, describe_offload
-from shardwise.comm import Group, Line
 from shardwise.errors import ModelError, nearest
-from shardwise.fit.budget import (
-    Fitted,
-    Ranks,
-    choices_by_pp_rank,
-    of_params,
-    params_by_pp_rank,
-    within_budget,
+from shardwise.fit.budget import Fitted, Ranks, within_budget
+from shardwise.fit.clock import RankProgram
+from shardwise.fit.foreseen import (
+    Counted,
+    choices_of,
+    count_step,
+    device_here,
+    largest_pp_rank,
+    rank_units,
+    rows_of,
+    updates_of,
 )
-from shardwise.fit.stage_rehearsal import StageRehearsal
-from shardwise.memory import (
-    LabelledTable,
-    Unit,
-    UnitChoice,
-    choose_units,
-    in_own_precision,
-    make_unit,
-    unit_specs,
-)
-from shardwise.optim import hidden_matrices
-from shardwise.parallel.experts import AXIS as EXPERTS
-from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
-from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
-from shardwise.parallel.pipeline import AXIS as PIPELINE
-from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
-from shardwise.parallel.sequence import rehearsed_by
-from shardwise.parallel.tensor import AXIS, Regions
+from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
+from shardwise.parallel.experts import EXPERT_LOAD, expert_split
+from shardwise.parallel.pipeline import has_pipeline, stage_layout
 from shardwise.plan import Plan
-from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.plan.placement import WIDTH, Table
-from shardwise.program import Activations, UnitSpec, Update, update_by
+from shardwise.plan.mesh import Mesh
+from shardwise.program import UnitSpec
 from shardwise.runtime.activations import treatments_for
-from shardwise.runtime.rehearsal import Around, nothing_around, rehearse
-from shardwise.system.devices import TorchAccelerator
-from shardwise.system.telemetry import ByteMeter, Ledger
 
 
 def units_of(
     source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of `model`, which was built from `source`, and their sizes."""
-    choices, rows = _choices(model, plan, mesh), _rows(model, plan, mesh)
-    updates = _updates(model, optimizer) if optimizer else None
-    on_cpu = _device().type == "cpu"
+    choices, rows = choices_of(model, plan, mesh), rows_of(model, plan, mesh)
+    updates = updates_of(model, optimizer) if optimizer else None
+    on_cpu = device_here().type == "cpu"
     specs = unit_specs(choices, rows, mesh, updates, on_cpu=on_cpu)
     kept = [(choice, spec) for choice, spec in zip(choices, specs, strict=True) if spec.flats]
     if not kept:
@@ -76,8 +57,8 @@ def within_budget_of(
     model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int, per_host: int
 ) -> Fitted:
     """`plan` with the offload that its budget requires, with `per_host` ranks on each host."""
-    updates = _updates(model, optimizer) if optimizer else None
-    ranks = Ranks(on_cpu=_device().type == "cpu", num_local=per_host)
+    updates = updates_of(model, optimizer) if optimizer else None
+    ranks = Ranks(on_cpu=device_here().type == "cpu", num_local=per_host)
     return within_budget(model, in_own_precision(plan, model), mesh, ranks, updates, num_states)
 
 
@@ -92,25 +73,15 @@ def stages_by_unit(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple
     if not has_pipeline(mesh):
         return 0, ()
     layout = stage_layout(model, plan, mesh)
-    pp_rank = _largest(model, layout)
+    pp_rank = largest_pp_rank(model, layout)
     own = {stage: layout.params_of(model, stage) for stage in layout.at(pp_rank)}
-    rows = _rows(model, plan, mesh)
-    every = _choices(model, plan, mesh)
+    rows = rows_of(model, plan, mesh)
+    every = choices_of(model, plan, mesh)
     choices = [choice for choice, spec in zip(every, unit_specs(every, rows, mesh), strict=True) if spec.flats]
     return pp_rank, tuple(
         tuple(stage for stage, params in own.items() if any(param in params for param in choice.params.values()))
         for choice in choices
     )
-
-
-def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
-    """The units of rank 0, which has the most; with a pipeline, of the pipeline rank with the most parameters."""
-    by_rank, _ = choices_by_pp_rank(model, plan, mesh)
-    return by_rank[_largest(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else by_rank[0]
-
-
-def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
-    return rows_for(model, plan, mesh, expert_split(model, plan, mesh, 0))
 
 
 def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
@@ -120,160 +91,42 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
     return ("", 0) if experts is None else (str(experts), sum(found.hidden_size for found in experts.modules))
 
 
-def _largest(model: nn.Module, layout: StageLayout) -> int:
-    """The pipeline rank with the most parameters."""
-    sizes = [sum(param.numel() for param in params) for params in params_by_pp_rank(model, layout)]
-    return sizes.index(max(sizes))
+@dataclass(frozen=True)
+class Foreseen:
+    """What was counted of the rank that is explained, and, if it was asked for, what a clock needs of all ranks."""
+
+    counted: Counted
+    programs: tuple[RankProgram, ...] = ()
 
 
 def activations_of(
-    model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh, expert_load: float = EXPERT_LOAD
-) -> Counted:
+    model: nn.Module,
+    source: str,
+    plan: Plan,
+    mesh: Mesh,
+    expert_load: float = EXPERT_LOAD,
+    optimizer: str | None = None,
+    *,
+    on_cpu: bool | None = None,
+) -> Foreseen:
     """What `model` holds and sends in a forward and backward on the batch that `FILE:CALLABLE` returns; with a
     pipeline, for the rank with the most parameters.
 
-    Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
-    this machine has one. With sequence parallelism the batch is a rank's part. Experts get `expert_load` times an even
-    share of the tokens, or the most that their capacity lets all ranks send.
+    Runs the file and the callable, and `count_step`, on tensors without values, which claim to be on a GPU if this
+    machine has one. `on_cpu` says where ranks compute if the time is asked for: then their programs are returned too.
     """
     make = _loaded("--batch", source, "train.py:sample_batch")
     try:
         batch = make()
     except Exception as error:
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
-    parts = _Parts(plan, table, mesh, _device(), expert_load)
-    if has_pipeline(mesh):
-        return parts.of_stages(model, batch)
-    ledger = Ledger()
-    around = parts.around(model, ledger)
-    units = parts.split(model, ledger)
-    treatments = treatments_for(model, choose_units(model, plan), plan)
-    activations = rehearse(
-        model, units, batch, device=parts.device, compute=table.compute, around=around, treatments=treatments
-    )
-    return Counted(activations, _by_axis(ledger))
-
-
-class Counted(NamedTuple):
-    """What a rank holds, and what it sends by mesh axis, in the forward and backward of one micro-batch; and what it
-    sends once per step for tied parameters."""
-
-    activations: Activations
-    sent_bytes: dict[str, int]
-    tied_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The first rank's part of a model under a plan, to be rehearsed."""
-
-    plan: Plan
-    table: Table
-    mesh: Mesh
-    device: torch.device
-    expert_load: float
-
-    def of_stages(self, model: nn.Module, batch: object) -> Counted:
-        """For the rank with the most parameters. Stages of other ranks are rehearsed for their outputs."""
-        layout = stage_layout(model, self.plan, self.mesh)
-        rehearsals, ledgers = [], [Ledger() for _ in range(layout.num_ranks)]
-        for pp_rank, ledger in enumerate(ledgers):
-            own = copy.deepcopy(model)
-            treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
-            treatments.check_stages(own, layout.pieces)
-            around, params = self.around(own, ledger), params_by_pp_rank(own, layout)[pp_rank]
-            split = split_of(own, self.plan, self.mesh, 0, expert_split(own, self.plan, self.mesh, 0))
-            parts = sequence_parts(split, self.mesh, layout)
-            units = self.split(own, ledger, params)
-            staged = StagedModel(own, layout, pp_rank, parts)
-            present = set(own.modules())
-            for unit in units:
-                unit.sites = [site for site in unit.sites if site in present]
-            left = treatments.within(own)
-            rehearsals.append(
-                StageRehearsal(staged, units, batch, self.device, self.table.compute, treatments=left, around=around)
-            )
-        arrived, largest = None, _largest(model, layout)
-        sent_bytes: Counter[str] = Counter()
-        for stage in range(len(layout.stages)):
-            pp_rank = layout.pp_rank_of(stage)
-            arrived = rehearsals[pp_rank].rehearse(stage, arrived)
-            sent_bytes.update(_by_axis(ledgers[pp_rank]) if pp_rank == largest else {})
-        sent_bytes[PIPELINE] += rehearsals[largest].sent_bytes
-        return Counted(rehearsals[largest].together(), dict(sent_bytes), _tied_bytes(rehearsals[largest]))
-
-    def split(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
-        """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it
-        sends."""
-        plan, mesh = self.plan, self.mesh
-        experts = expert_split(model, plan, mesh, 0)
-        split = split_of(model, plan, mesh, 0, experts)
-        boxes = boxes_for(model, mesh, 0, split, experts)
-        rows, first = rows_for(model, plan, mesh, experts), dict.fromkeys(mesh.axes, 0)
-        choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
-        choices = choices if params is None else of_params(choices, params)
-        on_cpu = self.device.type == "cpu"
-        specs = unit_specs(choices, rows, mesh, on_cpu=on_cpu)
-        units = [
-            make_unit(choice, spec, rows, first, ByteMeter(), self.device)
-            for choice, spec in zip(choices, specs, strict=True)
-        ]
-        if experts is not None:
-            experts.carry_out(self._line(EXPERTS, ledger))
-        if split is not None:
-            line = self._line(AXIS, ledger)
-            split.carry_out(line, Regions(line))
-        return [unit for unit in units if unit.flats]
-
-    def around(self, model: nn.Module, ledger: Ledger) -> Around:
-        """The context of a twin of `model` while it computes; `model` itself is still whole."""
-        has_sequences = SEQUENCE_AXIS in self.mesh.axes and self.mesh.size(SEQUENCE_AXIS) > 1
-        over_sequences = rehearsed_by(model, self.plan, self.mesh, ledger) if has_sequences else nothing_around
-
-        @contextmanager
-        def around(twin: nn.Module) -> Iterator[None]:
-            ledger.clear()  # a repeated rehearsal counts once
-            if AXIS in self.mesh.axes and self.device.type == "cpu":
-                self._line(AXIS, ledger).all_same(b"")  # each forward in training compares its batch
-            with loaded(twin, self.expert_load), over_sequences(twin):
-                yield
-
-        return around
-
-    def _line(self, axis: str, ledger: Ledger) -> Line:
-        return Line(None, Group(axis, self.mesh.group(0, axis), 0), ledger)
-
-
-def _tied_bytes(rehearsal: StageRehearsal) -> int:
-    """Bytes that a rank sends in one step to add up gradients of parameters that other stages have too."""
-    holders, total = rehearsal.staged.holders, 0
-    for flat in (flat for unit in rehearsal.units for flat in unit.flats if flat.spec.trainable):
-        others = len(holders[flat.slots[0].name]) - 1
-        table = flat.spec.table
-        first = dict.fromkeys(table.axes, 0)
-        total += others * flat.spec.layout.span(table.optim.shard, first).numel * WIDTH[table.due.dtype]
-    return total
-
-
-def _by_axis(ledger: Ledger) -> dict[str, int]:
-    """Bytes sent, by mesh axis."""
-    found: Counter[str] = Counter()
-    for (_, axis), num_bytes in ledger.sent_bytes.items():
-        found[axis] += num_bytes
-    return dict(found)
-
-
-def _device() -> torch.device:
-    """The device on which a job on this machine would compute."""
-    found = TorchAccelerator.found()
-    return torch.device(found.kind if found is not None else "cpu")
-
-
-def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
-    """How the optimizer with that name updates each parameter."""
-    hidden = set(hidden_matrices(model))
-    trained = [param for param in model.parameters() if param.requires_grad]
-    return {param: update_by(optimizer, tuple(param.shape), is_hidden=param in hidden) for param in trained}
+    pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if has_pipeline(mesh) else 0
+    if on_cpu is None:
+        return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load)[pp_rank])
+    kinds = rank_units(model, plan, mesh, optimizer=optimizer, on_cpu=on_cpu)
+    counted = count_step(model, batch, plan, mesh, expert_load=expert_load, counts_work=True)
+    programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
+    return Foreseen(counted[pp_rank], tuple(programs))
 
 
 def build_model(source: str) -> nn.Module:

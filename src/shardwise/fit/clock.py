@@ -116,7 +116,13 @@ class Timeline:
         return sum(one.least_seconds for one in self.ranks) / (len(self.ranks) * self.step_seconds)
 
     @property
+    def computing_seconds(self) -> float:
+        """Seconds in which the average rank computes, slowed down by what goes on beside it."""
+        return self._mean(lambda one: one.busy).get(COMPUTE, 0.0)
+
+    @property
     def update_seconds(self) -> float:
+        """From the end of the last backward to the end of the step."""
         return max(one.update_seconds for one in self.ranks)
 
     @property

@@ -100,19 +100,14 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 class CountedWork:
     """A `Watch` of rehearsals: `worked` has what the last pass computed before each moment, messages included that
-    `ledger` is told of."""
+    `ledger` is told of. `num_ranks` are the sizes of mesh axes."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: Mapping[str, int] | None = None) -> None:
         self.worked: list[Worked] = []
         self.ledger = _CountingLedger(self._note_message)
         self._counting: CountedOperations | None = None
-        self._num_ranks: dict[str, int] = {}
+        self._num_ranks = dict(num_ranks or {})
         self._known: dict[tuple[Operations, Operations, Operations], tuple[Operations, Operations, Operations]] = {}
-
-    def sized(self, sizes: Mapping[str, int]) -> CountedWork:
-        """With the number of ranks along each mesh axis on which there are messages."""
-        self._num_ranks = dict(sizes)
-        return self
 
     @contextmanager
     def during(self, resting: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.fit.counted_work import CountedWork
+from shardwise.fit.work import Worked
 from shardwise.memory import Unit
 from shardwise.parallel.pipeline import StagedModel, StageMessage, StageMessageLayout, WeightGrads, most_under_way
 from shardwise.plan.placement import Dtype
@@ -57,6 +59,9 @@ class StageRehearsal:
     treatments: Treatments | None = None
     around: Around = nothing_around
     """Entered with the copy of a stage while that computes."""
+    watch: CountedWork | None = None
+    """Counts what each stage computes."""
+    _worked: dict[int, tuple[Worked, ...]] = field(default_factory=dict)
     _counted: dict[int, Activations] = field(default_factory=dict)
     _found: dict[int, _Held] = field(default_factory=dict)
 
@@ -96,7 +101,10 @@ class StageRehearsal:
             device=self.device,
             compute=self.compute,
             treatments=self.treatments,
+            watch=self.watch,
         )
+        if self.watch is not None:
+            self._worked[stage] = tuple(self.watch.worked)
         return held.handed_over
 
     def together(self) -> Activations:
@@ -123,6 +131,22 @@ class StageRehearsal:
     def sent_bytes(self) -> int:
         """Bytes of one micro-batch's activations and gradients that this rank sends to neighbouring stages."""
         return sum(held.sent for held in self._found.values())
+
+    @property
+    def message_bytes(self) -> dict[int, int]:
+        """Bytes of the output that each stage of this rank hands over, if it is not the last."""
+        found = ((stage, held.handed_over) for stage, held in self._found.items())
+        return {stage: layout.num_bytes for stage, layout in found if layout is not None}
+
+    @property
+    def worked(self) -> tuple[Worked, ...]:
+        """What one micro-batch computes in all stages of this rank: forwards in order, then backwards in the opposite
+        order."""
+        forwards = [one for _, some in sorted(self._worked.items()) for one in some if _is_forward(one)]
+        backwards = [
+            one for _, some in sorted(self._worked.items(), reverse=True) for one in some if not _is_forward(one)
+        ]
+        return (*forwards, *backwards)
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -163,6 +187,10 @@ class StageRehearsal:
         if "error" in answer:
             raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
         return StageMessageLayout.of_encoded(answer["layout"].encode()) if "layout" in answer else None
+
+
+def _is_forward(worked: Worked) -> bool:
+    return worked.moment.phase == "forward"
 
 
 @dataclass

@@ -162,7 +162,8 @@ def _in_schedule(blocks: Sequence[Block], work: Sequence[Worked]) -> Iterator[Wo
         moment = block.moment
         counted = _counted_as(moment)
         found = by_moment.get(counted)
-        if found is None and (moment.edge == "before" or not moment.unit):
+        is_end = not moment.unit and moment.micro_batch is None  # of all micro-batches, each of which has its own
+        if is_end or (found is None and (moment.edge == "before" or not moment.unit)):
             yield Worked(counted)
             continue
         if found is None:

@@ -1,0 +1,279 @@
+"""One step of a model under a plan, foreseen on one process: the programs of its ranks, what they hold, send, compute.
+
+The model is only rehearsed on fake tensors; its parameters may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from shardwise.comm import Group, Line
+from shardwise.fit.budget import choices_by_pp_rank, of_params, params_by_pp_rank
+from shardwise.fit.clock import RankProgram
+from shardwise.fit.counted_work import CountedWork
+from shardwise.fit.stage_rehearsal import StageRehearsal
+from shardwise.fit.work import Worked
+from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
+from shardwise.optim import hidden_matrices
+from shardwise.parallel.experts import AXIS as EXPERTS
+from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
+from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
+from shardwise.parallel.pipeline import AXIS as PIPELINE
+from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
+from shardwise.parallel.sequence import rehearsed_by
+from shardwise.parallel.tensor import AXIS, Regions
+from shardwise.plan import Plan
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.plan.placement import WIDTH, Table, table_for
+from shardwise.program import Activations, UnitSpec, Update, plan_step, update_by
+from shardwise.program.schedule import Op
+from shardwise.runtime.activations import treatments_for
+from shardwise.runtime.rehearsal import Around, nothing_around, rehearse
+from shardwise.system.devices import TorchAccelerator
+from shardwise.system.telemetry import ByteMeter, Ledger
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one rank holds and sends in the forward and backward of one micro-batch, or in a pipeline's schedule.
+
+    `sent_bytes` are those of activations, by mesh axis, of one micro-batch; `tied_bytes` are sent once per step, for
+    parameters that other stages have too. `worked` is what is computed, if that was counted; `message_bytes` are those
+    of the activations that each stage sends on.
+    """
+
+    activations: Activations
+    sent_bytes: Mapping[str, int]
+    tied_bytes: int = 0
+    worked: tuple[Worked, ...] = ()
+    message_bytes: Mapping[int, int] = field(default_factory=dict)
+
+
+def count_step(
+    model: nn.Module,
+    batch: object,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    expert_load: float = EXPERT_LOAD,
+    counts_work: bool = False,
+) -> list[Counted]:
+    """For the first rank, or the first of each stage of a pipeline in their order, rehearse `model` on one rank's
+    micro-batch. `model` is split in place as the plan says, and of no use afterwards.
+
+    With sequence parallelism the batch is a rank's part. Experts get `expert_load` times an even share of the tokens,
+    or the most that their capacity lets all ranks send. Raises `ModelError` for a model that cannot be rehearsed.
+    """
+    parts = Parts(plan, table_for(plan, mesh), mesh, device_here(), expert_load)
+    if has_pipeline(mesh):
+        return parts.of_stages(model, batch, counts_work=counts_work)
+    watch, ledger = parts.watching(counts_work)
+    around = parts.around(model, ledger)
+    units = parts.split(model, ledger)
+    activations = rehearse(
+        model,
+        units,
+        batch,
+        device=parts.device,
+        compute=parts.table.compute,
+        around=around,
+        treatments=treatments_for(model, choose_units(model, plan), plan),
+        watch=watch,
+    )
+    return [Counted(activations, _by_axis(ledger), worked=() if watch is None else tuple(watch.worked))]
+
+
+@dataclass(frozen=True)
+class RankUnits:
+    """The units of one kind of rank. In a pipeline, `row` are its ops, and `stages_of_units` says which of its stages
+    use which unit."""
+
+    rank: int
+    units: tuple[UnitSpec, ...]
+    row: tuple[Op, ...] = ()
+    stages_of_units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def program(self, plan: Plan, counted: Counted) -> RankProgram:
+        """What a clock needs of such a rank, with its work as `count_step` has counted it."""
+        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
+        step = plan_step(self.units, counted.activations.trace, prefetch_bytes=prefetch_bytes)
+        return RankProgram(step, counted.worked, self.rank, self.row, counted.message_bytes, self.stages_of_units)
+
+
+def rank_units(
+    model: nn.Module, plan: Plan, mesh: Mesh, *, optimizer: str | None = None, on_cpu: bool = True
+) -> list[RankUnits]:
+    """Those of the first rank, or of the first of each stage in their order; before `count_step` splits the model.
+
+    `optimizer` is a key of `OPTIMIZERS`. `on_cpu`: the ranks will run on processors.
+    """
+    updates = updates_of(model, optimizer) if optimizer else None
+    by_pp_rank, _ = choices_by_pp_rank(model, plan, mesh)
+    rows = rows_of(model, plan, mesh)
+
+    def units(choices: Sequence[UnitChoice]) -> tuple[UnitSpec, ...]:
+        return tuple(spec for spec in unit_specs(choices, rows, mesh, updates, on_cpu=on_cpu) if spec.flats)
+
+    if not has_pipeline(mesh):
+        return [RankUnits(0, units(by_pp_rank[0]))]
+    layout = stage_layout(model, plan, mesh)
+    found = []
+    for pp_rank, choices in enumerate(by_pp_rank):
+        own = {stage: layout.params_of(model, stage) for stage in layout.at(pp_rank)}
+        stages = {
+            choice.name: tuple(stage for stage, some in own.items() if not some.isdisjoint(choice.params.values()))
+            for choice in choices
+        }
+        rank = mesh.rank({**dict.fromkeys(mesh.axes, 0), PIPELINE: pp_rank})
+        found.append(RankUnits(rank, units(choices), layout.schedule.rows[pp_rank], stages))
+    return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The first rank's part of a model under a plan, to be rehearsed."""
+
+    plan: Plan
+    table: Table
+    mesh: Mesh
+    device: torch.device
+    expert_load: float
+
+    def of_stages(self, model: nn.Module, batch: object, *, counts_work: bool = False) -> list[Counted]:
+        """By pipeline rank."""
+        layout = stage_layout(model, self.plan, self.mesh)
+        rehearsals, ledgers = [], []
+        for pp_rank in range(layout.num_ranks):
+            watch, ledger = self.watching(counts_work)
+            ledgers.append(ledger)
+            own = copy.deepcopy(model)
+            treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
+            treatments.check_stages(own, layout.pieces)
+            around, params = self.around(own, ledger), params_by_pp_rank(own, layout)[pp_rank]
+            split = split_of(own, self.plan, self.mesh, 0, expert_split(own, self.plan, self.mesh, 0))
+            parts = sequence_parts(split, self.mesh, layout)
+            units = self.split(own, ledger, params)
+            staged = StagedModel(own, layout, pp_rank, parts)
+            present = set(own.modules())
+            for unit in units:
+                unit.sites = [site for site in unit.sites if site in present]
+            left = treatments.within(own)
+            compute = self.table.compute
+            rehearsals.append(
+                StageRehearsal(staged, units, batch, self.device, compute, treatments=left, around=around, watch=watch)
+            )
+        arrived = None
+        sent_bytes: list[Counter[str]] = [Counter() for _ in rehearsals]
+        for stage in range(len(layout.stages)):
+            pp_rank = layout.pp_rank_of(stage)
+            arrived = rehearsals[pp_rank].rehearse(stage, arrived)
+            sent_bytes[pp_rank].update(_by_axis(ledgers[pp_rank]))
+        for one, sent in zip(rehearsals, sent_bytes, strict=True):
+            sent[PIPELINE] += one.sent_bytes
+        return [
+            Counted(one.together(), dict(sent), _tied_bytes(one), one.worked, one.message_bytes)
+            for one, sent in zip(rehearsals, sent_bytes, strict=True)
+        ]
+
+    def watching(self, counts_work: bool) -> tuple[CountedWork | None, Ledger]:
+        """What follows a rehearsal, if work is counted, and the ledger of its messages."""
+        if not counts_work:
+            return None, Ledger()
+        watch = CountedWork(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)))
+        return watch, watch.ledger
+
+    def split(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
+        """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it
+        sends."""
+        plan, mesh = self.plan, self.mesh
+        experts = expert_split(model, plan, mesh, 0)
+        split = split_of(model, plan, mesh, 0, experts)
+        boxes = boxes_for(model, mesh, 0, split, experts)
+        rows, first = rows_for(model, plan, mesh, experts), dict.fromkeys(mesh.axes, 0)
+        choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
+        choices = choices if params is None else of_params(choices, params)
+        on_cpu = self.device.type == "cpu"
+        specs = unit_specs(choices, rows, mesh, on_cpu=on_cpu)
+        units = [
+            make_unit(choice, spec, rows, first, ByteMeter(), self.device)
+            for choice, spec in zip(choices, specs, strict=True)
+        ]
+        if experts is not None:
+            experts.carry_out(self._line(EXPERTS, ledger))
+        if split is not None:
+            line = self._line(AXIS, ledger)
+            split.carry_out(line, Regions(line))
+        return [unit for unit in units if unit.flats]
+
+    def around(self, model: nn.Module, ledger: Ledger) -> Around:
+        """The context of a twin of `model` while it computes; `model` itself is still whole."""
+        has_sequences = SEQUENCE_AXIS in self.mesh.axes and self.mesh.size(SEQUENCE_AXIS) > 1
+        over_sequences = rehearsed_by(model, self.plan, self.mesh, ledger) if has_sequences else nothing_around
+
+        @contextmanager
+        def around(twin: nn.Module) -> Iterator[None]:
+            ledger.clear()  # a repeated rehearsal counts once
+            if AXIS in self.mesh.axes and self.device.type == "cpu":
+                self._line(AXIS, ledger).all_same(b"")  # each forward in training compares its batch
+            with loaded(twin, self.expert_load), over_sequences(twin):
+                yield
+
+        return around
+
+    def _line(self, axis: str, ledger: Ledger) -> Line:
+        return Line(None, Group(axis, self.mesh.group(0, axis), 0), ledger)
+
+
+def _tied_bytes(rehearsal: StageRehearsal) -> int:
+    """Bytes that a rank sends in one step to add up gradients of parameters that other stages have too."""
+    holders, total = rehearsal.staged.holders, 0
+    for flat in (flat for unit in rehearsal.units for flat in unit.flats if flat.spec.trainable):
+        others = len(holders[flat.slots[0].name]) - 1
+        table = flat.spec.table
+        first = dict.fromkeys(table.axes, 0)
+        total += others * flat.spec.layout.span(table.optim.shard, first).numel * WIDTH[table.due.dtype]
+    return total
+
+
+def _by_axis(ledger: Ledger) -> dict[str, int]:
+    """Bytes sent, by mesh axis."""
+    found: Counter[str] = Counter()
+    for (_, axis), num_bytes in ledger.sent_bytes.items():
+        found[axis] += num_bytes
+    return dict(found)
+
+
+def device_here() -> torch.device:
+    """The device on which a job on this machine would compute."""
+    found = TorchAccelerator.found()
+    return torch.device(found.kind if found is not None else "cpu")
+
+
+def updates_of(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
+    """How the optimizer with that name updates each parameter."""
+    hidden = set(hidden_matrices(model))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return {param: update_by(optimizer, tuple(param.shape), is_hidden=param in hidden) for param in trained}
+
+
+def choices_of(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
+    """The units of rank 0, which has the most; with a pipeline, of the pipeline rank with the most parameters."""
+    by_rank, _ = choices_by_pp_rank(model, plan, mesh)
+    return by_rank[largest_pp_rank(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else by_rank[0]
+
+
+def rows_of(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
+    return rows_for(model, plan, mesh, expert_split(model, plan, mesh, 0))
+
+
+def largest_pp_rank(model: nn.Module, layout: StageLayout) -> int:
+    """The pipeline rank with the most parameters."""
+    sizes = [sum(param.numel() for param in params) for params in params_by_pp_rank(model, layout)]
+    return sizes.index(max(sizes))

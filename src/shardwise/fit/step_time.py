@@ -1,0 +1,65 @@
+"""How long a step takes on some hardware, in words and figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.fit.clock import RankProgram, Timeline, time_ranks
+from shardwise.fit.hardware import Hardware
+from shardwise.plan.mesh import Mesh
+from shardwise.system.units import format_seconds
+
+TIERS = {"host": "for copies to and from the host", "disk": "for the disk"}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The prediction for one step, on `hardware`."""
+
+    timeline: Timeline
+    hardware: Hardware
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of the average rank that add up to a step: what it computes, and what it waits for, by axis or
+        tier."""
+        timeline = self.timeline
+        computing = timeline.computing_seconds
+        parts = {"computing": computing - timeline.recompute_seconds, "recomputing": timeline.recompute_seconds}
+        parts |= {f"waiting along {axis}": seconds for axis, seconds in timeline.exposed.items() if axis not in TIERS}
+        parts |= {f"waiting {words}": timeline.exposed.get(tier, 0.0) for tier, words in TIERS.items()}
+        return {what: seconds for what, seconds in parts.items() if seconds > 0}
+
+    @property
+    def lines(self) -> Iterator[str]:
+        timeline = self.timeline
+        step = timeline.step_seconds
+        yield f"{format_seconds(step)} predicted on {self.hardware.name}; MFU {timeline.mfu:.1%}"
+        for what, seconds in sorted(self.breakdown.items(), key=lambda part: -part[1]):
+            yield f"{seconds / step:>6.1%}  {format_seconds(seconds)} {what}"
+        if timeline.bubble:
+            yield f"{timeline.bubble:.0%} of the time is spent waiting for other stages, messages included"
+        busy = (f"{stream} {share:.0%}" for stream, share in timeline.busy.items() if share > 0)
+        yield f"streams are busy: {', '.join(busy)}"
+
+    def as_json(self) -> dict[str, Any]:
+        timeline = self.timeline
+        return {
+            "hardware": self.hardware.name,
+            "step_seconds": timeline.step_seconds,
+            "mfu": timeline.mfu,
+            "bubble": timeline.bubble,
+            "update_seconds": timeline.update_seconds,
+            "seconds": self.breakdown,
+            "busy": timeline.busy,
+        }
+
+
+def step_time(
+    programs: Sequence[RankProgram], hardware: Hardware, mesh: Mesh, *, num_micro_batches: int, num_states: int = 2
+) -> StepTime:
+    """`time_ranks`, to be read."""
+    timeline = time_ranks(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
+    return StepTime(timeline, hardware)
