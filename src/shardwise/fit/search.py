@@ -32,6 +32,8 @@ MOST_EVALUATED = 60
 NUM_DESPERATE = 4
 """Where nothing fits, times as many are evaluated before that is believed."""
 MARGIN = 1.1
+MOST_ROUNDS = 4
+"""Of proposing and confirming."""
 MORE_RANKS = (2, 4, 8, 16)
 
 
@@ -46,7 +48,7 @@ class Limits:
 @dataclass(frozen=True)
 class Evaluated:
     """What a candidate takes, on the fullest of its ranks; `host_bytes` of a node. `parts` are seconds of a step by
-    what they go into, and add up to `seconds`."""
+    what they go into, and add up to `seconds`. Without `is_exact` they were derived from similar candidates."""
 
     seconds: float
     device_bytes: int
@@ -54,6 +56,7 @@ class Evaluated:
     disk_bytes: int = 0
     parts: Mapping[str, float] = field(default_factory=dict)
     mfu: float = 0.0
+    is_exact: bool = True
 
     def over(self, limits: Limits) -> tuple[int, int]:
         """How many bytes too much, on a device and on a host; 0 or less if it fits."""
@@ -76,7 +79,11 @@ class Subject(Protocol):
         ...
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
-        """As exactly as it can be foreseen. Raises `ShardwiseError` for what `shard` would refuse, with its reason."""
+        """Quickly. Raises `ShardwiseError` for what `shard` would refuse, with its reason."""
+        ...
+
+    def confirm(self, candidate: Candidate) -> Evaluated:
+        """As exactly as it can be foreseen; raises likewise."""
         ...
 
 
@@ -174,7 +181,7 @@ class _Search:
         num_candidates = len(bounded) + self.num_pruned
         fitting = [one for one in bounded if self._may_fit(one[1])]
         self.num_pruned += len(bounded) - len(fitting)
-        best = self._best_of(fitting)
+        best = self._confirmed(fitting)
         if not best:
             raise self._nothing_fits(world_size, bounded)
         why_not = tuple(self._why_not(best[0], world_size))
@@ -242,6 +249,24 @@ class _Search:
                 self.known[candidate] = error
         return self.known[candidate]
 
+    def _confirmed(self, fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
+        """The best that fit, each evaluated exactly. Where that shows that one does not, the next ones are tried."""
+        for _ in range(MOST_ROUNDS):
+            best = self._best_of(fitting)
+            doubtful = [one.candidate for one in best if not one.found.is_exact]
+            if not doubtful:
+                return best
+            for candidate in doubtful:
+                try:
+                    self.known[candidate] = self.subject.confirm(candidate)
+                except ShardwiseError as error:
+                    self.known[candidate] = error
+        return [one for one in best if isinstance(self.known[one.candidate], Evaluated) and self._holds(one)]
+
+    def _holds(self, one: Ranked) -> bool:
+        found = self.known[one.candidate]
+        return isinstance(found, Evaluated) and found.is_exact and found.fits(self.limits)
+
     def _best_of(self, bounded: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
         """The best that fit."""
         queue = sorted(bounded, key=lambda one: self._guess(*one))
@@ -249,6 +274,8 @@ class _Search:
         for candidate, bound in queue:
             by_split.setdefault(_split(candidate), (candidate, bound))
         climb = _Climb(self)
+        for candidate, found in self.known.items():
+            climb.take(candidate, found)
         for candidate, bound in by_split.values():
             climb.visit(candidate, bound)
             if climb.num_evaluated >= self.most_evaluated // 2 and climb.best:
@@ -374,13 +401,16 @@ class _Climb:
         owner = self.owner
         if candidate in owner.known or self.is_worse(candidate, bound):
             return
-        found = owner.evaluate(candidate)
         self.num_evaluated += 1
+        found = owner.evaluate(candidate)
         if isinstance(found, ShardwiseError):
             owner.refuse(candidate, found)
-        elif found.fits(owner.limits):
+        self.take(candidate, found)
+
+    def take(self, candidate: Candidate, found: Evaluated | ShardwiseError) -> None:
+        if isinstance(found, Evaluated) and found.fits(self.owner.limits):
             every = [*self.best, Ranked(candidate, found)]
-            self.best = sorted(every, key=lambda one: one.cost(owner.objective))[:NUM_BEST]
+            self.best = sorted(every, key=lambda one: one.cost(self.owner.objective))[:NUM_BEST]
 
 
 def _split(candidate: Candidate) -> tuple[int, ...]:
