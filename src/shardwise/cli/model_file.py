@@ -115,11 +115,7 @@ def activations_of(
     Runs the file and the callable, and `count_step`, on tensors without values, which claim to be on a GPU if this
     machine has one. `on_cpu` says where ranks compute if the time is asked for: then their programs are returned too.
     """
-    make = _loaded("--batch", source, "train.py:sample_batch")
-    try:
-        batch = make()
-    except Exception as error:
-        raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
+    batch = batch_from(source)
     pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if has_pipeline(mesh) else 0
     if on_cpu is None:
         return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load)[pp_rank])
@@ -127,6 +123,15 @@ def activations_of(
     counted = count_step(model, batch, plan, mesh, expert_load=expert_load, counts_work=True)
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
     return Foreseen(counted[pp_rank], tuple(programs))
+
+
+def batch_from(source: str) -> object:
+    """What `FILE:CALLABLE` returns: a micro-batch."""
+    make = _loaded("--batch", source, "train.py:sample_batch")
+    try:
+        return make()
+    except Exception as error:
+        raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
 
 
 def build_model(source: str) -> nn.Module:

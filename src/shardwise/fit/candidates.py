@@ -87,7 +87,7 @@ class Candidate:
         """`base` with what the candidate says."""
         changed: dict[str, Any] = {
             "preset": self.preset,
-            "mesh": dict(self.sizes),
+            "mesh": None if [axis for axis, _ in self.sizes] == ["dp"] and base.mesh is None else dict(self.sizes),
             "accumulate": self.accumulate,
             "activations": base.activations
             if base.activations.policy == self.policy
@@ -104,6 +104,8 @@ class Candidate:
             changed["precision"] = self.precision
         if self.wire is not None:
             changed["wire"] = Wire(param=base.wire.param, grad=self.wire)  # type: ignore[arg-type]  # likewise
+        if changed["mesh"] is None:  # a preset takes all ranks by itself
+            del changed["mesh"]
         return Plan(**{**{name: getattr(base, name) for name in base.model_fields_set}, **changed})
 
     def __str__(self) -> str:
