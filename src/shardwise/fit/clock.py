@@ -36,7 +36,6 @@ from shardwise.system.units import format_seconds
 
 COMPUTE = "compute"
 PIPELINE = "pp"
-BETWEEN_UNITS = "outside of units"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +153,9 @@ class Timeline:
 class RankProgram:
     """What one kind of rank does in a step.
 
-    In a pipeline `row` are its ops in order, `message_bytes` those that the forward of each of its stages sends on, as
-    much as its backward gets back, and `stages_of_units` the stages that use each unit, needed where two ops of one
-    micro-batch follow each other.
+    In a pipeline `row` are its ops in order, and `message_bytes` by stage those of the activations that it hands over:
+    of this rank's stages, and of the stages before them where gradients have other sizes. `stages_of_units` has the
+    stages that use each unit, needed where two ops of one micro-batch follow each other.
     """
 
     step: StepProgram
@@ -403,6 +402,8 @@ class _Rank:
         self._keeps_events = keeps_events
         self._timed: dict[int, _Timed] = {}
         self._by_unit = {unit.name: unit for unit in program.step.units}
+        stages = max((op.stage for op in program.row), default=0) // num_ranks + 1
+        self._last_stage = stages * num_ranks - 1
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -439,7 +440,7 @@ class _Rank:
                 yield from self._act(replace(block, actions=block.actions[place:]))
                 continue
             if block.moment.edge == "after":
-                self._compute(self._prices.update(), "update", str(block.moment))
+                self._compute(self._prices.update(), "optimizer", str(block.moment))
             yield from self._act(block)
         self._updated = self._streams.now - begun
 
@@ -470,11 +471,6 @@ class _Rank:
             self._send(op)
         for block, worked in zip(program[place:], work[place:], strict=True):
             yield from self._walk(block, worked)
-
-    @property
-    def _last_stage(self) -> int:
-        stages = max((op.stage for op in self.program.row), default=0) // self._num_ranks + 1
-        return stages * self._num_ranks - 1
 
     def _end_of(self, op: Op, program: Program, place: int) -> int:
         """Where the blocks of `op` end, which begin at `place`."""
@@ -523,10 +519,11 @@ class _Rank:
         timed = self._timed.get(id(worked))
         if timed is None:
             timed = self._timed[id(worked)] = self._time(worked, block.moment)
-        moment = block.moment
+        moment = str(block.moment) if self._keeps_events else ""
         if timed.parts and self._fetched:
-            self._await_all(self._fetched, str(moment))
-        self._fetched += self._copied(timed.fetched, "fetch", str(moment))
+            self._await_all(self._fetched, moment)
+        if timed.fetched:
+            self._fetched += self._copied(timed.fetched, "fetch", moment)
         for seconds, links, axis in timed.parts:
             begun = self._streams.now
             self._streams.compute(seconds, links)
@@ -534,20 +531,16 @@ class _Rank:
                 self._exposed[axis] = self._exposed.get(axis, 0.0) + self._streams.now - begun
             else:
                 self._computed += self._streams.now - begun
-            self._note(
-                COMPUTE,
-                f"{moment.phase} {moment.unit or BETWEEN_UNITS}" if not axis else f"{axis} in {moment.unit}",
-                begun,
-                axis,
-                str(moment),
-            )
+            if self._keeps_events:
+                self._note(COMPUTE, _text_of(block.moment, axis), begun, axis, moment)
         self._flops += timed.flops
         self._least += timed.least
         self._recomputed += timed.recomputed
         if timed.evicted:  # memory of the last unit is freed behind its copy
-            self._await_all(self._evicted, str(moment))
-            self._evicted += self._copied(timed.evicted, "evict", str(moment))
-        yield from self._act(block)
+            self._await_all(self._evicted, moment)
+            self._evicted += self._copied(timed.evicted, "evict", moment)
+        if block.actions:
+            yield from self._act(block)
 
     def _copied(self, costs: Sequence[Cost], verb: str, moment: str) -> list[_Flight]:
         """Issue copies of activations to or from another tier."""
@@ -638,7 +631,7 @@ class _Rank:
         if effect.makes is not None:
             self._made[action.flat, effect.makes] = flight
         if (action.verb, action.subject) == ("fetch", "states"):
-            self._await(flight, str(action), moment)
+            self._await(flight, f"wait {action.transfer}states", moment)
 
     def _communicate(self, action: Action, cost: Cost, moment: str) -> None:
         """Communication that the computing stream does itself."""
@@ -746,6 +739,23 @@ class _Timed:
     fetched: tuple[Cost, ...] = ()
 
 
+_UNIT_SPANS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward",
+    "backward_weights": "weights",
+}
+"""By phase, what timelines call a unit's computation."""
+_ACTIVATIONS = ("evict activations", "fetch activations")
+
+
+def _text_of(moment: Moment, axis: str) -> str:
+    """What is computed before `moment`; with `axis`, what is sent along it meanwhile."""
+    is_of_unit = moment.edge == "after" and moment.unit
+    text = f"{_UNIT_SPANS[moment.phase]} {moment.unit}" if is_of_unit else f"until {moment}"
+    return f"{text}, along {axis}" if axis else text
+
+
 def _send_nowhere(*_: object) -> None:
     raise ProgramError("A rank sends a message, but it is timed alone.")
 
@@ -761,16 +771,18 @@ def _source_of(op: Op, last_stage: int) -> _Key | None:
 def _traced(events: Sequence[Event]) -> Iterator[dict[str, object]]:
     for event in events:
         begin, length = event.begin * 1e6, (event.end - event.begin) * 1e6
-        about = {"moment": event.moment} | ({"waited_for": event.waited_for} if event.waited_for else {})
-        if event.stream == COMPUTE and event.text.partition(" ")[0] in ("forward", "backward", "backward_input"):
-            track = UNITS
-        elif event.stream == STAGES:
-            track = STAGES
-        elif event.stream == COMPUTE:
-            yield {"ph": "X", "cat": HOST, "name": event.text, "ts": begin, "dur": length, "args": about}
+        about: dict[str, object] = {"moment": event.moment}
+        if event.waited_for:
+            about["waited_for"] = event.waited_for
+        name, track = event.text, STAGES
+        if event.stream == COMPUTE:
+            is_of_unit = event.text.partition(" ")[0] in _UNIT_SPANS.values() and not event.axis
+            track = UNITS if is_of_unit else HOST
+        elif event.stream != STAGES:
+            track, about["action"] = ON_THE_WAY, event.text
+            name = event.text if event.text.startswith(_ACTIVATIONS) else Action.parse(event.text).transfer
+        if track == HOST:
+            yield {"ph": "X", "cat": HOST, "name": name, "ts": begin, "dur": length, "args": about}
             continue
-        else:
-            track = ON_THE_WAY
-        about = about | {"action": event.text}
-        yield {"ph": "b", "cat": track, "name": event.text, "id": event.text, "ts": begin, "args": about}
-        yield {"ph": "e", "cat": track, "name": event.text, "id": event.text, "ts": begin + length}
+        yield {"ph": "b", "cat": track, "name": name, "id": name, "ts": begin, "args": about}
+        yield {"ph": "e", "cat": track, "name": name, "id": name, "ts": begin + length}

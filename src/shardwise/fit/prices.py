@@ -18,6 +18,8 @@ from shardwise.program import ALL_FLATS, Action, FlatSpec, StepProgram, backward
 from shardwise.program.effects import Subject, Verb
 
 HOST, DISK = "host", "disk"
+LINKS = {"evict": "to the host", "fetch": "from the host"}
+"""A device's link to its host, which goes both ways at once."""
 NEWTON_SCHULZ_STEPS = 5
 """Of Muon, whose steps multiply `Matrix.cost` pairs each."""
 
@@ -120,10 +122,10 @@ class Prices:
     def _activations(self, tier: str, num_bytes: float, verb: str) -> Cost:
         copying = self.hardware.host_copy_seconds(num_bytes)
         if tier == HOST:
-            return Cost(copying, (HOST,), HOST)
+            return Cost(copying, (LINKS[verb],), HOST)
         if tier == DISK:
             read, written = (num_bytes, 0.0) if verb == "fetch" else (0.0, num_bytes)
-            return Cost(max(copying, self.hardware.disk_seconds(read, written)), (HOST, DISK), DISK)
+            return Cost(max(copying, self.hardware.disk_seconds(read, written)), (LINKS[verb], DISK), DISK)
         raise ProgramError(f"Activations on the tier {tier!r} have no price.")
 
     def norm(self) -> float:
@@ -243,15 +245,16 @@ def _slice_due(prices: Prices, action: Action) -> Cost:
 
 def _copy(prices: Prices, action: Action) -> Cost:
     """Between the host and the device."""
-    return Cost(prices.hardware.host_copy_seconds(action.sent_bytes), (HOST,), HOST)
+    return Cost(prices.hardware.host_copy_seconds(action.sent_bytes), (LINKS[action.verb],), HOST)
 
 
 def _fetch_param(prices: Prices, action: Action) -> Cost:
     flat = prices.flat(action)
     copying = prices.hardware.host_copy_seconds(action.sent_bytes)
     if not flat.rests_on_disk:
-        return Cost(copying, (HOST,), HOST)
-    return Cost(max(copying, prices.hardware.disk_seconds(read_bytes=resting_disk_bytes(flat))), (HOST, DISK), DISK)
+        return Cost(copying, (LINKS["fetch"],), HOST)
+    reading = prices.hardware.disk_seconds(read_bytes=resting_disk_bytes(flat))
+    return Cost(max(copying, reading), (LINKS["fetch"], DISK), DISK)
 
 
 def _read_states(prices: Prices, action: Action) -> Cost:

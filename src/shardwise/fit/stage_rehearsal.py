@@ -86,14 +86,24 @@ class StageRehearsal:
         """Rehearse one stage, and return the layout of its output, if it is not the last. `arrived` is the layout of
         its input."""
 
+        held = self._found[stage] = _Held()
+        self._counted[stage] = self._rehearsed(stage, arrived, held)
+        if self.watch is not None:  # the first forward is watched, which makes more stand-ins for other stages' outputs
+            passed_on = () if held.handed_over is None else held.handed_over.arguments
+            self._rehearsed(stage, arrived, _Held(passed_on=passed_on), self.watch)
+            self._worked[stage] = tuple(self.watch.worked)
+        return held.handed_over
+
+    def _rehearsed(
+        self, stage: int, arrived: StageMessageLayout | None, held: _Held, watch: CountedWork | None = None
+    ) -> Activations:
         def prepare(twin: Twin) -> Work:
             staged: StagedModel = twin.copied(self.staged)
             staged.attach()
             held.watch(staged, stage)
             return partial(_through_stage, staged, stage, arrived, self, held)
 
-        held = self._found[stage] = _Held()
-        self._counted[stage] = rehearse_work(
+        return rehearse_work(
             prepare,
             self.staged.model,
             self.units,
@@ -101,11 +111,8 @@ class StageRehearsal:
             device=self.device,
             compute=self.compute,
             treatments=self.treatments,
-            watch=self.watch,
+            watch=watch,
         )
-        if self.watch is not None:
-            self._worked[stage] = tuple(self.watch.worked)
-        return held.handed_over
 
     def together(self) -> Activations:
         """The activations of all micro-batches of a step, in the order of this rank's schedule."""
@@ -134,9 +141,15 @@ class StageRehearsal:
 
     @property
     def message_bytes(self) -> dict[int, int]:
-        """Bytes of the output that each stage of this rank hands over, if it is not the last."""
-        found = ((stage, held.handed_over) for stage, held in self._found.items())
-        return {stage: layout.num_bytes for stage, layout in found if layout is not None}
+        """By stage, bytes of the activations that it hands over: those that this rank's stages send, and the gradients
+        that they send back to the stages before them."""
+        found: dict[int, int] = {}
+        for stage, held in self._found.items():
+            if held.handed_over is not None:
+                found[stage] = held.handed_over.num_bytes
+            if held.sent_back:
+                found[stage - 1] = held.sent_back
+        return found
 
     @property
     def worked(self) -> tuple[Worked, ...]:
@@ -201,9 +214,12 @@ class _Held:
     """Held until the backward: what autograd saves, the received input, and the output that is sent."""
     sent: int = 0
     """Sent to the next stage, and back to the previous one."""
+    sent_back: int = 0
     messages: int = 0
     """Messages in flight meanwhile: the next ones from either side, and copies of those sent to both."""
     handed_over: StageMessageLayout | None = None
+    passed_on: tuple[int, ...] | None = None
+    """What an earlier forward has passed on, of arguments; the first forward is watched to find out."""
     _linear: dict[int, int] = field(default_factory=dict)
     _num_gradients: int = 0
 
@@ -260,16 +276,19 @@ def _forward_and_backward(
     before = living.live_bytes
     given = None if arrived is None else _received(arrived, rehearsal.device)
     is_last = stage + 1 == len(staged.layout.stages)
-    with staged.running(stage, given, is_watched=True):
+    is_watched = held.passed_on is None
+    with staged.running(stage, given, is_watched=is_watched, sends=held.passed_on):
         output: Any = staged.model(*args, **kwargs)
         outputs: Sequence[Tensor] = ((rehearsal.loss or loss_in)(output),) if is_last else output
         del output
-        staged.require_own(outputs)
+        if is_watched:
+            staged.require_own(outputs)
         held.handed_over = None if is_last else staged.handed_over
     del args, kwargs
     held.after_forward = max(0, living.live_bytes - before)
     held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
-    held.sent += 0 if arrived is None else arrived.gradient_bytes
+    held.sent_back = 0 if arrived is None else arrived.gradient_bytes
+    held.sent += held.sent_back
     held.messages = _message_bytes(staged.layout.schedule, arrived, held.handed_over)
     with_grads = [one for one in outputs if one.requires_grad]
     if with_grads:

@@ -124,7 +124,13 @@ def work_of_blocks(blocks: Sequence[Block], work: Work) -> list[Worked]:
     Raises `ProgramError`, naming the unit, where the work of one is not known.
     """
     if isinstance(work, Mapping):
-        return [_of_unit(block.moment, work) for block in blocks]
+        known: dict[tuple[str, str, str], Worked] = {}
+        for block in blocks:  # equal work is one object, which is timed once
+            moment = block.moment
+            key = (moment.edge, moment.phase, moment.unit)
+            if key not in known:
+                known[key] = _of_unit(moment, work)
+        return [known[block.moment.edge, block.moment.phase, block.moment.unit] for block in blocks]
     if len(work) == len(blocks) and all(
         replace(block.moment, micro_batch=None) == one.moment for block, one in zip(blocks, work, strict=True)
     ):

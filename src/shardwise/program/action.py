@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
 from shardwise.plan.placement import WIDTH, Dtype
-from shardwise.program.effects import COMPUTES, EFFECTS, SENDING, Effect, Phase, Stream, Subject, Verb
+from shardwise.program.effects import COMPUTES, EFFECTS, SENDING, Buffer, Effect, Phase, Stream, Subject, Verb
 
 Edge = Literal["before", "during", "after"]
 
@@ -18,6 +18,8 @@ PHASES: frozenset[str] = frozenset(get_args(Phase))
 STREAMS: frozenset[str] = frozenset(get_args(Stream))
 COPYING: frozenset[str] = frozenset({"fetch", "evict"})
 ALL_FLATS = "*"
+_TRANSFERS: dict[Buffer, str] = {"full": "param", "sum": "grad", "matrix": "update", "given": "update"}
+"""Names in timelines, by the buffer that a transfer fills."""
 _MICRO_BATCH = re.compile(r"(?<=\s)#(\d+)\s*$")
 
 
@@ -122,6 +124,12 @@ class Action:
     def copies(self) -> bool:
         """Whether it copies bytes from one tier to another."""
         return self.verb in COPYING
+
+    @property
+    def transfer(self) -> str:
+        """What it moves or waits for, as timelines call it: `h.0 param`."""
+        made = self.effect.makes or self.effect.waits
+        return f"{self.flat} {_TRANSFERS.get(made, made) if made is not None else ''}"
 
     def on(self, stream: Stream) -> Action:
         return replace(self, stream=stream)

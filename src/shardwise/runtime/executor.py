@@ -16,7 +16,7 @@ import torch
 from shardwise.comm import Communicator, Group
 from shardwise.errors import ProgramError
 from shardwise.memory import Flat, Unit
-from shardwise.program import Action, Block, Buffer, Moment, Program
+from shardwise.program import Action, Block, Moment, Program
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.param_mover import ParamMover
@@ -24,8 +24,6 @@ from shardwise.system.telemetry import ON_THE_WAY, Timeline
 
 Call = Callable[[], None]
 Step = tuple[Action, Call]
-_TRAVELS_AS: dict[Buffer, str] = {"full": "param", "sum": "grad", "matrix": "update", "given": "update"}
-"""Names in a timeline, by the buffer that a transfer fills."""
 
 
 class BoundBlock:
@@ -95,14 +93,12 @@ class BoundBlock:
         """Make the call within a span of the timeline and of torch's profiler, and record its transfer until it is
         waited for."""
         effect = action.effect
-        made = effect.makes or effect.waits
-        travelling = f"{action.flat} {_TRAVELS_AS.get(made, made) if made is not None else ''}"
         if (effect.sends or action.copies) and action.stream != "compute":
-            self._timeline.begin(ON_THE_WAY, travelling, action=str(action))
+            self._timeline.begin(ON_THE_WAY, action.transfer, action=str(action))
         with self._timeline.span(str(action), moment=str(self.moment)), torch.profiler.record_function(str(action)):
             call()
         if effect.waits is not None:
-            self._timeline.end(ON_THE_WAY, travelling)
+            self._timeline.end(ON_THE_WAY, action.transfer)
 
 
 class Mover:

@@ -43,7 +43,9 @@ def bytes_of(what: str, size: int | str) -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """`75.2` as `1m15s`, `0.0123` as `12 ms`."""
+    """`75.2` as `1m15s`, `0.0123` as `12 ms`, `0.0012` as `1.2 ms`."""
+    if seconds < 0.01:
+        return f"{seconds * 1000:.2g} ms"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

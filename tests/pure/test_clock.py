@@ -1,0 +1,349 @@
+"""The clock on programs whose times can be computed by hand, and on all golden programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError, ProgramError
+from shardwise.fit.clock import RankProgram, Timeline, time_ranks, time_step
+from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, hardware
+from shardwise.fit.prices import PRICES
+from shardwise.fit.work import Operation, UnitWork, Worked
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import PRESETS, mesh_for, pack, padded_numel, table_for
+from shardwise.program import (
+    EFFECTS,
+    Action,
+    FlatSpec,
+    Moment,
+    PlacedUpdate,
+    StepProgram,
+    UnitSpec,
+    parse,
+    plan_step,
+    schedule_trace,
+    straight_passes,
+    straight_trace,
+    update_by,
+)
+from shardwise.program.schedule import Op, schedule_for, timed
+from shardwise.system.telemetry.timeline import TRACKS
+
+FAST = 1e30
+NUMEL = 2**20
+GATHERED = NUMEL * 4
+"""Bytes of a whole buffer. Between two ranks half of it is sent by each, in a second."""
+TOY = Hardware(
+    name="toy",
+    ranks_per_node=2,
+    memory_bytes=1,
+    memory_bytes_per_second=FAST,
+    peak_flops={"fp32": 1.0, "bf16": 1.0},
+    attention=AttentionShare(share=1),
+    memory_share=1,
+    local=Link(latency_seconds=0, bytes_per_second=GATHERED / 2, share=1),
+    network=Link(latency_seconds=0, bytes_per_second=GATHERED / 2, share=1),
+    host=Host(
+        memory_bytes=1,
+        memory_bytes_per_second=FAST,
+        adam_elements_per_second=FAST,
+        link_bytes_per_second=GATHERED / 2,
+    ),
+    disk=Disk(read_bytes_per_second=FAST, write_bytes_per_second=FAST),
+)
+"""Computes one operation a second, and moves or updates memory in no time."""
+
+
+def computing(forward: float, backward: float | None = None, **more: float) -> UnitWork:
+    """A forward of so many seconds on `TOY`; the default is a backward of twice as many."""
+
+    def lasting(seconds: float) -> tuple[Operation, ...]:
+        """Attention, because its FLOPs may be given apart from its shape."""
+        return (Operation("attention", (1, 1, 1, 1), "fp32", seconds),) if seconds else ()
+
+    parts = (forward, 2 * forward if backward is None else backward, more.get("weights", 0), more.get("recompute", 0))
+    return UnitWork(*map(lasting, parts))
+
+
+def units(names: str, mesh: Mesh, preset: str = "zero3", optimizer: str | None = None) -> tuple[UnitSpec, ...]:
+    """One unit for each letter."""
+    table = table_for(Plan(preset=preset), mesh).on(mesh)
+    shape = (NUMEL // 256, 256)
+    slots = pack([("weight", shape)])
+    updates = (PlacedUpdate(slots[0].span, update_by(optimizer, shape, is_hidden=True)),) if optimizer else ()
+    numel = padded_numel(slots, mesh.world_size)
+    return tuple(UnitSpec(name, (FlatSpec(name, numel, 1, table, mesh, True, updates),)) for name in names)
+
+
+TWO = Mesh.of({"dp": 2}, 2)
+GATHERS_AHEAD = """
+before forward a
+    gather a param dp fp32 2097152 B @gather
+    gather b param dp fp32 2097152 B @gather
+    wait a full
+after forward a
+    free a full
+before forward b
+    wait b full
+after forward b
+    free b full
+"""
+
+
+def timed_program(text: str, seconds: dict[str, float], on: Hardware = TOY) -> Timeline:
+    step = StepProgram(units("".join(seconds), TWO), parse(text), ())
+    work = {name: computing(length) for name, length in seconds.items()}
+    return time_step(step, work, on, TWO)
+
+
+def test_a_gather_is_hidden_behind_computation_and_waited_for_where_it_is_not() -> None:
+    timeline = timed_program(GATHERS_AHEAD, {"a": 3, "b": 3})
+    assert timeline.step_seconds == pytest.approx(1 + 3 + 3)
+    assert timeline.exposed == {"dp": pytest.approx(1)}
+    spans = {(event.stream, event.text.split()[0], event.text.split()[1]): event for event in timeline.events}
+    assert spans["gather", "gather", "b"].begin == pytest.approx(1)
+    assert spans["gather", "gather", "b"].end == pytest.approx(2)
+    assert spans["compute", "forward", "b"].begin == pytest.approx(4)
+    waited = spans["compute", "wait", "a"]
+    assert (waited.waited_seconds, waited.axis) == (pytest.approx(1), "dp")
+    assert waited.waited_for.startswith("gather a param dp")
+    assert timeline.busy == {"compute": pytest.approx(6 / 7), "gather": pytest.approx(2 / 7)}
+
+
+def test_what_overlaps_is_slowed_by_the_contention_of_the_hardware() -> None:
+    timeline = timed_program(GATHERS_AHEAD, {"a": 3, "b": 3}, TOY.model_copy(update={"contention": 2.0}))
+    gathered = next(event for event in timeline.events if event.text.startswith("gather b"))
+    assert (gathered.begin, gathered.end) == (pytest.approx(1), pytest.approx(3))  # at half its rate
+    assert timeline.step_seconds == pytest.approx(1 + (2 + 2) + 3)  # one of three seconds of `a` took two
+
+
+def test_two_actions_on_one_link_get_half_of_it_each() -> None:
+    text = """
+before forward a
+    gather a param dp fp32 2097152 B @gather
+    wait a full
+after forward a
+before backward a
+after backward a
+    reduce_scatter a grad dp fp32 2097152 B @reduce
+    gather b param dp fp32 2097152 B @gather
+before forward b
+    wait b full
+after forward b
+after backward
+    wait a grad
+"""
+    timeline = timed_program(text, {"a": 1, "b": 0})
+    assert timeline.step_seconds == pytest.approx(1 + 3 + 2)
+    ends = [event.end for event in timeline.events if event.stream in ("gather", "reduce")]
+    assert sorted(ends) == pytest.approx([1, 6, 6])
+
+
+def test_actions_of_one_stream_run_in_their_order() -> None:
+    text = GATHERS_AHEAD.replace("    wait a full", "").replace("    wait b full", "    wait b full\n    wait a full")
+    timeline = timed_program(text, {"a": 1, "b": 1})
+    first, second = (event for event in timeline.events if event.stream == "gather")
+    assert (first.text.split()[1], second.text.split()[1]) == ("a", "b")
+    assert second.begin == pytest.approx(first.end)
+
+
+def test_communication_of_the_model_itself_is_waited_for() -> None:
+    mesh = Mesh.of({"dp": 1, "tp": 2}, 2)
+    summed = Operation("all_reduce", num_bytes=GATHERED, axis="tp")
+    step = plan_step(units("a", mesh), straight_trace(units("a", mesh)))
+    timeline = time_step(step, {"a": UnitWork((*computing(2).forward, summed))}, TOY, mesh)
+    assert timeline.step_seconds == pytest.approx(2 + 2, rel=1e-5)
+    assert timeline.exposed["tp"] == pytest.approx(2, rel=1e-5)
+
+
+def test_offloaded_activations_leave_and_come_beside_the_computation() -> None:
+    """Each copy takes a second, each computation one: what `b` leaves is fetched first, and nothing hides it."""
+    moved = GATHERED / 2
+    single = Mesh.of({"dp": 1}, 1)
+    ab = units("ab", single)
+    leaves = (*computing(1).forward, Operation("evict", num_bytes=moved, axis="host"))
+    fetches = (Operation("fetch", num_bytes=moved, axis="host"), *computing(1).forward)
+    moments = [block.moment for block in plan_step(ab, straight_trace(ab)).micro_batch]
+    operations = {"after forward a": leaves, "after forward b": leaves, "after backward b": fetches}
+    work = [Worked(moment, operations.get(str(moment), ())) for moment in moments]
+    timeline = time_step(plan_step(ab, straight_trace(ab)), work, TOY, single)
+    evicted = [event for event in timeline.events if event.stream == "evict"]
+    assert [event.begin for event in evicted] == pytest.approx([1, 2])
+    assert timeline.step_seconds == pytest.approx(1 + 1 + 1, rel=1e-5)  # fetched beside the last eviction
+
+
+def test_micro_batches_that_repeat_are_not_simulated_and_take_as_long() -> None:
+    """Exact: a program with all micro-batches written out takes the same time."""
+    for preset in PRESETS:
+        two_axes = len(PRESETS[preset].axes) == 2
+        mesh = mesh_for(Plan(preset=preset, mesh={"node": 2, "local": 2} if two_axes else None), 4)
+        abc = units("abc", mesh, preset)
+        step = plan_step(abc, straight_trace(abc))
+        work = {"a": computing(2), "b": computing(3), "c": computing(1, recompute=2)}
+        repeated = time_step(step, work, TOY, mesh, num_micro_batches=7)
+        written = StepProgram(abc, step.micro_batch * 7, step.step, step.matrix_exchanges)
+        assert repeated.ranks[0].num_repeated > 0
+        at_once = time_ranks([RankProgram(written, work)], TOY, mesh)
+        assert repeated.step_seconds == pytest.approx(at_once.step_seconds, rel=1e-9)
+        assert repeated.exposed == pytest.approx(at_once.exposed, rel=1e-9)
+        assert repeated.busy == pytest.approx(at_once.busy, rel=1e-9)
+        assert repeated.mfu == pytest.approx(at_once.mfu, rel=1e-9)
+        assert repeated.recompute_seconds == pytest.approx(at_once.recompute_seconds, rel=1e-9)
+
+
+# -- pipelines --------------------------------------------------------------------------------------------
+
+
+def pipeline(name: str, num_ranks: int, num_micro_batches: int, chunks: int = 1, message: float = 0) -> Timeline:
+    """A unit for each stage; a forward takes 1 s, a backward 2, of which 1 is for gradients of parameters."""
+    schedule = schedule_for(name, num_ranks, num_micro_batches, chunks)
+    mesh = Mesh.of({"pp": num_ranks, "dp": 1}, num_ranks)
+    programs = []
+    for pp_rank, row in enumerate(schedule.rows):
+        stages = sorted({op.stage for op in row})
+        own = units("".join(chr(97 + stage) for stage in stages), mesh, "ddp")
+        of_stage = {stage: (unit,) for stage, unit in zip(stages, own, strict=True)}
+        step = plan_step(own, schedule_trace(row, straight_passes(row, of_stage)))
+        work = {unit.name: computing(1, 1, weights=1) for unit in own}
+        of_units = {unit.name: (stage,) for stage, (unit,) in of_stage.items()}
+        sent = dict.fromkeys(range(schedule.num_stages), message)
+        programs.append(RankProgram(step, work, pp_rank, row, sent, of_units))
+    return time_ranks(programs, TOY, mesh, num_micro_batches=num_micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_micro_batches", "chunks"),
+    [("gpipe", 3, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 4, 2, 1), ("zb-h1", 4, 8, 1), ("interleaved", 4, 8, 2)],
+)
+def test_a_pipeline_takes_as_long_as_its_schedule(
+    name: str, num_ranks: int, num_micro_batches: int, chunks: int
+) -> None:
+    timeline = pipeline(name, num_ranks, num_micro_batches, chunks)
+    drawn = timed(schedule_for(name, num_ranks, num_micro_batches, chunks))
+    assert timeline.step_seconds == pytest.approx(drawn.length, rel=1e-5)
+    assert timeline.bubble == pytest.approx(drawn.bubble, rel=1e-5)
+    for rank, spans in zip(timeline.ranks, drawn.spans, strict=True):
+        ops = {event.text: event for event in rank.events if event.stream == "stages" and "wait" not in event.text}
+        for op, begin, end in spans:
+            event = ops[f"{op.kind}{op.micro_batch}@{op.stage}"]
+            assert (event.begin, event.end) == (pytest.approx(begin, abs=1e-6), pytest.approx(end, abs=1e-6))
+
+
+def test_messages_take_time_between_stages() -> None:
+    """With one micro-batch nothing hides them: three there, three back, a second each."""
+    plain, with_messages = pipeline("1f1b", 4, 1), pipeline("1f1b", 4, 1, message=GATHERED / 2)
+    assert plain.step_seconds == pytest.approx(4 * 3, rel=1e-5)
+    assert with_messages.step_seconds == pytest.approx(4 * 3 + 6, rel=1e-5)
+
+
+def test_a_message_without_bytes_is_an_error() -> None:
+    mesh = Mesh.of({"pp": 2, "dp": 1}, 2)
+    schedule = schedule_for("1f1b", 2, 1)
+    own = units("a", mesh, "ddp")
+    step = plan_step(own, schedule_trace(schedule.rows[0], straight_passes(schedule.rows[0], {0: own})))
+    program = RankProgram(step, {"a": computing(1)}, 0, schedule.rows[0])
+    with pytest.raises(ProgramError, match="message after F0@0 has no price"):
+        time_ranks([program, replace(program, rank=1, row=(Op("F", 0, 1), Op("B", 0, 1)))], TOY, mesh)
+
+
+def test_ranks_that_do_the_same_are_one() -> None:
+    """100,000 ranks have as many events as 8."""
+
+    def events(num_ranks: int) -> int:
+        mesh = Mesh.of({"dp": num_ranks}, num_ranks)
+        ab = units("ab", mesh)
+        step = plan_step(ab, straight_trace(ab))
+        timeline = time_step(step, {"a": computing(1), "b": computing(1)}, hardware("h100-sxm").with_ranks(8), mesh)
+        assert len(timeline.ranks) == 1
+        return len(timeline.events)
+
+    assert events(100_000) == events(8)
+
+
+# -- every action -----------------------------------------------------------------------------------------
+
+
+def test_every_action_of_the_vocabulary_has_a_price() -> None:
+    assert PRICES.keys() == EFFECTS.keys()
+
+
+def cases() -> list[tuple[str, str | None]]:
+    return [(preset, None) for preset in PRESETS] + [
+        (preset, optimizer) for preset in ("zero3", "offload") for optimizer in ("lamb", "muon", "adafactor")
+    ]
+
+
+@pytest.mark.parametrize(("preset", "optimizer"), cases())
+def test_every_action_of_a_program_is_timed_in_its_order_with_its_bytes(preset: str, optimizer: str | None) -> None:
+    """What the timeline moves is what the footprint's walk and the byte counts see: the same actions, in their order on
+    each stream."""
+    axes = {"node": 2, "local": 2} if len(PRESETS[preset].axes) == 2 else None
+    mesh = mesh_for(Plan(preset=preset, mesh=axes), 4)
+    abc = units("abc", mesh, preset, optimizer)
+    step = plan_step(abc, straight_trace(abc), buffers_bytes=1024)
+    step.footprint()
+    timeline = time_step(step, {unit.name: computing(1) for unit in abc}, TOY.with_ranks(2), mesh)
+    planned = [action for block in (*step.micro_batch, *step.step) for action in block.actions]
+    by_stream: dict[str, list[str]] = {}
+    for action in planned:
+        if action.communicates or action.copies:
+            stream = action.verb if action.subject == "states" else action.stream
+            by_stream.setdefault(stream, []).append(str(action))
+    timed_by_stream: dict[str, list[str]] = {}
+    for event in timeline.events:
+        words = event.text.split()
+        if (words[0], words[2:3]) in [(verb, [subject]) for verb, subject in EFFECTS if verb != "wait"]:
+            action = Action.parse(event.text)
+            if action.communicates or action.copies:
+                timed_by_stream.setdefault(event.stream, []).append(event.text)
+    assert timed_by_stream == by_stream
+    moved = sum(Action.parse(text).sent_bytes for texts in timed_by_stream.values() for text in texts)
+    assert moved == step.sent_bytes() + sum(step.copied_bytes().values())
+
+
+def test_what_has_no_price_is_named() -> None:
+    ab = units("ab", TWO)
+    step = plan_step(ab, straight_trace(ab))
+    with pytest.raises(ProgramError, match=r"work of unit 'b' is not known, so 'after forward b' has no time"):
+        time_step(step, {"a": computing(1)}, TOY, TWO)
+    work = {"a": computing(1), "b": UnitWork((Operation("product", (1, 1, 1), "fp8", 2),))}
+    with pytest.raises(ConfigError, match=r"'toy' has no rate for fp8: peak_flops has fp32, bf16"):
+        time_step(step, work, TOY, TWO)
+    on_disk = units("ab", TWO, "infinity")
+    step = plan_step(on_disk, straight_trace(on_disk))
+    work = {name: computing(1) for name in "ab"}
+    with pytest.raises(ConfigError, match="'toy' has no disk"):
+        time_step(step, work, TOY.model_copy(update={"disk": None}), TWO)
+    strange = StepProgram(ab, parse("before forward c\n    gather c param dp fp32 8 B\nafter forward c"), ())
+    with pytest.raises(ProgramError, match="'gather c param dp fp32 8 B' has no price: the flat buffer 'c'"):
+        time_step(strange, {"c": computing(1)}, TOY, TWO)
+
+
+def test_work_counted_in_another_order_is_refused() -> None:
+    a = units("a", TWO)
+    step = plan_step(a, straight_trace(a))
+    with pytest.raises(ProgramError, match="'after forward a' was not counted"):
+        time_step(step, [Worked(Moment("after", "forward", "z"))], TOY, TWO)
+
+
+def test_the_trace_has_the_tracks_and_names_of_a_measured_one(tmp_path: Path) -> None:
+    ab = units("ab", TWO)
+    step = plan_step(ab, straight_trace(ab))
+    timeline = time_step(step, {"a": computing(1), "b": computing(1)}, TOY, TWO)
+    timeline.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["cat"] for event in events if "cat" in event} <= set(TRACKS)
+    names = {(event["cat"], event["name"]) for event in events if event.get("ph") == "b"}
+    assert {
+        ("units", "forward a"),
+        ("units", "backward b"),
+        ("on the way", "a param"),
+        ("on the way", "b grad"),
+    } <= names
+    opened = sum({"b": 1, "e": -1}.get(event["ph"], 0) for event in events)
+    assert opened == 0
