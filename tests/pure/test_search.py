@@ -16,7 +16,7 @@ from shardwise.fit.search import Evaluated, Found, Limits, search
 from shardwise.fit.step_time import step_time
 from shardwise.fit.work import Operation, UnitWork, product
 from shardwise.plan import Plan, PolicyName, PrecisionName
-from shardwise.plan.placement import mesh_for, padded_numel, table_for
+from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import (
     END_OF_BACKWARD,
     Activations,
@@ -109,8 +109,9 @@ class Blocks:
                 before = live
                 live += row_bytes * {"after forward": 1, "after backward": -1}.get(f"{moment.edge} {moment.phase}", 0)
                 marks.append(Mark(moment, int(max(live, before)), int(live)))
+            marks.append(Mark(END_OF_BACKWARD, 0, 0))
             if schedule is None:
-                counted = Activations((*marks, Mark(END_OF_BACKWARD, 0, 0)), on_cpu=False)
+                counted = Activations(tuple(marks), on_cpu=False)
                 ranks.append(RankProgram(plan_step(units, trace), dict.fromkeys(names, work)))
             else:
                 row = schedule.rows[place]
@@ -118,7 +119,7 @@ class Blocks:
                 of_stage = {stage: units[at :: len(stages)] for at, stage in enumerate(stages)}
                 bytes_of = {}
                 for stage, some in of_stage.items():
-                    own = tuple(mark for mark in marks if mark.moment.unit in {unit.name for unit in some})
+                    own = tuple(mark for mark in marks if mark.moment.unit in {"", *(unit.name for unit in some)})
                     bytes_of[stage] = StageBytes(Activations(own, on_cpu=False), int(row_bytes * len(some)))
                 counted = over_schedule(row, bytes_of, set(names))
                 step = plan_step(units, schedule_trace(row, straight_passes(row, of_stage)))
@@ -192,11 +193,11 @@ def test_less_memory_chooses_more_sharding_and_no_memory_says_what_would_do() ->
     assert tight.best[0].found.fits(small)
     assert tight.best[0].found.seconds >= roomy.best[0].found.seconds
     with pytest.raises(ConfigError) as raised:
-        found(blocks, 2, Limits(6 * GIB, 16 * GIB), space=Space(presets=("ddp", "zero3")))
+        found(blocks, 2, Limits(6 * GIB, 16 * GIB), space=Space(presets=("ddp", "zero3"), axes=()))
     said = str(raised.value)
     assert said.startswith("No plan fits on 2 ranks. The smallest is zero3")
     assert "too much" in said
-    assert "Devices of " in said
+    assert "What would do: devices of " in said
     assert " ranks (zero3" in said
 
 

@@ -109,4 +109,4 @@ def test_refusals() -> None:
     said = refused({"preset": "auto", "budget": {"device": "1MiB"}}, batch)
     assert said.startswith("No plan fits on 2 ranks. The smallest is ")
     assert "too much" in said
-    assert "Devices of " in said
+    assert "What would do: devices of " in said

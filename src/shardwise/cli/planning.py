@@ -148,14 +148,14 @@ def _print(
     )
     console.print(_ranking(found, {id(one): seconds for one, seconds in measured}))
     for part, seconds in sorted(found.best[0].found.parts.items(), key=lambda item: -item[1]):
-        console.print(f"  {seconds / found.best[0].found.seconds:>6.1%}  {format_seconds(seconds)} {part}")
+        console.print(f"  {seconds / found.best[0].found.seconds:>6.1%}  {_fine(seconds)} {part}")
     if found.why_not:
         console.print("why not")
         for one in found.why_not:
             console.print(f"  {one.what}: {_short(one.reason)}")
     console.print(
-        f"{found.num_candidates:,} candidates: {found.num_pruned:,} cannot fit, be faster, or be at all; "
-        f"{len(found.evaluated)} were evaluated; {found.num_left:,} were not"
+        f"{found.num_candidates:,} candidates: {found.num_pruned:,} are impossible, too large or too slow by their "
+        f"bounds, {len(found.evaluated)} were evaluated, {found.num_left:,} were left out"
     )
     console.print("the plan")
     for line in yaml.safe_dump(best.model_dump(mode="json", exclude_unset=True), sort_keys=False).splitlines():
@@ -166,22 +166,28 @@ def _short(reason: str, most: int = 200) -> str:
     return reason if len(reason) <= most else reason[: most - 3] + "..."
 
 
+def _fine(seconds: float) -> str:
+    """Plans differ by less than what `format_seconds` shows of short steps."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else format_seconds(seconds)
+
+
 def _ranking(found: Found, measured: dict[int, float]) -> Grid:
     grid = Grid(box=None, pad_edge=False)
     heads = ["", "plan", "a step", "MFU", "device", "host", *(["measured"] if measured else [])]
     for head in heads:
         grid.add_column(head, justify="left" if head == "plan" else "right")
     for place, one in enumerate(found.best, start=1):
+        about = "" if one.found.is_exact else "~"
         cells = [
             str(place),
             str(one.candidate),
-            format_seconds(one.found.seconds),
+            about + _fine(one.found.seconds),
             f"{one.found.mfu:.0%}",
-            format_bytes(one.found.device_bytes),
+            about + format_bytes(one.found.device_bytes),
             format_bytes(one.found.host_bytes) if one.found.host_bytes else "",
         ]
         if measured:
-            cells.append(format_seconds(measured[id(one)]) if id(one) in measured else "")
+            cells.append(_fine(measured[id(one)]) if id(one) in measured else "")
         grid.add_row(*cells)
     return grid
 

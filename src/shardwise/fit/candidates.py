@@ -255,7 +255,12 @@ class Bounds:
         host = (resting("host") + on("host", table.grad.tier, trained * 4, table.grad.shard)) * min(
             candidate.world_size, self.hardware.ranks_per_node
         )
-        return Bound(device, host, max(self._computing(candidate, size), self._communicating(candidate, table, numel)))
+        seconds = max(
+            self._computing(candidate, size),
+            self._communicating(candidate, table, numel),
+            self._on_host(candidate, table, trained),
+        )
+        return Bound(device, host, seconds)
 
     def _computing(self, candidate: Candidate, size: Size) -> float:
         split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
@@ -264,6 +269,16 @@ class Bounds:
         empty = (stages - 1) / (candidate.chunks if candidate.schedule == "interleaved" else 1)
         empty = empty / 3 if candidate.schedule == "zb-h1" else empty
         return size.flops_seconds * rows / split * (1 + empty / candidate.accumulate)
+
+    def _on_host(self, candidate: Candidate, table: Table, trained: float) -> float:
+        """Gradients that go there, the update, and parameters that come back."""
+        host = self.hardware.host
+        if table.optim.tier == "device" or host is None:
+            return 0.0
+        numel = trained / math.prod(candidate.mesh.size(axis) for axis in table.optim.shard)
+        num_local = min(candidate.world_size, self.hardware.ranks_per_node)
+        copying = self.hardware.host_copy_seconds(numel * WIDTH[table.compute])
+        return max(copying, num_local * numel / host.adam_elements_per_second)
 
     def _communicating(self, candidate: Candidate, table: Table, numel: float) -> float:
         mesh, width = candidate.mesh, WIDTH[table.compute]

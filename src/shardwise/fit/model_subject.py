@@ -24,7 +24,7 @@ from shardwise.memory import in_own_precision
 from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
-from shardwise.program import Footprint, Mark, Update
+from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.system.torch_private import tree_leaves, tree_map_only
@@ -291,6 +291,7 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
                 )
                 for mark in marks
             )
+            own = (*own, Mark(END_OF_BACKWARD, 0, 0))
             held = max(0, forward[-1].live_bytes - below) + message_bytes
             stages[stage] = StageBytes(replace(whole.activations, marks=own), held, held)
         names = set().union(*of_stage.values())

@@ -32,8 +32,6 @@ MOST_EVALUATED = 60
 NUM_DESPERATE = 4
 """Where nothing fits, times as many are evaluated before that is believed."""
 MARGIN = 1.1
-MOST_ROUNDS = 4
-"""Of proposing and confirming."""
 MORE_RANKS = (2, 4, 8, 16)
 
 
@@ -250,22 +248,23 @@ class _Search:
         return self.known[candidate]
 
     def _confirmed(self, fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
-        """The best that fit, each evaluated exactly. Where that shows that one does not, the next ones are tried."""
-        for _ in range(MOST_ROUNDS):
-            best = self._best_of(fitting)
-            doubtful = [one.candidate for one in best if not one.found.is_exact]
-            if not doubtful:
-                return best
-            for candidate in doubtful:
-                try:
-                    self.known[candidate] = self.subject.confirm(candidate)
-                except ShardwiseError as error:
-                    self.known[candidate] = error
-        return [one for one in best if isinstance(self.known[one.candidate], Evaluated) and self._holds(one)]
+        """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
+        another may be better, that one is tried next."""
+        best = self._best_of(fitting)
+        while best and not best[0].found.is_exact:
+            candidate = best[0].candidate
+            try:
+                self.known[candidate] = self.subject.confirm(candidate)
+            except ShardwiseError as error:
+                self.known[candidate] = error
+            best = self._known_best() or self._best_of(fitting)
+        return best
 
-    def _holds(self, one: Ranked) -> bool:
-        found = self.known[one.candidate]
-        return isinstance(found, Evaluated) and found.is_exact and found.fits(self.limits)
+    def _known_best(self) -> list[Ranked]:
+        climb = _Climb(self)
+        for candidate, found in self.known.items():
+            climb.take(candidate, found)
+        return climb.best
 
     def _best_of(self, bounded: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
         """The best that fit."""
@@ -280,10 +279,13 @@ class _Search:
             climb.visit(candidate, bound)
             if climb.num_evaluated >= self.most_evaluated // 2 and climb.best:
                 break
-        top = None
-        while climb.best and climb.best[0] != top and climb.num_evaluated < self.most_evaluated:
-            top = climb.best[0]
-            for candidate, bound in [one for one in queue if _num_differences(one[0], top.candidate) == 1]:
+        done: set[Candidate] = set()
+        while climb.num_evaluated < self.most_evaluated:
+            top = next((one.candidate for one in climb.best if one.candidate not in done), None)
+            if top is None:
+                break
+            done.add(top)
+            for candidate, bound in [one for one in queue if _num_differences(one[0], top) == 1]:
                 if climb.num_evaluated < self.most_evaluated:
                     climb.visit(candidate, bound)
         for candidate, bound in queue if not climb.best else ():  # nothing fits so far: every one is tried
@@ -343,7 +345,7 @@ class _Search:
         if least.found.host_bytes:
             text += f", and {format_bytes(least.found.host_bytes)} of a host"
             text += f", {format_bytes(host)} too much" if host > 0 else ""
-        return ConfigError(f"{text}. {' '.join(self._cures(world_size, least, device, host))}")
+        return ConfigError(f"{text}. What would do: {', '.join(self._cures(world_size, least, device, host))}.")
 
     def _smallest(self, bounded: Sequence[tuple[Candidate, Bound]], most: int = 12) -> Ranked | None:
         """The one that takes least, of those with the least bounds."""
@@ -364,22 +366,22 @@ class _Search:
 
     def _cures(self, world_size: int, least: Ranked, device: int, host: int) -> Iterable[str]:
         if device > 0:
-            yield f"Devices of {format_bytes(least.found.device_bytes)} would do"
+            yield f"devices of {format_bytes(least.found.device_bytes)}"
         if host > 0:
-            yield f"Hosts of {format_bytes(least.found.host_bytes)} would do"
+            yield f"hosts of {format_bytes(least.found.host_bytes)}"
         for factor in MORE_RANKS:
             bounded = self._bounded(self._on(world_size * factor, self.space))
             more = self._smallest([one for one in bounded if self._may_fit(one[1])], most=6)
             if more is not None and more.found.fits(self.limits):
-                yield f"or {world_size * factor} ranks ({more.candidate})"
+                yield f"{world_size * factor} ranks ({more.candidate})"
                 break
         tiers = [preset for preset in ("offload", "zero3-offload") if preset not in self.space.presets]
         if tiers:
             space = replace(self.space, presets=tuple(tiers))
             there = self._smallest(self._bounded(self._on(world_size, space)), most=6)
             if there is not None and there.found.fits(self.limits):
-                yield f"or the host's memory ({there.candidate})"
-        yield "Or give smaller micro-batches, or a smaller model."
+                yield f"the host's memory ({there.candidate})"
+        yield "smaller micro-batches, or a smaller model"
 
 
 @dataclass
@@ -544,6 +546,7 @@ def as_json(found: Found, plan_of: Callable[[Candidate], Plan]) -> dict[str, Any
             "mfu": one.found.mfu,
             "parts": dict(one.found.parts),
             "fits": one.found.fits(found.limits),
+            "is_exact": one.found.is_exact,
         }
 
     return {
