@@ -81,7 +81,7 @@ def shard(  # noqa: PLR0913  # one for each thing that a job may bring
     is called to fill the modules of a model on the meta device. `device` defaults to the model's own, and to this
     rank's for a model without values.
 
-    With the plan "auto" (docs/simulate.md) the preset, tiers and the treatment of activations are chosen: the fastest
+    With the plan "auto" (docs/auto.md) the preset, tiers and the treatment of activations are chosen: the fastest
     that fits the devices, or the plan's `budget`. `batch` is then one micro-batch of a rank, as the model is called
     with it, of which only shapes matter.
 

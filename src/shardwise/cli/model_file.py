@@ -137,16 +137,26 @@ def batch_from(source: str) -> object:
 def build_model(source: str) -> nn.Module:
     """Call `FILE:CALLABLE` on the meta device, where parameters take no memory."""
     build = _loaded("--model", source, "train.py:build_model")
-    file, _, name = source.rpartition(":")
     try:
         with torch.device("meta"):
             model = build()
     except Exception as error:
+        file, _, name = source.rpartition(":")
         raise ModelError(
             f"{name} in {file} failed on the meta device, where tensors have shapes but no values: "
             f"{type(error).__name__}: {error}. Build the model without reading values or loading weights."
         ) from error
+    return _a_module(model, source)
+
+
+def real_model(source: str) -> nn.Module:
+    """Call `FILE:CALLABLE`, whose errors are its own."""
+    return _a_module(_loaded("--model", source, "train.py:build_model")(), source)
+
+
+def _a_module(model: object, source: str) -> nn.Module:
     if not isinstance(model, nn.Module):
+        file, _, name = source.rpartition(":")
         raise ModelError(f"{name} in {file} returns {type(model).__name__}; it must return a torch.nn.Module.")
     return model
 

@@ -12,6 +12,7 @@ import yaml
 from rich.table import Table as Grid
 
 from shardwise.cli.console import SafeConsole, console_for_output
+from shardwise.cli.measured_plans import measure
 from shardwise.cli.model_file import batch_from, build_model
 from shardwise.errors import ConfigError, ShardwiseError, nearest
 from shardwise.fit.candidates import Space
@@ -44,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
     )
     measured: list[tuple[Ranked, float]] = []
     if args.measure:
-        from shardwise.cli.measured_plans import measure
-
-        measured = measure(args, [(one, one.candidate.plan(subject.base)) for one in found.best[: args.measure]])
+        plans = [(one, one.candidate.plan(subject.base)) for one in found.best[: args.measure]]
+        measured = measure(plans, args.model, args.batch, args.optimizer, args.world)
         order = {id(one): seconds for one, seconds in measured}
         found = replace(found, best=tuple(sorted(found.best, key=lambda one: order.get(id(one), float("inf")))))
     best = found.best[0].candidate.plan(subject.base)
