@@ -183,6 +183,7 @@ class _Search:
         if not best:
             raise self._nothing_fits(world_size, bounded)
         why_not = tuple(self._why_not(best[0], world_size))
+        self._count_left(fitting, best)
         evaluated = tuple(Ranked(one, found) for one, found in self.known.items() if isinstance(found, Evaluated))
         return Found(
             tuple(best),
@@ -292,14 +293,14 @@ class _Search:
             if climb.num_evaluated >= NUM_DESPERATE * self.most_evaluated or len(climb.best) == NUM_BEST:
                 break
             climb.visit(candidate, bound)
-        left = [
-            bound
-            for candidate, bound in bounded
-            if candidate not in self.known and not climb.is_worse(candidate, bound)
-        ]
-        self.num_left = len(left)
-        self.num_pruned += sum(candidate not in self.known for candidate, _ in bounded) - len(left)
         return climb.best
+
+    def _count_left(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> None:
+        """Those that were not evaluated: pruned by their bounds, or left."""
+        climb = _Climb(self, best)
+        unknown = [one for one in bounded if one[0] not in self.known]
+        self.num_left = sum(not climb.is_worse(*one) for one in unknown)
+        self.num_pruned += len(unknown) - self.num_left
 
     def _guess(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective may be, for the order in which candidates are tried: it decides nothing else. Messages
