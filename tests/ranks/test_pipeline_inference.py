@@ -229,6 +229,12 @@ def test_what_inference_in_stages_does_not_do_is_refused() -> None:
 
     refused(lambda: build("llama"), hidden, ModelError, r"output_hidden_states collects something of all layers")
 
+
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
+    reason="such a cache makes a stream of the accelerator for which torch was built, and there is none",
+)
+def test_a_cache_on_the_host_is_refused() -> None:
     def other_cache(engine: Any, rank: int) -> None:
         cache = library().DynamicCache(config=engine.module.config, offloading=True)
         engine.module(**left_padded(), past_key_values=cache)
