@@ -24,6 +24,7 @@ from benchmarks import (
     mpi,
     overhead,
     pipeline,
+    planner,
     tensor,
     tiers,
 )
@@ -45,6 +46,7 @@ PROGRAMS = (
     "compile",
     "tensor",
     "pipeline",
+    "planner",
     "experts",
     "elastic",
     "tiers",
@@ -112,6 +114,7 @@ _PROGRAMS = {
     "experts": experts.main,
     "tensor": tensor.main,
     "pipeline": pipeline.main,
+    "planner": planner.main,
     "tiers": tiers.main,
     "generation": generation.main,
     "horovod": horovod.main,

@@ -241,6 +241,34 @@ def test_messages_take_time_between_stages() -> None:
     assert with_messages.step_seconds == pytest.approx(4 * 3 + 6, rel=1e-5)
 
 
+def test_gathers_behind_a_step_are_hidden_by_the_next_one() -> None:
+    """Of `zero1` on devices, alone and in a pipeline: each unit's gather is waited for where it is used next."""
+
+    def seconds(mesh: Mesh, *, overlaps: bool) -> float:
+        programs = []
+        num_stages = mesh.size("pp") if "pp" in mesh.axes else 1
+        schedule = schedule_for("1f1b", num_stages, 2)
+        for pp_rank, row in enumerate(schedule.rows):
+            plain = units("abc", mesh, "zero1")
+            own = tuple(
+                replace(unit, flats=tuple(replace(flat, overlaps_compute=overlaps) for flat in unit.flats))
+                for unit in plain
+            )
+            trace = straight_trace(own)
+            if num_stages > 1:
+                trace = schedule_trace(row, straight_passes(row, {pp_rank: own}))
+            step = plan_step(own, trace)
+            work = {unit.name: computing(2) for unit in own}
+            ops = row if num_stages > 1 else ()
+            programs.append(RankProgram(step, work, pp_rank * 2, ops, {0: 0.0}))
+        return time_ranks(programs, TOY, mesh, num_micro_batches=2).step_seconds
+
+    alone = Mesh.of({"dp": 2}, 2)
+    assert seconds(alone, overlaps=False) - seconds(alone, overlaps=True) == pytest.approx(2, rel=1e-4)  # but the first
+    staged = Mesh.of({"pp": 2, "dp": 2}, 4)
+    assert seconds(staged, overlaps=True) < seconds(staged, overlaps=False) - 1
+
+
 def test_a_message_without_bytes_is_an_error() -> None:
     mesh = Mesh.of({"pp": 2, "dp": 1}, 2)
     schedule = schedule_for("1f1b", 2, 1)

@@ -13,7 +13,7 @@ from shardwise.cli.explanation import Explanation, Subject, as_json, example_uni
 from shardwise.cli.print_explanation import print_explained, print_presets
 from shardwise.errors import ConfigError
 from shardwise.fit.clock import RankProgram
-from shardwise.fit.hardware import Hardware, profiles
+from shardwise.fit.hardware import Hardware
 from shardwise.fit.hardware import hardware as hardware_named
 from shardwise.fit.step_time import step_time
 from shardwise.plan import Budget, Plan, load_plan
@@ -162,9 +162,11 @@ def _explained(args: argparse.Namespace) -> Explanation:
 
 def _hardware(args: argparse.Namespace) -> Hardware:
     """That on which the step is timed, with the ranks of a node."""
-    if args.hardware is None:
-        raise ConfigError(f"--time needs to know the hardware. Give --hardware, such as {', '.join(profiles())}.")
-    found = hardware_named(args.hardware)
+    if args.hardware is not None:
+        found = hardware_named(args.hardware)
+    else:  # needs torch, which takes a second to import
+        speed = importlib.import_module("shardwise.fit.calibrate.speed")
+        found = speed.calibrated_hardware(read_calibration(args.calibration), speed.this_machine())
     return found.with_ranks(
         args.per_host or (args.world if found.is_processor else min(args.world, found.ranks_per_node))
     )

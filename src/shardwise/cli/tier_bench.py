@@ -38,7 +38,7 @@ def run(program: str, arguments: Sequence[str]) -> int:
     """Measure, print, and save the results."""
     args = _parser(program).parse_args(arguments)
     path = args.calibration or default_path()
-    _require_writable(path)  # this and a bad file are refused before anything is measured
+    require_writable(path)  # this and a bad file are refused before anything is measured
     before = read_calibration(path)
     rows, best, after, words = _PROGRAMS[program](args, before)
     if args.json:
@@ -55,7 +55,7 @@ def run(program: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _require_writable(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Raise `ConfigError` unless a calibration can be kept at `path`."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder. Name a file: --calibration {path / 'calibration.json'}.")
@@ -77,15 +77,7 @@ def _disk(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str
     if args.size is not None:
         grid = replace(grid, file_bytes=args.size)
     rows = _with_progress("disk", grid.num_settings, lambda tell: disk.measure_disk(folder, grid, tell))
-    best = disk.best_of(rows)
-    figures = DiskFigures(
-        best.read_bytes_per_second,
-        best.write_bytes_per_second,
-        best.depth,
-        best.block_bytes,
-        best.is_direct,
-        now(),
-    )
+    best, figures = disk.best_of(rows), disk_figures(rows)
     words = (
         f"Best for {folder}: {best.depth} requests of {format_bytes(best.block_bytes)} at once, "
         f"{'past' if best.is_direct else 'through'} the page cache."
@@ -97,10 +89,7 @@ def _host(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str
     threads = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < num_cores()] + [num_cores()]
     numel = host.QUICK_NUMEL if args.quick else host.NUMEL
     rows = _with_progress("host", len(threads), lambda tell: host.measure_host(threads, numel, tell))
-    best = host.best_of(rows)
-    figures = HostFigures(
-        max(row.copy_bytes_per_second for row in rows), best.adam_elements_per_second, best.num_threads, now()
-    )
+    best, figures = host.best_of(rows), host_figures(rows)
     words = f"Best for an update on the host: {best.num_threads} thread{'s'[: best.num_threads > 1]}."
     return rows, asdict(figures), replace(before, memory=figures), words
 
@@ -108,16 +97,28 @@ def _host(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str
 def _links(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str, Any], Calibration, str]:
     num_bytes = links.QUICK_BYTES if args.quick else links.NUM_BYTES
     rows = _with_progress("links", 2, lambda tell: links.measure_links(num_bytes, tell))
-    rates = {row.link: row.bytes_per_second for row in rows}
-    figures = LinkFigures(
-        rates[links.SHARED],
-        rates[links.MESSAGES],
-        rates.get(links.TO_DEVICE, 0.0),
-        rates.get(links.FROM_DEVICE, 0.0),
-        now(),
-    )
-    words = "" if links.TO_DEVICE in rates else "This machine has no device that torch can use."
+    figures = link_figures(rows)
+    has_device = figures.to_device_bytes_per_second > 0
+    words = "" if has_device else "This machine has no device that torch can use."
     return rows, asdict(figures), replace(before, links=figures), words
+
+
+def disk_figures(rows: Sequence[disk.DiskRow]) -> DiskFigures:
+    best = disk.best_of(rows)
+    rates = best.read_bytes_per_second, best.write_bytes_per_second
+    return DiskFigures(*rates, best.depth, best.block_bytes, best.is_direct, now())
+
+
+def host_figures(rows: Sequence[host.HostRow]) -> HostFigures:
+    best = host.best_of(rows)
+    copied = max(row.copy_bytes_per_second for row in rows)
+    return HostFigures(copied, best.adam_elements_per_second, best.num_threads, now())
+
+
+def link_figures(rows: Sequence[links.LinkRow]) -> LinkFigures:
+    rates = {row.link: row.bytes_per_second for row in rows}
+    on_device = rates.get(links.TO_DEVICE, 0.0), rates.get(links.FROM_DEVICE, 0.0)
+    return LinkFigures(rates[links.SHARED], rates[links.MESSAGES], *on_device, now())
 
 
 def _with_progress(what: str, num_steps: int, measure: Callable[[Callable[[Any], None]], Rows]) -> Rows:

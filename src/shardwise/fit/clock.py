@@ -200,15 +200,25 @@ def time_ranks(
 
     Without `keeps_events` there are only sums, in less time.
     """
-    ranks = [_Rank(one, hardware, mesh, len(programs), num_micro_batches, num_states, keeps_events) for one in programs]
+    # what a step leaves in flight the next one begins with, so that the second is as all later ones
+    num_steps = 1 + any(_leaves_in_flight(one.step) for one in programs)
+    ranks = [
+        _Rank(one, hardware, mesh, len(programs), num_micro_batches, num_states, num_steps, keeps_events)
+        for one in programs
+    ]
     _run_together(ranks, [one.rank for one in programs], hardware)
     return Timeline(tuple(one.result() for one in ranks))
 
 
+def _leaves_in_flight(step: StepProgram) -> bool:
+    """Whether gathers or writes to a disk may go on behind a step."""
+    return any(flat.gathers_behind_step or flat.updates_from_disk for unit in step.units for flat in unit.flats)
+
+
 # -- ranks together ---------------------------------------------------------------------------------------
 
-_Key = tuple[str, int, int]
-"""A message: `F` or `B`, micro-batch, and the stage that made it."""
+_Key = tuple[int, str, int, int]
+"""A message: the number of the step, `F` or `B`, micro-batch, and the stage that made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +393,7 @@ class _Rank:
         num_ranks: int,
         num_micro_batches: int,
         num_states: int,
+        num_steps: int,
         keeps_events: bool,
     ) -> None:
         self.program, self.hardware, self.number = program, hardware, program.rank
@@ -404,7 +415,8 @@ class _Rank:
         self._by_unit = {unit.name: unit for unit in program.step.units}
         stages = max((op.stage for op in program.row), default=0) // num_ranks + 1
         self._last_stage = stages * num_ranks - 1
-        self._begin_step()
+        self._num_steps = num_steps
+        self._number = 0
 
     def _begin_step(self) -> None:
         self._start = self._streams.now
@@ -417,9 +429,9 @@ class _Rank:
         self._stream_seconds: dict[str, float] = {}
 
     def run(self) -> _Asked:
-        """All of a step; a second one if the first leaves something in flight, which the next begins with."""
-        yield from self._step()
-        if not self._streams.is_idle:
+        """Each step, of which the last counts."""
+        for number in range(self._num_steps):
+            self._number = number
             self._begin_step()
             yield from self._step()
 
@@ -462,7 +474,7 @@ class _Rank:
             end = self._end_of(op, program, place)
             source = _source_of(op, self._last_stage)
             if source is not None:
-                yield from self._receive(source)
+                yield from self._receive((self._number, *source), op)
             begun = self._streams.now
             for block, worked in zip(program[place:end], work[place:end], strict=True):
                 yield from self._walk(block, worked)
@@ -487,14 +499,14 @@ class _Rank:
                 return place
         return place
 
-    def _receive(self, key: _Key) -> _Asked:
+    def _receive(self, key: _Key, op: Op) -> _Asked:
         begun = self._streams.now
         arrived = yield _Receive(key)
         self._streams.sleep_until(arrived)
         waited = self._streams.now - begun
         if waited > 0:
             self._exposed[PIPELINE] = self._exposed.get(PIPELINE, 0.0) + waited
-            self._note(STAGES, f"wait {'F' if key[0] == 'F' else 'B'}{key[1]}@{key[2]}", begun, PIPELINE)
+            self._note(STAGES, f"wait {op.kind}{op.micro_batch}@{op.stage}", begun, PIPELINE)
 
     def _send(self, op: Op) -> None:
         kind, batch, stage = op
@@ -510,7 +522,9 @@ class _Rank:
             raise ProgramError(
                 f"The message after {kind}{batch}@{stage} has no price: message_bytes says nothing of stage {stage}."
             )
-        self.send(("F" if kind == "F" else "B", batch, stage), to, self._streams.now, num_bytes, self.number)
+        self.send(
+            (self._number, "F" if kind == "F" else "B", batch, stage), to, self._streams.now, num_bytes, self.number
+        )
 
     # -- blocks -----------------------------------------------------------------------------------------
 
@@ -760,7 +774,7 @@ def _send_nowhere(*_: object) -> None:
     raise ProgramError("A rank sends a message, but it is timed alone.")
 
 
-def _source_of(op: Op, last_stage: int) -> _Key | None:
+def _source_of(op: Op, last_stage: int) -> tuple[str, int, int] | None:
     """The message that `op` waits for."""
     kind, batch, stage = op
     if kind == "F":

@@ -31,10 +31,10 @@ def _bytes(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0, description="bytes such as 80GiB")]
-Rate = Annotated[float, Field(gt=0, description="a positive number, in units per second")]
-Seconds = Annotated[float, Field(ge=0, description="seconds, at least 0")]
-Share = Annotated[float, Field(gt=0, le=1, description="a share above 0 and at most 1")]
-Size = Annotated[float, Field(ge=0, description="a number of elements, at least 0")]
+Rate = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Size = Annotated[float, Field(ge=0)]
 
 
 class _Section(BaseModel):
@@ -97,10 +97,10 @@ class Hardware(_Section):
     much is reached."""
 
     name: str
-    ranks_per_node: Annotated[int, Field(ge=1, description="a whole number, at least 1")]
+    ranks_per_node: Annotated[int, Field(ge=1)]
     memory_bytes: Bytes
     memory_bytes_per_second: Rate
-    peak_flops: Annotated[dict[str, Rate], Field(min_length=1, description="rates by dtype, such as {bf16: 989e12}")]
+    peak_flops: Annotated[dict[str, Rate], Field(min_length=1)]
     products: Products = Products()
     attention: AttentionShare = AttentionShare()
     memory_share: Share = 0.85
@@ -108,7 +108,7 @@ class Hardware(_Section):
     """Between two kernels of one rank; where `runs_ahead`, what the host needs to start one while the device computes
     others."""
     runs_ahead: bool = True
-    contention: Annotated[float, Field(ge=1, description="a number, at least 1")] = 1.0
+    contention: Annotated[float, Field(ge=1)] = 1.0
     """How many times as long computation and communication take while both go on. 2: nothing is won."""
     ranks_share_device: bool = False
     """Whether the rates of the device are those that `ranks_per_node` ranks get of a machine, whose cores they share:
@@ -294,9 +294,10 @@ def hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     if is_file:
         return _read(Path(text))
     if text not in profiles():
+        begun = [repr(name) for name in profiles() if text and name.startswith(text)]
+        hint = f"Did you mean {' or '.join(begun)}?" if begun else nearest(text, profiles())
         raise ConfigError(
-            f"There is no hardware {text!r}. {nearest(text, profiles())} A file of your own is named by its path, such "
-            f"as ./{text}.yaml."
+            f"There is no hardware {text!r}. {hint} A file of your own is named by its path, such as ./{text}.yaml."
         )
     return _profile(text)
 

@@ -35,10 +35,11 @@ def words_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
         field = section.model_fields.get(key)
         if field is None:
             return None
-        if not is_section(field.annotation) and not named_section(field.annotation):
+        inner = _if_given(field.annotation)
+        if not is_section(inner) and not named_section(field.annotation):
             rest = path[depth + 1 :]
             return in_words(field) if not rest else _words_below(field.annotation)
-        section = field.annotation
+        section = inner
     if named_section(section):
         return f"a mapping of names to mappings with {_either(list(named_section(section).model_fields))}"
     return f"a mapping with {_either(list(section.model_fields))}"
@@ -60,8 +61,15 @@ def _annotation_at(root: type[BaseModel], path: tuple[str, ...]) -> Any:
     """The annotation of an existing place."""
     annotation: Any = root
     for key in path:
-        annotation = named_section(annotation) or annotation.model_fields[key].annotation
+        annotation = named_section(annotation) or _if_given(annotation.model_fields[key].annotation)
     return annotation
+
+
+def _if_given(annotation: Any) -> Any:
+    """The section in `Section | None`; any other annotation as it is."""
+    sections = [one for one in get_args(annotation) if is_section(one)]
+    is_optional = get_origin(annotation) in (Union, types.UnionType)
+    return sections[0] if is_optional and len(sections) == 1 else annotation
 
 
 def in_words(field: FieldInfo) -> str:

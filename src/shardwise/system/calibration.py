@@ -1,4 +1,5 @@
-"""What this machine's memory, disks and links were measured to give: a file that `shardwise bench` writes.
+"""What this machine's memory, disks and links were measured to give, and how fast it computes: a file that `shardwise
+bench` and `shardwise calibrate` write.
 
 Read by whoever plans with it. It is of one host; figures are bytes and seconds.
 """
@@ -68,6 +69,10 @@ class Calibration:
     disks: Mapping[str, DiskFigures] = field(default_factory=dict)
     memory: HostFigures | None = None
     links: LinkFigures | None = None
+    machine: str = ""
+    """The machine that `hardware` is of: see `system/machine.py`."""
+    hardware: Mapping[str, Any] | None = None
+    """What `shardwise calibrate` has found: a profile, as `fit/hardware.py` reads it."""
 
     def disk_at(self, folder: Path | str) -> DiskFigures | None:
         """The figures of the disk below `folder`, which may have `~` and environment variables: of that folder, or else
@@ -87,7 +92,10 @@ class Calibration:
         disks = {str(folder): _figures(DiskFigures, figures) for folder, figures in content["disks"].items()}
         memory = None if content["memory"] is None else _figures(HostFigures, content["memory"])
         links = None if content["links"] is None else _figures(LinkFigures, content["links"])
-        return cls(str(content["host"]), disks, memory, links)
+        hardware = content.get("hardware")  # files of `shardwise bench` may be older than `shardwise calibrate`
+        if hardware is not None and not isinstance(hardware, dict):
+            raise ValueError(f"hardware is {hardware!r:.40}")
+        return cls(str(content["host"]), disks, memory, links, str(content.get("machine", "")), hardware)
 
 
 def default_path() -> Path:

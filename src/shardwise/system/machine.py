@@ -7,7 +7,9 @@ set on any group above ours binds us too, so the walk goes up and the tightest w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import platform
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +94,18 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def describe_machine(devices: Sequence[str] = ()) -> str:
+    """What figures measured here hold for: host, processor, cores that may be used, memory, and `devices` by name."""
+    memory = round(psutil.virtual_memory().total / 2**30)
+    return "; ".join((socket.gethostname(), _processor(), f"{num_cores()} cores", f"{memory} GiB", *devices))
+
+
+def _processor() -> str:
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def host_memory() -> Memory:

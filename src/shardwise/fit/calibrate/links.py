@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,24 +49,21 @@ def measure_links(num_bytes: int = NUM_BYTES, tell: Callable[[LinkRow], None] = 
 
 def between_ranks(num_bytes: int, *, shares_memory: bool) -> float:
     """Bytes per second that each of two processes receives in an all-gather of `num_bytes` from each."""
+    environment = {"SHARDWISE_SHARED_MEMORY": "01"[shares_memory]}
+    module = "shardwise.fit.calibrate.link_rank"
+    return float(measured_by_ranks(module, 2, [str(num_bytes), str(REPEATS)], environment))
+
+
+def measured_by_ranks(module: str, num_ranks: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
+    """Start ranks that run `module` with a file and `arguments`; returns the JSON value that rank 0 writes to it."""
     with tempfile.TemporaryDirectory(prefix="shardwise-links-") as folder:
         out = Path(folder) / "figure"
-        words = [
-            "launch",
-            "--nproc",
-            "2",
-            "-m",
-            "shardwise.fit.calibrate.link_rank",
-            str(out),
-            str(num_bytes),
-            str(REPEATS),
-        ]
+        words = ["launch", "--nproc", str(num_ranks), "-m", module, str(out), *arguments]
         here = str(Path(errors.__file__).resolve().parents[1])
         paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-        environment = {**os.environ, "SHARDWISE_SHARED_MEMORY": "01"[shares_memory], "PYTHONPATH": paths}
         done = subprocess.run(
             [sys.executable, "-m", "shardwise", *words],
-            env=environment,
+            env={**os.environ, **environment, "PYTHONPATH": paths},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
@@ -74,8 +72,8 @@ def between_ranks(num_bytes: int, *, shares_memory: bool) -> float:
         if done.returncode or not out.exists():
             lines = done.stderr.strip().splitlines() or ["no word"]
             why = next((line for line in lines if "failed first" in line), lines[-1])
-            raise LaunchError(f"Two ranks could not be measured: {why} See shardwise doctor.")
-        return float(json.loads(out.read_text()))
+            raise LaunchError(f"{num_ranks} ranks could not be measured: {why} See shardwise doctor.")
+        return json.loads(out.read_text())
 
 
 def device_rates(accelerator: Accelerator, num_bytes: int) -> tuple[float, float]:

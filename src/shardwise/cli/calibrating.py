@@ -1,0 +1,103 @@
+"""What `shardwise calibrate` measures and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from shardwise.cli.console import console_for_output
+from shardwise.cli.tier_bench import disk_figures, host_figures, link_figures, require_writable
+from shardwise.errors import ConfigError
+from shardwise.fit.calibrate import disk, host, links
+from shardwise.fit.calibrate.speed import Speeds, hardware_from, num_measured_ranks, this_machine
+from shardwise.fit.hardware import Disk, Hardware
+from shardwise.system.calibration import Calibration, default_path, read_calibration, write_calibration
+from shardwise.system.machine import num_cores
+from shardwise.system.units import format_bytes, format_count, format_seconds
+
+DTYPES = ("fp32", "bf16")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what the calibration file does not know of this machine, and how fast it computes."""
+    path = args.calibration or default_path()
+    require_writable(path)
+    known = read_calibration(path)
+    machine = this_machine()
+    if known.machine and known.machine != machine:
+        known = Calibration(known.host)  # the file came from elsewhere, or the machine has changed
+    known = _measured(known, args.disk)
+    told = links.measured_by_ranks("shardwise.fit.calibrate.speed_rank", num_measured_ranks(), DTYPES, {})
+    speeds = Speeds(**told)
+    at_disk = known.disk_at(args.disk) if args.disk else next(iter(known.disks.values()), None)
+    found = hardware_from(
+        speeds,
+        known,
+        f"this machine ({known.host})",
+        None
+        if at_disk is None
+        else Disk(
+            read_bytes_per_second=at_disk.read_bytes_per_second, write_bytes_per_second=at_disk.write_bytes_per_second
+        ),
+    )
+    profile = found.model_dump(exclude_none=True)
+    try:
+        write_calibration(replace(known, machine=machine, hardware=profile), path)
+        if args.profile is not None:
+            text = yaml.safe_dump(profile, sort_keys=False, default_flow_style=None, width=120)
+            args.profile.write_text(f"# Measured by shardwise calibrate on {machine}.\n{text}")
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or path} cannot be written ({error}), so the figures are not kept."
+        ) from error
+    if args.json:
+        print(json.dumps({"machine": machine, "hardware": profile, "calibration": str(path)}, indent=1))
+    else:
+        console_for_output().print("\n".join(_lines(found, machine, path)), markup=False, soft_wrap=True)
+    return 0
+
+
+def _measured(known: Calibration, folder: str | None) -> Calibration:
+    """With the host's memory and links, and the disk at `folder`, where they are not known yet."""
+    if known.memory is None:
+        _tell("the host's memory")
+        known = replace(known, memory=host_figures(host.measure_host([num_cores()], host.QUICK_NUMEL)))
+    if known.links is None:
+        _tell("links between ranks")
+        known = replace(known, links=link_figures(links.measure_links(links.QUICK_BYTES)))
+    if folder is not None and known.disk_at(folder) is None:
+        _tell(f"the disk with {folder}")
+        place = Path(folder).resolve()
+        grid = disk.Grid(disk.QUICK_BLOCKS, disk.QUICK_DEPTHS, 2**26, 0.3)
+        known = replace(known, disks={**known.disks, str(place): disk_figures(disk.measure_disk(place, grid))})
+    _tell("computation")
+    return known
+
+
+def _tell(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"Measuring {what} ...", file=sys.stderr)
+
+
+def _lines(found: Hardware, machine: str, path: Path) -> Iterator[str]:
+    yield machine
+    ranks = "1 rank" if found.ranks_per_node == 1 else f"{found.ranks_per_node} ranks at once, each of which gets"
+    yield f"measured with {ranks}:"
+    for dtype, rate in found.peak_flops.items():
+        yield f"  products in {dtype}: {format_count(rate)}FLOP/s"
+    products = found.products
+    yield f"    half of it at {format_count(products.half_area)} elements, or sums of {products.half_depth:.0f}"
+    yield f"  attention: {found.attention.share:.0%} of that, half of it at {found.attention.half_length:.0f} keys"
+    memory = found.memory_bytes_per_second
+    yield f"  memory: {format_bytes(memory)}/s copied, of which other operators get {found.memory_share:.0%}"
+    yield f"  an operator takes {found.launch_seconds * 1e6:.1f} us to start"
+    if found.ranks_per_node > 1:
+        rate, latency = found.local.bytes_per_second, found.local.latency_seconds
+        yield f"  from rank to rank: {format_bytes(rate)}/s after {format_seconds(latency)}"
+    yield f"Kept in {path}; shardwise explain --time uses it."

@@ -1,0 +1,186 @@
+"""How fast this machine computes, from which a hardware profile follows that holds for it alone.
+
+All its ranks measure at once, because ranks on processors share cores and memory: each figure is what one of them gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import ConfigError
+from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, Products
+from shardwise.system.calibration import Calibration
+from shardwise.system.devices import RankDevice, TorchAccelerator
+from shardwise.system.machine import Cgroups, describe_machine, host_memory, num_cores
+
+COMMAND = "shardwise calibrate"
+PROCESSOR_CONTENTION = 2.0
+"""On processors the cores of a rank either copy or compute."""
+DEVICE_CONTENTION = 1.1
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one of `num_ranks` ranks gets of the machine while all work. Products are (m, n, k, seconds) by dtype;
+    attention (length, FLOPs, seconds); memory (bytes, seconds); messages (bytes of the whole buffer, seconds) of
+    all-gathers."""
+
+    num_ranks: int
+    products: Mapping[str, Sequence[tuple[int, int, int, float]]]
+    attention: Sequence[tuple[int, float, float]]
+    memory: Sequence[tuple[float, float]]
+    copy_bytes_per_second: float
+    launch_seconds: float
+    messages: Sequence[tuple[int, float]]
+    device_memory_bytes: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def num_measured_ranks() -> int:
+    """One for each accelerator; on processors two, which share the cores evenly."""
+    found = TorchAccelerator.found()
+    return found.num_devices() if found is not None else min(2, num_cores())
+
+
+def this_machine() -> str:
+    """As a calibration names it."""
+    found = TorchAccelerator.found()
+    names = () if found is None else tuple(RankDevice.of(found, index).identity for index in range(found.num_devices()))
+    return describe_machine(names)
+
+
+def hardware_from(speeds: Speeds, known: Calibration, name: str, disk: Disk | None = None) -> Hardware:
+    """The profile that follows from `speeds`, and from what `known` has of the host and its links."""
+    products, peaks = fit_products(speeds.products)
+    on_processor = speeds.device_memory_bytes is None
+    longest = max(peaks, key=lambda dtype: peaks[dtype])
+    attention_dtype = "fp32" if on_processor else longest
+    memory_rate = min(1.0, _rate(speeds.memory) / speeds.copy_bytes_per_second)
+    return Hardware(
+        name=name,
+        ranks_per_node=speeds.num_ranks,
+        memory_bytes=speeds.device_memory_bytes or _memory_bytes() // speeds.num_ranks,
+        memory_bytes_per_second=speeds.copy_bytes_per_second,
+        peak_flops=peaks,
+        products=products,
+        attention=fit_attention(speeds.attention, peaks[attention_dtype]),
+        memory_share=memory_rate,
+        launch_seconds=speeds.launch_seconds,
+        runs_ahead=not on_processor,
+        contention=PROCESSOR_CONTENTION if on_processor else DEVICE_CONTENTION,
+        ranks_share_device=on_processor,
+        local=fit_link(speeds.messages, speeds.num_ranks, shared=on_processor),
+        network=_network(known),
+        host=_host(known, on_processor=on_processor),
+        disk=disk,
+    )
+
+
+Row = tuple[int, int, int, float]
+
+
+def fit_products(by_dtype: Mapping[str, Sequence[Row]]) -> tuple[Products, dict[str, float]]:
+    """The parameters of `Products`, as the mean of what each dtype suggests, and the peak rate of each.
+
+    Seconds per FLOP are linear in 1, 1/area and 1/depth, so that least squares of relative errors find them.
+    """
+    if not any(by_dtype.values()):
+        raise ConfigError(f"No product was measured, so there is nothing to calibrate with. Run {COMMAND} again.")
+    area, depth = np.mean([_losses(rows) for rows in by_dtype.values()], axis=0)
+    peaks = {dtype: _peak(rows, area, depth) for dtype, rows in by_dtype.items()}
+    return Products(share=1.0, half_area=float(area), half_depth=float(depth)), peaks
+
+
+def _losses(rows: Sequence[Row]) -> np.ndarray:
+    """`half_area` and `half_depth` for one dtype, neither below 0."""
+    slowness = np.array([seconds / (2.0 * m * n * k) for m, n, k, seconds in rows])
+    terms = np.array([(1.0, 1 / (m * n), 1 / k) for m, n, k, _ in rows])
+    scales = terms.max(axis=0)  # of very different sizes otherwise, which least squares would take for rounding
+    terms = terms / scales / slowness[:, None]
+    kept = [0, 1, 2]
+    while True:
+        solved = np.linalg.lstsq(terms[:, kept], np.ones(len(rows)), rcond=None)[0]
+        if (solved >= 0).all():
+            break
+        kept = [index for index, value in zip(kept, solved, strict=True) if value > 0 or index == 0]
+    found = np.zeros(3)
+    found[kept] = solved
+    found /= scales
+    return found[1:] / found[0]
+
+
+def _peak(rows: Sequence[Row], half_area: float, half_depth: float) -> float:
+    """The rate at which predicted and measured seconds differ least, in logarithms."""
+    rates = [2.0 * m * n * k * (1 + half_area / (m * n) + half_depth / k) / seconds for m, n, k, seconds in rows]
+    return float(np.exp(np.mean(np.log(rates))))
+
+
+def fit_attention(rows: Sequence[tuple[int, float, float]], peak: float) -> AttentionShare:
+    """By the same means: the seconds of an operation are linear in 1 and 1/length."""
+    target = np.array([seconds * peak / flops for _, flops, seconds in rows])
+    terms = np.array([(1.0, 1 / length) for length, _, _ in rows]) / target[:, None]
+    first, second = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
+    if first <= 0 or second <= 0:
+        return AttentionShare(share=min(1.0, float(1 / target.mean())))
+    return AttentionShare(share=min(1.0, float(1 / first)), half_length=float(second / first))
+
+
+def fit_link(messages: Sequence[tuple[int, float]], num_ranks: int, *, shared: bool) -> Link:
+    """From all-gathers among the ranks of this machine. With one rank there is nothing to fit: memory's own figures."""
+    if num_ranks < 2 or not messages:
+        return Link(latency_seconds=1e-5, bytes_per_second=1e9, share=1.0)
+    received = [num_bytes * (num_ranks - 1) / num_ranks for num_bytes, _ in messages]
+    latency = min(seconds for _, seconds in messages) / (num_ranks - 1)
+    rate = received[-1] / max(1e-9, messages[-1][1] - latency * (num_ranks - 1))
+    return Link(
+        latency_seconds=latency,
+        bytes_per_second=rate,
+        node_bytes_per_second=rate * num_ranks if shared else None,
+        share=1.0,
+    )
+
+
+def _rate(rows: Sequence[tuple[float, float]]) -> float:
+    return sum(num_bytes for num_bytes, _ in rows) / sum(seconds for _, seconds in rows)
+
+
+def _memory_bytes() -> int:
+    return Cgroups().memory(host_memory()).total_bytes
+
+
+def _network(known: Calibration) -> Link:
+    """One machine cannot measure its network: messages over loopback stand for it."""
+    rate = known.links.messages_bytes_per_second if known.links is not None else 1e9
+    return Link(latency_seconds=5e-5, bytes_per_second=rate, node_bytes_per_second=rate, share=1.0)
+
+
+def _host(known: Calibration, *, on_processor: bool) -> Host | None:
+    if known.memory is None:
+        return None
+    link = None
+    if not on_processor and known.links is not None and known.links.to_device_bytes_per_second:
+        link = min(known.links.to_device_bytes_per_second, known.links.from_device_bytes_per_second)
+    return Host(
+        memory_bytes=_memory_bytes(),
+        memory_bytes_per_second=known.memory.copy_bytes_per_second,
+        adam_elements_per_second=known.memory.adam_elements_per_second,
+        link_bytes_per_second=link,
+    )
+
+
+def calibrated_hardware(known: Calibration, machine: str) -> Hardware:
+    """The profile in a calibration. Raises `ConfigError` if there is none, or if it is of another machine."""
+    if known.hardware is None:
+        raise ConfigError(f"This machine has not been measured. Run {COMMAND}, or give --hardware NAME.")
+    if known.machine != machine:
+        raise ConfigError(
+            f"The calibration is of another machine: {known.machine!r}, and this is {machine!r}. Run {COMMAND} here, "
+            f"or give --hardware NAME."
+        )
+    return Hardware.model_validate(dict(known.hardware))

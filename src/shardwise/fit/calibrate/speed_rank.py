@@ -1,0 +1,168 @@
+"""One of the ranks that are started to measure: times what models compute while other ranks do, and messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.comm import World
+from shardwise.fit.calibrate.speed import Speeds
+from shardwise.fit.counted_work import NAMES, CountedOperations
+from shardwise.system.devices import RankDevice, TorchAccelerator
+
+SHAPES = ((128, 256, 256), (256, 1024, 256), (512, 512, 512), (256, 256, 2048), (1024, 1024, 256), (1024, 2048, 1024))
+LARGE_SHAPES = (*SHAPES, (4096, 4096, 1024), (8192, 4096, 4096), (8192, 8192, 8192))
+"""Products (m, n, k); the large ones are for accelerators."""
+ATTENTION = ((16, 128, 64), (8, 512, 64), (4, 1024, 64))
+"""Fused attention: (batch x heads, length, head size)."""
+ELEMENTS, LARGE_ELEMENTS = (2**18, 2**20), (2**24, 2**26)
+MESSAGES = (2**12, 2**16, 2**24)
+SECONDS = 0.15
+"""For each setting, at least; a few repeats in any case."""
+REPEATS, MESSAGE_REPEATS = 5, 15
+
+
+class Measuring:
+    """Measures on one rank's device while other ranks measure the same."""
+
+    def __init__(self, world: World, device: RankDevice) -> None:
+        self._world, self._device = world, device
+        self.is_large = device.accelerator is not None
+
+    def seconds(self, call: Callable[[], object], repeats: int = 0) -> float:
+        """How long a call takes: the median, and the mean of all ranks, which begin together.
+
+        Without `repeats` each rank repeats it for `SECONDS`; calls that communicate are repeated equally often.
+        """
+        call()
+        self._wait()
+        self._world.barrier()
+        times: list[float] = []
+        started = time.perf_counter()
+        while len(times) < (repeats or REPEATS) or (not repeats and time.perf_counter() - started < SECONDS):
+            begun = time.perf_counter()
+            call()
+            self._wait()
+            times.append(time.perf_counter() - begun)
+        return float(self._world.mean(sorted(times)[len(times) // 2]))
+
+    def products(self, dtype: torch.dtype) -> list[tuple[int, int, int, float]]:
+        """(m, n, k, seconds): each in the layouts of a linear layer's forward and of its two gradients."""
+        found = []
+        for m, n, k in LARGE_SHAPES if self.is_large else SHAPES:
+            left, right = self._random(m, k, dtype=dtype), self._random(n, k, dtype=dtype)
+            forward, back = right.t(), self._random(k, n, dtype=dtype)
+            turned = self._random(k, m, dtype=dtype).t()
+
+            def call(left=left, forward=forward, back=back, turned=turned) -> None:  # type: ignore[no-untyped-def]
+                left @ forward
+                left @ back
+                turned @ back
+
+            found.append((m, n, k, self.seconds(call) / 3))
+        return found
+
+    def attention(self, dtype: torch.dtype) -> list[tuple[int, float, float]]:
+        """(length, FLOPs, seconds) of a forward and backward."""
+        found = []
+        for heads, length, size in ATTENTION:
+            inputs = [self._random(1, heads, length, size, dtype=dtype).requires_grad_() for _ in range(3)]
+
+            def call(inputs=inputs) -> None:  # type: ignore[no-untyped-def]
+                nn.functional.scaled_dot_product_attention(*inputs, is_causal=True).sum().backward()
+
+            with CountedOperations() as counting:
+                call()
+            flops = sum(one.flops for one in counting.operations if one.kind == "attention")
+            found.append((length, flops, self.seconds(call)))
+        return found
+
+    def memory(self) -> list[tuple[float, float]]:
+        """(bytes read and written, seconds) of the kinds of operators that models have between products."""
+        found = []
+        for numel in LARGE_ELEMENTS if self.is_large else ELEMENTS:
+            rows = self._random(numel // 256, 256).requires_grad_()
+            scale = torch.ones(256, device=self._device.device, requires_grad=True)
+
+            def call(rows=rows, scale=scale) -> None:  # type: ignore[no-untyped-def]
+                normal = nn.functional.layer_norm(rows, (256,), scale, scale)
+                (rows + nn.functional.gelu(normal)).sum().backward()
+
+            with CountedOperations() as counting:
+                call()
+            found.append((sum(one.num_bytes for one in counting.operations), self.seconds(call)))
+        return found
+
+    def copied(self) -> float:
+        """Bytes read and written per second by a copy."""
+        source = self._random(2**26 if self.is_large else 2**22)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+
+    def launch(self) -> float:
+        """Seconds per operator of a model so small that it computes next to nothing."""
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(12)), nn.Linear(8, 8)
+        ).to(self._device.device)
+        batch = self._random(4, 8)
+
+        def call() -> None:
+            model.zero_grad()
+            model(batch).sum().backward()
+
+        call()
+        with CountedOperations() as counting:
+            call()
+        return self.seconds(call) / len(counting.operations)
+
+    def messages(self) -> list[tuple[int, float]]:
+        """(bytes of the whole buffer, seconds) of all-gathers among all ranks."""
+        collectives = self._world.collectives(self._device.device)
+        group = self._world.everybody
+        found = []
+        for num_bytes in MESSAGES:
+            full = torch.zeros(num_bytes * self._world.size // 4, device=self._device.device)
+
+            def call(full=full) -> None:  # type: ignore[no-untyped-def]
+                collectives.all_gather(full, group, "full").wait()
+
+            found.append((full.nbytes, self.seconds(call, MESSAGE_REPEATS)))
+        return found
+
+    def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, device=self._device.device, dtype=dtype)
+
+    def _wait(self) -> None:
+        if self._device.accelerator is not None:
+            self._device.accelerator.current_stream().synchronize()
+
+
+def main(out: str, dtypes: Sequence[str]) -> None:
+    """Rank 0 writes a `Speeds` as JSON."""
+    with World.join(timeout_seconds=60) as world:
+        accelerator = TorchAccelerator.found()
+        device = RankDevice.cpu() if accelerator is None else RankDevice.of(accelerator, world.rank)
+        measuring = Measuring(world, device)
+        named = {name: dtype for dtype, name in NAMES.items() if name in dtypes}
+        speeds = Speeds(
+            num_ranks=world.size,
+            products={name: measuring.products(dtype) for name, dtype in named.items()},
+            attention=measuring.attention(named.get("bf16", torch.float32) if measuring.is_large else torch.float32),
+            memory=measuring.memory(),
+            copy_bytes_per_second=measuring.copied(),
+            launch_seconds=measuring.launch(),
+            messages=measuring.messages() if world.size > 1 else [],
+            device_memory_bytes=device.memory_bytes,
+        )
+        if world.rank == 0:
+            Path(out).write_text(json.dumps(speeds.as_json()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,163 @@
+"""What a model computes, counted in its rehearsal, against what is known of its layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.cli.main import main
+from shardwise.fit.clock import time_ranks
+from shardwise.fit.counted_work import CountedOperations
+from shardwise.fit.foreseen import count_step, rank_units
+from shardwise.fit.hardware import hardware
+from shardwise.fit.work import Worked, flops_of
+from shardwise.plan import Plan
+from shardwise.plan.placement import mesh_for
+
+WIDTH, TOKENS, ROWS, HEADS, WORDS = 64, 32, 3, 4, 100
+POSITIONS = ROWS * TOKENS
+PRODUCTS = 2 * POSITIONS * 12 * WIDTH**2
+"""FLOPs of a block's four linear layers in a forward."""
+ATTENTION = 4 * ROWS * TOKENS**2 * WIDTH
+"""Scores and their products with the values."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        split = self.qkv(self.norm(x)).view(*x.shape[:2], 3, HEADS, WIDTH // HEADS)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def on_meta(num_blocks: int = 2) -> Model:
+    with torch.device("meta"):
+        return Model(num_blocks)
+
+
+def batch() -> torch.Tensor:
+    return torch.zeros(ROWS, TOKENS, dtype=torch.long)
+
+
+def counted(plan: Plan, num_ranks: int = 2) -> dict[str, Worked]:
+    mesh = mesh_for(plan, num_ranks)
+    (found,) = count_step(on_meta(), batch(), plan, mesh, counts_work=True)
+    assert [one.moment for one in found.worked] == [mark.moment for mark in found.activations.marks]
+    return {str(one.moment): one for one in found.worked}
+
+
+def test_forwards_and_backwards_have_the_flops_of_their_layers() -> None:
+    worked = counted(Plan(preset="zero3"))
+    forward, backward = worked["after forward blocks.0"], worked["after backward blocks.0"]
+    assert flops_of(forward.operations) == PRODUCTS + ATTENTION
+    assert flops_of(backward.operations) == 2 * PRODUCTS + 2.5 * ATTENTION
+    assert flops_of(backward.weights) == PRODUCTS
+    assert not backward.recomputed
+    assert [one.kind for one in forward.operations].count("product") == 4
+    assert [one.kind for one in forward.operations].count("attention") == 1
+    assert flops_of(worked["after forward tokens"].operations) == 0
+    (looked_up,) = worked["after forward tokens"].operations
+    assert looked_up.num_bytes < 3 * POSITIONS * WIDTH * 4, "an embedding reads the rows that it returns, not all"
+
+
+def test_what_is_recomputed_is_counted_apart() -> None:
+    worked = counted(Plan(preset="zero3", activations={"policy": "recompute"}))
+    backward = worked["after backward blocks.1"]
+    assert flops_of(backward.recomputed) == pytest.approx(PRODUCTS + ATTENTION, rel=0.35)  # it stops at what is needed
+    assert flops_of(backward.operations) == 2 * PRODUCTS + 2.5 * ATTENTION + flops_of(backward.recomputed)
+
+
+def test_offloaded_activations_are_moved_there_and_back() -> None:
+    worked = counted(Plan(preset="zero3", activations={"policy": "offload"}))
+    kinds: dict[str, float] = {}
+    for one in worked.values():
+        for operation in one.operations:
+            if operation.copies:
+                assert operation.axis == "host"
+                kinds[operation.kind] = kinds.get(operation.kind, 0) + operation.num_bytes
+    assert kinds["evict"] == kinds["fetch"] > 0
+
+
+def test_messages_of_a_split_model_are_part_of_its_work() -> None:
+    patterns = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    plan = Plan(preset="zero3", mesh={"dp": 1, "tp": 2}, tensor={"plan": patterns})
+    worked = counted(plan)
+    sums = [one for one in worked["after forward blocks.0"].operations if one.communicates]
+    assert [(one.kind, one.axis, one.num_bytes) for one in sums] == [("all_reduce", "tp", POSITIONS * WIDTH * 4)]
+
+
+def test_stages_of_a_pipeline_compute_together_what_the_whole_model_does() -> None:
+    whole = counted(Plan(preset="zero1"))
+    plan = Plan(preset="zero1", mesh={"pp": 2, "dp": 1}, accumulate=2)
+    mesh = mesh_for(plan, 2)
+    found = count_step(on_meta(), batch(), plan, mesh, counts_work=True)
+    assert sum(flops_of(one.operations) for rank in found for one in rank.worked) == sum(
+        flops_of(one.operations) for one in whole.values()
+    )
+    assert found[0].message_bytes == {0: POSITIONS * WIDTH * 4}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_each_micro_batch_of_a_schedule_is_timed_with_all_its_work(schedule: str) -> None:
+    plan = Plan(preset="zero1", mesh={"pp": 2, "dp": 2}, accumulate=4, pipeline={"schedule": schedule})
+    mesh = mesh_for(plan, 4)
+    model = on_meta(4)
+    kinds = rank_units(model, plan, mesh)
+    counted_ranks = count_step(model, batch(), plan, mesh, counts_work=True)
+    programs = [kind.program(plan, one) for kind, one in zip(kinds, counted_ranks, strict=True)]
+    timeline = time_ranks(programs, hardware("cpu").with_ranks(4), mesh, num_micro_batches=4)
+    computed = sum(rank.flops for rank in timeline.ranks)
+    assert computed == 4 * sum(flops_of(one.operations) for rank in counted_ranks for one in rank.worked)
+
+
+def test_counting_sees_real_tensors_too() -> None:
+    with CountedOperations() as counting:
+        torch.ones(8, 4) @ torch.ones(4, 2)
+    assert counting.num_flops == 2 * 8 * 4 * 2
+
+
+SOURCE = """
+import torch
+from tests.pure.test_counted_work import Model, batch
+
+def build():
+    return Model()
+"""
+
+
+def test_explain_predicts_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, trace = tmp_path / "model.py", tmp_path / "trace.json"
+    file.write_text(SOURCE)
+    words = ["explain", "zero3", "--world", "4", "--model", f"{file}:build", "--batch", f"{file}:batch"]
+    assert main([*words, "--time", "--hardware", "a100-80", "--set", "precision=bf16", "--trace", str(trace)]) == 0
+    out = capsys.readouterr().out
+    assert "predicted on a100-80; MFU" in out
+    assert "computing" in out
+    assert trace.stat().st_size > 1000
+    assert main([*words, "--hardware", "a100-80"]) == 2
+    assert "--hardware is for --time" in capsys.readouterr().err
+    assert main(["explain", "zero3", "--world", "4", "--time"]) == 2
+    assert "--time needs a model and a batch" in capsys.readouterr().err

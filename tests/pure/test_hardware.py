@@ -1,0 +1,193 @@
+"""Profiles of hardware: what they say in seconds, files of users, and what a calibration makes of measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.fit.calibrate.speed import Speeds, calibrated_hardware, fit_products, hardware_from
+from shardwise.fit.hardware import PROFILES, Hardware, Link, hardware, profiles
+from shardwise.fit.work import Operation, product
+from shardwise.system.calibration import Calibration, HostFigures, read_calibration, write_calibration
+
+H100 = hardware("h100-sxm")
+PLAIN = H100.model_copy(
+    update={
+        "ranks_per_node": 4,
+        "local": Link(latency_seconds=1, bytes_per_second=100, share=1),
+        "network": Link(latency_seconds=10, bytes_per_second=10, node_bytes_per_second=20, share=1),
+    }
+)
+"""Four ranks on a node, which share two cards of the network."""
+
+
+@pytest.mark.parametrize("name", profiles())
+def test_every_profile_is_complete_and_says_where_its_figures_come_from(name: str) -> None:
+    found = hardware(name)
+    assert found.name == name
+    assert found.host is not None
+    assert found.product_seconds(4096, 4096, 4096, "fp16") > 0
+    text = (Path(__file__).parents[2] / "src/shardwise/fit" / PROFILES / f"{name}.yaml").read_text()
+    assert "data sheet" in text or "datasheet" in text or "whitepaper" in text
+
+
+def test_the_issue_s_profiles_are_there() -> None:
+    expected = {"h100-sxm", "h200", "b200", "a100-40", "a100-80", "l40s", "4090", "mi300x", "v100-32", "cpu"}
+    assert expected <= set(profiles())
+
+
+def test_an_unknown_profile_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no hardware 'h100'\. Did you mean 'h100-sxm'\?"):
+        hardware("h100")
+    with pytest.raises(ConfigError, match=r"Did you mean 'a100-40' or 'a100-80'\?"):
+        hardware("a100")
+    with pytest.raises(ConfigError, match=r"Did you mean 'mi300x'\?"):
+        hardware("mi30x")
+
+
+def test_a_file_of_the_user_s_own_is_checked_as_a_plan_is(tmp_path: Path) -> None:
+    source = (Path(__file__).parents[2] / "src/shardwise/fit" / PROFILES / "h100-sxm.yaml").read_text()
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(source.replace("name: h100-sxm", "name: mine"))
+    assert hardware(mine) == H100.model_copy(update={"name": "mine"})
+    mine.write_text(source.replace("ranks_per_node: 8", "ranks_per_node: 0\nrank_per_node: 8"))
+    with pytest.raises(ConfigError) as caught:
+        hardware(str(mine))
+    assert "mine.yaml:4: ranks_per_node is 0; expected a whole number of at least 1." in str(caught.value)
+    mine.write_text(source.replace("  memory_bytes: 2048GiB", "  memory_bytes: many\n  memory_byte: 1"))
+    with pytest.raises(ConfigError) as below:
+        hardware(str(mine))
+    assert "host.memory_bytes is 'many'; expected a whole number of at least 0" in str(below.value)
+    assert "unknown key 'memory_byte' in host. Did you mean 'memory_bytes'?" in str(below.value)
+    assert "unknown key 'rank_per_node' in the hardware. Did you mean 'ranks_per_node'?" in str(caught.value)
+
+
+def test_collectives_within_a_node_between_nodes_and_over_both() -> None:
+    within, between, both = range(4), range(0, 8, 4), range(8)
+    assert PLAIN.collective_seconds("all_gather", 400, within) == pytest.approx(400 * 3 / 4 / 100 + 3)
+    # one rank of each node; the other three pairs use the cards too, so that each gets a quarter of 20
+    assert PLAIN.collective_seconds("all_gather", 400, between) == pytest.approx(400 / 2 / 5 + 10)
+    # four ranks of a node have all of its cards
+    assert PLAIN.collective_seconds("all_gather", 400, both) == pytest.approx(400 / 2 / 20 + 3 + 10)
+    assert PLAIN.collective_seconds("send", 400, (3, 4)) == pytest.approx(400 / 5 + 10)
+    assert PLAIN.collective_seconds("all_reduce", 400, within) == pytest.approx(2 * (400 / 100 + 2))  # the tree
+    assert PLAIN.collective_seconds("all_gather", 400, range(1)) == 0
+    assert PLAIN.links_of(both) == ("local", "network")
+    assert PLAIN.links_of(between) == ("network",)
+
+
+def test_a_list_of_ranks_costs_what_the_same_range_costs() -> None:
+    for ranks in (range(4), range(0, 8, 4), range(2, 32, 2)):
+        for kind in ("all_gather", "all_reduce", "all_to_all", "broadcast"):
+            assert PLAIN.collective_seconds(kind, 1e6, tuple(ranks)) == PLAIN.collective_seconds(kind, 1e6, ranks)
+
+
+def test_an_unknown_collective_has_no_price() -> None:
+    with pytest.raises(ConfigError, match="'scan' among 4 ranks has no price"):
+        PLAIN.collective_seconds("scan", 1, range(4))
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 10_000))
+def test_a_larger_product_never_takes_less(m: int, n: int, k: int) -> None:
+    seconds = H100.product_seconds(m, n, k, "bf16")
+    assert seconds * 0.999999 <= H100.product_seconds(m + 1, n, k, "bf16")
+    assert seconds * 0.999999 <= H100.product_seconds(m, n, k + 1, "bf16")
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    thin = product(1, 8192, 8192, "bf16", 2)
+    assert H100.operation_seconds(thin) == pytest.approx(H100.memory_seconds(thin.num_bytes))
+
+
+def test_launches_count_beside_the_device_and_between_operators_of_a_processor() -> None:
+    small = [Operation("memory", num_bytes=1)] * 100
+    assert H100.computing_seconds(small) == pytest.approx(100 * H100.launch_seconds, rel=0.01)
+    cpu = hardware("cpu")
+    large = [Operation("memory", num_bytes=1e9)] * 100
+    assert cpu.computing_seconds(large) == pytest.approx(
+        100 * (cpu.launch_seconds + 1e9 / (cpu.memory_bytes_per_second * cpu.memory_share))
+    )
+
+
+def test_ranks_share_a_processor() -> None:
+    cpu = hardware("cpu")
+    four = cpu.with_ranks(4)
+    assert four.peak("fp32") == pytest.approx(cpu.peak("fp32") / 4)
+    assert four.with_ranks(4) == four
+    assert four.with_ranks(1).peak("fp32") == pytest.approx(cpu.peak("fp32"))
+    assert H100.with_ranks(4).peak("bf16") == H100.peak("bf16")
+
+
+def test_a_dtype_or_a_tier_without_figures_is_named() -> None:
+    with pytest.raises(ConfigError, match="'v100-32' has no rate for bf16: peak_flops has fp16"):
+        hardware("v100-32").product_seconds(1, 1, 1, "bf16")
+    with pytest.raises(ConfigError, match="'h100-sxm' has no disk"):
+        H100.disk_seconds(read_bytes=1)
+
+
+# -- calibration ------------------------------------------------------------------------------------------
+
+SIZES = ((128, 256, 256), (512, 512, 512), (256, 256, 2048), (1024, 2048, 1024))
+
+
+def rows(peak: float, half_area: float, half_depth: float) -> list[tuple[int, int, int, float]]:
+    return [(m, n, k, 2 * m * n * k / peak * (1 + half_area / (m * n) + half_depth / k)) for m, n, k in SIZES]
+
+
+@given(st.floats(1e9, 1e15), st.floats(0, 1e6), st.floats(0, 1e3))
+def test_the_fit_finds_what_made_the_measurements(peak: float, half_area: float, half_depth: float) -> None:
+    measured = {"fp32": rows(peak, half_area, half_depth), "bf16": rows(2 * peak, half_area, half_depth)}
+    products, peaks = fit_products(measured)
+    found = H100.model_copy(update={"products": products, "peak_flops": peaks})
+    for dtype, some in measured.items():
+        for m, n, k, seconds in some:
+            assert found.product_seconds(m, n, k, dtype) == pytest.approx(seconds, rel=0.05)
+
+
+SPEEDS = Speeds(
+    num_ranks=2,
+    products={"fp32": rows(1e11, 1e4, 64)},
+    attention=[(128, 1e9, 2e-2), (1024, 1e9, 1.2e-2)],
+    memory=[(1e8, 2e-2)],
+    copy_bytes_per_second=1e10,
+    launch_seconds=3e-6,
+    messages=[(2**13, 2e-5), (2**25, 2e-5 + 2**24 / 4e9)],
+)
+
+
+def test_a_profile_follows_from_measurements() -> None:
+    known = Calibration("here", memory=HostFigures(1e10, 1e9, 2, "today"))
+    found = hardware_from(SPEEDS, known, "mine")
+    assert found.ranks_share_device
+    assert found.is_processor
+    assert found.ranks_per_node == 2
+    assert found.memory_share == pytest.approx(0.5)
+    assert found.collective_seconds("all_gather", 2**25, range(2)) == pytest.approx(2e-5 + 2**24 / 4e9, rel=0.01)
+    assert found.attention_seconds(1e9, 128, "fp32") == pytest.approx(2e-2, rel=0.02)
+    assert found.attention_seconds(1e9, 1024, "fp32") == pytest.approx(1.2e-2, rel=0.02)
+    assert found.host is not None
+    assert Hardware.model_validate(found.model_dump(exclude_none=True)) == found
+
+
+def test_a_calibration_is_of_one_machine(tmp_path: Path) -> None:
+    found = hardware_from(SPEEDS, Calibration("here", memory=HostFigures(1e10, 1e9, 2, "today")), "mine")
+    path = tmp_path / "calibration.json"
+    write_calibration(Calibration("here", machine="A; 2 cores", hardware=found.model_dump(exclude_none=True)), path)
+    known = read_calibration(path)
+    assert calibrated_hardware(known, "A; 2 cores") == found
+    with pytest.raises(ConfigError, match=r"of another machine: 'A; 2 cores', and this is 'B; 4 cores'"):
+        calibrated_hardware(known, "B; 4 cores")
+    with pytest.raises(ConfigError, match=r"has not been measured\. Run shardwise calibrate, or give --hardware"):
+        calibrated_hardware(replace(known, hardware=None), "A; 2 cores")
+
+
+def test_a_calibration_without_a_profile_is_still_read(tmp_path: Path) -> None:
+    """Files that `shardwise bench` wrote before there was `shardwise calibrate`."""
+    path = tmp_path / "calibration.json"
+    path.write_text('{"version": 1, "host": "here", "disks": {}, "memory": null, "links": null}')
+    assert read_calibration(path) == Calibration("here")
