@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a callable that returns a micro-batch, as the model is called with it; the search varies its samples",
     )
     option("--world", type=int, required=True, metavar="N", help="number of ranks")
-    option("--hardware", required=True, metavar="NAME", help="such as h100-sxm, or a file such as my.yaml")
+    option(
+        "--hardware",
+        metavar="NAME",
+        help="such as h100-sxm, or a file such as my.yaml (default: this machine, if `shardwise calibrate` measured it)",
+    )
     option("--per-host", type=int, metavar="N", help="ranks on each host (default: as the hardware has)")
     option("--rows", type=int, metavar="N", help="samples of a step on all ranks (default: those of --batch on each)")
     option(
@@ -50,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="axes that may split the model, of tp, pp, sp and ep; or none (default: tp,pp)",
     )
     option("--micro-batch", metavar="N,M", help="samples of a micro-batch that may be tried (default: all that divide)")
+    option("--wires", default="", metavar="D", help="also try to send gradients in this dtype, which rounds them")
     option("--set", action="append", default=[], metavar="a.b=c", help="change one key of PLAN; repeatable")
     option("--most", type=int, default=60, metavar="N", help="candidates that are evaluated at most (default: 60)")
     option("--out", type=Path, metavar="FILE", help="write the best plan, as .yaml or .json")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import yaml
 from rich.table import Table as Grid
@@ -15,14 +16,16 @@ from shardwise.cli.console import SafeConsole, console_for_output
 from shardwise.cli.measured_plans import measure
 from shardwise.cli.model_file import batch_from, build_model
 from shardwise.errors import ConfigError, ShardwiseError, nearest
+from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.candidates import Space
 from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import OBJECTIVES, Found, Limits, Ranked, as_json, search
 from shardwise.observe.pictures import Point, front_picture
-from shardwise.plan import Plan, load_plan
+from shardwise.plan import DtypeName, Plan, load_plan
 from shardwise.program import OPTIMIZERS
+from shardwise.system.calibration import read_calibration
 from shardwise.system.units import bytes_of, format_bytes, format_seconds
 
 DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
@@ -70,7 +73,10 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
         raise ConfigError(f"--world is {args.world}; give at least 1.")
     if args.optimizer not in OPTIMIZERS:
         raise ConfigError(f"--optimizer is {args.optimizer!r}. {nearest(args.optimizer, OPTIMIZERS)}")
-    named = hardware(args.hardware)
+    if args.hardware is None:
+        named = calibrated_hardware(read_calibration(), this_machine())
+    else:
+        named = hardware(args.hardware)
     num_local = args.per_host or (args.world if named.is_processor else min(args.world, named.ranks_per_node))
     if num_local < 1 or args.world % num_local:
         raise ConfigError(f"{num_local} ranks on each host do not divide --world {args.world}. Give --per-host.")
@@ -108,7 +114,9 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
             rows = tuple(map(int, args.micro_batch.split(",")))
         except ValueError:
             raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers, such as 1,2,4.") from None
-    space = Space(axes=axes, rows=rows)
+    if args.wires and args.wires not in get_args(DtypeName):
+        raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, get_args(DtypeName))}")
+    space = Space(axes=axes, rows=rows, wires=(args.wires,) if args.wires else ())
     if "preset" in base.model_fields_set and base.preset != "auto":
         space = replace(space, presets=(base.preset,))
     if base.activations.policy is not None:

@@ -96,14 +96,14 @@ class Candidate:
         if self.size("pp") > 1:
             virtual = self.chunks if self.schedule == "interleaved" else None
             changed["pipeline"] = Pipeline(
-                schedule=self.schedule,  # type: ignore[arg-type]  # one of the names
+                schedule=self.schedule,
                 virtual_stages=virtual,
                 stages=base.pipeline.stages,
             )
         if self.precision is not None:
             changed["precision"] = self.precision
         if self.wire is not None:
-            changed["wire"] = Wire(param=base.wire.param, grad=self.wire)  # type: ignore[arg-type]  # likewise
+            changed["wire"] = Wire(param=base.wire.param, grad=self.wire)
         if changed["mesh"] is None:  # a preset takes all ranks by itself
             del changed["mesh"]
         return Plan(**{**{name: getattr(base, name) for name in base.model_fields_set}, **changed})

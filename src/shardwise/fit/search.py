@@ -10,6 +10,7 @@ Pure: what a model is, a `Subject` knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -309,7 +310,7 @@ class _Search:
         if self.objective == "memory":
             return bound.device_bytes
         within = candidate.size("tp") * candidate.size("sp")
-        split = 1 + 0.04 * (within - 1) ** 0.5 + 0.01 * candidate.accumulate**0.5
+        split = 1 + 0.04 * math.sqrt(within - 1) + 0.01 * math.sqrt(candidate.accumulate)
         brim = 1.5 if MARGIN * bound.device_bytes > self.limits.device_bytes else 1.0
         factor = candidate.world_size if self.objective == "cost" else 1
         return bound.seconds * split * brim * factor

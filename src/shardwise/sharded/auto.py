@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
+from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space
 from shardwise.fit.hardware import Hardware, hardware, profiles
 from shardwise.fit.model_subject import ModelSubject, Updates, rows_of
@@ -29,6 +30,7 @@ from shardwise.optim.precision.auto import settle
 from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from shardwise.sharded.sharding import check_device, design, require_elementwise, require_units
+from shardwise.system.calibration import readable_calibration
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.units import format_bytes, format_seconds
 
@@ -144,18 +146,22 @@ def _limits(plan: Plan, world: World, device: torch.device) -> tuple[Limits, int
 
 
 def hardware_here(world: World) -> Hardware:
-    """The profile of this rank's device, by its name; of an unknown one that of the nearest memory."""
+    """This machine, if `shardwise calibrate` has measured it; otherwise the profile of this rank's device, by its
+    name, or of an unknown one that of the nearest memory."""
+    known = readable_calibration()
+    if known.hardware is not None and known.machine == this_machine():
+        return calibrated_hardware(known, known.machine)
     if world.device.type == "cpu":
         return hardware("cpu")
     name = torch.cuda.get_device_name(world.device).lower() if world.device.type == "cuda" else ""
-    known = {one: hardware(one) for one in profiles() if one != "cpu"}
+    profile_of = {one: hardware(one) for one in profiles() if one != "cpu"}
     words = name.replace("-", " ").split()
-    named = [one for one in known if one.partition("-")[0] in words or one.partition("-")[0] in name]
+    named = [one for one in profile_of if one.partition("-")[0] in words or one.partition("-")[0] in name]
     memory = world.rank_device.memory_bytes or 0
-    nearest = min(named or known, key=lambda one: abs(known[one].memory_bytes - memory))
+    nearest = min(named or profile_of, key=lambda one: abs(profile_of[one].memory_bytes - memory))
     if not named:
         _log.warning("There is no hardware profile for %s; %s is assumed.", name or world.device, nearest)
-    return known[nearest]
+    return profile_of[nearest]
 
 
 def _summary(found: Found) -> str:
