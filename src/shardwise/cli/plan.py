@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--hardware",
         metavar="NAME",
-        help="such as h100-sxm, or a file such as my.yaml (default: this machine, if `shardwise calibrate` measured it)",
+        help="such as h100-sxm, or a file such as my.yaml (default: this machine, as `shardwise calibrate` found it)",
     )
     option("--per-host", type=int, metavar="N", help="ranks on each host (default: as the hardware has)")
     option("--rows", type=int, metavar="N", help="samples of a step on all ranks (default: those of --batch on each)")

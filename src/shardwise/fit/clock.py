@@ -411,7 +411,8 @@ class _Rank:
         self._fetched: list[_Flight] = []
         """Copies of activations that have not been waited for."""
         self._keeps_events = keeps_events
-        self._timed: dict[int, _Timed] = {}
+        self._timed: dict[int, tuple[Worked, _Timed]] = {}
+        """By the identity of what was computed, which is kept: that of an object which is gone is given away again."""
         self._by_unit = {unit.name: unit for unit in program.step.units}
         stages = max((op.stage for op in program.row), default=0) // num_ranks + 1
         self._last_stage = stages * num_ranks - 1
@@ -530,9 +531,10 @@ class _Rank:
 
     def _walk(self, block: Block, worked: Worked) -> _Asked:
         """What is computed before a moment of a pass, and its actions."""
-        timed = self._timed.get(id(worked))
+        _, timed = self._timed.get(id(worked), (worked, None))
         if timed is None:
-            timed = self._timed[id(worked)] = self._time(worked, block.moment)
+            timed = self._time(worked, block.moment)
+            self._timed[id(worked)] = worked, timed
         moment = str(block.moment) if self._keeps_events else ""
         if timed.parts and self._fetched:
             self._await_all(self._fetched, moment)
