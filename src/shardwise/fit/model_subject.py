@@ -225,9 +225,8 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
                 return None
             parts.append(tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True)))
         worked.append(Worked(one.moment, *parts))
-    one, other = few.activations, more.activations
     held = replace(
-        one,
+        few.activations,
         marks=tuple(
             Mark(
                 a.moment,
@@ -237,7 +236,9 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
             )
             for a, b in zip(marks, others, strict=True)
         ),
-        **{name: _at(getattr(one, name), getattr(other, name), share) for name in OF_ACTIVATIONS},
+        **{
+            name: _at(getattr(few.activations, name), getattr(more.activations, name), share) for name in OF_ACTIVATIONS
+        },
     )
     sent = {axis: _at(num, more.sent_bytes.get(axis, num), share) for axis, num in few.sent_bytes.items()}
     return Counted(held, sent, few.tied_bytes, tuple(worked))

@@ -282,12 +282,17 @@ class _Search:
             if climb.num_evaluated >= self.most_evaluated // 2 and climb.best:
                 break
         done: set[Candidate] = set()
+        rest = iter(queue)
         while climb.num_evaluated < self.most_evaluated:
             top = next((one.candidate for one in climb.best if one.candidate not in done), None)
-            if top is None:
-                break
-            done.add(top)
-            for candidate, bound in [one for one in queue if _num_differences(one[0], top) == 1]:
+            if top is not None:
+                done.add(top)
+                near = [one for one in queue if _num_differences(one[0], top) == 1]
+            else:  # nothing near the best ones is better: whatever comes first
+                near = [one for one in [next(rest, None)] if one is not None]
+                if not near:
+                    break
+            for candidate, bound in near:
                 if climb.num_evaluated < self.most_evaluated:
                     climb.visit(candidate, bound)
         for candidate, bound in queue if not climb.best else ():  # nothing fits so far: every one is tried
@@ -422,12 +427,12 @@ def _split(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _num_differences(one: Candidate, other: Candidate) -> int:
-    """In how many things they differ; a schedule comes with the stages, and micro-batches with the ranks."""
+    """In how many things they differ; a schedule and micro-batches come with the split."""
     is_other_split = _split(one) != _split(other)
     things = [
         is_other_split,
         one.preset != other.preset,
-        one.rows != other.rows,
+        not is_other_split and one.rows != other.rows,
         one.policy != other.policy,
         not is_other_split and (one.schedule, one.chunks) != (other.schedule, other.chunks),
         one.precision != other.precision,
