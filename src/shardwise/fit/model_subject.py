@@ -212,21 +212,22 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
         return None
     worked = []
     known: dict[tuple[int, int], Operation] = {}
-    for one, other in zip(few.worked, more.worked, strict=True):
+    for first, second in zip(few.worked, more.worked, strict=True):
         parts = []
         for some, same in (
-            (one.operations, other.operations),
-            (one.recomputed, other.recomputed),
-            (one.weights, other.weights),
+            (first.operations, second.operations),
+            (first.recomputed, second.recomputed),
+            (first.weights, second.weights),
         ):
             if len(some) != len(same) or any(
                 (a.kind, len(a.shape)) != (b.kind, len(b.shape)) for a, b in zip(some, same, strict=True)
             ):
                 return None
             parts.append(tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True)))
-        worked.append(Worked(one.moment, *parts))
+        worked.append(Worked(first.moment, *parts))
+    one, other = few.activations, more.activations
     held = replace(
-        few.activations,
+        one,
         marks=tuple(
             Mark(
                 a.moment,
@@ -236,15 +237,15 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
             )
             for a, b in zip(marks, others, strict=True)
         ),
-        **{
-            name: _at(getattr(few.activations, name), getattr(more.activations, name), share) for name in OF_ACTIVATIONS
-        },
+        process_bytes=_at(one.process_bytes, other.process_bytes, share),
+        host_bytes=_at(one.host_bytes, other.host_bytes, share),
+        disk_bytes=_at(one.disk_bytes, other.disk_bytes, share),
+        staging_bytes=_at(one.staging_bytes, other.staging_bytes, share),
+        unit_bytes=_at(one.unit_bytes, other.unit_bytes, share),
+        peak_heap_bytes=_at(one.peak_heap_bytes, other.peak_heap_bytes, share),
     )
     sent = {axis: _at(num, more.sent_bytes.get(axis, num), share) for axis, num in few.sent_bytes.items()}
     return Counted(held, sent, few.tied_bytes, tuple(worked))
-
-
-OF_ACTIVATIONS = ("process_bytes", "host_bytes", "disk_bytes", "staging_bytes", "unit_bytes", "peak_heap_bytes")
 
 
 def _at(few: float, more: float, share: float) -> int:
