@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from pipelined import Decoder
+from pipelined import batches as stage_batches
 from torch import nn
 from twins import Transformer, adamw, batches, full_params, plain_run, share_of
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.fit.candidates import Candidate
+from shardwise.fit.hardware import hardware
+from shardwise.fit.model_subject import ModelSubject
 from shardwise.testing import run_ranks
 
 Result = tuple[sw.Plan, list[float], dict[str, torch.Tensor], int, int]
@@ -83,6 +88,25 @@ def test_what_the_plan_says_is_kept() -> None:
     plan = {"preset": "auto", "activations": "recompute", "clip_grad_norm": 1.0, "accumulate": 2}
     chosen = run(Transformer(), batches(2, rows=16), plan)[0]
     assert (chosen.activations.policy, chosen.clip_grad_norm, chosen.accumulate) == ("recompute", 1.0, 2)
+
+
+def test_what_is_derived_is_what_a_rehearsal_finds() -> None:
+    """Other sizes of micro-batches exactly, and stages of a pipeline nearly: these are rehearsed before they count."""
+    with torch.device("meta"):
+        model = Decoder(num_blocks=4)
+    batch = stage_batches(1, rows=4)[0]
+    subject = ModelSubject(model, batch, hardware("h100-sxm"), 64, sw.Plan(), num_states=2, on_cpu=False)
+    for preset, policy in (("zero3", "keep"), ("zero1", "recompute")):
+        candidate = Candidate(preset, (("dp", 2),), 16, 2, policy)
+        derived, exact = subject.evaluate(candidate), subject.confirm(candidate)
+        assert not derived.is_exact
+        assert exact.is_exact
+        assert derived.seconds == pytest.approx(exact.seconds, rel=0.01)
+        assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.01)
+    staged = Candidate("zero1", (("pp", 2), ("dp", 2)), 16, 2)
+    derived, exact = subject.evaluate(staged), subject.confirm(staged)
+    assert derived.seconds == pytest.approx(exact.seconds, rel=0.15)
+    assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)
 
 
 def test_refusals() -> None:
