@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
 from shardwise.fit.candidates import Bound, Bounds, Candidate, Size, Space, candidates
 from shardwise.fit.hardware import Hardware
 from shardwise.plan import Plan, PolicyName, PrecisionName
@@ -28,6 +28,8 @@ OBJECTIVES: dict[Objective, str] = {
     "memory": "the least memory of a device",
     "cost": "the fewest device-seconds, also on a part of the ranks",
 }
+REFUSALS = (ConfigError, ModelError, CommError, StateError)
+"""What `shard` raises for a plan that is impossible. A `ProgramError` is a defect, and stops the search."""
 NUM_BEST = 5
 MOST_EVALUATED = 60
 NUM_DESPERATE = 4
@@ -245,7 +247,7 @@ class _Search:
         if candidate not in self.known:
             try:
                 self.known[candidate] = self.subject.evaluate(candidate)
-            except ShardwiseError as error:
+            except REFUSALS as error:
                 self.known[candidate] = error
         return self.known[candidate]
 
@@ -257,7 +259,7 @@ class _Search:
             candidate = best[0].candidate
             try:
                 self.known[candidate] = self.subject.confirm(candidate)
-            except ShardwiseError as error:
+            except REFUSALS as error:
                 self.known[candidate] = error
             best = self._known_best() or self._best_of(fitting)
         return best
