@@ -411,8 +411,9 @@ class _Rank:
         self._fetched: list[_Flight] = []
         """Copies of activations that have not been waited for."""
         self._keeps_events = keeps_events
-        self._timed: dict[int, tuple[Worked, _Timed]] = {}
-        """By the identity of what was computed, which is kept: that of an object which is gone is given away again."""
+        self._work = work_of_blocks(program.step.micro_batch, program.work)
+        self._timed: dict[int, _Timed] = {}
+        """By the identity of what is in `_work`, which lives as long as this."""
         self._by_unit = {unit.name: unit for unit in program.step.units}
         stages = max((op.stage for op in program.row), default=0) // num_ranks + 1
         self._last_stage = stages * num_ranks - 1
@@ -438,7 +439,7 @@ class _Rank:
 
     def _step(self) -> _Asked:
         step = self.program.step
-        work = work_of_blocks(step.micro_batch, self.program.work)
+        work = self._work
         if step.is_over_schedule:
             yield from self._schedule(step.micro_batch, work)
         else:
@@ -531,10 +532,9 @@ class _Rank:
 
     def _walk(self, block: Block, worked: Worked) -> _Asked:
         """What is computed before a moment of a pass, and its actions."""
-        _, timed = self._timed.get(id(worked), (worked, None))
+        timed = self._timed.get(id(worked))
         if timed is None:
-            timed = self._time(worked, block.moment)
-            self._timed[id(worked)] = worked, timed
+            timed = self._timed[id(worked)] = self._time(worked, block.moment)
         moment = str(block.moment) if self._keeps_events else ""
         if timed.parts and self._fetched:
             self._await_all(self._fetched, moment)
