@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection, wait
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # once, and not by each rank, in its first optimizer: 5 s of processor time
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,9 +126,56 @@ def _let_bf16_run_on_cpus() -> None:
     vars(sys.modules["deepspeed.git_version_info"])["torch_info"] |= {"cuda_version": "11.0", "nccl_version": "2.10"}
 
 
+def _let_all_run_in_fp32() -> None:
+    """Tests choose bf16 or fp16 by what the accelerator says that it supports."""
+    kind = type(sys.modules["deepspeed.accelerator"].get_accelerator())
+    kind.is_bf16_supported = kind.is_fp16_supported = lambda _: False
+
+
 _install()
 _let_bf16_run_on_cpus()
 _let_ddp_run_on_cpus()
+IN_FP32 = os.environ.get("DEEPSPEED_SUITE_FP32") == "1"
+if IN_FP32:
+    _let_all_run_in_fp32()
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """DeepSpeed's fixtures that run on several ranks are instances of classes, which pytest since 8.4 does not find."""
+    if not isinstance(collector, pytest.Module):
+        return
+    try:
+        module = collector.obj
+    except BaseException:  # an error of the import is told where the file is collected
+        return
+    for name, kind in list(vars(module).items()):
+        if isinstance(kind, type) and name != "DistributedFixture" and "is_dist_fixture" in dir(kind):
+            setattr(module, name, _fixture(kind))
+    if IN_FP32:
+        _use_fp32(module)
+
+
+def _fixture(kind: Any) -> Any:
+    def run_on_ranks(request: pytest.FixtureRequest) -> None:
+        kind()(request)
+
+    return pytest.fixture(name=kind.__name__)(run_on_ranks)
+
+
+def _use_fp32(module: Any) -> None:
+    """Replace helpers of a test file that choose a dtype. Configs without `gradient_clipping` get 0: DeepSpeed clips by
+    default, DDP beside it does not, and only the tolerances of bf16 hide that."""
+    for name in ("preferred_dtype", "_config_dtype"):
+        if hasattr(module, name):
+            setattr(module, name, lambda *_: torch.float32)
+    for name in ("get_config_dict", "_config"):
+        if (made := getattr(module, name, None)) is not None:
+            setattr(module, name, partial(_config_in_fp32, made))
+
+
+def _config_in_fp32(made: Callable[..., dict[str, Any]], *args: Any, **options: Any) -> dict[str, Any]:
+    config = {"gradient_clipping": 0, **made(*args, **options)}
+    return {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -252,7 +301,7 @@ class _Record:
             self._add({"test": report.nodeid, "outcome": "skipped"})
 
     def _write(self, test: str, outcome: str, error: BaseException | None) -> None:
-        line = {"test": test, "outcome": outcome}
+        line: dict[str, Any] = {"test": test, "outcome": outcome, **({"precision": "fp32"} if IN_FP32 else {})}
         if outcome == "skipped" and error is not None:
             line["message"] = str(error)
         if outcome == "failed" and error is not None:
@@ -263,7 +312,7 @@ class _Record:
                 line |= {"type": _type(error), "message": str(error), "trace": trace}
         self._add(line)
 
-    def _add(self, line: dict[str, str]) -> None:
+    def _add(self, line: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

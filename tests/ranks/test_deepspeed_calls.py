@@ -432,6 +432,34 @@ def test_arguments_of_init_distributed_are_torchs(monkeypatch: pytest.MonkeyPatc
         deepspeed.init_distributed(time_out=3)
 
 
+def test_init_initializes_torch_where_a_launcher_says_how_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: calls.append(backend))
+
+    def init(**options: Any) -> int:
+        with deepspeed.zero.Init(**options):
+            pass
+        return len(calls)
+
+    assert init() == 0
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert init() == 1
+    assert init(enabled=False) == 1
+    monkeypatch.setenv("SHARDWISE_MEMBER", "0")  # in an elastic job, a world opens a process group of its own
+    assert init() == 1
+
+
+def test_mics_init_is_init() -> None:
+    with deepspeed.zero.MiCS_Init(config_dict_or_path={"zero_optimization": {"mics_shard_size": 1}}):
+        model = nn.Linear(4, 4)
+    with pytest.raises(StateError, match="needs the values"):
+        model.weight.sum()
+    groups = deepspeed.zero.MiCS_Init(None, object())
+    with pytest.raises(ConfigError, match=r"with groups of ranks is not supported"), groups:
+        pass
+
+
 def test_arguments_without_effect_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"type": "AdamW", "params": {"fp32_optimizer_states": False}}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,10 +136,36 @@ def test_batch_sizes_stay() -> None:
 def test_optimizers_call_their_parameters_as_deepspeeds_do(kind: Any, argument: str) -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     for optimizer in (kind(**{argument: [weight]}, lr=0.5), kind([weight], 0.5)):
+        assert isinstance(optimizer, kind)
         assert optimizer.param_groups[0]["params"] == [weight]
         assert optimizer.defaults["lr"] == 0.5
     if kind is facade.CPUAdam:
         assert type(kind([weight], adamw_mode=False)) is torch.optim.Adam
+
+
+def test_classes_of_optimizers_tell_them_apart() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert not isinstance(torch.optim.SGD([weight]), facade.FusedAdam)
+    assert not isinstance(facade.FusedLion([weight]), facade.FusedLamb)
+    assert not isinstance(facade.FusedAdam([weight]), facade.CPUAdagrad)
+
+
+def test_optimizers_of_mup_are_made_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_rates(params: list[nn.Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": params, "lr": lr / 2}], **options)
+
+    config = {"optimizer": {"type": "MuAdamW", "params": {"lr": 0.4, "eps": 1e-6}}, "zero_optimization": {"stage": 2}}
+
+    def rank_of(world: sw.World) -> None:
+        engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config, world=world)
+        assert (optimizer.param_groups[0]["lr"], optimizer.defaults["eps"]) == (0.2, 1e-6)
+        engine.destroy()
+
+    monkeypatch.setitem(sys.modules, "mup", SimpleNamespace(MuAdamW=half_rates))
+    run_ranks(1, rank_of)
+    monkeypatch.setitem(sys.modules, "mup", None)
+    with pytest.raises(ConfigError, match="MuAdamW needs the package mup, which is not installed"):
+        run_ranks(1, rank_of)
 
 
 def test_defaults_of_optimizers_are_deepspeeds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 from pathlib import Path
@@ -426,10 +427,35 @@ def test_elastic_batches_before_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         elasticity.ensure_immutable_elastic_config(section)
 
 
+def test_the_level_of_messages_and_the_former_name_of_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"log_level": "ERROR", **ADAM}))
+    before = logging.logger.level
+
+    def rank_of(world: sw.World) -> None:
+        args = argparse.Namespace(deepscale_config=str(path))
+        engine, *_ = deepspeed.initialize(args, nn.Linear(4, 4), world=world)
+        assert engine.log_level() == "ERROR"
+
+    try:
+        run_ranks(1, rank_of)
+        assert logging.logger.getEffectiveLevel() == 40
+    finally:
+        logging.logger.setLevel(before)
+
+
 def test_a_config_by_itself() -> None:
     config = enums.DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 2}, **ADAM})
     assert (config.train_batch_size, config.gradient_accumulation_steps, config.optimizer_name) == (8, 1, "AdamW")
     assert config.zero_optimization_stage == 2
+    assert (config.gradient_allreduce_op, config.zero_overlap_comm, config.dataloader_drop_last) == (
+        "mean",
+        None,
+        False,
+    )
+    with pytest.raises(AttributeError, match=r"DeepSpeedConfig.zero_config is not supported .* use .translated.value"):
+        _ = config.zero_config
+    assert copy.copy(config).train_batch_size == 8
     with pytest.raises(ConfigError, match="train_batch_size"):
         enums.DeepSpeedConfig({"train_batch_size": 0})
 
@@ -470,6 +496,20 @@ def test_small_functions(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> No
         facade.configure_recomputing(None, {"activation_checkpointing": {"partition_activations": True}})
 
 
+def test_schedules_tell_their_settings() -> None:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.2)], lr=1.0)
+    warmup = deepspeed.lr_schedules.WarmupLR(optimizer, warmup_min_lr=0.05, warmup_num_steps=4, warmup_type="linear")
+    assert (warmup.min_lrs, warmup.max_lrs) == ([0.05, 0.05], [0.1, 0.2])
+    assert warmup.delta_lrs == pytest.approx([0.05, 0.15])
+    assert (warmup.warmup_num_steps, warmup.warmup_type) == (4, "linear")
+    cosine = deepspeed.lr_schedules.WarmupCosineLR(optimizer, 10, warmup_min_ratio=0.5, warmup_num_steps=4)
+    assert (cosine.warmup_num_steps, cosine.warmup_type, cosine.get_lr_ratio()) == (4, "log", 0.0)
+    cosine.step()
+    assert cosine.get_lr_ratio() == pytest.approx(0.5)  # log(1) of the way from 0.5 to 1
+    cycle = deepspeed.lr_schedules.OneCycle(optimizer, cycle_min_lr=[0.1, 0.2], cycle_max_lr=1.0)
+    assert (cycle.min_lrs, cycle.max_lrs) == ([0.1, 0.2], [1.0, 1.0])
+
+
 def test_momenta_of_groups_move_apart() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.Adam([{"params": layer.parameters()} for layer in model])
@@ -481,10 +521,14 @@ def test_momenta_of_groups_move_apart() -> None:
         cycle_min_mom=[0.7, 0.8],
         cycle_max_mom=[0.9, 1.0],
     )
-    assert schedule.get_mom() == [(0.7, 0.99), (0.8, 0.99)]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.7, 0.99), (0.8, 0.99)]
+    assert schedule.get_mom() == [(0.9, 0.99), (1.0, 0.99)]  # as in DeepSpeed, not what the groups have yet
     schedule.step()
+    assert [group["betas"] for group in optimizer.param_groups] == schedule.get_mom()
     assert [betas[0] for betas in schedule.get_mom()] == pytest.approx([0.8, 0.9])
     schedule.step()
     assert [betas[0] for betas in schedule.get_mom()] == pytest.approx([0.7, 0.8])
+    still = deepspeed.lr_schedules.OneCycle(optimizer, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_momentum=False)
+    assert still.get_mom() is None
     with pytest.raises(ConfigError, match="cycle_max_mom has 1 values, but the optimizer has 2 groups"):
         deepspeed.lr_schedules.OneCycle(optimizer, cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_max_mom=[0.9])

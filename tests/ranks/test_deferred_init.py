@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from constructors import Odd
 from torch import nn
 from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
@@ -141,6 +143,98 @@ def test_a_deferred_parameter_is_known_from_outside_only() -> None:
         assert str(caught.value).startswith((word, "embedding()", "half()")), word
     with pytest.raises(StateError, match="deferred_init"):
         copy.deepcopy(model)
+
+
+SHARED: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "data": lambda weight: weight.data,
+    "detach": lambda weight: weight.detach(),
+    "row": lambda weight: weight[0],
+    "transposed": lambda weight: weight.T,
+    "one of several": lambda weight: weight.unbind()[1],
+    "view of a view": lambda weight: weight.data.view(-1)[2:5],
+    "parameter": lambda weight: nn.Parameter(weight.data),
+    "copy": copy.copy,
+    "copied data": lambda weight: copy.copy(weight.data),
+}
+
+
+@pytest.mark.parametrize("take", SHARED)
+def test_views_that_outlive_it_refuse_to_be_computed_with(take: str) -> None:
+    """Their memory never gets values: reading it used to end the process."""
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = nn.Linear(4, 3)
+        taken = SHARED[take](model.weight)
+        copied = model.weight.detach().clone()
+        total = taken.detach().sum().item()
+    with pytest.raises(StateError, match=r"sum\(\) needs the values of a .*deferred_init"):
+        taken.sum()
+    state = sw.shard(model, "zero3").state_dict()
+    with pytest.raises(StateError, match=r"add_\(\) needs the values of a"):
+        taken.add_(1)
+    assert total == pytest.approx(SHARED[take](nn.Parameter(copied)).detach().sum().item())
+    assert torch.equal(state["weight"], copied)
+
+
+def test_a_constructor_that_raises_leaves_nothing_that_cannot_be_shown() -> None:
+    """As a debugger, or pytest, shows the tensors of a traceback: without memory that used to end the process."""
+    kept: list[torch.Tensor] = []
+
+    def build() -> None:
+        model = nn.Linear(4, 3)
+        kept.extend([model.weight, model.bias.data, torch.ones(2), nn.Parameter(torch.randn(3)), torch.randn(3)[1:]])
+        raise KeyError
+
+    with pytest.raises(KeyError), sw.deferred_init():
+        build()
+    shown = [repr(one) for one in kept]
+    assert shown[0] == "Parameter [3, 4] torch.float32, deferred"
+    for one in kept:
+        with pytest.raises(StateError, match="needs the values of a"):
+            one.sum()
+
+
+def test_a_buffer_that_is_a_view_is_refused_by_name() -> None:
+    with sw.deferred_init():
+        model = nn.Linear(4, 3)
+        model.register_buffer("first", model.weight.data[0])
+    assert "a view of a deferred parameter" in repr(model.first)
+    with pytest.raises(ModelError, match="The buffer first shares memory with the parameter weight"):
+        sw.shard(model, "zero3")
+
+
+def test_ranks_may_exchange_messages_inside() -> None:
+    def rank(world: sw.World) -> tuple[float, bool, list[bytes], int, dict[str, torch.Tensor]]:
+        with sw.deferred_init():
+            model = models[world.rank]
+            mean = world.mean(float(world.rank), weight=float(world.rank + 1))
+            told = mean, world.any_rank(world.rank == 1), world.exchange(b"%d" % world.rank)
+        return *told, num_bytes(model), sw.shard(model, "zero3", world=world).state_dict()
+
+    models = deferred(two_of_torch, 2)
+    for mean, is_any, messages, size, state in run_ranks(2, rank):
+        assert (mean, is_any, messages, size) == (pytest.approx(2 / 3), True, [b"0", b"1"], 0)
+        assert_equal(state, plain(two_of_torch))
+
+
+def test_what_is_sent_by_torch_has_its_values_then(tmp_path: Path) -> None:
+    """A message that waits until somebody replays it is not sent by all: see `processes/test_deferred_messages.py`."""
+    twin = plain(two_of_torch)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        with sw.deferred_init():
+            model = two_of_torch()
+            dist.broadcast(model[0].weight.data, 0)
+            dist.all_reduce(model[2].bias.data, async_op=True).wait()
+            told: list[Any] = [None]
+            dist.all_gather_object(told, {"rank": 0})
+        assert told == [{"rank": 0}]
+    finally:
+        dist.destroy_process_group()
+    assert not isinstance(model[0].weight, Deferred)
+    assert isinstance(model[2].weight, Deferred)
+    assert_equal(sw.shard(model, "zero3").state_dict(), twin)
 
 
 def test_values_that_a_constructor_is_given_are_kept() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,59 @@ def test_the_scale_learns_of_a_step_once_however_often_gradients_are_read() -> N
             return scales, engine.scaler.num_skipped
 
     assert run_ranks(2, rank) == [([4.0, 8.0, 8.0, 16.0], 1)] * 2
+
+
+WRITES: dict[str, Callable[[sw.Engine, float], None]] = {
+    "engine.set": lambda engine, value: engine.set("bias", torch.full((4,), value), "grad"),
+    "param.grad =": lambda engine, value: setattr(engine.module.bias, "grad", torch.full((4,), value)),
+    "param.grad.mul_": lambda engine, value: engine.module.bias.grad.mul_(value),
+    "param.grad.fill_": lambda engine, value: engine.module.bias.grad.fill_(value),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    "plan", [{"precision": "fp16"}, {"skip_nonfinite": True}, {"precision": "bf16", "skip_nonfinite": True}]
+)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_gradient_that_a_script_makes_infinite_skips_the_step(preset: str, plan: dict[str, Any], write: str) -> None:
+    """It used to be left out of the verdict, which was the one of before: such a step was counted as skipped, and
+    taken."""
+
+    def rank(world: sw.World) -> list[tuple[bool, bool]]:
+        torch.manual_seed(0)
+        model, told = nn.Linear(4, 4), []
+        with sw.shard(model, {"preset": preset, **plan}, optimizer=adamw(model), world=world) as engine:
+            for value in (1.0, math.inf, math.nan, 1.0):
+                before = full_params(engine)
+                engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+                assert engine.get("weight", "grad") is not None
+                WRITES[write](engine, value)
+                norm = engine.step()
+                assert norm is not None
+                is_same = all(torch.equal(before[name], now) for name, now in full_params(engine).items())
+                told.append((math.isfinite(norm), is_same))
+        return told
+
+    assert run_ranks(2, rank) == [[(True, False), (False, True), (False, True), (True, False)]] * 2
+
+
+def test_a_gradient_that_a_script_makes_finite_again_is_used() -> None:
+    def rank(world: sw.World) -> list[bool]:
+        model = nn.Linear(4, 4)
+        with sw.shard(model, {"skip_nonfinite": True}, optimizer=adamw(model), world=world) as engine:
+            before = full_params(engine)
+            engine.backward(engine(torch.ones(2, 4)).square().mean() * math.inf)
+            for name in before:
+                engine.set(name, torch.ones_like(before[name]), "grad")
+            norm = engine.step()
+            assert norm is not None
+            return [
+                math.isfinite(norm),
+                *(not torch.equal(before[name], now) for name, now in full_params(engine).items()),
+            ]
+
+    assert run_ranks(2, rank) == [[True, True, True]] * 2
 
 
 def test_the_norm_of_narrow_gradients_on_the_host_is_not_that_of_a_long_sum() -> None:

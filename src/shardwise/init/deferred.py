@@ -1,4 +1,5 @@
-"""Parameters without values yet: their metadata can be read, but they refuse to be computed with."""
+"""Parameters without values yet, and other tensors on their memory: their metadata can be read, but they refuse to be
+computed with."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ _HARMLESS = {
 }
 
 
-class Deferred(nn.Parameter):
-    """A parameter from `deferred_init`, until `shard` turns the same object into an `nn.Parameter` again."""
+class _WithoutValues(Tensor):
+    """Refuses what needs values."""
+
+    WHY = ""
 
     @classmethod
     def __torch_function__(
@@ -37,20 +40,40 @@ class Deferred(nn.Parameter):
         if _changes_nothing(func, args, kwargs or {}):
             return args[0]
         if not _is_harmless(func):
-            raise StateError(
-                f"{_as_written(func)} needs the values of a parameter that was built inside deferred_init and has none "
-                f"yet. Do it inside `with deferred_init():`, or after shardwise.shard(model, plan)."
-            )
+            raise StateError(f"{_as_written(func)} needs the values of {cls.WHY}")
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class Deferred(_WithoutValues, nn.Parameter):
+    """A parameter from `deferred_init`, until `shard` turns the same object into an `nn.Parameter` again."""
+
+    WHY = (
+        "a parameter that was built inside deferred_init and has none yet. Do it inside `with deferred_init():`, or "
+        "after shardwise.shard(model, plan)."
+    )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         return f"Parameter {list(self.shape)} {self.dtype}, deferred"
 
 
-def defer(param: Tensor) -> None:
-    """Make `param`, the same object, refuse to be computed with."""
-    param.__class__ = Deferred
+class DeferredView(_WithoutValues):
+    """A view, or another tensor on the memory of a deferred parameter, that has outlived `deferred_init`. It stays
+    without values: `shard` gives the parameter other memory."""
+
+    WHY = (
+        "a tensor that shares the memory of a parameter built inside deferred_init, as a view, .data or .detach() do. "
+        "It will never have any. Take it from the parameter again after shardwise.shard(model, plan), or .clone() it "
+        "inside `with deferred_init():`."
+    )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # likewise
+        return f"Tensor {list(self.shape)} {self.dtype}, a view of a deferred parameter"
+
+
+def defer(tensor: Tensor) -> None:
+    """Make `tensor`, the same object, refuse to be computed with."""
+    tensor.__class__ = Deferred if isinstance(tensor, nn.Parameter) else DeferredView
 
 
 def undefer(param: Tensor) -> None:

@@ -5,9 +5,11 @@ See [Note: histories] in `tape.py`.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +37,14 @@ from shardwise.init.tape import (
     set_origin,
     values_of,
 )
-from shardwise.system.torch_private import TorchDispatchMode, dispatch_modes, tree_iter, tree_map
+from shardwise.system.torch_private import (
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    dispatch_modes,
+    num_tensors_on,
+    tree_iter,
+    tree_map,
+)
 
 Tensor = torch.Tensor
 META = torch.device("meta")
@@ -43,6 +52,9 @@ META = torch.device("meta")
 OVERWRITE = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
 OVERWRITE |= {"fill_", "zero_", "copy_", "bernoulli_"}
 """In-place operations that do not read the old values."""
+_MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of `torch.distributed`'s operators. A message between ranks cannot be sent later, when some ranks, and
+not others, replay what came of it."""
 
 
 @contextmanager
@@ -60,8 +72,9 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
     state. Each random operation is executed once, into a temporary tensor, so building takes as long as usual and, at
     its peak, the memory of one tensor. When the context ends, buffers and plain tensors get their values; parameters
     (`nn.Parameter`s registered in a module) get theirs from `shard`, and refuse to be computed with before, though they
-    have a shape, a dtype and a device, and may be given to an optimizer, frozen or tied. Values that a constructor
-    reads (`.item()`) are computed when they are read. Copies are kept of real tensors that it uses.
+    have a shape, a dtype and a device, and may be given to an optimizer, frozen or tied. Views of them that outlive the
+    context refuse that for good. Values that a constructor reads (`.item()`) are computed when they are read, and so
+    are those that it sends to other ranks with `torch.distributed`. Copies are kept of real tensors that it uses.
 
     `with sw.deferred_init() as building:` gives `building.load(model, folder)`: values from safetensors files.
 
@@ -87,6 +100,7 @@ def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
     except BaseException:
         if model is not None:
             recorder.finish()
+        recorder.abandon()
         raise
     recorder.finish()
 
@@ -145,17 +159,31 @@ class Recorder:
 
     def finish(self, but: Iterable[Tensor] = ()) -> None:
         """Compute all values except those of parameters and of the tensors `but`; mark parameters as deferred."""
-        live = [storage for reference in self._storages if (storage := reference()) is not None]
-        ours = {origin: storage for storage in live if (origin := origin_of_storage(storage)) is not None}
-        waiting = [param for param in self._params() if type(param) is nn.Parameter and origin_of(param) in ours]
+        ours = self._live()
+        with DisableTorchFunctionSubclass():  # of parameters at rest, too
+            params = {param for param in self._params() if origin_of(param) in ours}
+        of_classes = {origin_of(param) for param in params if type(param) is not nn.Parameter}
+        waiting = [param for param in params if origin_of(param) not in of_classes]
+        left = {}
         for tensor in (*waiting, *but):
-            if (origin := origin_of(tensor)) is not None:
-                ours.pop(origin, None)
+            if (origin := origin_of(tensor)) in ours:
+                left[origin] = ours.pop(origin)
         for origin, storage in ours.items():
             fill(storage, origin)
-        for param in waiting:
-            defer(param)
+        for tensor in (*waiting, *_others_on(left, {*params, *but})):
+            defer(tensor)
         self._storages.clear()
+
+    def abandon(self) -> None:
+        """Compute nothing more: every tensor that is left refuses to be computed with."""
+        for tensor in _others_on(self._live(), ()):
+            defer(tensor)
+        self._storages.clear()
+
+    def _live(self) -> dict[Origin, torch.UntypedStorage]:
+        """The storages that are used yet, and have no values."""
+        live = [storage for reference in self._storages if (storage := reference()) is not None]
+        return {origin: storage for storage in live if (origin := origin_of_storage(storage)) is not None}
 
     def tensor(self, like: Tensor, device: torch.device) -> tuple[Tensor, Origin]:
         """A tensor with the geometry of `like` but without memory, and its history, still empty."""
@@ -195,6 +223,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return func(*args, **given)
         tensors = [leaf for leaf in tree_iter((args, given)) if isinstance(leaf, Tensor)]
         put_off = [tensor for tensor in tensors if origin_of(tensor) is not None]
+        if func.namespace in _MESSAGES:
+            _give_values(put_off)
+            return func(*args, **given)
         if not put_off:
             if tensors or not _makes_plain_tensors(func, given):
                 return func(*args, **given)
@@ -262,6 +293,27 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         for ref in (*shown.values(), *operation.made):
             ref.origin.writes.append(operation)
         return result
+
+
+def _others_on(storages: Mapping[Origin, torch.UntypedStorage], known: Collection[Tensor]) -> list[Tensor]:
+    """Tensors with these histories other than those `known`. Torch has no list of the tensors on a storage, so if there
+    are more than are known the garbage collector is asked for all that there are: 0.1 s in a small process."""
+    counts = Counter(origin_of(tensor) for tensor in known)
+    if all(num_tensors_on(storage) <= counts[origin] for origin, storage in storages.items()):
+        return []
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return [
+        one
+        for one in tensors
+        if type(one) in (Tensor, nn.Parameter) and one not in known and origin_of(one) in storages
+    ]
+
+
+def _give_values(tensors: Iterable[Tensor]) -> None:
+    """Compute the values of tensors that are recorded now, for good."""
+    for tensor in tensors:
+        if (origin := origin_of(tensor)) is not None:
+            fill(tensor.untyped_storage(), origin)
 
 
 def _recording_of_this_thread() -> Recorder | None:

@@ -177,9 +177,13 @@ class Gradients:
         return norm / scale
 
     def judge(self) -> bool:
-        """Whether a step may be taken. Updates the loss scale once, however often gradients were prepared."""
+        """Whether a step may be taken, by the gradients as they are now, whoever has written to them since they were
+        prepared. Updates the loss scale once, however often that was."""
         self.prepare()
         scaler = self._scaler()
+        if self._only_finite and self.exist():
+            is_finite = math.isfinite(float(self.norm_before_clipping()))
+            self.is_taken = is_finite and (self.is_taken or scaler is None)  # what has overflowed is still scaled
         if scaler is not None and self.exist() and self._judged_at != self._moment():
             self._judged_at = self._moment()
             scaler.judge(0.0 if self.is_taken else math.inf)

@@ -52,6 +52,7 @@ __all__ = [
     "graph_task",
     "is_traceable_wrapper_subclass_type",
     "is_transforming",
+    "num_tensors_on",
     "outside_transforms",
     "parsed_to",
     "pytree",
@@ -94,6 +95,12 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells storages apart that may have no memory, or whose memory has been released: their address has no public
     name, and `data_ptr()` is 0 for all of them."""
     return int(storage._cdata)
+
+
+def num_tensors_on(storage: torch.UntypedStorage) -> int:
+    """How many tensors have this storage; some may have no Python object. Torch counts its references, of which
+    `storage` is one. Without it every recording would have to look for views among all objects."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def is_transforming() -> bool:

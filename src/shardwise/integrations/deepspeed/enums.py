@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.integrations.deepspeed.config import read_config
+from shardwise.integrations.deepspeed.fields import FIELDS, SECTION_NAMES
+from shardwise.integrations.deepspeed.names import SETTINGS
 
 
 class ZeroStageEnum(IntEnum):
@@ -49,7 +51,10 @@ class ZeroParamStatus(Enum):
 
 
 class DeepSpeedConfig:
-    """A config that is read and checked, as `initialize` does. Raises `ConfigError`."""
+    """A config that is read and checked, as `initialize` does. Raises `ConfigError`.
+
+    Other attributes are fields of the config without a section, by their names or those that DeepSpeed gives them.
+    """
 
     def __init__(
         self, config: Mapping[str, Any] | str | Path, mpu: object | None = None, mesh_device: object | None = None
@@ -72,6 +77,15 @@ class DeepSpeedConfig:
         self.scheduler_name = None if read.scheduler is None else read.scheduler.name
         self.scheduler_params = None if read.scheduler is None else dict(read.scheduler.params)
         self.monitor_config = read.monitors
+
+    def __getattr__(self, name: str) -> Any:
+        path = SETTINGS.get(name, name)
+        if path not in FIELDS or path in SECTION_NAMES:
+            raise AttributeError(
+                f"DeepSpeedConfig.{name} is not supported by shardwise: use .translated.value(PATH), such as "
+                f"'zero_optimization.stage', which gives a field's value or default."
+            )
+        return self.translated.value(path)
 
     def print(self, name: str) -> None:
         """Print what the config becomes: the plan, and notes on fields."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+import shardwise as sw
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed import (
@@ -212,7 +213,12 @@ def _zero_modules() -> dict[str, dict[str, Any]]:
         "register_external_parameter": zero.register_external_parameter,
         "ZeroParamStatus": enums.ZeroParamStatus,
     }
-    own = {**partitioned, **tiled, "unwrap_model_for_generation": zero.unwrap_model_for_generation}
+    own = {
+        **partitioned,
+        **tiled,
+        "MiCS_Init": zero.MiCS_Init,
+        "unwrap_model_for_generation": zero.unwrap_model_for_generation,
+    }
     return {
         "deepspeed.zero": own,
         "deepspeed.runtime.zero": own,
@@ -295,16 +301,27 @@ class _Builders(dict[str, bool]):
         return name in _HAD
 
 
-class FusedAdam:
+class _Factory(type):
+    """The class of names that make optimizers of torch or shardwise; `isinstance` asks for one of those."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.KIND)  # type: ignore[attr-defined]
+
+
+class FusedAdam(metaclass=_Factory):
     """`torch.optim.AdamW` with DeepSpeed's arguments; Adam with `adam_w_mode=False`. The engine fuses its updates."""
+
+    KIND = torch.optim.Adam  # AdamW is derived from it
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("Adam", {"lr": lr, **options}), list(params))
 
 
-class CPUAdam:
+class CPUAdam(metaclass=_Factory):
     """As `FusedAdam`, with the arguments of `DeepSpeedCPUAdam`. The engine updates on the CPU what is offloaded
     there."""
+
+    KIND = torch.optim.Adam
 
     def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         if "adamw_mode" in options:
@@ -312,8 +329,10 @@ class CPUAdam:
         return FusedAdam(model_params, lr, **options)
 
 
-class CPUAdagrad:
+class CPUAdagrad(metaclass=_Factory):
     """`torch.optim.Adagrad` with DeepSpeed's arguments. The engine updates on the CPU what is offloaded there."""
+
+    KIND = torch.optim.Adagrad
 
     def __new__(cls, model_params: Any, lr: float = 1e-2, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         if options.pop("amsgrad", False):
@@ -321,22 +340,28 @@ class CPUAdagrad:
         return initialization.make_optimizer(ComponentConfig("Adagrad", {"lr": lr, **options}), list(model_params))
 
 
-class FusedLamb:
+class FusedLamb(metaclass=_Factory):
     """`shardwise.optim.Lamb` with DeepSpeed's arguments."""
+
+    KIND = sw.optim.Lamb
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("Lamb", {"lr": lr, **options}), list(params))
 
 
-class FusedLion:
+class FusedLion(metaclass=_Factory):
     """`shardwise.optim.Lion` with DeepSpeed's arguments."""
+
+    KIND = sw.optim.Lion
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("Lion", {"lr": lr, **options}), list(params))
 
 
-class CPULion:
+class CPULion(metaclass=_Factory):
     """As `FusedLion`, with the arguments of `DeepSpeedCPULion`."""
+
+    KIND = sw.optim.Lion
 
     def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return FusedLion(model_params, lr, **options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +22,14 @@ from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedC
 from shardwise.integrations.deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler, release
 from shardwise.integrations.deepspeed.leaf_modules import mark_by_config
+from shardwise.integrations.deepspeed.logging import set_log_level_from_string
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
 from shardwise.integrations.deepspeed.muon import make_muon
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.deepspeed.topology import require_topology
+from shardwise.system.process_rank import process_rank_of
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -34,6 +38,7 @@ Config = Mapping[str, Any] | str | Path
 
 _KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "SGD")
 _ADAMS = ("adam", "adamw")
+_OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _IGNORED_PARAMS = {
     "min_coeff",
     "max_coeff",
@@ -96,6 +101,8 @@ def initialize(
         inner = sw.shard(model, plan, optimizer=made, world=joined)
         if translated.sums_gradients:
             inner.weigh(1, of=1)  # a mean in which every rank has all there is counts each in full: a sum
+        if level := translated.value("log_level"):
+            set_log_level_from_string(level)
         mark_by_config(model, translated.value("zero_optimization.leaf_module") or {})
         if isinstance(model, PipelineModule) and translated.recomputed_run:
             model.activation_checkpoint_interval = translated.recomputed_run
@@ -165,6 +172,14 @@ def init_distributed(
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
+def init_distributed_if_launched() -> None:
+    """`init_distributed()`, if a launcher has said as `torchrun` does where ranks meet. Under an MPI launcher they meet
+    by MPI, and in an elastic job each world opens a process group of its own: there it does nothing."""
+    is_told = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if is_told and "SHARDWISE_MEMBER" not in os.environ and not process_rank_of(os.environ).is_mpi:
+        init_distributed()
+
+
 def _with_stages(plan: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The plan with the stages that a `PipelineModule` asks for, if there are several."""
     stages = model.stages if isinstance(model, PipelineModule) and model.num_stages > 1 else None
@@ -193,7 +208,7 @@ def _with_experts(translated: TranslatedConfig, ep_size: int) -> dict[str, Any]:
 
 
 def _config_of(args: argparse.Namespace | None, config: Config | None, config_params: Config | None) -> Config:
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # its former name
     given = [one for one in (config, config_params, from_args) if one is not None]
     if not given:
         raise ConfigError("There is no DeepSpeed config. Pass config=, or --deepspeed_config.")
@@ -253,10 +268,21 @@ def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch
         return sw.optim.Lamb, {"weight_decay": 0.0, "eps": 1e-8, "ratio_bounds": bounds}
     if lower == "lion":
         return sw.optim.Lion, {"weight_decay": 0.0, "betas": (0.9, 0.999)}
+    if lower in _OF_MUP:
+        return _of_mup(_OF_MUP[lower]), {}
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.type is {name!r}. {nearest(name, _KNOWN)}")
     return found, {}
+
+
+def _of_mup(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer with rates by width (arXiv:2203.03466) that has this name in the package mup."""
+    try:
+        found: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module("mup"), name)
+    except ImportError as error:
+        raise ConfigError(f"optimizer.type {name} needs the package mup, which is not installed.") from error
+    return found
 
 
 def _schedule(

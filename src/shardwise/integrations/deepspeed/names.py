@@ -220,8 +220,6 @@ _MODULES: dict[str, Row] = {
         "partitioned_param_coordinator partitioned_param_profiler utils DeepSpeedTensorOverride DeepSpeedZeRoOffload "
         "ZeroParamType partition_parameters.*",
     ),
-    **_refused("set zero_optimization.mics_shard_size in the config", "deepspeed.runtime.zero", "MiCS_Init"),
-    **_refused("set zero_optimization.mics_shard_size in the config", "deepspeed.zero", "MiCS_Init"),
     **_refused(_INSIDE, "deepspeed.zero", "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType"),
     **_refused(_CONFIG, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
     **_refused(_CONFIG, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
@@ -377,15 +375,10 @@ _SCHEDULES: dict[str, Row] = {
     **_refused(
         _SCHEDULE_PARTS,
         "OneCycle",
-        "cycle_momentum decay_lr_rate decay_mom_rate decay_step_size first_stair_count first_step_size max_lrs "
-        "max_moms min_lrs min_moms second_stair_count second_step_size skip_lr_decay skip_mom_decay step_ratio "
-        "total_size",
+        "cycle_momentum decay_lr_rate decay_mom_rate decay_step_size first_stair_count first_step_size max_moms "
+        "min_moms second_stair_count second_step_size skip_lr_decay skip_mom_decay step_ratio total_size",
     ),
-    **_refused(
-        _SCHEDULE_PARTS,
-        "WarmupLR",
-        "delta_lrs inverse_log_warm_up max_lrs min_lrs warmup_num_steps warmup_type",
-    ),
+    **_refused(_SCHEDULE_PARTS, "WarmupLR", "inverse_log_warm_up"),
 }
 """Names of learning rate schedules."""
 

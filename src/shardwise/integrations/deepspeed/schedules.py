@@ -16,6 +16,8 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.integrations.deepspeed.names import refusal
 
 Rates = float | Sequence[float]
+_SECOND_BETA = 0.99
+"""Adam's second beta under cyclic momentum."""
 
 
 class Schedule:
@@ -49,7 +51,7 @@ class Schedule:
         """The rates at the current step."""
         return self.first_rates() if self.last_batch_iteration < 0 else self.rates_at(self.last_batch_iteration)
 
-    def get_mom(self) -> list[Any]:
+    def get_mom(self) -> list[Any] | None:
         """Each group's momentum: its betas, or else its momentum."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
@@ -100,19 +102,32 @@ class WarmupLR(Schedule):
     ) -> None:
         self.optimizer = optimizer
         self._shape = _Warmup(warmup_num_steps, warmup_type)
-        self._low = self._for_each_group(warmup_min_lr, "warmup_min_lr")
+        self.min_lrs = self._for_each_group(warmup_min_lr, "warmup_min_lr")
         if warmup_max_lr is None:
-            self._high = [float(group["lr"]) for group in optimizer.param_groups]
+            self.max_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         else:
-            self._high = self._for_each_group(warmup_max_lr, "warmup_max_lr")
+            self.max_lrs = self._for_each_group(warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def delta_lrs(self) -> list[float]:
+        """How far each group's rate rises."""
+        return [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    @property
+    def warmup_num_steps(self) -> int:
+        return self._shape.num_steps
+
+    @property
+    def warmup_type(self) -> str:
+        return self._shape.kind
+
     def first_rates(self) -> list[float]:
-        return list(self._low)
+        return list(self.min_lrs)
 
     def rates_at(self, step: int) -> list[float]:
         share = self._shape.at(step) if step < self._shape.num_steps else self._after(step)
-        return [low + (high - low) * share for low, high in zip(self._low, self._high, strict=True)]
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _after(self, step: int) -> float:
         return 1.0
@@ -156,6 +171,18 @@ class WarmupCosineLR(Schedule):
         self._first, self._floor = warmup_min_ratio, cos_min_ratio
         self._whole = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def warmup_num_steps(self) -> int:
+        return self._shape.num_steps
+
+    @property
+    def warmup_type(self) -> str:
+        return self._shape.kind
+
+    def get_lr_ratio(self) -> float:
+        """The part of the optimizer's own rates at the current step."""
+        return 0.0 if self.last_batch_iteration < 0 else self._ratio(self.last_batch_iteration)
 
     def first_rates(self) -> list[float]:
         return [0.0] * len(self._whole)
@@ -211,8 +238,8 @@ class OneCycle(Schedule):
         last_batch_iteration = int(options.pop("last_batch_iteration", -1))
         self.optimizer = optimizer
         self._cycle = _Cycle(options)
-        self._low = self._for_each_group(cycle_min_lr, "cycle_min_lr")
-        self._high = self._for_each_group(cycle_max_lr, "cycle_max_lr")
+        self.min_lrs = self._for_each_group(cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._for_each_group(cycle_max_lr, "cycle_max_lr")
         self._low_momentum = self._for_each_group(self._cycle.min_mom, "cycle_min_mom")
         self._high_momentum = self._for_each_group(self._cycle.max_mom, "cycle_max_mom")
         self._has_momentum = self._cycle.moves_momentum and "betas" in optimizer.defaults
@@ -221,18 +248,25 @@ class OneCycle(Schedule):
             self._set_momentum(self._low_momentum)
 
     def first_rates(self) -> list[float]:
-        return list(self._low)
+        return list(self.min_lrs)
 
     def rates_at(self, step: int) -> list[float]:
         if step < self._cycle.length:
             share = self._cycle.share_at(step)
-            return [low + (high - low) * share for low, high in zip(self._low, self._high, strict=True)]
-        return [low / self._cycle.decay_at(step, self._cycle.decay_lr_rate) for low in self._low]
+            return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / self._cycle.decay_at(step, self._cycle.decay_lr_rate) for low in self.min_lrs]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         super().step(last_batch_iteration)
         if self._has_momentum:
             self._set_momentum(self._momenta_at(self.last_batch_iteration))
+
+    def get_mom(self) -> list[Any] | None:
+        """Each group's betas at the current step; `None` without cyclic momentum. Before the first step those are at
+        their highest, though the groups begin with the lowest, as in DeepSpeed."""
+        if not self._has_momentum:
+            return None
+        return [(momentum, _SECOND_BETA) for momentum in self._momenta_at(self.last_batch_iteration)]
 
     def _momenta_at(self, step: int) -> list[float]:
         pairs = zip(self._low_momentum, self._high_momentum, strict=True)
@@ -243,7 +277,7 @@ class OneCycle(Schedule):
 
     def _set_momentum(self, momenta: list[float]) -> None:
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
-            group["betas"] = (momentum, 0.99)
+            group["betas"] = (momentum, _SECOND_BETA)
 
 
 class _Warmup:
@@ -253,10 +287,10 @@ class _Warmup:
         if kind not in ("log", "linear"):
             raise ConfigError(f"warmup_type is {kind!r}; it must be log or linear.")
         self.num_steps = max(2, _positive(num_steps, "warmup_num_steps"))
-        self._is_log = kind == "log"
+        self.kind = kind
 
     def at(self, step: int) -> float:
-        return math.log(step + 1) / math.log(self.num_steps) if self._is_log else step / self.num_steps
+        return math.log(step + 1) / math.log(self.num_steps) if self.kind == "log" else step / self.num_steps
 
 
 class _Cycle:

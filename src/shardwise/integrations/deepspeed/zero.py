@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.init import is_deferred
 from shardwise.integrations.deepspeed.engine import engines_of
+from shardwise.integrations.deepspeed.initialization import init_distributed_if_launched
 
 OneOrSeveral = nn.Parameter | Iterable[nn.Parameter] | nn.Module
 
@@ -37,6 +38,7 @@ def Init(  # noqa: N802
 ) -> Iterator[None]:
     """A model built inside is never whole on any rank: `shardwise.deferred_init`.
 
+    Initializes torch's default process group before, under a launcher that says where ranks meet as `torchrun` does.
     With `module`, which is built already, nothing is deferred. The config that `initialize` gets decides in which
     precision the model computes, where parameters are kept, and whether memory is pinned; those arguments have no
     effect here, nor has `dtype`: masters keep the values in fp32. Raises `ConfigError` for groups of ranks and
@@ -50,8 +52,34 @@ def Init(  # noqa: N802
         )
     if zero_quantized_weights or zero_quantized_nontrainable_weights:
         raise ConfigError("zero.Init() with quantized weights is not supported. Leave zero_quantized_weights out.")
+    if enabled:
+        init_distributed_if_launched()  # constructors may ask torch.distributed for their rank
     with sw.deferred_init() if enabled and module is None else nullcontext():
         yield
+
+
+def MiCS_Init(  # noqa: N802
+    module: nn.Module | None = None,
+    data_parallel_group: object = None,
+    sequence_data_parallel_group: object = None,
+    mem_efficient_linear: bool = True,
+    remote_device: str | None = None,
+    pin_memory: bool = False,
+    config_dict_or_path: object = None,
+    config: object = None,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+    mpu: object = None,
+) -> AbstractContextManager[None]:
+    """`Init`. Among how many ranks parameters are sharded, the `mics_shard_size` of the config that `initialize` gets
+    decides."""
+    return Init(
+        module,
+        data_parallel_group,
+        enabled=enabled,
+        mpu=mpu,
+        sequence_data_parallel_group=sequence_data_parallel_group,
+    )
 
 
 @contextmanager
