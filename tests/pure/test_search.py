@@ -222,7 +222,7 @@ def test_objectives() -> None:
 def test_reasons() -> None:
     """Of the neighbours a person would ask about: too slow with what costs most, too large with by how much, or
     impossible with the check's reason."""
-    chosen = found(Blocks(num=8, num_rows=256), 64)
+    chosen = found(Blocks(num=8, num_rows=256), 64, Limits(10 * GIB, LIMITS.host_bytes))
     why_not = {one.what: one for one in chosen.why_not}
     assert {"ddp", "zero3"} & set(why_not)
     assert any("too much on a device" in one.reason for one in chosen.why_not)
