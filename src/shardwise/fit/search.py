@@ -246,10 +246,27 @@ class _Search:
     def evaluate(self, candidate: Candidate) -> Evaluated | ShardwiseError:
         if candidate not in self.known:
             try:
-                self.known[candidate] = self.subject.evaluate(candidate)
+                self.known[candidate] = self._evaluated(candidate)
             except REFUSALS as error:
                 self.known[candidate] = error
         return self.known[candidate]
+
+    def _evaluated(self, candidate: Candidate) -> Evaluated:
+        """Once a pipeline is full, each further round of micro-batches takes as long as the one before: schedules of
+        many rounds are evaluated at two and at three, and what the third adds counts for all others."""
+        stages = candidate.size("pp")
+        num_more = candidate.accumulate / stages - 3
+        if stages == 1 or num_more <= 0:
+            return self.subject.evaluate(candidate)
+        two, three = (self.subject.evaluate(replace(candidate, accumulate=count * stages)) for count in (2, 3))
+
+        def beyond(few: float, more: float) -> float:
+            return more + num_more * (more - few)
+
+        seconds = beyond(two.seconds, three.seconds)
+        parts = {part: beyond(two.parts.get(part, 0.0), num) for part, num in three.parts.items()}
+        mfu = three.mfu * (three.seconds / seconds) * (1 + num_more / 3)
+        return replace(three, seconds=seconds, parts=parts, mfu=mfu, is_exact=False)
 
     def _confirmed(self, fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
         """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
