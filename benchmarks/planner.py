@@ -35,7 +35,7 @@ NUM_RANKS = 2
 NUM_PLANS, QUICK_PLANS = 30, 2
 SEED = 34
 PRESETS_TRIED = tuple(name for name, one in PRESETS.items() if len(one.axes) == 1 and name != "infinity")
-AXES = ({}, {"tp": 2}, {"pp": 2}, {"sp": 2})
+AXES: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"sp": 2})
 PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row"}
 POLICIES = (None, "recompute", "offload")
 
@@ -88,7 +88,8 @@ def foreseen(size: ModelSize, values: dict[str, Any], hardware: Hardware) -> Tim
 
 def _drawn(names: Sequence[str], count: int, hardware: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
     """So many different plans that can be had, the same in every run."""
-    draw, seen = random.Random(SEED), set()
+    draw = random.Random(SEED)
+    seen: set[str] = set()
     while len(seen) < count:
         axes = draw.choice(AXES)
         plan: dict[str, Any] = {"preset": draw.choice(PRESETS_TRIED), "accumulate": draw.choice((1, 2, 4))}
@@ -116,7 +117,7 @@ def errors_of(rows: Sequence[dict[str, Any]], of: str) -> list[float]:
 def rank_correlation(rows: Sequence[dict[str, Any]], of: str) -> float:
     """Spearman's, of predicted and measured seconds."""
     places = [np.argsort(np.argsort([row[key] for row in rows])) for key in (of, "measured")]
-    return float(np.corrcoef(places)[0, 1]) if len(rows) > 2 else 1.0
+    return float(np.asarray(np.corrcoef(places))[0, 1]) if len(rows) > 2 else 1.0
 
 
 def _show(rows: Sequence[dict[str, Any]], console: Console) -> None:

@@ -42,7 +42,13 @@ DISK = ("*/test_disk*", "*/*_memory.py", "*/test_tier*", "ranks/test_slow_disk.p
 TOUCHES: dict[str, tuple[str, ...]] = {
     "src/": EVERY_PLAN,
     "src/shardwise/runtime/activations": ("*/test_activation*", "ranks/test_pipeline_memory.py", *DISK),
-    "src/shardwise/fit/calibrate": ("pure/test_calibrate.py", "ranks/test_budget.py", "ranks/test_fitting.py"),
+    "src/shardwise/fit": ("pure/test_clock.py", "pure/test_hardware.py", "pure/test_counted_work.py", *EVERY_PLAN),
+    "src/shardwise/fit/calibrate": (
+        "pure/test_calibrate.py",
+        "pure/test_hardware.py",
+        "ranks/test_budget.py",
+        "ranks/test_fitting.py",
+    ),
     "src/shardwise/checkpoint": ("*/test_checkpoint*", "*/test_sav*", "*/test_re*", "ranks/test_edited*", *ELASTIC),
     "src/shardwise/cli": ("pure/test_cli.py", "*/test_doctor*", "extras/test_report_page.py", "cluster/test_command*"),
     "src/shardwise/comm/": ("ranks/test_comm.py", "ranks/test_between*", "ranks/test_shared*", *EVERY_PLAN, *ELASTIC),

@@ -752,7 +752,8 @@ class Engine:
     # -- memory and time ----------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        """Promised and measured bytes of this rank; see `MemoryReport`."""
+        """Promised and measured bytes of this rank; see `MemoryReport`. The promise is for steps that follow their
+        program: the first two or so are recorded, and hold less."""
         image_bytes, kept_bytes = self._session.bytes_for_survival
         return replace(memory_of(self._sharded), image_bytes=image_bytes, kept_bytes=kept_bytes)
 
@@ -854,6 +855,9 @@ class Engine:
         been changed then. If the disk of any rank fails while values move, all raise a `TierError` that names it: the
         new plan is in effect then, and `resume` on all ranks fills it from the last checkpoint.
         """
+        # Saving and resuming would do the same through a disk, with every tensor written and read once, and a model
+        # built again. Parameters that are unfrozen later get their memory here (`_replan`), DeepSpeed's offload_states
+        # and reload_states are this call, and recovery moves values in the same way (`state.move`).
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
         renewed, lost = reshard(self._sharded, load_plan(plan))
@@ -911,6 +915,10 @@ class Engine:
         Waits for a checkpoint that is still being written, and raises its error if it failed. With an `error`, as after
         an exception inside `with`, the other ranks raise too, and name it. All ranks call.
         """
+        # Dropping the engine ends nothing: hooks of the user's model hold its memory. Without a close a checkpoint in
+        # the background may stay a draft that nobody reports, gathers behind the last step are never awaited, so that
+        # parameters are read half updated, files of the disk tier and images of this rank stay, and other ranks wait
+        # for this one until their watchdogs end them. What can raise comes first, what must happen in any case after.
         if not self._is_open:
             return
         self._is_open = False
@@ -923,6 +931,7 @@ class Engine:
                 self._run_log.close(error)
             self._session.close(error)
             self._sharded.unhook()
+            self._sharded.converted.undo()
             if self._sharded.disk is not None:
                 self._sharded.disk.close()
             if self._owns_world:

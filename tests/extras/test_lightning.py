@@ -135,7 +135,7 @@ REFUSED = {
     "state": "state_dict_type is 'sharded_'",
 }
 REFUSED_AT_SETUP = {
-    "batch norms": "sync_batchnorm adds collectives",
+    "batch norms": "sync_batchnorm=True is not supported",
     "accumulation": "accumulate 4 .* accumulate_grad_batches of Trainer is 1",
     "clipping": r"clip_grad_norm 2.0 .* gradient_clip_val of Trainer is 1.0",
     "precision": "precision fp16, but Lightning is set to bf16",

@@ -726,7 +726,26 @@ ELASTIC = _of(
         'keys(NUM_ROUNDS, "permutation", self.seed, self.source, 0)',
         "data_permutation data_sampling data_loader",
     ),
+    (
+        "the group that has lost most is filled up first",
+        "key=lambda at: -len(broken[at])",
+        "key=lambda at: len(broken[at])",
+        "replica_groups",
+    ),
+    (
+        "a spare takes a place of which it has no part, though its own is open",
+        "for member, had in free.items() if had == place)",
+        "for member, had in free.items())",
+        "replica_groups",
+    ),
+    (
+        "a group that has lost a rank goes on",
+        "if len(group) == len(places)}",
+        "if group}",
+        "replica_groups",
+    ),
 )
+
 
 TENSOR = _of(
     "tensor",
@@ -792,7 +811,35 @@ TENSOR = _of(
     ),
 )
 
+CONVERSIONS = _of(
+    "conversions",
+    (
+        "the gradient of a batch's statistics is that of this rank's loss alone",
+        "values = copy_to(reduce_from(values, line), line)",
+        "values = reduce_from(values, line)",
+        "conversions",
+    ),
+    (
+        "after a change of plan modules sum along the former mesh",
+        "    sharding.connect_converted(world)\n    renewed",
+        "    renewed",
+        "conversions",
+    ),
+    (
+        "ranks at their own pace wait for each other's batch norms",
+        "        self._connect(())\n        try:",
+        "        try:",
+        "conversions",
+    ),
+    (
+        "losses of ranks with more rows count for no more than others",
+        "communicates = sharding.experts is not None or self.converted.communicates",
+        "communicates = sharding.experts is not None",
+        "conversions",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *(*SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
-    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR),
+    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS),
 )

@@ -36,7 +36,8 @@ class Block(nn.Module):
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(nn.functional.gelu(self.up(x)))
+        result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return result
 
 
 class Model(nn.Module):

@@ -182,6 +182,7 @@ def _subject(
         return plan, Subject(examples, (), args.optimizer_states, args.optimizer), ()
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
+    converted = model_file.converted(model, plan)
     per_host = args.per_host or args.world
     fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
     plan, table = fitted.plan, table_for(fitted.plan, mesh)  # in the model's own precision, if the plan says none
@@ -190,7 +191,7 @@ def _subject(
     experts, row_numel = model_file.experts_of(model, plan, mesh)
     subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
     pipeline_rank, stages_of_units = model_file.stages_by_unit(model, plan, mesh)
-    subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.summary)
+    subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.summary, conversions=str(converted))
     subject = replace(subject, pipeline_rank=pipeline_rank, stages_of_units=stages_of_units)
     if args.batch is None:
         return plan, subject, ()
@@ -199,7 +200,7 @@ def _subject(
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
     load = model_file.EXPERT_LOAD if given is None else given
     on_cpu = None if hardware is None else hardware.is_processor
-    foreseen = model_file.activations_of(model, args.batch, plan, mesh, load, args.optimizer, on_cpu=on_cpu)
+    foreseen = model_file.activations_of(model, args.batch, plan, mesh, converted, load, args.optimizer, on_cpu=on_cpu)
     found = foreseen.counted
     counted = replace(subject, activations=found.activations, batch=args.batch, expert_load=load)
     counted = replace(counted, activation_bytes=found.sent_bytes, tied_bytes=found.tied_bytes)

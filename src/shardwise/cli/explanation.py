@@ -91,6 +91,8 @@ class Subject:
     """With a pipeline: for each unit the stages that use it; empty if unknown."""
     experts: str = ""
     """Which rank along `ep` has which experts."""
+    conversions: str = ""
+    """The modules that compute otherwise than in the plain model."""
     expert_load: float = 0.0
     """The load of experts in the rehearsal, as a multiple of an even share of the tokens."""
     row_numel: int = 0
@@ -340,6 +342,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
         **({"stages": subject.stages.splitlines()} if subject.stages else {}),
         **({"experts": subject.experts.splitlines()} if subject.experts else {}),
+        **({"conversions": subject.conversions.splitlines()} if subject.conversions else {}),
     }
 
 

@@ -29,6 +29,7 @@ from shardwise.fit.foreseen import (
     updates_of,
 )
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
+from shardwise.parallel.conversions import Converted, check_plan, convert
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split
 from shardwise.parallel.pipeline import has_pipeline, stage_layout
 from shardwise.plan import Plan
@@ -60,6 +61,13 @@ def within_budget_of(
     updates = updates_of(model, optimizer) if optimizer else None
     ranks = Ranks(on_cpu=device_here().type == "cpu", num_local=per_host)
     return within_budget(model, in_own_precision(plan, model), mesh, ranks, updates, num_states)
+
+
+def converted(model: nn.Module, plan: Plan) -> Converted:
+    """Convert the modules of `model` in place, as `shard` does first."""
+    found = convert(model)
+    check_plan(found, plan)
+    return found
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
@@ -104,13 +112,14 @@ def activations_of(
     source: str,
     plan: Plan,
     mesh: Mesh,
+    converted: Converted,
     expert_load: float = EXPERT_LOAD,
     optimizer: str | None = None,
     *,
     on_cpu: bool | None = None,
 ) -> Foreseen:
-    """What `model` holds and sends in a forward and backward on the batch that `FILE:CALLABLE` returns; with a
-    pipeline, for the rank with the most parameters.
+    """What `model`, with its `converted` modules, holds and sends in a forward and backward on the batch that
+    `FILE:CALLABLE` returns; with a pipeline, for the rank with the most parameters.
 
     Runs the file and the callable, and `count_step`, on tensors without values, which claim to be on a GPU if this
     machine has one. `on_cpu` says where ranks compute if the time is asked for: then their programs are returned too.
@@ -118,9 +127,9 @@ def activations_of(
     batch = batch_from(source)
     pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if has_pipeline(mesh) else 0
     if on_cpu is None:
-        return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load)[pp_rank])
+        return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted)[pp_rank])
     kinds = rank_units(model, plan, mesh, optimizer=optimizer, on_cpu=on_cpu)
-    counted = count_step(model, batch, plan, mesh, expert_load=expert_load, counts_work=True)
+    counted = count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted, counts_work=True)
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
     return Foreseen(counted[pp_rank], tuple(programs))
 

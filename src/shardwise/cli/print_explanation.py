@@ -76,6 +76,9 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         _section(console, f"pipeline, schedule {explained.schedule.name}")
         for line in _pipeline_lines(explained.schedule, explained):
             console.print(Text(f"  {line}"), soft_wrap=True)
+    if explained.subject.conversions:
+        note = Text("Their parameters and buffers, and checkpoints, are those of the plain model.", "dim")
+        _section(console, "conversions", Text(explained.subject.conversions.rstrip()), note)
     if explained.subject.experts:
         note = Text(f"They follow the table above, but are never sharded over {EXPERT_AXIS}.", "dim")
         _section(console, "experts", Text(explained.subject.experts.rstrip()), note)

@@ -3,9 +3,9 @@
 [Note: weights] Gradients are averaged over ranks and micro-batches with equal weights. If rank r has n of the N samples
 of all ranks in a micro-batch, this average equals the mean over all samples once everything of rank r is multiplied by
 its weight, n * ranks / N. The weight is applied to its gradients as they arrive, in the multiplication that averages
-them anyway; or to the loss, if the gradients of one rank come from the tokens of others (experts) or are summed over
-micro-batches with several weights before they reach their owner (pipelines). A rank without samples has the weight 0
-and takes part in every collective.
+them anyway; or to the loss, if the gradients of one rank come from the rows of others (experts, batch norms over all
+ranks) or are summed over micro-batches with several weights before they reach their owner (pipelines). A rank without
+samples has the weight 0 and takes part in every collective.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
 from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
+from shardwise.parallel.conversions import convert
 from shardwise.parallel.model_axes import rows_for
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -79,6 +80,7 @@ def arrive(
     The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
     """
     check_device(model, world)
+    converted = convert(model)
     plan = in_own_precision(plan, model)
     vet(optimizers, model)
     world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
@@ -106,7 +108,7 @@ def arrive(
         group.update({key: decode(value) for key, value in settings.items()})
     _load_buffers(model, decode(state["buffers"]))
     here = plan_on(plan, world.size, world.local_size)
-    bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter())
+    bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter(), converted=converted)
     trained.rest_in(model)
     former = Former(model, optimizers, bare, progress, before_change)
     sharded = rebuilt(former, plan, held, world)

@@ -8,8 +8,8 @@ from shardwise.checkpoint import Held, TrainingState
 from shardwise.comm import World
 from shardwise.errors import ConfigError
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
+from shardwise.plan.replica_groups import mesh_over, regroup
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.sharding import design
 from shardwise.sharded.state import Former, move, trained_as_before
@@ -25,10 +25,15 @@ def take_down(sharded: ShardedModel) -> None:
 
 
 def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
-    """The model of `former`, taken down, sharded by `plan` on `world` and filled from `held`. All ranks call."""
+    """The model of `former`, taken down, sharded by `plan` on `world` and filled from `held`. All ranks call.
+
+    Replica groups are single ranks here (`why_no_images` restarts other jobs), so that all members of `world` go on, in
+    its order.
+    """
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
-    plan = plan_on(plan, world.size, world.local_size)
+    regrouped = regroup(held.mesh, held.former_ranks)
+    plan = plan_on(plan, regrouped.num_ranks, world.local_size)
     with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
         designed = design(former.model, plan, world)
         belongings = TrainingState(held, world)
@@ -43,21 +48,10 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
 
 
 def plan_on(plan: Plan, num_ranks: int, local_size: int | None) -> Plan:
-    """`plan` with a mesh for `num_ranks`: its own if that fits, else one with the same axes.
-
-    If the size of the innermost axis divides `num_ranks`, it is kept and the outermost axis gets the quotient;
-    otherwise the innermost axis gets all ranks.
-    """
+    """`plan` with a mesh for `num_ranks`: its own if that fits, else that of `mesh_over`."""
     try:
         mesh_for(plan, num_ranks, local_size)
     except ConfigError:
-        axes = tuple(plan.mesh) if plan.mesh is not None else ("node", "local")
-        inner = (plan.mesh or {}).get(axes[-1], -1)
-        sizes = dict.fromkeys(axes, 1)
-        if len(axes) > 1 and inner > 0 and num_ranks % inner == 0:
-            sizes[axes[0]], sizes[axes[-1]] = num_ranks // inner, inner
-        else:
-            sizes[axes[-1]] = num_ranks
-        Mesh.of(sizes, num_ranks)
-        return plan.model_copy(update={"mesh": sizes})
+        mesh = mesh_over(plan.mesh or {"node": 1, "local": -1}, num_ranks)  # without one, only hosts' sizes do not fit
+        return plan.model_copy(update={"mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
     return plan

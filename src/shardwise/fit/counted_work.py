@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.fit.work import Operation, Operations, Worked
+from shardwise.fit.work import Copying, Operation, Operations, Worked
 from shardwise.program import Moment
 from shardwise.runtime.hooks import in_backward
 from shardwise.system.telemetry import Ledger
@@ -78,7 +78,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             return
         if torch.is_grad_enabled():
             self.recomputed.append(self.operations[-1])
-        elif func._overloadpacket._qualified_op_name == "aten::mm" and not self._reads_params(given):
+        elif str(func._overloadpacket) == "aten.mm" and not self._reads_params(given):
             self.weights.append(self.operations[-1])
 
     def add(self, operation: Operation) -> None:
@@ -122,7 +122,7 @@ class CountedWork:
 
     def note_copy(self, verb: str, tier: str, num_bytes: int) -> None:
         if self._counting is not None:
-            kind = "evict" if verb == "evict" else "fetch"
+            kind: Copying = "evict" if verb == "evict" else "fetch"
             self._counting.add(Operation(kind, num_bytes=num_bytes, axis=tier, kernels=0))
 
     def _note_message(self, verb: str, axis: str, sent_bytes: int) -> None:
@@ -162,7 +162,7 @@ _LOOK_UP = ("embedding", "index_select")
 
 
 def _only_views(func: Any) -> bool:
-    namespace, _, name = func._overloadpacket._qualified_op_name.partition("::")
+    namespace, _, name = str(func._overloadpacket).partition(".")
     aliases = [one.alias_info for one in func._schema.returns]
     is_view = all(one is not None and not one.is_write for one in aliases)
     return namespace == "prim" or is_view or name in _ALLOCATING
@@ -176,7 +176,7 @@ def _operation(
     made: Sequence[torch.Tensor],
     registry: Mapping[Any, Dispatch],
 ) -> Operation:
-    name = func._overloadpacket._qualified_op_name.partition("::")[2]
+    name = str(func._overloadpacket).partition(".")[2]
     read = (*given[1:], *made) if name in _LOOK_UP else given
     num_bytes = sum(one.numel() * one.element_size() for one in (*read, *made))
     dtype = NAMES.get(given[0].dtype, "-") if given else "-"

@@ -22,6 +22,7 @@ from shardwise.fit.stage_rehearsal import StageRehearsal
 from shardwise.fit.work import Worked
 from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
 from shardwise.optim import hidden_matrices
+from shardwise.parallel.conversions import Converted, check_plan, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
@@ -63,15 +64,20 @@ def count_step(
     mesh: Mesh,
     *,
     expert_load: float = EXPERT_LOAD,
+    converted: Converted | None = None,
     counts_work: bool = False,
 ) -> list[Counted]:
     """For the first rank, or the first of each stage of a pipeline in their order, rehearse `model` on one rank's
     micro-batch. `model` is split in place as the plan says, and of no use afterwards.
 
     With sequence parallelism the batch is a rank's part. Experts get `expert_load` times an even share of the tokens,
-    or the most that their capacity lets all ranks send. Raises `ModelError` for a model that cannot be rehearsed.
+    or the most that their capacity lets all ranks send. Without `converted`, the model's modules are converted first.
+    Raises `ModelError` for a model that cannot be rehearsed.
     """
-    parts = Parts(plan, table_for(plan, mesh), mesh, device_here(), expert_load)
+    if converted is None:
+        converted = convert(model)
+        check_plan(converted, plan)
+    parts = Parts(plan, table_for(plan, mesh), mesh, device_here(), expert_load, converted)
     if has_pipeline(mesh):
         return parts.of_stages(model, batch, counts_work=counts_work)
     watch, ledger = parts.watching(counts_work)
@@ -152,6 +158,7 @@ class Parts:
     mesh: Mesh
     device: torch.device
     expert_load: float
+    converted: Converted
 
     def of_stages(self, model: nn.Module, batch: object, *, counts_work: bool = False) -> list[Counted]:
         """By pipeline rank."""
@@ -217,6 +224,7 @@ class Parts:
         if split is not None:
             line = self._line(AXIS, ledger)
             split.carry_out(line, Regions(line))
+        self.converted.of_copy(model).connect(mesh, lambda axis: self._line(axis, ledger))
         return [unit for unit in units if unit.flats]
 
     def around(self, model: nn.Module, ledger: Ledger) -> Around:

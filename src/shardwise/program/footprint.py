@@ -4,8 +4,9 @@ These are promises: the runtime counts the same bytes (`engine.memory()`), and a
 takes all memory for its gradients when it begins; the runtime takes it when the first gradient comes. Activations are
 the model's own, and are counted only if a rehearsal has measured them.
 
-The runtime may hold less (a backward that is open long before its first gradient), and more in one case: where the last
-use of a frozen parameter is not seen ([Note: blind calls] in `runtime/hooks.py`), until the backward ends.
+The runtime may hold less (in passes that are recorded, which gather nothing ahead and wait for each message; in a
+backward that is open long before its first gradient), and more in one case: where the last use of a frozen parameter is
+not seen ([Note: blind calls] in `runtime/hooks.py`), until the backward ends.
 """
 
 from __future__ import annotations

@@ -42,8 +42,12 @@ from shardwise.system.telemetry import Ledger, Timeline
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that holds memory of one plan. None of it refers back to its holder, so that the memory is freed as
-    soon as `ShardedModel` drops this, without garbage collection."""
+    """Everything that holds memory of one plan, in one place, so that a change of plan drops all of it or nothing.
+
+    None of it refers back to its holder, so that the memory is freed as soon as `ShardedModel` drops this. With one
+    reference cycle, old buffers stay until the next garbage collection, and a change of plan peaks at two layouts, of
+    which rarely both fit where a change is needed (`tests/ranks/test_reshard.py` holds it to one and a unit).
+    """
 
     sharding: Sharding
     flats: list[Flat]
@@ -114,6 +118,9 @@ def assemble(
     steps: Steps,
 ) -> Parts:
     """Put together what trains `model`, which is laid out as `sharding`. All ranks call.
+
+    The order matters, as each part is given those before it, and one stack collects what undoes them: were hooks
+    removed by each part itself, one that raises would leave a model with some of them, that no engine owns.
 
     `data_group` are the ranks that hold the same part of the model, `peers` those that list the same parameters;
     `steps` takes the steps. If this raises, model and optimizers are left alone.

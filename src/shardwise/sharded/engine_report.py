@@ -195,6 +195,7 @@ def describe(sharded: ShardedModel) -> str:
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the disk" for kind, num_bytes in memory.promised_on_disk.items()),
+        *str(sharded.converted).splitlines(),
         *_expert_lines(sharded),
         *_stage_lines(sharded),
     )

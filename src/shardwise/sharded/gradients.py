@@ -141,9 +141,9 @@ class Gradients:
         scaler, runner = self._scaler(), self._runner
         if runner.passes.num_unweighed:
             raise StateError(
-                "Ranks have different numbers of samples, and gradients of experts are of tokens of all ranks, so each "
-                "loss has to be weighed. Call engine.backward(loss) in the place of loss.backward(); zero_grad() "
-                "forgets what has come so far."
+                "Ranks have different numbers of samples, and gradients of experts, or of batch norms over all ranks, "
+                "are of the rows of all ranks, so each loss has to be weighed. Call engine.backward(loss) in the place "
+                "of loss.backward(); zero_grad() forgets what has come so far."
             )
         if scaler is not None and self._prepared_at is not None and self.is_taken:
             scale_gradients(self._flats, scaler.scale)  # as are the gradients that have come since

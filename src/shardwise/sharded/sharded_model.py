@@ -66,6 +66,10 @@ def scaler_for(plan: Plan) -> LossScaler | None:
 class ShardedModel:
     """Connects one sharded model to its hooks, programs and optimizer, and takes its steps.
 
+    It is not the engine, because a change of plan, or a lost rank, replaces it while users hold the engine; and not its
+    `parts`, because optimizers step without an engine being called, and their hooks must find somebody who can say that
+    the memory has moved on (`parts` then raises) instead of stepping on buffers of an old plan.
+
     `before_change` is called before a step changes what an optimizer holds.
     """
 
@@ -94,12 +98,15 @@ class ShardedModel:
         """In a pipeline: whether the ranks have asked whether activations on their disks have room."""
         self.disk = sharding.disk
         """Holds the rows on a disk, if there are any."""
+        self.converted = sharding.converted
+        """Outlives `parts`: whoever closes the engine makes these modules plain again."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
         self._has_noted_use = self._has_noted_drops = False
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
-        self._weighs_losses = self.parts.pipeline is not None or sharding.experts is not None
+        communicates = sharding.experts is not None or self.converted.communicates
+        self._weighs_losses = self.parts.pipeline is not None or communicates
         """Whether weights are applied to losses: see [Note: weights] in `comm/weighing.py`."""
         self._weight = 1.0
         self._set_weight(1.0)
@@ -318,6 +325,7 @@ class ShardedModel:
     def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
         """See `Engine.inference`, and for `members` `runtime.Inference`. Sequences are whole inside."""
         with ExitStack() as stack:
+            stack.enter_context(self.converted.suspended())
             if self.parts.sequence is not None:
                 stack.enter_context(self.parts.sequence.suspended())
             yield stack.enter_context(self.parts.runner.inference(self.world, keep_bytes, members))

@@ -29,6 +29,7 @@ from shardwise.memory import (
 )
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.optim.precision.auto import settle
+from shardwise.parallel.conversions import Converted, check_plan, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import ExpertSplit, check_routers, expert_split
 from shardwise.parallel.model_axes import (
@@ -79,6 +80,8 @@ class Sharding:
     """How the model itself is split, if the mesh has an axis `tp`."""
     experts: ExpertSplit | None = None
     """Which rank along `ep` has which experts, if the mesh has that axis."""
+    converted: Converted = field(default_factory=Converted)
+    """The modules that compute otherwise than in the plain model: see [Note: conversions]."""
     disk: DiskMemory | None = None
     """Holds the rows on a disk, if there are any."""
     treatments: Treatments = field(default_factory=Treatments)
@@ -98,6 +101,11 @@ class Sharding:
     @property
     def device(self) -> torch.device:
         return self.units[0].flats[0].device
+
+    def connect_converted(self, world: World) -> None:
+        """Let converted modules send to the ranks of this mesh. All ranks call."""
+        collectives = world.collectives(self.device)
+        self.converted.connect(self.mesh, lambda axis: Line(collectives, world.group(self.mesh, axis)))
 
     def treated(self, plan: Plan, treatments: Treatments, world: World) -> Sharding:
         """The same with other `treatments`, which is all in which `plan` differs. All ranks call.
@@ -256,6 +264,22 @@ def lay(
     check_same_settings(settings_of(plan, world), "plan", world)
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
+    converted = convert(model)
+    try:
+        check_plan(converted, plan)
+        sharding = _lay_converted(model, plan, optimizers, world, wishes)
+    except BaseException:
+        converted.undo()
+        raise
+    sharding = replace(sharding, converted=converted.within(model))
+    sharding.connect_converted(world)
+    return sharding
+
+
+def _lay_converted(
+    model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World, wishes: Wishes
+) -> Sharding:
+    """`lay`, once the modules of `model` are those that will compute."""
     mesh = mesh_for(plan, world.size, world.local_size)
     peers = DataGroup(world, mesh, mesh.params_axes)
     device = check_device(model, world)

@@ -35,6 +35,7 @@ from shardwise.init import check_same_settings
 from shardwise.memory import DiskMemory, Flat
 from shardwise.optim import require_states_for_disk
 from shardwise.optim.precision.auto import settle
+from shardwise.parallel.conversions import check_plan
 from shardwise.parallel.experts import ExpertSplit, share_totals
 from shardwise.parallel.model_axes import carry_out_experts, synchronize_generators
 from shardwise.parallel.pipeline import StagedModel, has_pipeline
@@ -284,6 +285,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     model, world, progress = sharded.model, sharded.world, sharded.progress
     plan = _in_one_precision(plan, sharded)
     _require_same_split(sharded, plan)
+    check_plan(sharded.converted, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
     added = sharded.parts.optimizer.added if sharded.parts.optimizer is not None else {}
     updates = {**sharded.parts.sharding.updates, **added}
@@ -438,6 +440,7 @@ def move(
     sharding = replace(
         designed.carry_out(world, device, updates, disk),
         split=former.sharding.split,
+        converted=former.sharding.converted,
         fitted=fitted[0],
         budget=fitted[1],
     )
@@ -447,6 +450,7 @@ def move(
         for flat in unit.flats:
             states |= training_state.move_into(flat, world.collectives(device))
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
+    sharding.connect_converted(world)
     renewed = ShardedModel(model, former.optimizers, sharding, world, former.progress, former.before_change)
     if renewed.parts.optimizer is not None:
         for piece in renewed.parts.optimizer.pieces:

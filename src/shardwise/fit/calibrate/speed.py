@@ -45,13 +45,13 @@ class Speeds:
 def num_measured_ranks() -> int:
     """One for each accelerator; on processors two, which share the cores evenly."""
     found = TorchAccelerator.found()
-    return found.num_devices() if found is not None else min(2, num_cores())
+    return found.num_devices if found is not None else min(2, num_cores())
 
 
 def this_machine() -> str:
     """As a calibration names it."""
     found = TorchAccelerator.found()
-    names = () if found is None else tuple(RankDevice.of(found, index).identity for index in range(found.num_devices()))
+    names = () if found is None else tuple(RankDevice.of(found, index).identity for index in range(found.num_devices))
     return describe_machine(names)
 
 
@@ -112,7 +112,8 @@ def _losses(rows: Sequence[Row]) -> np.ndarray:
     found = np.zeros(3)
     found[kept] = solved
     found /= scales
-    return found[1:] / found[0]
+    losses: np.ndarray = found[1:] / found[0]
+    return losses
 
 
 def _peak(rows: Sequence[Row], half_area: float, half_depth: float) -> float:

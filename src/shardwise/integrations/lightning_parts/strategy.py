@@ -117,8 +117,9 @@ class StrategyMixin(_Base):
         self.accelerator.setup(trainer)
         if self._layer_sync is not None:
             raise ConfigError(
-                "sync_batchnorm adds collectives of torch to every batch norm, which conflict with recomputation and "
-                "prefetch. Leave it out: batch norm statistics are per rank, as with DDP."
+                "sync_batchnorm=True is not supported. Leave it out, and call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(module) before fit: its batch norms then take the rows "
+                "of all ranks."
             )
         module = self.lightning_module
         is_fit = trainer.state.fn == "fit"

@@ -147,10 +147,8 @@ def rehearse_work(
         twin = Twin(model, units, device)
         stage = _Stage(twin, device, watch)
         work = prepare(twin)
-        on_host, on_disk = (
-            kind(None if watch is None else partial(_copied, watch, tier))
-            for kind, tier in ((RehearsedStore, "host"), (RehearsedDiskStore, "disk"))
-        )
+        on_host = RehearsedStore(None if watch is None else partial(_copied, watch, "host"))
+        on_disk = RehearsedDiskStore(None if watch is None else partial(_copied, watch, "disk"))
         elsewhere = {"offload": on_host, "disk": on_disk}
         if treatments:
             waits, resting = device.type != "cpu", twin.resting

@@ -1,0 +1,140 @@
+"""Who goes on when ranks are lost or join, and on which mesh. Pure.
+
+A *replica group* is the ranks that hold and train one copy of the model together: those that differ only along `tp`,
+`pp`, `sp` and `ep`. Without such axes it is a single rank. If one of its ranks is lost, the others can compute nothing,
+so the group leaves the mesh as a whole, which is one coordinate along the data axes. Its healthy ranks become *spares*.
+As soon as spares and newcomers are as many as a group has ranks, they form one.
+
+The replica as the unit of failure is known from torchft and FT-HSDP (arXiv:2602.00277).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """Who goes on. Members are numbered as `regroup` was given them."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """The members of each replica group, in the order of their places along `tp`, `pp`, `sp` and `ep`; groups in the
+    order of their first members."""
+    spares: tuple[int, ...]
+    """Healthy members without a group, fewer than a group needs."""
+    leaving: tuple[dict[str, int], ...]
+    """The coordinates along the data axes of the groups that do not go on."""
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(map(len, self.groups))
+
+    def members_on(self, mesh: Mesh) -> tuple[int, ...]:
+        """By rank of `mesh`, which has as many ranks and the same groups: the member that has it."""
+        number_of = {place: number for number, place in enumerate(_places(mesh, _data_axes(mesh)))}
+        rank_of = {place: number for number, place in enumerate(_places(mesh, _group_axes(mesh)))}
+        where = map(mesh.coordinate, range(mesh.world_size))
+        return tuple(
+            self.groups[number_of[_place(one, _data_axes(mesh))]][rank_of[_place(one, _group_axes(mesh))]]
+            for one in where
+        )
+
+
+def regroup(mesh: Mesh, seats: Sequence[int | None]) -> Regrouped:
+    """Who goes on of the members that have the ranks `seats` of `mesh`; `None` for spares and newcomers. Ranks of
+    `mesh` that no member has are lost.
+
+    Groups that are whole stay as they are. As many groups as possible are formed of all other members: first those
+    that have lost the fewest ranks are filled up, so that as few members as possible hold another part of the model
+    than before, and then there are new ones.
+    """
+    axes = _group_axes(mesh)
+    places = _places(mesh, axes)
+    seated: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {at: {} for at in _places(mesh, _data_axes(mesh))}
+    for member, seat in enumerate(seats):
+        if seat is not None:
+            where = mesh.coordinate(seat)
+            seated[_place(where, _data_axes(mesh))][_place(where, axes)] = member
+    whole = {at: group for at, group in seated.items() if len(group) == len(places)}
+    broken = {at: group for at, group in seated.items() if at not in whole}
+    waiting = [member for member, seat in enumerate(seats) if seat is None]
+    num_formed = (len(waiting) + sum(map(len, broken.values()))) // len(places)
+    mended = sorted((at for at in broken if broken[at]), key=lambda at: -len(broken[at]))[:num_formed]
+    formed = [broken[at] for at in mended] + [{} for _ in range(num_formed - len(mended))]
+    left_over = [group for at, group in broken.items() if at not in mended]
+    spares = _fill(formed, left_over, waiting, places)
+    groups = sorted((tuple(group[place] for place in places) for group in (*whole.values(), *formed)), key=min)
+    leaving = tuple(dict(zip(_data_axes(mesh), at, strict=True)) for at in broken if at not in mended)
+    return Regrouped(tuple(groups), tuple(sorted(spares)), leaving)
+
+
+def _fill(
+    formed: Sequence[dict[tuple[int, ...], int]],
+    left_over: Sequence[Mapping[tuple[int, ...], int]],
+    waiting: Sequence[int],
+    places: Sequence[tuple[int, ...]],
+) -> list[int]:
+    """Give every place of the groups `formed` to a member: to one that had this place in a group that is given up, if
+    there is one, else to any. Returns those that are not needed."""
+    free = {member: place for group in left_over for place, member in group.items()}
+    still_open = []
+    for group, place in itertools.product(formed, places):
+        if place in group:
+            continue
+        same = next((member for member, had in free.items() if had == place), None)
+        if same is None:
+            still_open.append((group, place))
+        else:
+            group[place] = same
+            del free[same]
+    rest = sorted([*free, *waiting])
+    for (group, place), member in zip(still_open, rest, strict=False):
+        group[place] = member
+    return rest[len(still_open) :]
+
+
+def mesh_over(axes: Mapping[str, int], num_ranks: int) -> Mesh:
+    """The mesh of a plan's `axes` over `num_ranks`: its own if that fits, else one with the same replica groups.
+
+    If the size of the innermost data axis divides the number of groups, it is kept and the outermost data axis gets the
+    quotient; otherwise the innermost gets all. Raises `ConfigError` if `num_ranks` are not a number of whole groups.
+    """
+    try:
+        return Mesh.of(axes, num_ranks)
+    except ConfigError:
+        data_axes = [axis for axis in axes if axis not in MODEL_AXES]
+        group_size = math.prod(size for axis, size in axes.items() if axis in MODEL_AXES)
+        if not data_axes or group_size < 1 or num_ranks % group_size:
+            raise
+        num_groups, inner = num_ranks // group_size, axes[data_axes[-1]]
+        sizes = {**axes, **dict.fromkeys(data_axes, 1)}
+        if len(data_axes) > 1 and inner > 0 and num_groups % inner == 0:
+            sizes |= {data_axes[0]: num_groups // inner, data_axes[-1]: inner}
+        else:
+            sizes[data_axes[-1]] = num_groups
+        return Mesh.of(sizes, num_ranks)
+
+
+def _group_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which the ranks of a replica group differ."""
+    return tuple(axis for axis in MODEL_AXES if axis in mesh.axes)
+
+
+def _data_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The other axes: data axes but for `ep`."""
+    return tuple(axis for axis in mesh.axes if axis not in MODEL_AXES)
+
+
+def _places(mesh: Mesh, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """All coordinates along `axes`, in order."""
+    return list(itertools.product(*(range(mesh.size(axis)) for axis in axes)))
+
+
+def _place(coordinate: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+    return tuple(coordinate[axis] for axis in axes)

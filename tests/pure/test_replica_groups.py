@@ -1,0 +1,197 @@
+"""Who goes on when ranks are lost or join, on drawn meshes: replica groups leave and come back whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.elastic.rebuild import plan_on
+from shardwise.errors import ConfigError
+from shardwise.plan import load_plan
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.replica_groups import Regrouped, mesh_over, regroup
+from tests.thorough import varies
+
+NAMES = ("pp", "node", "dp", "ep", "sp", "tp")
+MESHES = (
+    st.dictionaries(st.sampled_from(NAMES), st.integers(1, 3), min_size=1, max_size=4)
+    .filter(lambda axes: axes.keys() - MODEL_AXES.keys())
+    .map(lambda axes: Mesh(tuple(axes), tuple(axes.values())))
+)
+
+
+@st.composite
+def losses(draw: Any) -> tuple[Mesh, list[int | None]]:
+    """A mesh, and who is there after ranks were lost and others have joined, in any order."""
+    mesh = draw(MESHES)
+    survivors = draw(st.sets(st.integers(0, mesh.world_size - 1)))
+    return mesh, draw(st.permutations([*survivors, *([None] * draw(st.integers(0, 6)))]))
+
+
+def group_size(mesh: Mesh) -> int:
+    return math.prod(mesh.size(axis) for axis in mesh.axes if axis in MODEL_AXES)
+
+
+def data_place(mesh: Mesh, rank: int) -> dict[str, int]:
+    return {axis: at for axis, at in mesh.coordinate(rank).items() if axis not in MODEL_AXES}
+
+
+def model_place(mesh: Mesh, rank: int) -> dict[str, int]:
+    return {axis: at for axis, at in mesh.coordinate(rank).items() if axis in MODEL_AXES}
+
+
+def laid(mesh: Mesh, regrouped: Regrouped) -> tuple[Mesh, tuple[int, ...]] | None:
+    """The mesh of those that go on, and its members by rank; `None` if no group is whole."""
+    if not regrouped.groups:
+        return None
+    after = mesh_over(dict(zip(mesh.axes, mesh.sizes, strict=True)), regrouped.num_ranks)
+    return after, regrouped.members_on(after)
+
+
+@varies
+@given(losses())
+def test_every_member_has_one_place_or_is_a_spare_and_no_group_could_be_formed_of_the_spares(given: Any) -> None:
+    mesh, seats = given
+    regrouped = regroup(mesh, seats)
+    assert sorted([*(one for group in regrouped.groups for one in group), *regrouped.spares]) == list(range(len(seats)))
+    assert {len(group) for group in regrouped.groups} <= {group_size(mesh)}
+    assert len(regrouped.spares) < group_size(mesh)
+
+
+@varies
+@given(losses())
+def test_the_ranks_of_a_group_are_one_group_of_the_new_mesh(given: Any) -> None:
+    mesh, seats = given
+    regrouped = regroup(mesh, seats)
+    if (found := laid(mesh, regrouped)) is not None:
+        after, members = found
+        assert model_place(after, 0).keys() == model_place(mesh, 0).keys()
+        assert group_size(after) == group_size(mesh)
+        rank_of = {member: rank for rank, member in enumerate(members)}
+        places = [{tuple(data_place(after, rank_of[one]).items()) for one in group} for group in regrouped.groups]
+        assert all(len(place) == 1 for place in places)
+
+
+@varies
+@given(losses())
+def test_nobody_changes_its_part_of_the_model_whose_group_goes_on(given: Any) -> None:
+    """And a group that is whole stays together; so do those that are left of one that is filled up."""
+    mesh, seats = given
+    regrouped = regroup(mesh, seats)
+    found = laid(mesh, regrouped)
+    lost = set(range(mesh.world_size)) - set(seats)
+    leaving = [tuple(place.items()) for place in regrouped.leaving]
+    assert all(any(tuple(data_place(mesh, rank).items()) == place for rank in lost) for place in leaving)
+    for rank in range(mesh.world_size):
+        place = tuple(data_place(mesh, rank).items())
+        if rank in lost or place in leaving:
+            continue
+        assert found is not None
+        after, members = found
+        others = [one for one in range(mesh.world_size) if data_place(mesh, one) == dict(place) and one not in lost]
+        now = [members.index(seats.index(one)) for one in others]
+        assert [model_place(after, one) for one in now] == [model_place(mesh, one) for one in others]
+        assert len({tuple(data_place(after, one).items()) for one in now}) == 1
+
+
+@varies
+@given(losses())
+def test_single_ranks_all_go_on_in_their_order(given: Any) -> None:
+    mesh, seats = given
+    if group_size(mesh) == 1 and seats:
+        found = laid(mesh, regroup(mesh, seats))
+        assert found is not None
+        assert found[1] == tuple(range(len(seats)))
+
+
+@varies
+@given(MESHES, st.data())
+def test_what_was_lost_comes_back_when_spares_and_newcomers_are_enough(mesh: Mesh, data: st.DataObject) -> None:
+    """The mesh is the first one again, and those that stayed have the places that they had."""
+    lost = data.draw(st.sets(st.integers(0, mesh.world_size - 1), min_size=1))
+    seats: list[int | None] = [rank for rank in range(mesh.world_size) if rank not in lost]
+    smaller = regroup(mesh, seats)
+    if (found := laid(mesh, smaller)) is None:
+        return
+    after, members = found
+    here: list[int | None] = [members.index(one) if one in members else None for one in range(len(seats))]
+    again = regroup(after, [*here, *([None] * len(lost))])
+    assert not again.spares
+    larger = mesh_over(dict(zip(mesh.axes, mesh.sizes, strict=True)), again.num_ranks)
+    assert larger == mesh
+    back = again.members_on(larger)
+    for rank, member in enumerate(members):
+        assert model_place(larger, back.index(member)) == model_place(after, rank)
+
+
+def test_a_lost_rank_takes_its_group_along() -> None:
+    mesh = Mesh(("pp", "dp", "tp"), (2, 2, 2))
+    regrouped = regroup(mesh, [0, 1, 2, 4, 5, 6, 7])  # without rank 3: pp 0, dp 1, tp 1
+    assert regrouped.leaving == ({"dp": 1},)
+    assert regrouped.spares == (2, 5, 6)  # which were ranks 2, 6 and 7
+    assert regrouped.members_on(Mesh(("pp", "dp", "tp"), (2, 1, 2))) == (0, 1, 3, 4)
+
+
+def test_a_newcomer_takes_the_lost_place_and_the_group_goes_on() -> None:
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    regrouped = regroup(mesh, [0, 1, 2, None])
+    assert (regrouped.leaving, regrouped.spares) == ((), ())
+    assert regrouped.members_on(mesh) == (0, 1, 2, 3)
+
+
+def test_the_rest_of_two_groups_is_one_group() -> None:
+    """The one that has lost less is filled up, by whoever had the place that it lacks."""
+    mesh = Mesh(("dp", "tp"), (2, 3))
+    regrouped = regroup(mesh, [0, 3, 5])  # one rank of the first group, and two of the second
+    assert regrouped.leaving == ({"dp": 0},)
+    assert regrouped.members_on(Mesh(("dp", "tp"), (1, 3))) == (1, 0, 2)
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    assert regroup(mesh, [0, 3]).members_on(Mesh(("dp", "tp"), (1, 2))) == (0, 1)
+    assert regroup(mesh, [1, 3]).members_on(Mesh(("dp", "tp"), (1, 2))) == (1, 0)
+    mesh = Mesh(("dp", "tp"), (3, 3))  # one rank of each group, with tp 0, 2 and 1
+    assert regroup(mesh, [0, 5, 7]).members_on(Mesh(("dp", "tp"), (1, 3))) == (0, 2, 1)
+
+
+def test_nobody_goes_on_where_no_group_is_whole() -> None:
+    regrouped = regroup(Mesh(("dp", "tp"), (1, 2)), [0])
+    assert (regrouped.groups, regrouped.spares, regrouped.leaving) == ((), (0,), ({"dp": 0},))
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_ranks", "expected"),
+    [
+        ({"dp": 4}, 3, "dp=3"),
+        ({"dp": -1}, 3, "dp=3"),
+        ({"node": 2, "local": 2}, 3, "node=1 x local=3"),
+        ({"node": 2, "local": 2}, 6, "node=3 x local=2"),
+        ({"node": -1, "local": 2}, 3, "node=1 x local=3"),
+        ({"node": 2, "local": -1}, 3, "node=1 x local=3"),
+        ({"pod": 2, "node": 2, "local": 2}, 6, "pod=3 x node=1 x local=2"),
+        ({"pp": 2, "dp": 2, "tp": 2}, 4, "pp=2 x dp=1 x tp=2"),
+        ({"pp": 2, "dp": 2, "tp": 2}, 12, "pp=2 x dp=3 x tp=2"),
+        ({"node": 2, "local": 2, "tp": 2}, 6, "node=1 x local=3 x tp=2"),
+        ({"dp": 3, "ep": 2}, 4, "dp=2 x ep=2"),
+        ({"dp": 2, "tp": 1}, 4, "dp=4 x tp=1"),
+    ],
+)
+def test_the_mesh_over_other_numbers_of_ranks(axes: dict[str, int], num_ranks: int, expected: str) -> None:
+    assert str(mesh_over(axes, num_ranks)) == expected
+
+
+@pytest.mark.parametrize(("axes", "num_ranks"), [({"dp": 2, "tp": 2}, 3), ({"tp": 4}, 2), ({"dp": 2, "tp": 2}, 0)])
+def test_ranks_that_are_no_number_of_groups_have_no_mesh(axes: dict[str, int], num_ranks: int) -> None:
+    with pytest.raises(ConfigError):
+        mesh_over(axes, num_ranks)
+
+
+def test_a_plan_keeps_its_own_mesh_where_that_fits() -> None:
+    given = load_plan({"preset": "hsdp"})
+    assert plan_on(given, 4, 2) is given
+    assert plan_on(given, 3, 2).mesh == {"node": 1, "local": 3}
+    fixed = load_plan({"preset": "hsdp", "mesh": {"node": 2, "local": 2}})
+    assert plan_on(plan_on(fixed, 3, None), 3, None).mesh == {"node": 1, "local": 3}
+    assert plan_on(fixed, 4, None) is fixed
