@@ -19,8 +19,8 @@ from benchmarks.worker import warm_up
 from shardwise.system.process_memory import PeakOverBaseline
 
 SIZES = {
-    "tiny": LlamaSize(num_blocks=2, dim=128, seq=32, batch=1),
-    "small": LlamaSize(num_blocks=6, dim=512, seq=64, batch=2, vocab=4096),
+    "tiny": LlamaSize.of_width(num_blocks=2, dim=128, seq=32, batch=1),
+    "small": LlamaSize.of_width(num_blocks=6, dim=512, seq=64, batch=2, vocab=4096),
 }
 NUM_WARM = 3
 CLIP = 1.0

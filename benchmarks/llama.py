@@ -19,32 +19,39 @@ ROW = ("self_attn.o_proj", "mlp.down_proj")
 
 @dataclass(frozen=True)
 class LlamaSize:
-    """Blocks, their width, and what is computed at once; half as many heads for keys as for queries."""
+    """A Llama, and the tokens that a rank is given at once: `batch` rows of `seq`."""
 
     num_blocks: int
     dim: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    vocab: int
     seq: int
     batch: int
-    vocab: int = 512
+
+    @classmethod
+    def of_width(cls, num_blocks: int, dim: int, seq: int, batch: int, vocab: int = 512) -> LlamaSize:
+        """Heads of `HEAD_DIM`, half as many for keys as for queries; `hidden` is a multiple of 64."""
+        num_heads = dim // HEAD_DIM
+        return cls(num_blocks, dim, dim * 8 // 3 // 64 * 64, num_heads, num_heads // 2, vocab, seq, batch)
 
     @property
-    def hidden(self) -> int:
-        """The width inside of a block's feed-forward part, a multiple of 64."""
-        return self.dim * 8 // 3 // 64 * 64
+    def tokens(self) -> int:
+        return self.batch * self.seq
 
-    @property
-    def num_heads(self) -> int:
-        return self.dim // HEAD_DIM
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_heads // 2
+    def flops_per_step(self, num_params: int) -> float:
+        """Of one training step: six per parameter (the embedding's lookup excepted) and token, and causal attention
+        (PaLM's model FLOPs, arXiv:2204.02311, appendix B); recomputation does not count."""
+        matrices = 6 * (num_params - self.vocab * self.dim) * self.tokens
+        attention = 6 * self.num_blocks * self.seq * self.dim * self.tokens  # half of 12: causal
+        return matrices + attention
 
 
 LLAMA_SIZES = {
-    "tiny": LlamaSize(num_blocks=2, dim=256, seq=32, batch=1),
-    "narrow": LlamaSize(num_blocks=8, dim=256, seq=128, batch=1),
-    "wide": LlamaSize(num_blocks=4, dim=1024, seq=256, batch=2),
+    "tiny": LlamaSize.of_width(num_blocks=2, dim=256, seq=32, batch=1),
+    "narrow": LlamaSize.of_width(num_blocks=8, dim=256, seq=128, batch=1),
+    "wide": LlamaSize.of_width(num_blocks=4, dim=1024, seq=256, batch=2),
 }
 
 
@@ -138,7 +145,6 @@ def transformers_config(size: LlamaSize) -> Any:
         num_hidden_layers=size.num_blocks,
         num_attention_heads=size.num_heads,
         num_key_value_heads=size.num_kv_heads,
-        head_dim=HEAD_DIM,
         max_position_embeddings=size.seq,
         use_cache=False,
     )

@@ -138,9 +138,9 @@ def traced(step: Callable[[], object], keep: Path | None) -> dict[str, Any]:
 
 
 def one_step(rows: Rows, plan: dict[str, Any], name: str) -> dict[str, Any]:
-    shape = ONE_BILLION if rows.is_real else TINY
-    batch = tokens_of(shape, rows.device, rows.world.rank)
-    model = llama(shape, rows.device)
+    size = ONE_BILLION if rows.is_real else TINY
+    batch = tokens_of(size, rows.device, rows.world.rank)
+    model = llama(size, rows.device)
     with sw.shard(model, {"precision": "bf16", **plan}, optimizer=adamw(model), world=rows.world) as engine:
 
         def step() -> None:

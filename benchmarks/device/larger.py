@@ -17,12 +17,13 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.device.models import FIFTH, TINY, Shape
+from benchmarks.device.models import FIFTH, TINY
 from benchmarks.device.offload import offloaded
 from benchmarks.device.rows import Rows
-from benchmarks.device.speed import shape_params
+from benchmarks.device.speed import num_params_of
+from benchmarks.llama import LlamaSize
 
-WIDE = Shape(1, 4096, 11_008, 32, 8, 32_000, 2048, 4)
+WIDE = LlamaSize(1, 4096, 11_008, 32, 8, 32_000, 2048, 4)
 STATE_BYTES = 16
 """Of a parameter under AdamW in bf16: itself and its gradient, fp32 master and two moments."""
 HOST_BYTES = 20
@@ -35,13 +36,13 @@ there."""
 DD_BYTES = 1 << 31
 
 
-def largest(card_bytes: int, host_bytes: int, seconds: float) -> Shape:
+def largest(card_bytes: int, host_bytes: int, seconds: float) -> LlamaSize:
     """A Llama a tenth larger than the card; smaller if the host's free memory or the time bears no such. Pure."""
     most = min(
         1.1 * card_bytes / STATE_BYTES, 0.9 * card_bytes / MADE_BYTES, 0.9 * host_bytes / HOST_BYTES,
         seconds / SECONDS_PER_BILLION * 1e9,
     )  # fmt: skip
-    one, two = (shape_params(replace(WIDE, num_blocks=num)) for num in (1, 2))
+    one, two = (num_params_of(replace(WIDE, num_blocks=num)) for num in (1, 2))
     return replace(WIDE, num_blocks=max(1, int((most - one) // (two - one)) + 1))
 
 
@@ -49,10 +50,10 @@ def larger_than_the_card(rows: Rows) -> dict[str, Any]:
     if not rows.is_real:
         return offloaded(rows, TINY, {"preset": "offload", "activations": "recompute"})
     card = torch.cuda.get_device_properties(rows.device).total_memory
-    shape = largest(card, psutil.virtual_memory().available // rows.world.size, rows.seconds_left)
-    state_bytes = STATE_BYTES * shape_params(shape)
+    size = largest(card, psutil.virtual_memory().available // rows.world.size, rows.seconds_left)
+    state_bytes = STATE_BYTES * num_params_of(size)
     sizes = {"state_bytes": state_bytes, "card_bytes": card, "is_larger_than_the_card": state_bytes > card}
-    return sizes | offloaded(rows, shape, {"preset": "offload", "activations": "recompute"})
+    return sizes | offloaded(rows, size, {"preset": "offload", "activations": "recompute"})
 
 
 def dd(folder: Path, num_bytes: int) -> dict[str, Any]:
@@ -89,12 +90,12 @@ def deepspeed_offload(rows: Rows) -> dict[str, Any]:
     from benchmarks.device.models import ONE_BILLION, llama, tokens_of
     from benchmarks.engines import LEARNING_RATE
 
-    shape = ONE_BILLION if rows.is_real else TINY
-    batch = tokens_of(shape, rows.device, rows.world.rank)
-    model = llama(shape, rows.device)
+    size = ONE_BILLION if rows.is_real else TINY
+    batch = tokens_of(size, rows.device, rows.world.rank)
+    model = llama(size, rows.device)
     adam = ds.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE)
     config = {
-        "train_micro_batch_size_per_gpu": shape.rows,
+        "train_micro_batch_size_per_gpu": size.batch,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
     }

@@ -3,71 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.llama import LlamaSize, transformers_config
+
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A Llama, and what it is given at once."""
-
-    num_blocks: int
-    dim: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    vocab: int
-    seq: int
-    rows: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.seq
-
-    def flops_per_step(self, num_params: int) -> float:
-        """Of one training step: six per parameter (the embedding's lookup excepted) and token, and causal attention
-        (PaLM's model FLOPs, arXiv:2204.02311, appendix B); recomputation does not count."""
-        matrices = 6 * (num_params - self.vocab * self.dim) * self.tokens
-        attention = 6 * self.num_blocks * self.seq * self.dim * self.tokens  # half of 12: causal
-        return matrices + attention
-
-
-FIFTH = Shape(12, 1024, 2816, 16, 8, 32_000, 1024, 4)
+FIFTH = LlamaSize(12, 1024, 2816, 16, 8, 32_000, 1024, 4)
 """0.2 billion parameters."""
-TINY = Shape(2, 64, 96, 4, 2, 128, 32, 2)
-ONE_BILLION = Shape(20, 2048, 5632, 16, 8, 32_000, 4096, 4)
+TINY = LlamaSize(2, 64, 96, 4, 2, 128, 32, 2)
+ONE_BILLION = LlamaSize(20, 2048, 5632, 16, 8, 32_000, 4096, 4)
 """1.03 billion parameters."""
 
 
-def llama(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+def llama(size: LlamaSize, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """With random values, made on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config: Any = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.dim,
-        intermediate_size=shape.hidden,
-        num_hidden_layers=shape.num_blocks,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=shape.seq,
-        use_cache=False,
-    )
-    config._attn_implementation = "sdpa"
+    config = transformers_config(size)
     torch.manual_seed(0)
     with device:
         model: nn.Module = LlamaForCausalLM(config)
     return model.to(dtype).train()
 
 
-def tokens_of(shape: Shape, device: torch.device, rank: int = 0) -> Batch:
+def tokens_of(size: LlamaSize, device: torch.device, rank: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(1 + rank)
-    drawn = torch.randint(0, shape.vocab, (shape.rows, shape.seq), generator=generator).to(device)
+    drawn = torch.randint(0, size.vocab, (size.batch, size.seq), generator=generator).to(device)
     return {"input_ids": drawn, "labels": drawn.clone()}
 
 
@@ -75,8 +41,8 @@ Family = Callable[[torch.device, bool], tuple[nn.Module, Batch]]
 
 
 def _llama(device: torch.device, is_small: bool) -> tuple[nn.Module, Batch]:
-    shape = TINY if is_small else FIFTH
-    return llama(shape, device), tokens_of(shape, device)
+    size = TINY if is_small else FIFTH
+    return llama(size, device), tokens_of(size, device)
 
 
 def _gpt2(device: torch.device, is_small: bool) -> tuple[nn.Module, Batch]:

@@ -16,10 +16,11 @@ import torch
 
 import shardwise as sw
 from benchmarks.device.gaps import traced
-from benchmarks.device.models import ONE_BILLION, TINY, Shape, llama, tokens_of
+from benchmarks.device.models import ONE_BILLION, TINY, llama, tokens_of
 from benchmarks.device.rows import Rows
-from benchmarks.device.speed import shape_params
+from benchmarks.device.speed import num_params_of
 from benchmarks.engines import adamw
+from benchmarks.llama import LlamaSize
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.precision.verdict import sum_of_squares
 
@@ -119,10 +120,10 @@ def norm_of_gradients(rows: Rows) -> dict[str, Any]:
     return row
 
 
-def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
-    batch = tokens_of(shape, rows.device, rows.world.rank)
+def offloaded(rows: Rows, size: LlamaSize, plan: dict[str, Any]) -> dict[str, Any]:
+    batch = tokens_of(size, rows.device, rows.world.rank)
     start = time.perf_counter()
-    model = llama(shape, rows.device)
+    model = llama(size, rows.device)
     engine = sw.shard(model, {"precision": "bf16", **plan}, optimizer=adamw(model), world=rows.world)
     with engine:
         made_seconds = time.perf_counter() - start
@@ -150,8 +151,8 @@ def offloaded(rows: Rows, shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
             forward_backward.append(middle - start)
             whole.append(time.perf_counter() - start)
         row: dict[str, Any] = {
-            "num_params": shape_params(shape),
-            "tokens": shape.tokens,
+            "num_params": num_params_of(size),
+            "tokens": size.tokens,
             "made_seconds": made_seconds,
             "seconds": median(whole[LEAST_STEPS - 1 :]),
             "all_seconds": [round(one, 4) for one in whole],
@@ -176,7 +177,7 @@ def run(rows: Rows) -> None:
     rows.measure("norm of bf16 gradients on the host", lambda: norm_of_gradients(rows))
     rows.measure("bare copies", lambda: copies(rows))
     rows.measure("torch's fused AdamW on the host", lambda: host_adam(rows))
-    shape = ONE_BILLION if rows.is_real else TINY
+    size = ONE_BILLION if rows.is_real else TINY
     for name, plan, needed in (
         ("1 B offload", {"preset": "offload"}, 15),
         ("1 B zero3-offload, parameters on the host too",
@@ -185,7 +186,7 @@ def run(rows: Rows) -> None:
     ):  # fmt: skip
         rows.measure(
             name,
-            lambda plan=plan: offloaded(rows, shape, plan),  # type: ignore[misc]
+            lambda plan=plan: offloaded(rows, size, plan),  # type: ignore[misc]
             needs_seconds=needed if rows.is_real else 0,
         )
     for power in (18, 19, 20, 21):

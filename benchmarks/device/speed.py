@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
-from benchmarks.device.models import ONE_BILLION, TINY, Batch, Shape, llama, tokens_of
+from benchmarks.device.models import ONE_BILLION, TINY, Batch, llama, tokens_of
 from benchmarks.device.rows import Rows
 from benchmarks.engines import adamw, optimizer_of
+from benchmarks.llama import LlamaSize
 
 Step = Callable[[Batch], Tensor]
 NUM_WARM, NUM_TIMED = 3, 5
@@ -32,13 +33,13 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "
 class Variant:
     """One way to train: `start` returns a step, `close` ends it."""
 
-    def __init__(self, name: str, start: Callable[[Rows, Shape], tuple[Step, Callable[[], None]]]) -> None:
+    def __init__(self, name: str, start: Callable[[Rows, LlamaSize], tuple[Step, Callable[[], None]]]) -> None:
         self.name = name
         self.start = start
 
 
-def plain(rows: Rows, shape: Shape, *, compiled: bool = False) -> tuple[Step, Callable[[], None]]:
-    model = llama(shape, rows.device)
+def plain(rows: Rows, size: LlamaSize, *, compiled: bool = False) -> tuple[Step, Callable[[], None]]:
+    model = llama(size, rows.device)
     optimizer = optimizer_of(model, "bf16")
     if compiled:
         compile_blocks(model)
@@ -53,7 +54,7 @@ def plain(rows: Rows, shape: Shape, *, compiled: bool = False) -> tuple[Step, Ca
     return step, lambda: None
 
 
-def fsdp2(rows: Rows, shape: Shape, *, compiled: bool = False) -> tuple[Step, Callable[[], None]]:
+def fsdp2(rows: Rows, size: LlamaSize, *, compiled: bool = False) -> tuple[Step, Callable[[], None]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -61,7 +62,7 @@ def fsdp2(rows: Rows, shape: Shape, *, compiled: bool = False) -> tuple[Step, Ca
         raise RuntimeError("no process group")
     mesh = init_device_mesh(rows.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = llama(shape, rows.device)
+    model: Any = llama(size, rows.device)
     if compiled:
         compile_blocks(model)
     for block in model.model.layers:
@@ -79,8 +80,8 @@ def fsdp2(rows: Rows, shape: Shape, *, compiled: bool = False) -> tuple[Step, Ca
     return step, lambda: None
 
 
-def ours(rows: Rows, shape: Shape, **plan: Any) -> tuple[Step, Callable[[], None]]:
-    model = llama(shape, rows.device)
+def ours(rows: Rows, size: LlamaSize, **plan: Any) -> tuple[Step, Callable[[], None]]:
+    model = llama(size, rows.device)
     engine = sw.shard(model, {"precision": "bf16", **plan}, optimizer=adamw(model), world=rows.world)
 
     def step(batch: Batch) -> Tensor:
@@ -99,22 +100,22 @@ def compile_blocks(model: Any) -> None:
 
 VARIANTS = (
     Variant("plain", plain),
-    Variant("ours zero3", lambda rows, shape: ours(rows, shape, preset="zero3")),
-    Variant("ours ddp", lambda rows, shape: ours(rows, shape, preset="ddp")),
+    Variant("ours zero3", lambda rows, size: ours(rows, size, preset="zero3")),
+    Variant("ours ddp", lambda rows, size: ours(rows, size, preset="ddp")),
     Variant("fsdp2", fsdp2),
 )
 MORE = (
-    Variant("ours zero1", lambda rows, shape: ours(rows, shape, preset="zero1")),
-    Variant("ours zero3 selective", lambda rows, shape: ours(rows, shape, preset="zero3", activations="selective")),
-    Variant("ours zero3 recompute", lambda rows, shape: ours(rows, shape, preset="zero3", activations="recompute")),
-    Variant("ours zero3 compiled", lambda rows, shape: ours(rows, shape, preset="zero3", compile="inductor")),
-    Variant("plain compiled", lambda rows, shape: plain(rows, shape, compiled=True)),
+    Variant("ours zero1", lambda rows, size: ours(rows, size, preset="zero1")),
+    Variant("ours zero3 selective", lambda rows, size: ours(rows, size, preset="zero3", activations="selective")),
+    Variant("ours zero3 recompute", lambda rows, size: ours(rows, size, preset="zero3", activations="recompute")),
+    Variant("ours zero3 compiled", lambda rows, size: ours(rows, size, preset="zero3", compile="inductor")),
+    Variant("plain compiled", lambda rows, size: plain(rows, size, compiled=True)),
 )
 
 
-def timed(rows: Rows, shape: Shape, variant: Variant, *, looks_inside: bool) -> dict[str, Any]:
-    batch = tokens_of(shape, rows.device, rows.world.rank)
-    step, close = variant.start(rows, shape)
+def timed(rows: Rows, size: LlamaSize, variant: Variant, *, looks_inside: bool) -> dict[str, Any]:
+    batch = tokens_of(size, rows.device, rows.world.rank)
+    step, close = variant.start(rows, size)
     try:
         losses = [step(batch) for _ in range(NUM_WARM)]
         rows.synchronize()
@@ -127,18 +128,18 @@ def timed(rows: Rows, shape: Shape, variant: Variant, *, looks_inside: bool) -> 
             queued.append(time.perf_counter() - start)
             rows.synchronize()
             seconds.append(time.perf_counter() - start)
-        num_params = shape_params(shape)
+        num_params = num_params_of(size)
         row: dict[str, Any] = {
             "seconds": median(seconds),
             "all_seconds": [round(one, 5) for one in seconds],
             "host_seconds": median(queued),
-            "tokens_per_second": shape.tokens / median(seconds),
+            "tokens_per_second": size.tokens / median(seconds),
             "losses": [round(loss.item(), 5) for loss in losses],
         }
         if rows.is_real:
             name = torch.cuda.get_device_name()
             peak = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-            achieved = shape.flops_per_step(num_params) / median(seconds)
+            achieved = size.flops_per_step(num_params) / median(seconds)
             row |= {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
                 "tflops": achieved / 1e12,
@@ -151,9 +152,9 @@ def timed(rows: Rows, shape: Shape, variant: Variant, *, looks_inside: bool) -> 
         close()
 
 
-def shape_params(shape: Shape) -> int:
+def num_params_of(size: LlamaSize) -> int:
     with torch.device("meta"):
-        return sum(param.numel() for param in llama(shape, torch.device("meta")).parameters())
+        return sum(param.numel() for param in llama(size, torch.device("meta")).parameters())
 
 
 def looked_inside(step: Step, batch: Batch) -> dict[str, Any]:
@@ -187,20 +188,20 @@ def looked_inside(step: Step, batch: Batch) -> dict[str, Any]:
 
 
 def run(rows: Rows) -> None:
-    shape = ONE_BILLION if rows.is_real else TINY
+    size = ONE_BILLION if rows.is_real else TINY
     rounds = 2 if rows.is_real else 1
     for number in range(rounds):
         for variant in VARIANTS:
             rows.measure(
                 f"{variant.name}, round {number + 1}",
                 lambda variant=variant, number=number: timed(  # type: ignore[misc]
-                    rows, shape, variant, looks_inside=number == 0
+                    rows, size, variant, looks_inside=number == 0
                 ),
                 needs_seconds=6,
             )
     for variant in MORE if rows.is_real else MORE[:3]:  # compilers are for the real thing
         rows.measure(
             variant.name,
-            lambda variant=variant: timed(rows, shape, variant, looks_inside=False),  # type: ignore[misc]
+            lambda variant=variant: timed(rows, size, variant, looks_inside=False),  # type: ignore[misc]
             needs_seconds=20 if "compiled" in variant.name else 6,
         )

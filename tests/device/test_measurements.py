@@ -23,7 +23,7 @@ from benchmarks.device.larger import HOST_BYTES, STATE_BYTES, largest
 from benchmarks.device.on_ranks import PARTS
 from benchmarks.device.page import page_of, verdict_of
 from benchmarks.device.rows import Rows
-from benchmarks.device.speed import shape_params
+from benchmarks.device.speed import num_params_of
 from benchmarks.device.test_reports import TestReports
 from benchmarks.fresh import ROOT, environment
 
@@ -121,7 +121,7 @@ def test_rates_of_copies_are_bytes_over_the_time_in_which_one_was_under_way() ->
 def test_a_model_is_as_large_as_card_and_host_and_time_bear(
     card_gb: float, host_gb: float, seconds: float, billions: float, is_larger: bool
 ) -> None:
-    num_params = shape_params(largest(int(card_gb * 1e9), int(host_gb * 1e9), seconds))
+    num_params = num_params_of(largest(int(card_gb * 1e9), int(host_gb * 1e9), seconds))
     assert num_params / 1e9 == pytest.approx(billions, abs=0.18)
     assert (num_params * STATE_BYTES > card_gb * 1e9) == is_larger
     assert num_params * HOST_BYTES < host_gb * 1e9 * 1.05

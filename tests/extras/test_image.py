@@ -99,7 +99,7 @@ def test_a_step_that_is_unknown_or_needs_what_is_not_there(step: str, reason: st
         ("src/shardwise/__pycache__/engine.pyc", True),
         ("__pycache__/a.pyc", True),
         ("README.md", False),
-        ("docs/README.md", True),
+        ("docs/index.md", True),
         ("tests/thorough.py", True),
     ],
 )

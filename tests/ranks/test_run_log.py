@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import time
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError, FaultError
 from shardwise.observe import Record, read_record
+from shardwise.observe.html_report import html_report
 from shardwise.observe.run_notes import read_notes
+from shardwise.observe.run_view import read_run
 from shardwise.testing import run_ranks
 from tests.thorough import soak
 
@@ -181,7 +184,8 @@ def test_a_table_grows_by_rows_and_columns_and_goes_on_where_the_run_does(tmp_pa
     assert (second[-1]["step"], second[-1]["loss"], second[-1]["more"], second[-1]["rank"]) == ("4", "nan", "7.0", "")
     run_ranks(1, anew)
     assert [(row["step"], row["loss"]) for row in table(run / "metrics.csv")] == [("2", "1.0")]
-    assert {path.name for path in run.iterdir()} <= {"metrics.csv", "timeline.json", "program.txt"}
+    assert not (run / "record.jsonl").exists()
+    assert len(table(run / "earlier-1" / "metrics.csv")) == len(second)
 
 
 def test_a_table_is_read_after_a_crash_and_that_of_others_is_left_alone(tmp_path: Path) -> None:
@@ -362,3 +366,45 @@ def test_a_profile_of_two_steps_names_units_and_actions(
     assert len(spans) == 2 * len({event["name"] for event in spans}) > 0
     ends = [event for event in ours if event["name"].startswith("backward ") and event["ph"] == "e"]
     assert spans[0]["ts"] <= kernels[0]["ts"] <= ends[-1]["ts"]  # on one clock
+
+
+def test_an_earlier_run_in_the_same_folder_is_kept_apart(tmp_path: Path) -> None:
+    """A script runs twice without resuming, and a third time resumes: each record is whole, and readable."""
+    run, kept, profiled = tmp_path / "run", tmp_path / "kept", tmp_path / "run" / "profile"
+    made = [models(2) for _ in range(3)]
+
+    def train(world: sw.World, number: int, steps: range, resumes: bool = False) -> None:
+        with engine_of(made[number][world.rank], world, run, trackers=["jsonl", "csv"]) as engine:
+            if resumes:
+                assert engine.resume(kept) is not None
+            world.barrier()  # rank 0 has opened the folder
+            logging.getLogger("shardwise").warning("early in %d", number)
+            for step in steps:
+                engine.train_step(batch(step, world.rank), loss_fn=loss_of)
+                engine.log({"loss": 100.0 * number + step})
+            logging.getLogger("shardwise").warning("late in %d", number)
+            engine.save(kept)
+
+    run_ranks(2, lambda world: train(world, 0, range(1, 7)))
+    profiled.mkdir()
+    (profiled / "rank-0-steps-1-2.json").write_text("{}")
+    first = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert {"record.jsonl", "metrics.csv", "timeline.json", "program.txt", "notes-rank-0.jsonl"} <= set(first)
+    run_ranks(2, lambda world: train(world, 1, range(1, 3)))
+    assert not (run / "timeline.json").exists(), "this run was too short to have one"
+    run_ranks(2, lambda world: train(world, 2, range(3, 5), True))
+
+    earlier = run / "earlier-1"
+    assert {path.name: path.read_bytes() for path in earlier.iterdir() if path.is_file()} == first
+    assert (earlier / "profile" / "rank-0-steps-1-2.json").read_text() == "{}"
+    assert [line["loss"] for line in lines(run, "step")] == [101.0, 102.0, 203.0, 204.0]
+    assert [line["step"] for line in lines(run, "resume")] == [2]
+    assert [row["loss"] for row in table(run / "metrics.csv")] == ["101.0", "102.0", "203.0", "204.0"]
+    told = [(note.rank, note.text) for note in read_notes(run) if " in " in note.text]
+    assert {text for _, text in told} == {"early in 1", "late in 1", "early in 2", "late in 2"}
+    (moved,) = {note.text for note in read_notes(run) if "earlier-1" in note.text}
+    assert (
+        moved == f"{run} has an earlier run, which this one does not resume. What it recorded was moved to {earlier}."
+    )
+    assert "early in 1" not in html_report(read_run(earlier))
+    assert "late in 0" in html_report(read_run(earlier))

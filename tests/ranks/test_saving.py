@@ -343,6 +343,31 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_second_run_in_the_same_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without resuming it is warned once, and keeps its own last checkpoints, not those of the earlier run's later
+    steps; a run that resumes finds the second run's."""
+
+    def work(engine: sw.Engine) -> int | None:
+        resumed = engine.resume(tmp_path) if resumes else None
+        for step in steps:
+            engine.save(tmp_path, step=step, keep=Keep(last=2), state={"run": run})
+        return None if resumed is None else resumed.state["run"]
+
+    run, resumes, steps = 1, False, (8, 10)
+    on_ranks(2, work)
+    assert not caplog.records
+    run, steps = 2, (2, 4, 6)
+    on_ranks(2, work)
+    (warning,) = caplog.messages
+    assert "has checkpoints of an earlier run (steps 8 to 10), which this one has not resumed" in warning
+    assert list(checkpoints_in(tmp_path)) == [4, 6, 8, 10]
+    caplog.clear()
+    run, resumes, steps = 3, True, (8, 10, 12)
+    assert on_ranks(2, work) == [2, 2]
+    assert not caplog.records
+    assert list(checkpoints_in(tmp_path)) == [10, 12]
+
+
 class Loader:
     """A loader whose position differs between ranks."""
 

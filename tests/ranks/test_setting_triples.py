@@ -130,3 +130,14 @@ def test_they_do_where_nothing_is_sharded(whole: dict[str, Any], tmp_path: Path)
     """It was refused, as if the single rank along `dp` had a part of the states."""
     plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 1}, "offload": ON_DISK, "disk": str(tmp_path), **whole}
     assert_as_unsplit(outcome(plan), plan)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_stages_with_activations_on_a_disk_and_a_share_of_the_update_on_the_host(
+    preset: str, share: float, tmp_path: Path
+) -> None:
+    """In step 2 the stages contradicted each other in a collective along `pp`."""
+    plan = {"preset": preset, "mesh": {"pp": 2, "dp": 1}, "accumulate": 2, "units": {"class": "Block"}}
+    plan |= {"activations": "disk", "disk": str(tmp_path), "offload": {"optim": share}}
+    assert_as_unsplit(outcome(plan), plan)

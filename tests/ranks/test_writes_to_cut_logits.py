@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -298,6 +300,36 @@ def test_an_array_of_logits_is_a_copy_that_refuses_writes() -> None:
             with pytest.raises(ValueError, match="read-only"):
                 through_numpy(one)
             assert one.clone().numpy().flags.writeable == (one is not logits)
+
+    over_two(work)
+
+
+EXCHANGES: dict[str, Callable[[Any], Any]] = {
+    "to_dlpack": to_dlpack,  # asks no subclass, so torch's own words refuse it
+    "dlpack.from_dlpack": from_dlpack,
+    "torch.from_dlpack": torch.from_dlpack,
+    "numpy.from_dlpack": np.from_dlpack,
+    "__dlpack__": lambda logits: logits.__dlpack__(max_version=(1, 0)),
+    "__cuda_array_interface__": lambda logits: logits.__cuda_array_interface__,
+    "share_memory_": lambda logits: logits.share_memory_(),
+    "memoryview": memoryview,
+}
+
+
+def test_what_hands_memory_to_others() -> None:
+    """An array is a copy of all logits. Everything that would hand out their address is refused: they have none."""
+
+    def work(engine: sw.Engine, model: nn.Module) -> None:
+        logits = model(tokens()[:, :-1]).detach()
+        for one in (logits, logits[0], logits[..., 3], logits[..., 2:20], logits[:0], logits.clone()):
+            whole = sw.tensor.full_tensor(one).clone()
+            for array in (one.numpy(), one.numpy(force=True), np.asarray(one), one.__array__()):
+                torch.testing.assert_close(torch.tensor(array), torch.as_tensor(whole.tolist()).view(whole.shape))
+            assert np.asarray(one, dtype=np.float64).dtype == np.float64
+            for name, exchange in EXCHANGES.items():
+                with pytest.raises((ModelError, RuntimeError, TypeError, AttributeError)) as raised:
+                    print(name, "gave", exchange(one))
+                assert raised.type is not AttributeError or name == "__cuda_array_interface__"
 
     over_two(work)
 

@@ -170,9 +170,11 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
 def thin_out(folder: Path, keep: Keep, newest_step: int, metrics: dict[Path, dict[str, float]]) -> None:
     """Remove what `keep` does not ask for. `metrics` caches the metrics of the indices from save to save.
 
-    A folder is renamed before it is removed, so that a half-removed one is never found.
+    Later steps than `newest_step` are of an earlier run. They do not count, and stay until this run comes to them;
+    otherwise they would take the places of its own. A folder is renamed before it is removed, so that a half-removed
+    one is never found.
     """
-    found = checkpoints_in(folder)
+    found = {step: path for step, path in checkpoints_in(folder).items() if step <= newest_step}
     for path in found.values():
         if path not in metrics:
             with contextlib.suppress(CheckpointError):  # damaged: it has no metrics, and is kept or not by its step

@@ -92,6 +92,10 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
+        self._own: set[Path] = set()
+        """Folders in which this run has saved, or from which it has resumed. All ranks know: any may be rank 0 next."""
+        self._has_joined = world.is_newcomer
+        """Whether this rank has joined others, and does not know whether they have resumed."""
         self._left: _UnderWay | None = None
         """A checkpoint that a previous saver was writing."""
 
@@ -104,7 +108,7 @@ class Saver:
         self.wait_for_copy()
         other = Saver(world, pinned=self._pinned, timeout_seconds=self._timeout_seconds)
         other._locks, self._locks = self._locks, {}
-        other._metrics = self._metrics
+        other._metrics, other._own, other._has_joined = self._metrics, self._own, self._has_joined
         other._left, self._under_way = self._under_way or self._left, None
         return other
 
@@ -212,14 +216,36 @@ class Saver:
             if self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(f"{what}: {error}") from error
+        self._own.add(folder.resolve())
         return _Prepared(*mine[0], draft, [Writer(**one["writer"]) for one in every])
 
     def _open(self, folder: Path, draft: Path) -> int:
         """Create the draft, in a folder that is locked; returns the free bytes there."""
         self._hold(folder)
+        self._look_for_earlier_run(folder)
         free = shutil.disk_usage(folder).free
         draft.mkdir()
         return free
+
+    def resumed(self, path: Path) -> None:
+        """This run goes on from the checkpoint `path`, so those beside it are its own."""
+        self._own.add(path.parent.resolve())
+
+    def _look_for_earlier_run(self, folder: Path) -> None:
+        """On rank 0, before the first checkpoint in `folder`."""
+        if self._has_joined or folder.resolve() in self._own:
+            return
+        found = list(folders.checkpoints_in(folder))
+        if found:
+            steps = f"step {found[0]}" if len(found) == 1 else f"steps {found[0]} to {found[-1]}"
+            logging.getLogger("shardwise").warning(
+                "%s has checkpoints of an earlier run (%s), which this one has not resumed. Those of the same steps "
+                "are replaced, and those of earlier steps count for keep=. Call engine.resume(%r) before training, or "
+                "give each run a folder of its own.",
+                folder,
+                steps,
+                str(folder),
+            )
 
     def _hold(self, folder: Path) -> None:
         """Make sure that `folder` exists and that this process holds its lock."""
@@ -264,8 +290,12 @@ class Saver:
             if self._world.rank == 0:
                 self._publish(prepared)
 
-        self._agree(write, what, prepared.draft)
-        self._agree(publish, what, prepared.draft)
+        try:
+            self._agree(write, what, prepared.draft)
+            self._agree(publish, what, prepared.draft)
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, on all ranks: the last one to remove it leaves nothing
+            shutil.rmtree(prepared.draft, ignore_errors=True)
+            raise
 
     def _begin_behind(self, prepared: _Prepared, what: str) -> _UnderWay:
         """Copy what may change at any time, and leave the rest to threads.

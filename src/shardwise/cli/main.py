@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 for success, 2 for an error in the arguments or an unsupported
     request, 130 after Ctrl-C, 141 if the reader of the output is gone; other values are the command's own."""
     if argv is None:
-        atexit.register(gc.freeze)  # [Note: the last collection] in launch/fast_exit.py
+        atexit.register(gc.freeze)  # [Note: the last collection] in system/fast_exit.py
     _replace_unprintable_characters()
     try:
         status = _status_of(list(sys.argv[1:] if argv is None else argv))

@@ -25,6 +25,7 @@ from shardwise.data.recipe import Made, Place
 from shardwise.data.sampling import Share
 from shardwise.data.worker_wire import packed, unpacked
 from shardwise.errors import ConfigError, DataError
+from shardwise.system.fast_exit import skip_last_collection
 
 POLL_SECONDS = 0.1  # how often a waiting thread checks whether its batch is still needed
 CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)  # everything that pickle raises
@@ -150,6 +151,7 @@ def _packed_feed(feed: IndexedFeed) -> bytes:
 
 def _serve(pipe: Connection, feed: bytes) -> None:
     """The main loop of a worker process; it ends when the other end of `pipe` is closed, or its owner is gone."""
+    skip_last_collection()  # or the owner, which waits for its end, would take a second longer to end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the owner handles it
     threading.Thread(target=_end_with_the_owner, name="shardwise-owner", daemon=True).start()
     torch.set_num_threads(1)

@@ -21,6 +21,7 @@ import numpy as np
 
 from shardwise.data.permutation import Permutation, Rows
 from shardwise.errors import ConfigError
+from shardwise.system.even_parts import even_sizes, even_start
 
 Tail = Literal["carry", "drop"]
 
@@ -177,8 +178,7 @@ class Share:
     @property
     def counts(self) -> tuple[int, ...]:
         """Rows of each micro-batch that count."""
-        rows, more = divmod(self.last - self.first, self.accumulate)
-        return tuple(rows + (place < more) for place in range(self.accumulate))
+        return tuple(even_sizes(self.last - self.first, self.accumulate))
 
     @property
     def read(self) -> range:
@@ -198,8 +198,7 @@ class Share:
         )
 
     def _start(self, rank: int) -> int:
-        rows, more = divmod(self.batch_rows, self.size)
-        return rank * rows + min(rank, more)
+        return even_start(self.batch_rows, self.size, rank)
 
 
 @dataclass(frozen=True)

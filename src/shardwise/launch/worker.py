@@ -20,8 +20,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.launch.fast_exit import skip_last_collection
 from shardwise.launch.topology import parse_cores
+from shardwise.system.fast_exit import skip_last_collection
 
 _PR_SET_PDEATHSIG = 1
 

@@ -21,10 +21,11 @@ from typing import Any
 from shardwise.comm import World
 from shardwise.comm.generation import RECORD_PATH, Membership
 from shardwise.comm.weighing import mean_of
+from shardwise.observe.earlier_run import EarlierRun
 from shardwise.observe.log_messages import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.observe.profiling import ProfileWindow
 from shardwise.observe.record import RunRecord, read_record, warns_if_unwritable
-from shardwise.observe.run_notes import Notes
+from shardwise.observe.run_notes import Notes, in_words
 from shardwise.observe.run_timeline import StepTimeline
 from shardwise.observe.slowness import SlowWindow
 from shardwise.observe.trackers import Tracker, check_trackers, open_tracker
@@ -57,6 +58,7 @@ class RunLog:
         self._has_record = self._folder is not None and (plan.trackers is None or "jsonl" in self._wanted)
         self._trackers: list[Tracker] = []
         self._record: RunRecord | None = None
+        self._earlier: EarlierRun | None = None
         self._notes: Notes | None = None
         self._is_open = True
         self._sharded: ShardedModel | None = None
@@ -84,6 +86,7 @@ class RunLog:
         if self._world.rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        self._earlier = EarlierRun.find(folder)
         self._open_trackers(folder)
 
     def _open_trackers(self, folder: Path) -> None:
@@ -265,18 +268,26 @@ class RunLog:
             return
         self._has_begun = True
         after = step if self._goes_on or self._began_after is None else self._began_after
+        path = None if self._folder is None or not self._has_record else self._folder / RECORD
+        is_of_this_job = self._last_entry is not None
+        if path is not None:
+            with warns_if_unwritable(path):
+                is_of_this_job |= self._register_record(path)
+        is_new = after <= 0 and not is_of_this_job
+        if is_new and self._earlier is not None:
+            with warns_if_unwritable(self._earlier.folder):
+                self._earlier.set_aside()
         self._tell_trackers(lambda tracker: tracker.begin(after))
-        if self._has_record and self._folder is not None:
-            with warns_if_unwritable(self._folder / RECORD):
-                self._open_record(self._folder / RECORD, sharded, after)
+        if path is not None:
+            with warns_if_unwritable(path):
+                self._open_record(path, sharded, after, is_new=is_new)
 
-    def _open_record(self, path: Path, sharded: ShardedModel, step: int) -> None:
+    def _open_record(self, path: Path, sharded: ShardedModel, step: int, *, is_new: bool) -> None:
         plan = sharded.plan.model_dump(mode="json")
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
         more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.parts.sharding.device)}
         size = self._world.size
-        is_of_this_job = self._register_record(path) or self._last_entry is not None
-        if step <= 0 and not is_of_this_job:
+        if is_new:
             self._record = RunRecord.start(path, plan=plan, world_size=size, **more)
             return
         self._record = RunRecord.resume(path, step=step, plan=plan, world_size=size, **more)
@@ -322,7 +333,7 @@ class RunLog:
             self._begin(self._sharded, self._sharded.progress.num_steps)  # if nothing was logged since a loss
         self._flush_ranks(self._last_step)
         if self._record is not None:
-            outcome = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}
+            outcome = {"status": "ended"} if error is None else {"status": "failed", "error": in_words(error)}
             self._record.write("end", step=self._last_step, time=time.time(), **outcome)
             self._record.close()
         self._tell_trackers(lambda tracker: tracker.close(failed=error is not None))
@@ -395,7 +406,3 @@ def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:
             alive.close(getattr(sys, "last_value", None))  # the uncaught exception, if there is one
 
     return close
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -48,7 +48,7 @@ class Notes(logging.Handler):
 
     def error(self, error: BaseException) -> None:
         """Write the error that ended the run on this rank."""
-        self._write("error", f"{type(error).__name__}: {error}")
+        self._write("error", in_words(error))
 
     def close(self) -> None:
         logging.getLogger(LOGGER).removeHandler(self)
@@ -62,6 +62,11 @@ class Notes(logging.Handler):
                 file.write(json.dumps(line) + "\n")
         except OSError:
             pass  # failing to write a note must not end the run, or hide the error in the note
+
+
+def in_words(error: BaseException) -> str:
+    """Its type and text; Ctrl-C has no text."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def read_notes(folder: Path) -> list[Note]:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
 
 from shardwise.comm.weighing import Weighing
 from shardwise.errors import ConfigError, ModelError
+from shardwise.system.even_parts import even_bounds, even_sizes
 
 Tensor = torch.Tensor
 LossFunction = Callable[..., Tensor]
@@ -163,13 +164,9 @@ def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
             f"{what} has tensors of {told} rows, which cannot be split into {num} even micro-batches (the plan's "
             f"accumulate). Give a multiple of {num} rows, or a list of {num} micro-batches."
         )
-    each, more = divmod(next(iter(rows)), num)
-    counts = [each + (place < more) for place in range(num)]
-    starts = [0, *accumulate(counts)]
-    spans = [
-        slice(start, start + count) if count else slice(0, 1) for start, count in zip(starts, counts, strict=False)
-    ]
-    return _Cut([_share(value, span) for span in spans], counts)
+    bounds = even_bounds(next(iter(rows)), num)
+    spans = [slice(start, stop) if start < stop else slice(0, 1) for start, stop in pairwise(bounds)]
+    return _Cut([_share(value, span) for span in spans], even_sizes(bounds[-1], num))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

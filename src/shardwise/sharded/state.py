@@ -196,6 +196,7 @@ class State:
             if name in extra:
                 module.set_extra_state(extra[name])
         self.user_state = loaded.state["user"]
+        self.saver.resumed(path)
         return replace(loaded, state=loaded.state["user"])
 
 

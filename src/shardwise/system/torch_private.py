@@ -57,6 +57,7 @@ __all__ = [
     "parsed_to",
     "pytree",
     "queue_callback",
+    "refuse_address",
     "storage_id",
     "tree_flatten",
     "tree_iter",
@@ -85,6 +86,11 @@ __all__ = [
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that autograd runs on this thread, -1 if none. Without it a backward inside another one,
 or a recomputation, could not be told from the next training step."""
+
+refuse_address: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""From now on C++ that asks for the address of a tensor's memory raises `RuntimeError`, as for torch's fake tensors.
+Without it `torch.utils.dlpack.to_dlpack`, which asks no subclass, hands out the address 0 of a tensor without memory,
+whose reader crashes."""
 
 TENSOR_ATTRIBUTES: Mapping[str, Any] = vars(torch._C.TensorBase)
 """The descriptors of `grad`, `data` and `requires_grad`: what `__torch_function__` is called with for them. Parameters

@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.moe_gate import Gated, Rules, TopKGate
 from shardwise.parallel.experts import Experts
 from shardwise.parallel.experts.assignment import is_rehearsed
+from shardwise.system.even_parts import even_sizes
 
 Tensor = torch.Tensor
 _LARGEST_GROUP = 178956971
@@ -50,7 +51,7 @@ class ExpertCopies(Experts):
 
     def made_of(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs for `rows`, which are sorted by expert, with `counts` of each."""
-        sizes = _even(rows.shape[0], counts.shape[0]) if is_rehearsed(counts) else counts.tolist()
+        sizes = even_sizes(rows.shape[0], counts.shape[0]) if is_rehearsed(counts) else counts.tolist()
         stacked = {name: self.get_parameter(own).unbind(0) for name, own in self._names.items()}
         template: nn.Module = self.__dict__["_template"].train(self.training)
         made = []
@@ -157,11 +158,6 @@ def expert_ranks_of(model: nn.Module) -> int:
         listed = ", ".join(f"{name} has {size}" for size, name in sizes.items())
         raise ConfigError(f"All MoE layers of a model need the same ep_size, but {listed}.")
     return next(iter(sizes), 1)
-
-
-def _even(num_rows: int, parts: int) -> list[int]:
-    least, more = divmod(num_rows, parts)
-    return [least + (part < more) for part in range(parts)]
 
 
 # -- deepspeed.moe.utils ------------------------------------------------------------------------------------

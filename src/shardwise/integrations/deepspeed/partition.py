@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.pipeline.stage_layout import balanced
+from shardwise.system.even_parts import even_bounds
 
 _BY_ENGINE = ("parameters", "best")
 _BY_TYPE = "type:"
@@ -70,8 +71,7 @@ def stages_of(layers: nn.Sequential, method: str, num_stages: int, loss_fn: obje
                 f"partition_method {method!r} counts {len(counted)} layers, too few for {num_stages} stages. Use fewer "
                 f"stages, or 'parameters'."
             )
-        size, rest = divmod(len(counted), num_stages)
-        firsts = [counted[stage * size + min(stage, rest)] for stage in range(1, num_stages)]
+        firsts = [counted[start] for start in even_bounds(len(counted), num_stages)[1:-1]]
     stages = [range(start, stop) for start, stop in pairwise([0, *firsts, len(layers)])]
     names = [[str(number) for number in stage if sizes[number]] for stage in stages]
     names[-1] += ["loss_fn"] if of_loss else []

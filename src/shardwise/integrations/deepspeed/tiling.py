@@ -9,13 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.system.even_parts import even_bounds
+
 Tensor = torch.Tensor
-
-
-def bounds(num_items: int, num_parts: int) -> list[int]:
-    """Where each part begins, and the end. Earlier parts have one more if parts cannot be equal."""
-    size, rest = divmod(num_items, num_parts)
-    return [part * size + min(part, rest) for part in range(num_parts + 1)]
 
 
 class TiledLinear(nn.Module):
@@ -47,7 +43,7 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts, self.out_parts = bounds(in_features, in_splits), bounds(out_features, out_splits)
+        self.in_parts, self.out_parts = even_bounds(in_features, in_splits), even_bounds(out_features, out_splits)
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(end - start, bottom - top, bias=bias and end == in_features, **kwargs)

@@ -11,6 +11,7 @@ import torch
 import shardwise as sw
 from shardwise.integrations.horovod.messages import WORLD_SET
 from shardwise.integrations.horovod.settings import FUSION_BYTES
+from shardwise.system.even_parts import even_sizes
 
 Tensor = torch.Tensor
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -155,7 +156,7 @@ class HorovodCollectives:
         scales: tuple[float, float],
         name: str,
     ) -> None:
-        """Reduce `sources` and leave each rank its rows (`rows_of_ranks`)."""
+        """Reduce `sources` and leave each rank its rows (`even_sizes`)."""
         group, backend = self._group_and_backend(number, sources[0])
         num_ranks = len(group.ranks)
         (prescale, postscale), divisor = scales, 1
@@ -168,7 +169,7 @@ class HorovodCollectives:
                 _scale_into(out, source, prescale)
                 _scale_into(out, out, postscale)
                 continue
-            counts = rows_of_ranks(source.shape[0], num_ranks)
+            counts = even_sizes(source.shape[0], num_ranks)
             width = source.numel() // source.shape[0] * counts[0]
             is_sum = op == "Sum"
             sent = (
@@ -228,12 +229,6 @@ def adasum(a: Tensor, b: Tensor) -> Tensor:
     squares = float(a @ a), float(b @ b)
     weights = [1 - dot / (2 * square) if square > 0 else 1.0 for square in squares]
     return weights[0] * a + weights[1] * b
-
-
-def rows_of_ranks(num_rows: int, num_ranks: int) -> list[int]:
-    """The number of rows that each rank gets in a reduce-scatter: the first ranks get one more if needed."""
-    quotient, remainder = divmod(num_rows, num_ranks)
-    return [quotient + (index < remainder) for index in range(num_ranks)]
 
 
 def _reduce_scatter_other(own: Tensor, sent: Tensor, group: Any, backend: Any, op: str, name: str) -> None:

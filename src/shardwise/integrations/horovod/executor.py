@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.integrations.horovod.collectives import HorovodCollectives, rows_of_ranks, scaled, wait_for_device
+from shardwise.integrations.horovod.collectives import HorovodCollectives, scaled, wait_for_device
 from shardwise.integrations.horovod.coordinator import DONE
 from shardwise.integrations.horovod.errors import HorovodInternalError, InvalidCallError
 from shardwise.integrations.horovod.links import Link
 from shardwise.integrations.horovod.messages import MessageDecoder, Response
 from shardwise.integrations.horovod.pending import Entry, PendingCollectives
 from shardwise.integrations.horovod.timeline import Timeline
+from shardwise.system.even_parts import even_sizes
 
 if TYPE_CHECKING:
     import shardwise as sw
@@ -198,7 +199,7 @@ class Executor:
         ranks = self._collectives.ranks(response.process_set)
         index = ranks.index(self._world.rank)
         entry.outs = [
-            source.new_empty(rows_of_ranks(source.shape[0], len(ranks))[index], *source.shape[1:])
+            source.new_empty(even_sizes(source.shape[0], len(ranks))[index], *source.shape[1:])
             for source in entry.sources
         ]
         scales = response.prescale, response.postscale

@@ -24,6 +24,7 @@ from shardwise.comm import Line
 from shardwise.parallel.experts.assignment import assign
 from shardwise.parallel.experts.layer import Experts
 from shardwise.plan.placement import Span
+from shardwise.system.even_parts import even_sizes
 
 Tensor = torch.Tensor
 EXPERT_LOAD = 1.5
@@ -128,8 +129,7 @@ class RehearsedExperts(DispatchedExperts):
         own = min(num_sent, num_arriving) // num_ranks
         shares = []
         for total in (num_sent, num_arriving):
-            least, more = divmod(total - own, num_ranks - 1)
-            others = iter(least + (index < more) for index in range(num_ranks - 1))
+            others = iter(even_sizes(total - own, num_ranks - 1))
             shares.append([own if index == here else next(others) for index in range(num_ranks)])
         return shares[0], shares[1]
 

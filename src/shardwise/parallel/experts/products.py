@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.parallel.experts.assignment import is_rehearsed
+from shardwise.system.even_parts import even_sizes
 
 Tensor = torch.Tensor
 _ALIGNMENT_BYTES = 16
@@ -23,14 +24,8 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         made: Tensor = functional.grouped_mm(rows, weights.mT, offs=ends)
         return made
-    parts = rows.split_with_sizes(_even(rows.shape[0], len(counts)) if is_rehearsed(counts) else counts.tolist())
+    parts = rows.split_with_sizes(even_sizes(rows.shape[0], len(counts)) if is_rehearsed(counts) else counts.tolist())
     return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(0), strict=True)])
-
-
-def _even(num_rows: int, num_groups: int) -> list[int]:
-    """Sizes of groups for a rehearsal, where the real ones are unknown."""
-    least, more = divmod(num_rows, num_groups)
-    return [least + (group < more) for group in range(num_groups)]
 
 
 def _has_kernel(rows: Tensor, weights: Tensor) -> bool:

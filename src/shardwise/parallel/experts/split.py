@@ -16,6 +16,7 @@ from shardwise.parallel.experts.layer import Experts
 from shardwise.plan import Plan
 from shardwise.plan.mesh import EXPERT_AXIS, Mesh
 from shardwise.plan.placement import Box, Span
+from shardwise.system.even_parts import even_bounds
 from shardwise.system.name_patterns import matches_end
 
 AXIS = EXPERT_AXIS
@@ -215,14 +216,12 @@ def _of_transformers(path: str, module: nn.Module, stacked: Sequence[nn.Paramete
 
 def _dealt(found: ExpertModule, num_ranks: int) -> tuple[Span, ...]:
     """Contiguous experts go to one rank; if they do not divide evenly, the first ranks get one more."""
-    least, more = divmod(found.num_experts, num_ranks)
-    if not least:
+    if found.num_experts < num_ranks:
         raise ModelError(
             f"{found.path} has {found.num_experts} experts for {num_ranks} ranks along {AXIS}. Choose a size of {AXIS} "
             f"of at most {found.num_experts}."
         )
-    starts = [index * least + min(index, more) for index in range(num_ranks + 1)]
-    return tuple(Span(start, stop) for start, stop in itertools.pairwise(starts))
+    return tuple(Span(start, stop) for start, stop in itertools.pairwise(even_bounds(found.num_experts, num_ranks)))
 
 
 def _alike(modules: Sequence[ExpertModule]) -> list[tuple[int, tuple[str, ...]]]:

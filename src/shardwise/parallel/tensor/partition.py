@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.rules import SplitModule
 from shardwise.plan.placement import Span
+from shardwise.system.even_parts import even_bounds
 
 AXIS = "tp"
 
@@ -69,7 +70,5 @@ def partition(target: SplitModule, size: int, num_ranks: int) -> Partition:
 
 
 def _even(units: int, num_ranks: int, times: int) -> list[Span]:
-    """Each rank's range of `units`; the first ranks have one more if they do not divide. A unit counts `times`."""
-    least, remainder = divmod(units, num_ranks)
-    starts = [rank * least + min(rank, remainder) for rank in range(num_ranks + 1)]
-    return [Span(start * times, stop * times) for start, stop in itertools.pairwise(starts)]
+    """Each rank's range of `units`. A unit counts `times`."""
+    return [Span(start * times, stop * times) for start, stop in itertools.pairwise(even_bounds(units, num_ranks))]

@@ -35,7 +35,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.tensor.functions import apply, gather_from, reduce_from, scatter_to
 from shardwise.parallel.tensor.loss_of_parts import cross_entropy_of_parts, require_words
 from shardwise.plan.placement import Span
-from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, refuse_address, tree_leaves, tree_map
 from shardwise.system.units import format_bytes
 
 Tensor = torch.Tensor
@@ -111,6 +111,7 @@ class CutLogits(torch.Tensor):
                 cls, shape, strides=strides, dtype=local.dtype, device=local.device, layout=local.layout
             )
         made._local, made._cut = local, cut
+        refuse_address(made)
         return made
 
     def full_tensor(self) -> Tensor:
@@ -180,6 +181,7 @@ class GatheredView(torch.Tensor):
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device, layout=values.layout
         )
         made._whole = values
+        refuse_address(made)
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
@@ -920,8 +922,9 @@ def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__reduce_ex__)
+_BY_ADDRESS = ("data_ptr", "__dlpack__", "untyped_storage", "storage", "share_memory_")
 _MEMORY = {
-    **{getattr(torch.Tensor, name): f"{name}()" for name in ("data_ptr", "__dlpack__", "untyped_storage", "storage")},
+    **{getattr(torch.Tensor, name): f"{name}()" for name in _BY_ADDRESS},
     torch.Tensor.data.__set__: "Assigning to .data",  # type: ignore[attr-defined]
 }
 _FUNCTIONS_OF_VIEWS: dict[Any, Callable[..., Any]] = {

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from shardwise.system.even_parts import even_bounds
+
 Parameter = torch.nn.Parameter
 
 
@@ -64,9 +66,7 @@ def gradient_groups(params: list[Parameter], groups: int | Sequence[Sequence[Par
         return [[param] for param in params]
     if isinstance(groups, int):
         count = min(groups, len(params))
-        size, num_larger = divmod(len(params), count)
-        starts = [index * size + min(index, num_larger) for index in range(count + 1)]
-        return [params[start:stop] for start, stop in pairwise(starts)]
+        return [params[start:stop] for start, stop in pairwise(even_bounds(len(params), count))]
     known = set(params)
     lists = [[param for param in group if param in known] for group in groups]
     grouped = [param for group in lists for param in group]
