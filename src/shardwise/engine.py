@@ -55,7 +55,7 @@ OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 PROFILE_VARIABLE = "SHARDWISE_PROFILE"
 
 
-def shard(
+def shard(  # noqa: PLR0913  # one for each thing that a job may bring
     model: nn.Module,
     plan: PlanLike = "zero3",
     *,
@@ -65,6 +65,7 @@ def shard(
     weights: str | Path | None = None,
     strict: bool = True,
     init: Init | None = None,
+    batch: object = None,
 ) -> Engine:
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
@@ -79,6 +80,10 @@ def shard(
     `save_pretrained`, of which each rank reads its own part; names must match unless `strict` is false. `init(module)`
     is called to fill the modules of a model on the meta device. `device` defaults to the model's own, and to this
     rank's for a model without values.
+
+    With the plan "auto" (docs/auto.md) the preset, tiers and the treatment of activations are chosen: the fastest
+    that fits the devices, or the plan's `budget`. `batch` is then one micro-batch of a rank, as the model is called
+    with it, of which only shapes matter.
 
     Raises `ConfigError` for a plan that is impossible on this world, and `ModelError` for a model or optimizer that
     cannot be sharded, or for weights of another model; nothing has been changed then. Raises `CheckpointError` for
@@ -96,6 +101,10 @@ def shard(
     )
     try:
         optimizers = _several(optimizer)
+        if loaded.preset == "auto":
+            from shardwise.sharded.auto import settled  # only these jobs load the planner
+
+            loaded = settled(model, loaded, optimizers, world, wishes, batch)
         return Engine(model, loaded, optimizers, world, wishes, owns_world=own_world)
     except BaseException as error:
         if own_world:

@@ -28,6 +28,8 @@ COMMANDS = {
     "accelerate": ("shardwise.cli.accelerate", "run a script, with the options of `accelerate launch`"),
     "horovodrun": ("shardwise.cli.horovodrun", "run a Horovod script, with the options of `horovodrun`"),
     "explain": ("shardwise.cli.explain", "show what a plan does: memory per rank, bytes sent, collectives of one step"),
+    "plan": ("shardwise.cli.plan", "choose a plan for a model on given hardware, and say why"),
+    "simulate": ("shardwise.cli.simulate", "run a job of weeks in seconds: failures, checkpoints, restarts, goodput"),
     "calibrate": ("shardwise.cli.calibrate", "measure how fast this machine computes, for predictions"),
     "bench": ("shardwise.cli.bench", "measure disks, memory and links of this machine, or run the benchmarks"),
     "inspect": ("shardwise.cli.inspect", "show what a checkpoint contains: shardwise, Hugging Face, DCP or DeepSpeed"),

@@ -124,11 +124,7 @@ def activations_of(
     Runs the file and the callable, and `count_step`, on tensors without values, which claim to be on a GPU if this
     machine has one. `on_cpu` says where ranks compute if the time is asked for: then their programs are returned too.
     """
-    make = _loaded("--batch", source, "train.py:sample_batch")
-    try:
-        batch = make()
-    except Exception as error:
-        raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
+    batch = batch_from(source)
     pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if has_pipeline(mesh) else 0
     if on_cpu is None:
         return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted)[pp_rank])
@@ -138,19 +134,38 @@ def activations_of(
     return Foreseen(counted[pp_rank], tuple(programs))
 
 
+def batch_from(source: str) -> object:
+    """What `FILE:CALLABLE` returns: a micro-batch."""
+    make = _loaded("--batch", source, "train.py:sample_batch")
+    try:
+        return make()
+    except Exception as error:
+        raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
+
+
 def build_model(source: str) -> nn.Module:
     """Call `FILE:CALLABLE` on the meta device, where parameters take no memory."""
     build = _loaded("--model", source, "train.py:build_model")
-    file, _, name = source.rpartition(":")
     try:
         with torch.device("meta"):
             model = build()
     except Exception as error:
+        file, _, name = source.rpartition(":")
         raise ModelError(
             f"{name} in {file} failed on the meta device, where tensors have shapes but no values: "
             f"{type(error).__name__}: {error}. Build the model without reading values or loading weights."
         ) from error
+    return _a_module(model, source)
+
+
+def real_model(source: str) -> nn.Module:
+    """Call `FILE:CALLABLE`, whose errors are its own."""
+    return _a_module(_loaded("--model", source, "train.py:build_model")(), source)
+
+
+def _a_module(model: object, source: str) -> nn.Module:
     if not isinstance(model, nn.Module):
+        file, _, name = source.rpartition(":")
         raise ModelError(f"{name} in {file} returns {type(model).__name__}; it must return a torch.nn.Module.")
     return model
 

@@ -259,7 +259,7 @@ def _run_together(ranks: Sequence[_Rank], numbers: Sequence[int], hardware: Hard
             met = max(one.now for one in asked if isinstance(one, _Meet))
             answers: list[float | None] = [None if one is None else met for one in asked]
         else:
-            answers = [arrivals.get(one.key) if isinstance(one, _Receive) else None for one in asked]
+            answers = [arrivals.pop(one.key, None) if isinstance(one, _Receive) else None for one in asked]
             if all(answer is None for answer in answers):
                 waiting = [
                     f"rank {rank.number} for {one.key}"
@@ -275,7 +275,7 @@ def _run_together(ranks: Sequence[_Rank], numbers: Sequence[int], hardware: Hard
                     asked[place] = None
                     break
                 asked[place] = following
-                answer = arrivals.get(following.key) if isinstance(following, _Receive) else None
+                answer = arrivals.pop(following.key, None) if isinstance(following, _Receive) else None
 
 
 # -- one rank ---------------------------------------------------------------------------------------------

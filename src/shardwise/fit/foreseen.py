@@ -114,13 +114,20 @@ class RankUnits:
 
 
 def rank_units(
-    model: nn.Module, plan: Plan, mesh: Mesh, *, optimizer: str | None = None, on_cpu: bool = True
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    optimizer: str | None = None,
+    updates: Mapping[nn.Parameter, Update] | None = None,
+    on_cpu: bool = True,
 ) -> list[RankUnits]:
     """Those of the first rank, or of the first of each stage in their order; before `count_step` splits the model.
 
-    `optimizer` is a key of `OPTIMIZERS`. `on_cpu`: the ranks will run on processors.
+    `optimizer` is a key of `OPTIMIZERS`; instead, `updates` say how each parameter is updated. `on_cpu`: the ranks will
+    run on processors.
     """
-    updates = updates_of(model, optimizer) if optimizer else None
+    updates = updates_of(model, optimizer) if optimizer else updates
     by_pp_rank, _ = choices_by_pp_rank(model, plan, mesh)
     rows = rows_of(model, plan, mesh)
 

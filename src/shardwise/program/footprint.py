@@ -11,6 +11,7 @@ not seen ([Note: blind calls] in `runtime/hooks.py`), until the backward ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.effects import Buffer
 from shardwise.program.spec import FlatSpec, UnitSpec
+from shardwise.program.update import PlacedUpdate
 from shardwise.program.walk import Walk
 from shardwise.system.units import PAGE
 
@@ -264,6 +266,15 @@ def optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[st
     return num_bytes + _state_bytes(flat, coordinate)
 
 
+def _ranges(placed: PlacedUpdate, numel: int) -> list[int]:
+    """The numbers of the ranges of `numel` elements that a parameter lies in; of those that it fills, as many as differ
+    in how its blocks lie in them."""
+    first, last = placed.span.start // numel, max(0, placed.span.stop - 1) // numel
+    block = placed.update.states.block
+    filled = min(last, first + 1 + block // math.gcd(block, numel))
+    return [first, *range(first + 1, filled), *([last] if last > first else [])]
+
+
 def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
     """Bytes of states, by the updates of the parameters, for the range at `coordinate`; without one, for the range with
     the most."""
@@ -271,8 +282,7 @@ def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
     mine = flat.layout.span(shard, coordinate or dict.fromkeys(flat.layout.order, 0))
     kept: dict[int, int] = {}
     for placed in flat.updates if flat.numel else ():
-        first, last = placed.span.start // mine.numel, max(0, placed.span.stop - 1) // mine.numel
-        for number in range(first, last + 1) if coordinate is None else (mine.start // mine.numel,):
+        for number in _ranges(placed, mine.numel) if coordinate is None else (mine.start // mine.numel,):
             here = Span(number * mine.numel, (number + 1) * mine.numel)
             span = placed.span.overlap(here).within(placed.span)
             kept[number] = kept.get(number, 0) + placed.update.states.num_bytes(span, flat.table.optim.dtype)

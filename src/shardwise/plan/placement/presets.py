@@ -69,6 +69,11 @@ PRESETS = {
 
 def preset(name: str) -> Preset:
     """The preset called `name`. Raises `PlacementError` with the nearest name if there is none."""
+    if name == "auto":
+        raise ConfigError(
+            "preset: auto has no table yet: sw.shard(model, 'auto', batch=...) settles it for one micro-batch, or "
+            "`shardwise plan` before a job. Name a preset: zero3, or any of `shardwise explain --list`."
+        )
     if name not in PRESETS:
         raise PlacementError(f"There is no preset {name!r}. {nearest(name, PRESETS)}")
     return PRESETS[name]

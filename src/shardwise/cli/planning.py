@@ -1,0 +1,219 @@
+"""What `shardwise plan` computes and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import yaml
+from rich.table import Table as Grid
+
+from shardwise.cli.console import SafeConsole, console_for_output
+from shardwise.cli.measured_plans import measure
+from shardwise.cli.model_file import batch_from, build_model
+from shardwise.errors import ConfigError, ShardwiseError, nearest
+from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
+from shardwise.fit.candidates import Space
+from shardwise.fit.foreseen import updates_of
+from shardwise.fit.hardware import Hardware, hardware
+from shardwise.fit.model_subject import ModelSubject
+from shardwise.fit.search import OBJECTIVES, Found, Limits, Ranked, as_json, search
+from shardwise.observe.pictures import Point, front_picture
+from shardwise.plan import DtypeName, Plan, load_plan
+from shardwise.program import OPTIMIZERS
+from shardwise.system.calibration import read_calibration
+from shardwise.system.units import bytes_of, format_bytes, format_seconds
+
+DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
+"""Of the memory, by default. The rest is for the driver's context, the libraries' buffers and fragmentation on a
+device, and for the system on a host."""
+AXES = ("tp", "pp", "sp", "ep")
+
+
+def run(args: argparse.Namespace) -> int:
+    subject, limits, base = _subject(args)
+    space = _space(args, base)
+    found = search(
+        subject,
+        args.world,
+        limits,
+        base=base,
+        space=space,
+        objective=args.objective,
+        most_evaluated=args.most,
+    )
+    measured: list[tuple[Ranked, float]] = []
+    if args.measure:
+        plans = [(one, one.candidate.plan(subject.base)) for one in found.best[: args.measure]]
+        measured = measure(plans, args.model, args.batch, args.optimizer, args.world)
+        order = {id(one): seconds for one, seconds in measured}
+        found = replace(found, best=tuple(sorted(found.best, key=lambda one: order.get(id(one), float("inf")))))
+    best = found.best[0].candidate.plan(subject.base)
+    if args.out is not None:
+        _write(args.out, _as_text(best, args.out))
+    if args.picture is not None:
+        if args.picture.suffix.lower() != ".svg":
+            raise ConfigError(f"--picture is {args.picture}; pictures are .svg files.")
+        _write(args.picture, _picture(found, subject, args.world))
+    if args.json:
+        values = as_json(found, lambda candidate: candidate.plan(subject.base))
+        values["measured"] = [{"plan": str(one.candidate), "seconds": seconds} for one, seconds in measured]
+        print(json.dumps(values, indent=2))
+    else:
+        _print(found, subject, limits, best, measured, console_for_output())
+    return 0
+
+
+def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
+    if args.world < 1:
+        raise ConfigError(f"--world is {args.world}; give at least 1.")
+    if args.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"--optimizer is {args.optimizer!r}. {nearest(args.optimizer, OPTIMIZERS)}")
+    if args.hardware is None:
+        named = calibrated_hardware(read_calibration(), this_machine())
+    else:
+        named = hardware(args.hardware)
+    num_local = args.per_host or (args.world if named.is_processor else min(args.world, named.ranks_per_node))
+    if num_local < 1 or args.world % num_local:
+        raise ConfigError(f"{num_local} ranks on each host do not divide --world {args.world}. Give --per-host.")
+    machine = named.with_ranks(num_local)
+    base = load_plan({} if args.base is None else args.base, args.set)
+    model = build_model(args.model)
+    batch = batch_from(args.batch)
+    subject = ModelSubject(
+        model, batch, machine, 0, base, updates_of(model, args.optimizer), on_cpu=machine.is_processor
+    )
+    subject.num_rows = args.rows if args.rows is not None else args.world * subject.rows_of_batch
+    if subject.num_rows < 1:
+        raise ConfigError(f"--rows is {args.rows}; give at least 1.")
+    return subject, _limits(args, machine), base
+
+
+def _limits(args: argparse.Namespace, machine: Hardware) -> Limits:
+    device = int(DEVICE_SHARE * machine.memory_bytes)
+    if args.device_memory is not None:
+        device = bytes_of("--device-memory", args.device_memory)
+    host = None if machine.host is None else int(HOST_SHARE * machine.host.memory_bytes)
+    if args.host_memory is not None:
+        host = bytes_of("--host-memory", args.host_memory)
+    return Limits(device, host)
+
+
+def _space(args: argparse.Namespace, base: Plan) -> Space:
+    axes = tuple(word for word in args.axes.split(",") if word and word != "none")
+    for axis in axes:
+        if axis not in AXES:
+            raise ConfigError(f"--axes names {axis!r}. {nearest(axis, AXES)}")
+    rows: tuple[int, ...] = ()
+    if args.micro_batch is not None:
+        try:
+            rows = tuple(map(int, args.micro_batch.split(",")))
+        except ValueError:
+            raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers, such as 1,2,4.") from None
+    if args.wires and args.wires not in get_args(DtypeName):
+        raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, get_args(DtypeName))}")
+    space = Space(axes=axes, rows=rows, wires=(args.wires,) if args.wires else ())
+    if "preset" in base.model_fields_set and base.preset != "auto":
+        space = replace(space, presets=(base.preset,))
+    if base.activations.policy is not None:
+        space = replace(space, activations=(base.activations.policy,))
+    return space
+
+
+def _as_text(plan: Plan, path: Path) -> str:
+    values = plan.model_dump(mode="json", exclude_unset=True)
+    match path.suffix.lower():
+        case ".yaml" | ".yml":
+            return yaml.safe_dump(values, sort_keys=False)
+        case ".json":
+            return json.dumps(values, indent=2) + "\n"
+    raise ConfigError(f"--out is {path}; a plan is written as .yaml or .json.")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ShardwiseError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _print(
+    found: Found,
+    subject: ModelSubject,
+    limits: Limits,
+    best: Plan,
+    measured: Sequence[tuple[Ranked, float]],
+    console: SafeConsole,
+) -> None:
+    machine = subject.hardware
+    console.print(
+        f"{OBJECTIVES[found.objective]} for {subject.num_rows:,} samples on {machine.name}, "
+        f"{format_bytes(limits.device_bytes)} of each device"
+    )
+    console.print(_ranking(found, {id(one): seconds for one, seconds in measured}))
+    for part, seconds in sorted(found.best[0].found.parts.items(), key=lambda item: -item[1]):
+        console.print(f"  {seconds / found.best[0].found.seconds:>6.1%}  {_fine(seconds)} {part}")
+    if found.why_not:
+        console.print("why not")
+        for one in found.why_not:
+            console.print(f"  {one.what}: {_short(one.reason)}")
+    console.print(
+        f"{found.num_candidates:,} candidates: {found.num_pruned:,} are impossible, too large or too slow by their "
+        f"bounds, {len(found.evaluated)} were evaluated, {found.num_left:,} were left out"
+    )
+    console.print("the plan")
+    for line in yaml.safe_dump(best.model_dump(mode="json", exclude_unset=True), sort_keys=False).splitlines():
+        console.print(f"  {line}")
+
+
+def _short(reason: str, most: int = 200) -> str:
+    return reason if len(reason) <= most else reason[: most - 3] + "..."
+
+
+def _fine(seconds: float) -> str:
+    """Plans differ by less than what `format_seconds` shows of short steps."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else format_seconds(seconds)
+
+
+def _ranking(found: Found, measured: dict[int, float]) -> Grid:
+    grid = Grid(box=None, pad_edge=False)
+    heads = ["", "plan", "a step", "MFU", "device", "host", *(["measured"] if measured else [])]
+    for head in heads:
+        grid.add_column(head, justify="left" if head == "plan" else "right")
+    for place, one in enumerate(found.best, start=1):
+        about = "" if one.found.is_exact else "~"
+        cells = [
+            str(place),
+            str(one.candidate),
+            about + _fine(one.found.seconds),
+            f"{one.found.mfu:.0%}",
+            about + format_bytes(one.found.device_bytes),
+            format_bytes(one.found.host_bytes) if one.found.host_bytes else "",
+        ]
+        if measured:
+            cells.append(_fine(measured[id(one)]) if id(one) in measured else "")
+        grid.add_row(*cells)
+    return grid
+
+
+def _picture(found: Found, subject: ModelSubject, world_size: int) -> str:
+    front = {one.candidate for one in found.front}
+    points = [
+        Point(
+            one.found.device_bytes / 2**30,
+            one.found.seconds,
+            str(one.candidate),
+            one.candidate in front,
+            one.found.fits(found.limits),
+        )
+        for one in found.evaluated
+    ]
+    title = f"{type(subject.model).__name__} on {world_size:,} ranks of {subject.hardware.name}"
+    below = (
+        f"{len(points)} plans that were evaluated; hollow ones do not fit; the line joins the best of time and memory"
+    )
+    return front_picture(title, below, points, "GiB of the fullest device", "seconds a step")

@@ -1,0 +1,303 @@
+"""The plans that a search chooses from, and what each of them takes at least. Pure.
+
+A candidate is light: 100,000 of them are bounded in seconds, and only those that may be among the best become plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.fit.hardware import Hardware
+from shardwise.plan import Activations, Pipeline, Plan, PolicyName, PrecisionName, Wire
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import PRESETS, WIDTH, Table, table_for
+
+ON_DEVICE = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz")
+ON_HOST = ("offload", "zero3-offload")
+TWO_LEVELS = ("hsdp", "hpz")
+MOST_STAGES = 64
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may differ from the given plan. Axes that are not named keep size 1; `()` keeps the plan's own value.
+
+    `rows`: sizes of a micro-batch of one data rank to be tried, () for all that divide. `wires`: dtypes of gradients on
+    the wire, which change the numbers, so that they are tried only if somebody asks for it.
+    """
+
+    presets: tuple[str, ...] = (*ON_DEVICE, *ON_HOST)
+    axes: tuple[str, ...] = ("tp", "pp")
+    activations: tuple[PolicyName, ...] = ("keep", "selective", "recompute", "offload")
+    schedules: tuple[tuple[str, int], ...] = SCHEDULES
+    rows: tuple[int, ...] = ()
+    precisions: tuple[PrecisionName, ...] = ()
+    wires: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is known of a model before it is split, with one treatment of activations: for bounds.
+
+    Elements are those of the whole model. `flops_seconds` are those that a micro-batch of one row takes at least,
+    forward, backward and what is computed again; `row_bytes` the most that its activations hold at once.
+    """
+
+    numel: int
+    trained_numel: int
+    largest_unit_numel: int
+    num_blocks: int
+    num_states: int
+    flops_seconds: float
+    row_bytes: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train `num_rows` samples in a step, on ranks that are arranged as `sizes`, outermost first; `rows` are
+    those of a micro-batch of one data rank. `schedule` is that of a pipeline, with `chunks` stages on each rank."""
+
+    preset: str
+    sizes: tuple[tuple[str, int], ...]
+    rows: int
+    accumulate: int
+    policy: PolicyName = "keep"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    precision: PrecisionName | None = None
+    wire: str | None = None
+
+    def size(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(tuple(axis for axis, _ in self.sizes), tuple(size for _, size in self.sizes))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    def plan(self, base: Plan) -> Plan:
+        """`base` with what the candidate says."""
+        changed: dict[str, Any] = {
+            "preset": self.preset,
+            "mesh": None if [axis for axis, _ in self.sizes] == ["dp"] and base.mesh is None else dict(self.sizes),
+            "accumulate": self.accumulate,
+            "activations": base.activations
+            if base.activations.policy == self.policy
+            else Activations(policy=self.policy),
+        }
+        if self.size("pp") > 1:
+            virtual = self.chunks if self.schedule == "interleaved" else None
+            changed["pipeline"] = Pipeline(
+                schedule=self.schedule,
+                virtual_stages=virtual,
+                stages=base.pipeline.stages,
+            )
+        if self.precision is not None:
+            changed["precision"] = self.precision
+        if self.wire is not None:
+            changed["wire"] = Wire(param=base.wire.param, grad=self.wire)
+        if changed["mesh"] is None:  # a preset takes all ranks by itself
+            del changed["mesh"]
+        return Plan(**{**{name: getattr(base, name) for name in base.model_fields_set}, **changed})
+
+    def __str__(self) -> str:
+        split = [f"{axis} {size}" for axis, size in self.sizes if size > 1]
+        words = [self.preset, *split, f"{self.accumulate} x {self.rows} rows"]
+        if self.size("pp") > 1:
+            words.append(self.schedule + (f" of {self.chunks}" if self.chunks > 1 else ""))
+        if self.policy != "keep":
+            words.append(f"activations {self.policy}")
+        words += [self.precision] if self.precision is not None else []
+        words += [f"gradients sent in {self.wire}"] if self.wire is not None else []
+        return ", ".join(words)
+
+
+def divisors(number: int) -> list[int]:
+    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*low, *(number // one for one in low)})
+
+
+def candidates(
+    world_size: int, ranks_per_node: int, num_rows: int, num_blocks: int, base: Plan, space: Space
+) -> Iterator[Candidate]:
+    """All candidates of the space, on `world_size` ranks that train `num_rows` samples in a step. A plan that has a
+    mesh keeps it."""
+    policies = space.activations or (base.activations.policy or "keep",)
+    precisions: tuple[PrecisionName | None, ...] = space.precisions or (None,)
+    wires: tuple[str | None, ...] = (None, *space.wires)
+    for preset in space.presets or (base.preset,):
+        for sizes in _meshes(preset, world_size, ranks_per_node, num_blocks, base, space):
+            mesh = Mesh(tuple(axis for axis, _ in sizes), tuple(size for _, size in sizes))
+            num_data, num_stages = math.prod(mesh.size(axis) for axis in mesh.data_axes), dict(sizes).get("pp", 1)
+            if num_rows % num_data:
+                continue
+            for rows in divisors(num_rows // num_data):
+                if space.rows and rows not in space.rows:
+                    continue
+                accumulate = num_rows // num_data // rows
+                for schedule, chunks in _schedules(num_stages, accumulate, num_blocks, space):
+                    for policy in policies:
+                        for precision in precisions:
+                            for wire in wires:
+                                yield Candidate(
+                                    preset, sizes, rows, accumulate, policy, schedule, chunks, precision, wire
+                                )
+
+
+def _schedules(num_stages: int, accumulate: int, num_blocks: int, space: Space) -> Iterator[tuple[str, int]]:
+    if num_stages == 1:
+        yield "1f1b", 1
+        return
+    for schedule, chunks in space.schedules:
+        if num_stages * chunks > num_blocks or (schedule == "interleaved" and accumulate % num_stages):
+            continue
+        yield schedule, chunks
+
+
+def _meshes(
+    preset: str, world_size: int, ranks_per_node: int, num_blocks: int, base: Plan, space: Space
+) -> Iterator[tuple[tuple[str, int], ...]]:
+    """Axes in the order of how often their ranks communicate, the most often innermost."""
+    if base.mesh is not None:
+        mesh = Mesh.of(base.mesh, world_size)
+        axes = PRESETS[preset].axes
+        if preset not in TWO_LEVELS or all(axis in mesh.axes for axis in axes):
+            yield tuple(zip(mesh.axes, mesh.sizes, strict=True))
+        return
+    for pp in _sizes("pp", world_size, min(num_blocks, MOST_STAGES), space):
+        for tp in _sizes("tp", world_size // pp, ranks_per_node, space):
+            for sp in _sizes("sp", world_size // (pp * tp), ranks_per_node // tp or 1, space):
+                for ep in _sizes("ep", world_size // (pp * tp * sp), MOST_STAGES, space):
+                    rest = world_size // (pp * tp * sp * ep)
+                    outer = (("pp", pp),) if pp > 1 else ()
+                    inner = tuple((axis, size) for axis, size in (("ep", ep), ("sp", sp), ("tp", tp)) if size > 1)
+                    if preset not in TWO_LEVELS:
+                        yield (*outer, ("dp", rest), *inner)
+                        continue
+                    local = math.gcd(rest, max(1, ranks_per_node // (tp * sp * ep)))
+                    if local > 1 and rest > local:
+                        yield (*outer, ("node", rest // local), ("local", local), *inner)
+
+
+def _sizes(axis: str, world_size: int, most: int, space: Space) -> list[int]:
+    return [size for size in divisors(world_size) if size <= most] if axis in space.axes else [1]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a candidate takes at least, on the fullest rank: bytes of a device, of a node's host, and seconds."""
+
+    device_bytes: float
+    host_bytes: float
+    seconds: float
+
+
+@dataclass
+class Bounds:
+    """Computes bounds of candidates. None is above what an exact evaluation finds, as far as parts of a model are never
+    more efficient than the whole."""
+
+    base: Plan
+    hardware: Hardware
+    size_of: dict[tuple[PolicyName, PrecisionName | None], Size]
+    _tables: dict[tuple[str, tuple[tuple[str, int], ...], PrecisionName | None], Table | ShardwiseError] = field(
+        default_factory=dict
+    )
+    _prices: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
+
+    def table(self, candidate: Candidate) -> Table:
+        """Raises `ShardwiseError` where `shard` would."""
+        key = candidate.preset, candidate.sizes, candidate.precision
+        if key not in self._tables:
+            plan = replace(candidate, accumulate=1, policy="keep", wire=None).plan(self.base)
+            try:
+                self._tables[key] = table_for(plan, candidate.mesh).on(candidate.mesh)
+            except ShardwiseError as error:
+                self._tables[key] = error
+        found = self._tables[key]
+        if isinstance(found, ShardwiseError):
+            raise found
+        return found
+
+    def of(self, candidate: Candidate) -> Bound:
+        """Raises `ShardwiseError` for a plan that is impossible."""
+        table, size = self.table(candidate), self.size_of[candidate.policy, candidate.precision]
+        mesh = candidate.mesh
+        parts = candidate.size("tp") * candidate.size("pp") * candidate.size("ep")
+        numel, trained = size.numel / parts, size.trained_numel / parts
+        width = WIDTH[table.compute]
+
+        def on(tier: str, place_tier: str, num_bytes: float, axes: Sequence[str]) -> float:
+            return num_bytes / math.prod(mesh.size(axis) for axis in axes) if tier == place_tier else 0.0
+
+        own_master = 0 if (table.param.dtype, table.param.tier) == (table.optim.dtype, table.optim.tier) else 1
+        state_bytes = trained * (size.num_states + own_master) * WIDTH[table.optim.dtype]
+
+        def resting(tier: str) -> float:
+            param = on(tier, table.param.tier, numel * width, table.param.shard)
+            return param + on(tier, table.optim.tier, state_bytes, table.optim.shard)
+
+        grad = on("device", table.grad.tier, trained * WIDTH[table.grad.dtype], table.grad.shard)
+        in_flight = min(candidate.size("pp"), candidate.accumulate)
+        spread = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
+        activations = size.row_bytes * candidate.rows * in_flight / spread
+        gathered = size.largest_unit_numel * width / (candidate.size("tp") * candidate.size("ep"))
+        working = gathered if table.param.shard else 0.0
+        device = resting("device") + max(grad, activations, working)
+        host = (resting("host") + on("host", table.grad.tier, trained * 4, table.grad.shard)) * min(
+            candidate.world_size, self.hardware.ranks_per_node
+        )
+        seconds = max(
+            self._computing(candidate, size),
+            self._communicating(candidate, table, numel),
+            self._on_host(candidate, table, trained),
+        )
+        return Bound(device, host, seconds)
+
+    def _computing(self, candidate: Candidate, size: Size) -> float:
+        split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
+        rows = candidate.rows * candidate.accumulate
+        stages = candidate.size("pp")
+        empty = (stages - 1) / (candidate.chunks if candidate.schedule == "interleaved" else 1)
+        empty = empty / 3 if candidate.schedule == "zb-h1" else empty
+        return size.flops_seconds * rows / split * (1 + empty / candidate.accumulate)
+
+    def _on_host(self, candidate: Candidate, table: Table, trained: float) -> float:
+        """Gradients that go there, the update, and parameters that come back."""
+        host = self.hardware.host
+        if table.optim.tier == "device" or host is None:
+            return 0.0
+        numel = trained / math.prod(candidate.mesh.size(axis) for axis in table.optim.shard)
+        num_local = min(candidate.world_size, self.hardware.ranks_per_node)
+        copying = self.hardware.host_copy_seconds(numel * WIDTH[table.compute])
+        return max(copying, num_local * numel / host.adam_elements_per_second)
+
+    def _communicating(self, candidate: Candidate, table: Table, numel: float) -> float:
+        mesh, width = candidate.mesh, WIDTH[table.compute]
+        seconds = 0.0
+        if table.param.shard:
+            times = 1 if table.held.shard == () else 2
+            gathering = self._collective("all_gather", numel * width, mesh, table.param.shard)
+            seconds += times * candidate.accumulate * gathering
+        if table.grad.shard and table.grad.shard == table.optim.shard:
+            reducing = self._collective("reduce_scatter", numel * width, mesh, table.grad.shard)
+            seconds += candidate.accumulate * reducing
+        return seconds
+
+    def _collective(self, kind: str, num_bytes: float, mesh: Mesh, axes: Sequence[str]) -> float:
+        """Along `axes`, which lie next to each other in the mesh."""
+        key = kind, math.prod(mesh.size(axis) for axis in axes), mesh.stride(axes[-1])
+        if key not in self._prices:
+            ranks = range(0, key[1] * key[2], key[2])
+            price = self.hardware.collective_seconds
+            self._prices[key] = price(kind, 0, ranks), price(kind, 2**30, ranks)
+        none, one = self._prices[key]  # seconds are affine in bytes
+        return none + num_bytes * (one - none) / 2**30

@@ -1,0 +1,588 @@
+"""Chooses a plan: the fastest, the smallest or the cheapest of those that fit, and says why not its neighbours.
+
+Candidates are pruned by what they take at least: first by memory, then by time. What is left is evaluated as exactly as
+`explain` does it. First one of each way to split the model, then what differs in one thing from the best one found,
+until nothing of that is better: coordinate descent, as in TVM's and Aceso's searches, with the bounds of branch and
+bound. Galvatron, Alpa and nnScaler search per layer; here a plan is the unit, because its units are treated alike.
+
+Pure: what a model is, a `Subject` knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
+from shardwise.fit.candidates import Bound, Bounds, Candidate, Size, Space, candidates
+from shardwise.fit.hardware import Hardware
+from shardwise.plan import Plan, PolicyName, PrecisionName
+from shardwise.plan.placement import PRESETS
+from shardwise.system.units import format_bytes, format_seconds
+
+Objective = Literal["time", "memory", "cost"]
+OBJECTIVES: dict[Objective, str] = {
+    "time": "the shortest step",
+    "memory": "the least memory of a device",
+    "cost": "the fewest device-seconds, also on a part of the ranks",
+}
+REFUSALS = (ConfigError, ModelError, CommError, StateError)
+"""What `shard` raises for a plan that is impossible. A `ProgramError` is a defect, and stops the search."""
+NUM_BEST = 5
+MOST_EVALUATED = 60
+NUM_DESPERATE = 4
+"""Where nothing fits, times as many are evaluated before that is believed."""
+MARGIN = 1.1
+MORE_RANKS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes allowed: on each device, and of a node's memory for all of its ranks together (`None`: not limited)."""
+
+    device_bytes: int
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a candidate takes, on the fullest of its ranks; `host_bytes` of a node. `parts` are seconds of a step by
+    what they go into, and add up to `seconds`. Without `is_exact` they were derived from similar candidates."""
+
+    seconds: float
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    mfu: float = 0.0
+    is_exact: bool = True
+
+    def over(self, limits: Limits) -> tuple[int, int]:
+        """How many bytes too much, on a device and on a host; 0 or less if it fits."""
+        host = 0 if limits.host_bytes is None else self.host_bytes - limits.host_bytes
+        return self.device_bytes - limits.device_bytes, host
+
+    def fits(self, limits: Limits) -> bool:
+        return max(self.over(limits)) <= 0
+
+
+class Subject(Protocol):
+    """What is trained, on some hardware, as a search asks about it."""
+
+    hardware: Hardware
+    num_rows: int
+    """Samples of a step, on all ranks."""
+
+    def size(self, policy: PolicyName, precision: PrecisionName | None) -> Size:
+        """Raises `ShardwiseError` for a treatment of activations that the model cannot have."""
+        ...
+
+    def evaluate(self, candidate: Candidate) -> Evaluated:
+        """Quickly. Raises `ShardwiseError` for what `shard` would refuse, with its reason."""
+        ...
+
+    def confirm(self, candidate: Candidate) -> Evaluated:
+        """As exactly as it can be foreseen; raises likewise."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate that was evaluated."""
+
+    candidate: Candidate
+    found: Evaluated
+
+    def cost(self, objective: Objective) -> float:
+        """Less is better."""
+        return {
+            "time": self.found.seconds,
+            "memory": float(self.found.device_bytes),
+            "cost": self.found.seconds * self.candidate.world_size,
+        }[objective]
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """A neighbour of the best candidate, what it would change, and why it was not chosen."""
+
+    what: str
+    reason: str
+    found: Evaluated | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best candidates, the best one first. `evaluated` are all that were, also those that do not fit; `num_pruned`
+    were left out by their bounds, `num_left` were not looked at because enough had been evaluated."""
+
+    best: tuple[Ranked, ...]
+    evaluated: tuple[Ranked, ...]
+    why_not: tuple[WhyNot, ...]
+    refused: Mapping[str, str]
+    """Reasons of the checks, by candidate, for some that are impossible."""
+    num_candidates: int
+    num_pruned: int
+    num_left: int
+    limits: Limits
+    objective: Objective
+
+    @property
+    def front(self) -> tuple[Ranked, ...]:
+        """Those that fit, of which no other is better in both time and memory, by time."""
+        fitting = sorted(
+            (one for one in self.evaluated if one.found.fits(self.limits)),
+            key=lambda one: (one.found.seconds, one.found.device_bytes),
+        )
+        front: list[Ranked] = []
+        for one in fitting:
+            if not front or one.found.device_bytes < front[-1].found.device_bytes:
+                front.append(one)
+        return tuple(front)
+
+
+def search(
+    subject: Subject,
+    world_size: int,
+    limits: Limits,
+    *,
+    base: Plan | None = None,
+    space: Space | None = None,
+    objective: Objective = "time",
+    most_evaluated: int = MOST_EVALUATED,
+) -> Found:
+    """The best plans for `subject` on `world_size` ranks. `base` says what all of them have in common.
+
+    Raises `ConfigError` if none fits, with by how much, and what would make one fit; or if none is possible, with the
+    reasons.
+    """
+    return _Search(subject, limits, base or Plan(), space or Space(), objective, most_evaluated).run(world_size)
+
+
+@dataclass
+class _Search:
+    subject: Subject
+    limits: Limits
+    base: Plan
+    space: Space
+    objective: Objective
+    most_evaluated: int
+    known: dict[Candidate, Evaluated | ShardwiseError] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    num_pruned: int = 0
+    num_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.sizes = _KnownSizes(self.subject, self.base)
+
+    def run(self, world_size: int) -> Found:
+        bounded = self._bounded(self._all(world_size))
+        num_candidates = len(bounded) + self.num_pruned
+        fitting = [one for one in bounded if self._may_fit(one[1])]
+        self.num_pruned += len(bounded) - len(fitting)
+        best = self._confirmed(fitting)
+        if not best:
+            raise self._nothing_fits(world_size, bounded)
+        why_not = tuple(self._why_not(best[0], world_size))
+        self._count_left(fitting, best)
+        evaluated = tuple(Ranked(one, found) for one, found in self.known.items() if isinstance(found, Evaluated))
+        return Found(
+            tuple(best),
+            evaluated,
+            why_not,
+            self.refused,
+            num_candidates,
+            self.num_pruned,
+            self.num_left,
+            self.limits,
+            self.objective,
+        )
+
+    # -- bounds -----------------------------------------------------------------------------------------
+
+    def _all(self, world_size: int) -> Iterable[Candidate]:
+        sizes = [world_size]
+        if self.objective == "cost":
+            while sizes[-1] % 2 == 0:
+                sizes.append(sizes[-1] // 2)
+        for size in sizes:
+            yield from self._on(size, self.space)
+
+    def _on(self, world_size: int, space: Space) -> Iterable[Candidate]:
+        per_node = self.subject.hardware.ranks_per_node
+        num_blocks = self.sizes.num_blocks
+        return candidates(world_size, per_node, self.subject.num_rows, num_blocks, self.base, space)
+
+    def _bounded(self, every: Iterable[Candidate]) -> list[tuple[Candidate, Bound]]:
+        found = []
+        for candidate in every:
+            try:
+                found.append((candidate, self.sizes.of(candidate)))
+            except ShardwiseError as error:
+                self.refuse(candidate, error)
+        return found
+
+    def refuse(self, candidate: Candidate, error: ShardwiseError) -> None:
+        self.num_pruned += 1
+        if str(error) not in self.refused.values():
+            self.refused[str(candidate)] = str(error)
+
+    def _may_fit(self, bound: Bound) -> bool:
+        on_host = self.limits.host_bytes is None or bound.host_bytes <= self.limits.host_bytes
+        return bound.device_bytes <= self.limits.device_bytes and on_host
+
+    def least(self, candidate: Candidate, bound: Bound) -> float:
+        """What the objective is at least."""
+        return {
+            "time": bound.seconds,
+            "memory": bound.device_bytes,
+            "cost": bound.seconds * candidate.world_size,
+        }[self.objective]
+
+    # -- evaluation -------------------------------------------------------------------------------------
+
+    def evaluate(self, candidate: Candidate) -> Evaluated | ShardwiseError:
+        if candidate not in self.known:
+            try:
+                self.known[candidate] = self._evaluated(candidate)
+            except REFUSALS as error:
+                self.known[candidate] = error
+        return self.known[candidate]
+
+    def _evaluated(self, candidate: Candidate) -> Evaluated:
+        """Once a pipeline is full, each further round of micro-batches takes as long as the one before: schedules of
+        many rounds are evaluated at two and at three, and what the third adds counts for all others."""
+        stages = candidate.size("pp")
+        num_more = candidate.accumulate / stages - 3
+        if stages == 1 or num_more <= 0:
+            return self.subject.evaluate(candidate)
+        two, three = (self.subject.evaluate(replace(candidate, accumulate=count * stages)) for count in (2, 3))
+
+        def beyond(few: float, more: float) -> float:
+            return more + num_more * (more - few)
+
+        seconds = beyond(two.seconds, three.seconds)
+        parts = {part: beyond(two.parts.get(part, 0.0), num) for part, num in three.parts.items()}
+        mfu = three.mfu * (three.seconds / seconds) * (1 + num_more / 3)
+        return replace(three, seconds=seconds, parts=parts, mfu=mfu, is_exact=False)
+
+    def _confirmed(self, fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
+        """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
+        another may be better, that one is tried next."""
+        best = self._best_of(fitting)
+        while best and not best[0].found.is_exact:
+            candidate = best[0].candidate
+            try:
+                self.known[candidate] = self.subject.confirm(candidate)
+            except REFUSALS as error:
+                self.known[candidate] = error
+            best = self._known_best() or self._best_of(fitting)
+        return best
+
+    def _known_best(self) -> list[Ranked]:
+        climb = _Climb(self)
+        for candidate, found in self.known.items():
+            climb.take(candidate, found)
+        return climb.best
+
+    def _best_of(self, bounded: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
+        """The best that fit."""
+        queue = sorted(bounded, key=lambda one: self._guess(*one))
+        by_split: dict[object, tuple[Candidate, Bound]] = {}
+        for candidate, bound in queue:
+            by_split.setdefault(_split(candidate), (candidate, bound))
+        climb = _Climb(self)
+        for candidate, found in self.known.items():
+            climb.take(candidate, found)
+        for candidate, bound in by_split.values():
+            climb.visit(candidate, bound)
+            if climb.num_evaluated >= self.most_evaluated // 2 and climb.best:
+                break
+        done: set[Candidate] = set()
+        rest = iter(queue)
+        while climb.num_evaluated < self.most_evaluated:
+            top = next((one.candidate for one in climb.best if one.candidate not in done), None)
+            if top is not None:
+                done.add(top)
+                near = [one for one in queue if _num_differences(one[0], top) == 1]
+            else:  # nothing near the best ones is better: whatever comes first
+                near = [one for one in [next(rest, None)] if one is not None]
+                if not near:
+                    break
+            for candidate, bound in near:
+                if climb.num_evaluated < self.most_evaluated:
+                    climb.visit(candidate, bound)
+        for candidate, bound in queue if not climb.best else ():  # nothing fits so far: every one is tried
+            if climb.num_evaluated >= NUM_DESPERATE * self.most_evaluated or len(climb.best) == NUM_BEST:
+                break
+            climb.visit(candidate, bound)
+        return climb.best
+
+    def _count_left(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> None:
+        """Those that were not evaluated: pruned by their bounds, or left."""
+        climb = _Climb(self, best)
+        unknown = [one for one in bounded if one[0] not in self.known]
+        self.num_left = sum(not climb.is_worse(*one) for one in unknown)
+        self.num_pruned += len(unknown) - self.num_left
+
+    def _guess(self, candidate: Candidate, bound: Bound) -> float:
+        """What the objective may be, for the order in which candidates are tried: it decides nothing else. Messages
+        within layers and many small micro-batches cost something that bounds do not know; what fills a device to the
+        brim seldom fits."""
+        if self.objective == "memory":
+            return bound.device_bytes
+        within = candidate.size("tp") * candidate.size("sp")
+        split = 1 + 0.04 * math.sqrt(within - 1) + 0.01 * math.sqrt(candidate.accumulate)
+        brim = 1.5 if MARGIN * bound.device_bytes > self.limits.device_bytes else 1.0
+        factor = candidate.world_size if self.objective == "cost" else 1
+        return bound.seconds * split * brim * factor
+
+    # -- reasons ----------------------------------------------------------------------------------------
+
+    def _why_not(self, best: Ranked, world_size: int) -> Iterable[WhyNot]:
+        for what, candidate in _neighbours(best.candidate, self.space):
+            if candidate.world_size != world_size and self.objective != "cost":
+                continue
+            found = self.evaluate(candidate)
+            if isinstance(found, ShardwiseError):
+                yield WhyNot(what, str(found))
+            else:
+                yield WhyNot(what, why_not(found, best.found, self.limits), found)
+
+    def _nothing_fits(self, world_size: int, bounded: Sequence[tuple[Candidate, Bound]]) -> ConfigError:
+        """By how much, and what would help."""
+        if not bounded:
+            reasons = "; ".join(list(self.refused.values())[:3])
+            why = reasons or (
+                f"the {self.subject.num_rows} samples of a step cannot be divided among the ranks that read different "
+                f"ones"
+            )
+            raise ConfigError(f"No plan is possible on {world_size} ranks: {why}")
+        least = self._smallest(bounded)
+        if least is None:
+            reasons = "; ".join(list(self.refused.values())[:3])
+            return ConfigError(f"No plan is possible on {world_size} ranks: {reasons}")
+        device, host = least.found.over(self.limits)
+        text = f"No plan fits on {world_size} ranks. The smallest is {least.candidate}: it takes "
+        text += f"{format_bytes(least.found.device_bytes)} of a device"
+        text += f", {format_bytes(device)} too much" if device > 0 else ""
+        if least.found.host_bytes:
+            text += f", and {format_bytes(least.found.host_bytes)} of a host"
+            text += f", {format_bytes(host)} too much" if host > 0 else ""
+        return ConfigError(f"{text}. What would do: {', '.join(self._cures(world_size, least, device, host))}.")
+
+    def _smallest(self, bounded: Sequence[tuple[Candidate, Bound]], most: int = 12) -> Ranked | None:
+        """The one that takes least, of those with the least bounds."""
+
+        def excess(bound: Bound) -> float:
+            host = 0.0 if self.limits.host_bytes is None else max(0.0, bound.host_bytes - self.limits.host_bytes)
+            return max(0.0, bound.device_bytes - self.limits.device_bytes) + host
+
+        first = sorted(bounded, key=lambda one: (excess(one[1]), one[1].device_bytes))[:most]
+        found = []
+        for candidate, _ in first:
+            evaluated = self.evaluate(candidate)
+            if isinstance(evaluated, Evaluated):
+                found.append(Ranked(candidate, evaluated))
+            else:
+                self.refuse(candidate, evaluated)
+        return min(found, key=lambda one: max(0, *one.found.over(self.limits)), default=None)
+
+    def _cures(self, world_size: int, least: Ranked, device: int, host: int) -> Iterable[str]:
+        if device > 0:
+            yield f"devices of {format_bytes(least.found.device_bytes)}"
+        if host > 0:
+            yield f"hosts of {format_bytes(least.found.host_bytes)}"
+        for factor in MORE_RANKS:
+            bounded = self._bounded(self._on(world_size * factor, self.space))
+            more = self._smallest([one for one in bounded if self._may_fit(one[1])], most=6)
+            if more is not None and more.found.fits(self.limits):
+                yield f"{world_size * factor} ranks ({more.candidate})"
+                break
+        tiers = [preset for preset in ("offload", "zero3-offload") if preset not in self.space.presets]
+        if tiers:
+            space = replace(self.space, presets=tuple(tiers))
+            there = self._smallest(self._bounded(self._on(world_size, space)), most=6)
+            if there is not None and there.found.fits(self.limits):
+                yield f"the host's memory ({there.candidate})"
+        yield "smaller micro-batches, or a smaller model"
+
+
+@dataclass
+class _Climb:
+    """The best candidates so far."""
+
+    owner: _Search
+    best: list[Ranked] = field(default_factory=list)
+    num_evaluated: int = 0
+
+    def is_worse(self, candidate: Candidate, bound: Bound) -> bool:
+        """Whether it cannot be among the best."""
+        return len(self.best) == NUM_BEST and self.owner.least(candidate, bound) >= self.best[-1].cost(
+            self.owner.objective
+        )
+
+    def visit(self, candidate: Candidate, bound: Bound) -> None:
+        """Evaluate it, unless that is known, or it cannot be among the best."""
+        owner = self.owner
+        if candidate in owner.known or self.is_worse(candidate, bound):
+            return
+        self.num_evaluated += 1
+        found = owner.evaluate(candidate)
+        if isinstance(found, ShardwiseError):
+            owner.refuse(candidate, found)
+        self.take(candidate, found)
+
+    def take(self, candidate: Candidate, found: Evaluated | ShardwiseError) -> None:
+        if isinstance(found, Evaluated) and found.fits(self.owner.limits):
+            every = [*self.best, Ranked(candidate, found)]
+            self.best = sorted(every, key=lambda one: one.cost(self.owner.objective))[:NUM_BEST]
+
+
+def _split(candidate: Candidate) -> tuple[int, ...]:
+    return (candidate.world_size, *(candidate.size(axis) for axis in ("tp", "pp", "sp", "ep")))
+
+
+def _num_differences(one: Candidate, other: Candidate) -> int:
+    """In how many things they differ; a schedule and micro-batches come with the split."""
+    is_other_split = _split(one) != _split(other)
+    things = [
+        is_other_split,
+        one.preset != other.preset,
+        not is_other_split and one.rows != other.rows,
+        one.policy != other.policy,
+        not is_other_split and (one.schedule, one.chunks) != (other.schedule, other.chunks),
+        one.precision != other.precision,
+        one.wire != other.wire,
+    ]
+    return sum(things)
+
+
+class _KnownSizes:
+    """`Bounds` that ask for the size of the model under a treatment when it is first needed."""
+
+    def __init__(self, subject: Subject, base: Plan) -> None:
+        self._subject = subject
+        self._bounds = Bounds(base, subject.hardware, {})
+        self._refused: dict[tuple[PolicyName, PrecisionName | None], ShardwiseError] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return self._subject.size("keep", None).num_blocks
+
+    def of(self, candidate: Candidate) -> Bound:
+        key = candidate.policy, candidate.precision
+        if key in self._refused:
+            raise self._refused[key]
+        if key not in self._bounds.size_of:
+            try:
+                self._bounds.size_of[key] = self._subject.size(*key)
+            except ShardwiseError as error:
+                self._refused[key] = error
+                raise
+        return self._bounds.of(candidate)
+
+
+def why_not(found: Evaluated, best: Evaluated, limits: Limits) -> str:
+    """Such as `+14 %, mostly waiting along tp (+120 ms)`, or `3.1 GiB too much on a device`."""
+    device, host = found.over(limits)
+    if device > 0 or host > 0:
+        words = [f"{format_bytes(device)} too much on a device"] if device > 0 else []
+        words += [f"{format_bytes(host)} too much on a host"] if host > 0 else []
+        return " and ".join(words)
+    share = found.seconds / best.seconds - 1
+    saved = best.device_bytes - found.device_bytes
+    memory = f", {format_bytes(abs(saved))} {'less' if saved > 0 else 'more'} memory" if saved else ""
+    changes = {part: found.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in {**found.parts, **best.parts}}
+    most = max(changes, key=lambda part: changes[part], default=None)
+    because = ""
+    if most is not None and share > 0.001 and changes[most] > 0:
+        because = f", mostly {most} (+{format_seconds(changes[most])})"
+    return f"{share:+.1%}{because}{memory}"
+
+
+def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]]:
+    """What a person would ask about, and what it is called."""
+    yield from _other_presets(best)
+    for axis in ("tp", "pp", "sp"):
+        if axis in space.axes:
+            yield from _other_size(best, axis)
+    yield from _other_rows(best)
+    for policy in space.activations:
+        if policy != best.policy:
+            yield f"activations {policy}", replace(best, policy=policy)
+    if best.size("pp") > 1:
+        for schedule, chunks in space.schedules:
+            if (schedule, chunks) != (best.schedule, best.chunks):
+                yield f"schedule {schedule}", replace(best, schedule=schedule, chunks=chunks)
+
+
+def _other_presets(best: Candidate) -> Iterable[tuple[str, Candidate]]:
+    for preset in ("ddp", "zero1", "zero2", "zero3", "zero3-kept"):
+        if preset != best.preset and PRESETS[preset].axes[-1] in dict(best.sizes):
+            yield preset, replace(best, preset=preset)
+
+
+def _other_size(best: Candidate, axis: str) -> Iterable[tuple[str, Candidate]]:
+    """Twice and half as many ranks along `axis`, and half and twice as many micro-batches elsewhere."""
+    data = next((name for name in ("dp", "node") if best.size(name) > 1 or name in dict(best.sizes)), None)
+    if data is None:
+        return
+    sizes = dict(best.sizes)
+    size, others = sizes.get(axis, 1), sizes[data]
+    for new, rest, accumulate in (
+        (2 * size, others / 2, 2 * best.accumulate),
+        (size // 2 if size % 2 == 0 else 0, 2 * others, best.accumulate / 2),
+    ):
+        if not new or rest != int(rest):
+            continue
+        rows = best.rows
+        if accumulate != int(accumulate):
+            if best.rows % 2:
+                continue
+            accumulate, rows = best.accumulate, best.rows // 2
+        changed = {**sizes, axis: new, data: int(rest)}
+        order = [name for name in ("pp", "dp", "node", "local", "ep", "sp", "tp") if name in changed]
+        order = [name for name in order if changed[name] > 1 or name in (data, "local")]
+        yield (
+            f"{axis} {new}",
+            replace(best, sizes=tuple((name, changed[name]) for name in order), accumulate=int(accumulate), rows=rows),
+        )
+
+
+def _other_rows(best: Candidate) -> Iterable[tuple[str, Candidate]]:
+    if best.accumulate % 2 == 0:
+        yield f"{2 * best.rows} rows", replace(best, rows=2 * best.rows, accumulate=best.accumulate // 2)
+    if best.rows % 2 == 0:
+        yield f"{best.rows // 2} rows", replace(best, rows=best.rows // 2, accumulate=2 * best.accumulate)
+
+
+def as_json(found: Found, plan_of: Callable[[Candidate], Plan]) -> dict[str, Any]:
+    """What was found, as JSON values: seconds and bytes."""
+
+    def row(one: Ranked) -> dict[str, Any]:
+        return {
+            "plan": str(one.candidate),
+            "seconds": one.found.seconds,
+            "device_bytes": one.found.device_bytes,
+            "host_bytes": one.found.host_bytes,
+            "disk_bytes": one.found.disk_bytes,
+            "mfu": one.found.mfu,
+            "parts": dict(one.found.parts),
+            "fits": one.found.fits(found.limits),
+            "is_exact": one.found.is_exact,
+        }
+
+    return {
+        "objective": found.objective,
+        "best": [row(one) | {"values": plan_of(one.candidate).model_dump(exclude_unset=True)} for one in found.best],
+        "why_not": [{"what": one.what, "reason": one.reason} for one in found.why_not],
+        "front": [row(one) for one in found.front],
+        "evaluated": [row(one) for one in found.evaluated],
+        "candidates": found.num_candidates,
+        "pruned": found.num_pruned,
+        "left": found.num_left,
+        "refused": dict(found.refused),
+    }

@@ -1,0 +1,258 @@
+"""The search over plans, on a model that is made of arithmetic: what it finds, prunes, refuses and says."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.fit.candidates import Bounds, Candidate, Size, Space, candidates, divisors
+from shardwise.fit.clock import RankProgram
+from shardwise.fit.hardware import Hardware, hardware
+from shardwise.fit.search import Evaluated, Found, Limits, search
+from shardwise.fit.step_time import step_time
+from shardwise.fit.work import Operation, UnitWork, product
+from shardwise.plan import Plan, PolicyName, PrecisionName
+from shardwise.plan.placement import mesh_for, table_for
+from shardwise.program import (
+    END_OF_BACKWARD,
+    Activations,
+    FlatSpec,
+    Mark,
+    UnitSpec,
+    plan_step,
+    schedule_trace,
+    straight_passes,
+    straight_trace,
+)
+from shardwise.program.in_flight import StageBytes, over_schedule
+from shardwise.program.schedule import schedule_of
+
+GIB = 2**30
+
+
+@dataclass
+class Blocks:
+    """`num` equal blocks, each of 12 width^2 parameters as in a transformer, on sequences of `length` tokens."""
+
+    num: int = 32
+    width: int = 4096
+    length: int = 4096
+    num_rows: int = 1024
+    hardware: Hardware = field(default_factory=lambda: hardware("h100-sxm"))
+    num_asked: int = 0
+
+    @property
+    def numel(self) -> int:
+        return 12 * self.width**2
+
+    def row_bytes(self, policy: PolicyName) -> float:
+        """Of one block and sample."""
+        kept = {"keep": 34, "selective": 20, "recompute": 2, "offload": 2}[policy]
+        return kept * self.width * self.length
+
+    def work(self, rows: int, tp: int, policy: PolicyName) -> UnitWork:
+        tokens, width = rows * self.length, self.width
+        forward = product(tokens, 12 * width // tp, width, "bf16", 2)
+        sums = (Operation("all_reduce", num_bytes=2 * tokens * width, axis="tp"),) * 2 if tp > 1 else ()
+        again = {"recompute": (forward,), "selective": (product(tokens, 3 * width // tp, width, "bf16", 2),)}
+        moved = {"offload": (Operation("evict", num_bytes=32 * tokens * width, axis="host", kernels=0),)}
+        back = {"offload": (Operation("fetch", num_bytes=32 * tokens * width, axis="host", kernels=0),)}
+        return UnitWork(
+            (forward, *sums, *moved.get(policy, ())),
+            (*back.get(policy, ()), forward, forward, *sums),
+            (),
+            again.get(policy, ()),
+        )
+
+    def size(self, policy: PolicyName, precision: PrecisionName | None) -> Size:
+        again = {"recompute": 1.0, "selective": 0.25}.get(policy, 0.0)
+        flops = (3 + again) * 2 * self.length * self.numel * self.num
+        seconds = flops / self.hardware.peak("bf16")
+        return Size(
+            self.num * self.numel,
+            self.num * self.numel,
+            self.numel,
+            self.num,
+            2,
+            seconds,
+            self.num * self.row_bytes(policy),
+        )
+
+    def confirm(self, candidate: Candidate) -> Evaluated:
+        return self.evaluate(candidate)
+
+    def evaluate(self, candidate: Candidate) -> Evaluated:
+        self.num_asked += 1
+        tp, pp = candidate.size("tp"), candidate.size("pp")
+        if self.width % tp:
+            raise ConfigError(f"{self.width} columns do not divide among {tp} ranks")
+        plan = candidate.plan(Plan(precision="bf16"))
+        mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
+        table = table_for(plan, mesh).on(mesh)
+        numel = -(-self.numel // tp // (8 * mesh.num_replicas)) * 8 * mesh.num_replicas
+        work = self.work(candidate.rows, tp, candidate.policy)
+        row_bytes = self.row_bytes(candidate.policy) * candidate.rows / tp
+        schedule = schedule_of(plan, pp) if pp > 1 else None
+        ranks, held = [], []
+        for place in range(pp):
+            names = [f"h.{place}.{index}" for index in range(self.num // pp)]
+            units = tuple(
+                UnitSpec(name, (FlatSpec(name, numel, 1, table, mesh, overlaps_compute=True),)) for name in names
+            )
+            trace = straight_trace(units)
+            live, marks = 0.0, []
+            for moment in trace:
+                before = live
+                live += row_bytes * {"after forward": 1, "after backward": -1}.get(f"{moment.edge} {moment.phase}", 0)
+                marks.append(Mark(moment, int(max(live, before)), int(live)))
+            marks.append(Mark(END_OF_BACKWARD, 0, 0))
+            if schedule is None:
+                counted = Activations(tuple(marks), on_cpu=False)
+                ranks.append(RankProgram(plan_step(units, trace), dict.fromkeys(names, work)))
+            else:
+                row = schedule.rows[place]
+                stages = sorted({op.stage for op in row})
+                of_stage = {stage: units[at :: len(stages)] for at, stage in enumerate(stages)}
+                bytes_of = {}
+                for stage, some in of_stage.items():
+                    own = tuple(mark for mark in marks if mark.moment.unit in {"", *(unit.name for unit in some)})
+                    bytes_of[stage] = StageBytes(Activations(own, on_cpu=False), int(row_bytes * len(some)))
+                counted = over_schedule(row, bytes_of, set(names))
+                step = plan_step(units, schedule_trace(row, straight_passes(row, of_stage)))
+                sent = dict.fromkeys(range(schedule.num_stages), 2 * candidate.rows * self.length * self.width)
+                where = {unit.name: (stage,) for stage, some in of_stage.items() for unit in some}
+                rank = mesh.rank({**dict.fromkeys(mesh.axes, 0), "pp": place})
+                ranks.append(RankProgram(step, dict.fromkeys(names, work), rank, row, sent, where))
+            held.append(
+                ranks[-1].step.footprint(num_micro_batches=plan.accumulate, activations=counted, states_per_param=2)
+            )
+        time_of = step_time(ranks, self.hardware, mesh, num_micro_batches=plan.accumulate)
+        host = max(0 if one.host is None else one.host.total for one in held)
+        return Evaluated(
+            time_of.timeline.step_seconds,
+            max(one.total for one in held),
+            host * min(8, candidate.world_size),
+            parts=time_of.breakdown,
+            mfu=time_of.timeline.mfu,
+        )
+
+
+BF16 = Plan(precision="bf16")
+LIMITS = Limits(72 * GIB, 1800 * GIB)
+
+
+def found(blocks: Blocks, world_size: int, limits: Limits = LIMITS, **more: object) -> Found:
+    return search(blocks, world_size, limits, base=BF16, **more)  # type: ignore[arg-type]
+
+
+def test_divisors() -> None:
+    assert divisors(100_000)[-1] == 100_000
+    assert all(
+        divisors(number) == [one for one in range(1, number + 1) if number % one == 0] for number in range(1, 60)
+    )
+
+
+def test_no_bound_is_above_what_is_found() -> None:
+    """Or a candidate could be pruned that is the best."""
+    blocks = Blocks(num=8, width=1024, length=1024, num_rows=64)
+    bounds = Bounds(
+        BF16, blocks.hardware, {(policy, None): blocks.size(policy, None) for policy in Space().activations}
+    )
+    every = list(candidates(16, 8, blocks.num_rows, blocks.num, BF16, Space()))
+    for candidate in every[:: len(every) // 60]:
+        bound, exact = bounds.of(candidate), blocks.evaluate(candidate)
+        assert bound.device_bytes <= 1.001 * exact.device_bytes, candidate
+        assert bound.host_bytes <= 1.001 * exact.host_bytes + 1, candidate
+        assert bound.seconds <= 1.001 * exact.seconds, candidate
+
+
+def test_a_pipeline_with_one_micro_batch_takes_the_time_of_all_stages() -> None:
+    """Where a step leaves gathers in flight, a second one is timed: it waits for its own messages."""
+    blocks = Blocks(num=4, width=1024, length=1024, num_rows=8)
+    whole, staged = (
+        blocks.evaluate(Candidate("zero1", (*(("pp", pp),) * (pp > 1), ("dp", 2)), 4, 1)).seconds for pp in (1, 4)
+    )
+    assert staged > 0.95 * whole
+
+
+def test_the_best_of_a_small_space_is_found() -> None:
+    """Against evaluating every candidate."""
+    blocks = Blocks(num=4, width=1024, length=512, num_rows=16)
+    space = Space(activations=("keep", "recompute"), schedules=(("1f1b", 1),))
+    limits = Limits(1 * GIB, 100 * GIB)
+    every = list(candidates(8, 8, blocks.num_rows, blocks.num, BF16, space))
+    exact = {one: blocks.evaluate(one) for one in every}
+    fastest = min(result.seconds for result in exact.values() if result.fits(limits))
+    chosen = found(blocks, 8, limits, space=space, most_evaluated=len(every))
+    assert chosen.best[0].found.seconds == pytest.approx(fastest)
+    few = found(blocks, 8, limits, space=space)
+    assert few.best[0].found.seconds <= 1.05 * fastest
+
+
+def test_less_memory_chooses_more_sharding_and_no_memory_says_what_would_do() -> None:
+    blocks = Blocks(num=8, num_rows=64)
+    roomy = found(blocks, 32)
+    assert roomy.best[0].found.fits(LIMITS)
+    small = Limits(roomy.best[0].found.device_bytes // 3, LIMITS.host_bytes)
+    tight = found(blocks, 32, small)
+    assert tight.best[0].found.fits(small)
+    assert tight.best[0].found.seconds >= roomy.best[0].found.seconds
+    with pytest.raises(ConfigError) as raised:
+        found(blocks, 2, Limits(6 * GIB, 16 * GIB), space=Space(presets=("ddp", "zero3"), axes=()))
+    said = str(raised.value)
+    assert said.startswith("No plan fits on 2 ranks. The smallest is zero3")
+    assert "too much" in said
+    assert "What would do: devices of " in said
+    assert " ranks (zero3" in said
+
+
+def test_objectives() -> None:
+    blocks = Blocks(num=8, num_rows=64)
+    fast, small, cheap = (found(blocks, 16, objective=one).best[0] for one in ("time", "memory", "cost"))
+    assert small.found.device_bytes <= fast.found.device_bytes
+    assert fast.found.seconds <= small.found.seconds
+    spent = cheap.found.seconds * cheap.candidate.world_size
+    assert spent <= 1.001 * fast.found.seconds * 16
+
+
+def test_reasons() -> None:
+    """Of the neighbours a person would ask about: too slow with what costs most, too large with by how much, or
+    impossible with the check's reason."""
+    chosen = found(Blocks(num=8, num_rows=256), 64, Limits(10 * GIB, LIMITS.host_bytes))
+    why_not = {one.what: one for one in chosen.why_not}
+    assert {"ddp", "zero3"} & set(why_not)
+    assert any("too much on a device" in one.reason for one in chosen.why_not)
+    assert any("mostly " in one.reason for one in chosen.why_not)
+    assert chosen.front[0].found.seconds <= chosen.front[-1].found.seconds
+    odd = Blocks(num_rows=96, width=4095, num=24)
+    refused = found(odd, 24, space=Space(axes=("tp",)))
+    assert any("4095 columns do not divide" in reason for reason in refused.refused.values())
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ConfigError, match="samples of a step cannot be divided"):
+        found(Blocks(num_rows=7), 16, space=Space(axes=()))
+
+
+def test_a_mesh_of_the_plan_is_kept() -> None:
+    base = Plan(precision="bf16", mesh={"dp": -1, "tp": 2})
+    chosen = search(Blocks(num=8, num_rows=64), 16, LIMITS, base=base)
+    assert all(dict(one.candidate.sizes) == {"dp": 8, "tp": 2} for one in chosen.best)
+
+
+@pytest.mark.parametrize(("world_size", "num_rows", "seconds"), [(1024, 4096, 10), (100_000, 400_000, 60)])
+def test_large_worlds_take_seconds(world_size: int, num_rows: int, seconds: float) -> None:
+    """On one core, by its own clock: other work on the machine does not count."""
+    blocks = Blocks(num=16, width=12288, num_rows=num_rows)
+    begun = time.process_time()
+    chosen = found(blocks, world_size)
+    assert time.process_time() - begun < seconds
+    assert chosen.best[0].found.fits(LIMITS)
+    assert chosen.best[0].candidate.world_size == world_size
+    assert blocks.num_asked < 250
+    assert math.isfinite(chosen.best[0].found.mfu)
+    assert replace(chosen.best[0].candidate) == chosen.best[0].candidate

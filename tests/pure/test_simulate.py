@@ -1,0 +1,274 @@
+"""The simulated job: where its seconds go, against what can be computed by hand, and against published runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.errors import ConfigError
+from shardwise.fit.failure_rates import Cause, FailureRates, failure_rates, known_rates, ranks_that_end
+from shardwise.fit.simulate import (
+    Failure,
+    Job,
+    Outcome,
+    Recovery,
+    SlowHosts,
+    best_interval,
+    daly_interval,
+    replay,
+    simulate,
+)
+
+RANK, HOST = Cause("rank", 0.0), Cause("host", 0.0, "host", "silence")
+JOB = Job(
+    world_size=16,
+    ranks_per_host=4,
+    step_seconds=10,
+    seconds=1000,
+    checkpoint_interval_seconds=100,
+    checkpoint_stall_seconds=1,
+    checkpoint_write_seconds=5,
+    load_seconds=3,
+    restart_seconds=50,
+    exit_seconds=2,
+    silence_seconds=15,
+    regroup_seconds=4,
+    join_seconds=25,
+    join_pause_seconds=4,
+)
+LLAMA = Job(16384, 8, 5.0, 54 * 86400, checkpoint_stall_seconds=1, checkpoint_write_seconds=10, load_seconds=60)
+
+
+def adds_up(outcome: Outcome) -> bool:
+    return math.isclose(outcome.useful_seconds + sum(outcome.losses.values()), outcome.seconds, rel_tol=1e-9)
+
+
+def test_a_job_without_failures_loses_its_checkpoints_alone() -> None:
+    found = replay(JOB, [])
+    # every 100 s, at the end of a step, which 1 s of the ones before delays
+    assert found.losses["checkpoints"] == found.num_checkpoints == 9
+    assert found.num_steps == 99
+    assert found.useful_seconds == pytest.approx(991)
+    assert adds_up(found)
+
+
+def test_a_restart_repeats_the_steps_since_the_last_whole_checkpoint() -> None:
+    found = replay(JOB, [Failure(325.0, RANK)])
+    # saved at 100, 201 (due at 200) and 302 (due at 301); at 325 two steps and a part of the third are lost
+    assert found.losses["finding"] == 2
+    assert found.losses["restarting"] == 53
+    assert found.losses["repeated"] == pytest.approx(325 - 303)
+    assert found.num_restarts == 1
+    assert found.by_cause == {"rank": pytest.approx(22 + 2 + 53)}
+    assert adds_up(found)
+
+
+def test_a_checkpoint_counts_when_it_is_whole() -> None:
+    found = replay(JOB, [Failure(305.0, RANK)])  # that of 302 is whole at 308
+    assert found.losses["repeated"] == pytest.approx(305 - 202 - 1)
+    assert adds_up(found)
+
+
+def test_survivors_repeat_the_step_and_a_rank_joins() -> None:
+    found = replay(replace(JOB, recovery="buddy"), [Failure(326.0, RANK)])
+    # 3 s of a step are void, then its forward of 10/3 s again; so it is when the replacement joins
+    assert found.losses["regrouping"] == 8
+    assert found.losses["void"] == pytest.approx(3 + 2 * 10 / 3)
+    assert found.losses["repeated"] == found.losses["restarting"] == 0
+    assert found.fewest_ranks == 15
+    # steps of 16 ranks' batch by 15, from the end of the pause to the end of the step in which it is ready
+    assert found.losses["fewer ranks"] == pytest.approx(2 * 10 / 15)
+    assert (found.num_restarts, found.num_survived) == (0, 1)
+    assert adds_up(found)
+
+
+@pytest.mark.parametrize(
+    ("recovery", "causes", "num_restarts"),
+    [
+        ("host", (RANK,), 0),
+        ("host", (HOST,), 1),
+        ("buddy", (HOST,), 0),
+        ("copies", (HOST,), 0),
+        ("copies", (Cause("software", 0.0, "job"),), 1),
+    ],
+)
+def test_what_exists_nowhere_else_is_read_from_the_checkpoint(
+    recovery: Recovery, causes: tuple[Cause, ...], num_restarts: int
+) -> None:
+    found = replay(
+        replace(JOB, recovery=recovery), [Failure(326.0 + place, cause) for place, cause in enumerate(causes)]
+    )
+    assert found.num_restarts == num_restarts
+    assert adds_up(found)
+
+
+def test_a_host_and_its_buddy_at_once_are_a_restart() -> None:
+    job = replace(JOB, recovery="buddy")
+    assert replay(job, [Failure(326.0, HOST, 0.0), Failure(330.0, HOST, 0.3)]).num_restarts == 1
+    assert replay(job, [Failure(326.0, HOST, 0.0), Failure(330.0, HOST, 0.6)]).num_restarts == 0
+    assert replay(job, [Failure(326.0, HOST, 0.0), Failure(500.0, HOST, 0.3)]).num_restarts == 0
+
+
+def test_without_a_spare_they_train_on_or_wait() -> None:
+    broken = replace(HOST, repair_hours=0.1)
+    some = replay(replace(JOB, recovery="buddy", spare_ranks=0), [Failure(300.0, broken)])
+    assert some.fewest_ranks == 12
+    assert some.losses["waiting for ranks"] == 0
+    assert some.losses["fewer ranks"] > 0
+    all_or_none = replace(JOB, spare_ranks=0, least_ranks=16)
+    waiting = replay(all_or_none, [Failure(300.0, broken)])
+    assert waiting.losses["waiting for ranks"] == pytest.approx(360 - 15)
+    enough = replay(replace(all_or_none, spare_ranks=4), [Failure(300.0, broken)])
+    assert enough.losses["waiting for ranks"] == 0
+    too_few = replay(replace(all_or_none, recovery="buddy"), [Failure(300.0, broken)])
+    assert too_few.losses["waiting for ranks"] > 300
+    assert too_few.num_checkpoints > 3  # also after the wait
+    assert all(map(adds_up, (some, waiting, enough, too_few)))
+
+
+def test_a_failure_while_ranks_start_begins_anew() -> None:
+    once = replay(JOB, [Failure(325.0, RANK)])
+    twice = replay(JOB, [Failure(325.0, RANK), Failure(365.0, RANK)])
+    assert twice.losses["restarting"] + twice.losses["finding"] == pytest.approx(40 + 55)
+    assert twice.losses["repeated"] == once.losses["repeated"]
+    surviving = replace(JOB, recovery="copies")
+    starting = replay(surviving, [Failure(325.0, Cause("software", 0.0, "job")), Failure(365.0, RANK)])
+    assert starting.num_restarts == 2
+
+
+def test_a_planned_stop_repeats_nothing() -> None:
+    found = replay(JOB, [Failure(325.0, Cause("maintenance", 0.0, "job", planned=True))])
+    assert found.losses["planned stops"] == 6 + 53
+    assert found.losses["repeated"] == found.losses["void"] == 0
+    assert adds_up(found)
+
+
+def test_slow_hosts_slow_all_steps() -> None:
+    job = replace(JOB, slow=SlowHosts(1.0, 1.5, 0.1), checkpoint_interval_seconds=1000)
+    found = replay(job, [], [200.0, 300.0])  # the second ends at 660
+    assert found.losses["slow hosts"] == pytest.approx(460 / 3)
+    assert found.useful_seconds == pytest.approx(1000 - 460 / 3)
+
+
+def test_one_seed_one_outcome_and_the_same_failures_whatever_is_done_about_them() -> None:
+    rates = ranks_that_end(50)
+    job = replace(JOB, seconds=86400)
+    assert simulate(job, rates, 7) == simulate(job, rates, 7)
+    assert simulate(job, rates, 7) != simulate(job, rates, 8)
+    other = simulate(replace(job, recovery="copies", join_seconds=0), rates, 7)
+    assert other.num_interruptions == simulate(job, rates, 7).num_interruptions
+    assert all(
+        adds_up(simulate(replace(job, recovery=how), rates, 3)) for how in ("restart", "host", "buddy", "copies")
+    )
+
+
+@pytest.mark.parametrize("mean_hours", [1.0, 8.0])
+def test_the_best_interval_is_youngs_and_dalys(mean_hours: float) -> None:
+    """Where a checkpoint stops the job and a restart costs as much as a checkpoint, theirs is the optimum, and goodput
+    is what Daly's model of the run time says."""
+    job = Job(1, 1, 1.0, 200 * mean_hours * 3600, restart_seconds=30, exit_seconds=0, checkpoint_stall_seconds=30)
+    rates = ranks_that_end(mean_hours)
+    daly, mean = daly_interval(job, rates), mean_hours * 3600
+    assert daly == pytest.approx(math.sqrt(2 * 30 * mean), rel=0.15)
+    best, *rest = best_interval(job, rates, range(2))
+    assert daly / 1.5 < best.seconds < 1.5 * daly
+    worst = min(rest, key=lambda one: one.goodput)
+    assert worst.goodput < best.goodput
+    step = best.seconds + 30
+    expected = best.seconds / (mean * math.exp(30 / mean) * (math.exp(step / mean) - 1))
+    assert best.goodput == pytest.approx(expected, abs=0.012)
+
+
+def test_llama_3_405b_trained_for_over_90_percent_of_the_time() -> None:
+    """54 days on 16,384 GPUs, 466 interruptions of which 419 were unexpected. How long a restart took is not published;
+    with 10 minutes all but a tenth is useful, and with 5 more."""
+    rates = failure_rates("llama3-405b")
+    unexpected = [cause for cause in rates.causes if not cause.planned]
+    assert sum(cause.per_rank_hour for cause in rates.causes) * 16384 * 54 * 24 == pytest.approx(466)
+    assert sum(cause.per_rank_hour for cause in unexpected) * 16384 * 54 * 24 == pytest.approx(419)
+    goodput = {}
+    for minutes in (5, 10):
+        job = replace(LLAMA, restart_seconds=60 * minutes)
+        job = replace(job, checkpoint_interval_seconds=best_interval(job, rates, [0])[0].seconds)
+        runs = [simulate(job, rates, seed) for seed in range(2)]
+        assert fmean(one.num_interruptions for one in runs) == pytest.approx(466, rel=0.1)
+        goodput[minutes] = fmean(one.goodput for one in runs)
+    assert 0.90 < goodput[10] < 0.93
+    assert 0.94 < goodput[5] < 0.97
+
+
+def test_100_000_gpus_that_restart_or_lose_a_replica() -> None:
+    """FT-HSDP (arXiv:2602.00277): a failure every 18 minutes, 10 minutes until all train again: 44 % of the time are
+    useful; if only the replica leaves, the others stand for 3 minutes: 80 %."""
+    rates = ranks_that_end(100_000 * 18 / 60)
+    job = Job(
+        100_000, 8, 10.0, 20 * 86400, restart_seconds=600, checkpoint_stall_seconds=5, checkpoint_write_seconds=20
+    )
+    best = best_interval(job, rates, [0])[0]
+    assert best.goodput == pytest.approx(0.44, abs=0.08)
+    alone = replace(job, recovery="copies", regroup_seconds=180, join_seconds=600, join_pause_seconds=0)
+    alone = replace(alone, leave_together=4096, checkpoint_interval_seconds=3600)
+    assert simulate(alone, rates, 0).goodput == pytest.approx(0.80, abs=0.03)
+
+
+def test_rates_of_files(tmp_path: Path) -> None:
+    assert "llama3-405b" in known_rates()
+    file = tmp_path / "rates.yaml"
+    file.write_text("gpu_hours: 1000\ncauses:\n  fan: {events: 2, takes: host, repair_hours: 1}\n")
+    assert failure_rates(str(file)) == FailureRates((Cause("fan", 0.002, "host", "exit", 1.0),), str(file))
+    for text, said in (
+        ("gpu_hours: 0\ncauses: {fan: {events: 2}}", "gpu_hours is 0; give a number of more than 0"),
+        ("gpu_hours: 1\ncauses: {fan: {events: -2}}", "fan: events is -2; give a number of at least 0"),
+        ("gpu_hours: 1\ncauses: {fan: {events: 1, takes: rack}}", "takes is 'rack'; write one of rank, host, job"),
+        ("gpu_hours: 1\ncauses: {fan: {event: 1}}", "write {events: N}"),
+        ("gpu_hours: 1\nreasons: {}\ncauses: {}", "does not know 'reasons'"),
+        ("gpu_hours: 1", "needs causes"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said.replace("{", r"\{")):
+            failure_rates(str(file))
+    with pytest.raises(ConfigError, match="Did you mean 'llama3-405b'"):
+        failure_rates("llama-405b")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "goodput.svg"
+    words = ["simulate", "zero3", "--world", "64", "--days", "2", "--step-seconds", "2", "--rank-hours", "200"]
+    words += ["--checkpoint-bytes", "100G", "--storage", "10G", "--checkpoint-stall", "1"]
+    assert main([*words, "--picture", str(picture), "--runs", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "all ranks restart from the last checkpoint, because parameters are on an accelerator" in said
+    assert "costs least (Young and Daly: " in said
+    assert picture.read_text().startswith("<svg")
+    assert main([*words, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["job"]["recovery"] == "buddy"
+    assert found["restarts"] == 0
+    assert found["goodput"] + sum(found["losses"].values()) / found["job"]["seconds"] == pytest.approx(1)
+    assert found["goodput"] == pytest.approx(fmean(found["goodput_by_run"]))
+    split = [*words, "--device", "cpu", "--set", "mesh={dp: 32, tp: 2}", "--json"]
+    assert main(split) == 0
+    assert "splits models or samples along tp" in json.loads(capsys.readouterr().out)["restarts_because"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--checkpoint-bytes", "1T"], "Give both, or neither."),
+        (["--failures", "opt-175b", "--rank-hours", "3"], "Give one of them."),
+        (["--slow-hosts", "3"], "write events for each host and hour"),
+        (["--least", "100"], "least_ranks is 100, but there are 8 ranks."),
+        (["--runs", "0"], "--runs is 0"),
+        (["--picture", "a.png"], "pictures are .svg files"),
+        (["--checkpoint-every", "often"], "give seconds, or auto"),
+    ],
+)
+def test_what_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "ddp", "--world", "8", "--days", "1", "--step-seconds", "1", *words]) == 2
+    assert said in capsys.readouterr().err

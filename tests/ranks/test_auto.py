@@ -1,0 +1,136 @@
+"""`preset: auto`: trains at the first try within the memory that it was given, and equals the plain loop."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pipelined import Decoder
+from pipelined import batches as stage_batches
+from torch import nn
+from twins import Transformer, adamw, batches, full_params, plain_run, share_of
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.fit.candidates import Candidate
+from shardwise.fit.hardware import hardware
+from shardwise.fit.model_subject import ModelSubject
+from shardwise.testing import run_ranks
+
+Result = tuple[sw.Plan, list[float], dict[str, torch.Tensor], int, int]
+
+
+class Wide(nn.Module):
+    """Most of it is two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Sequential(nn.Linear(512, 64))) for _ in range(2)
+        )
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+def wide_batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(8, 64), torch.randn(8, 3)) for _ in range(num)]
+
+
+def run(model: nn.Module, data: Any, plan: dict[str, Any], num_ranks: int = 2) -> Result:
+    """The plan that was chosen, losses, parameters, and the bytes of rank 0: foreseen before the first step, and
+    allowed."""
+    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Result:
+        replica = replicas[world.rank]
+        shares = [tuple(part.chunk(world.size)[world.rank] for part in batch) for batch in data]
+        optimizer = adamw(replica)
+        with sw.shard(replica, plan, optimizer=optimizer, world=world, batch=shares[0]) as engine:
+            held = engine.rehearse(shares[0]).total
+            losses = []
+            for batch in data:
+                loss = engine(*share_of(engine, batch))
+                engine.backward(loss)
+                engine.step()
+                losses.append(engine.mean(loss.item()))
+            return engine.plan, losses, full_params(engine), held, engine.memory().measured_total
+
+    results = run_ranks(num_ranks, rank)
+    assert all(one[0] == results[0][0] for one in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("kind", ["transformer", "wide"])
+def test_what_is_chosen_fits_and_trains_as_the_plain_loop(kind: str) -> None:
+    """With much memory nothing is sharded or recomputed that need not be; with less, as little as possible."""
+    torch.manual_seed(0)
+    model, data = (Transformer(), batches(3, rows=16)) if kind == "transformer" else (Wide(), wide_batches(3))
+    plain = plain_run(model, data)
+    roomy, losses, params, most, _ = run(model, data, {"preset": "auto", "budget": {"device": "4GiB"}})
+    assert roomy.activations.policy in (None, "keep")
+    assert losses == pytest.approx(plain.losses, abs=1e-5)
+    limit = most - 100_000
+    tight, losses, params, held, measured = run(model, data, {"preset": "auto", "budget": {"device": limit}})
+    assert tight != roomy
+    assert max(held, measured) <= limit
+    assert losses == pytest.approx(plain.losses, abs=1e-5)
+    for name, param in params.items():
+        torch.testing.assert_close(param, plain.params[name], atol=1e-5, rtol=1e-4)
+
+
+def test_what_the_plan_says_is_kept() -> None:
+    plan = {"preset": "auto", "activations": "recompute", "clip_grad_norm": 1.0, "accumulate": 2}
+    chosen = run(Transformer(), batches(2, rows=16), plan)[0]
+    assert (chosen.activations.policy, chosen.clip_grad_norm, chosen.accumulate) == ("recompute", 1.0, 2)
+
+
+def test_what_is_derived_is_what_a_rehearsal_finds() -> None:
+    """Other sizes of micro-batches exactly, and stages of a pipeline nearly: these are rehearsed before they count."""
+    with torch.device("meta"):
+        model = Decoder(num_blocks=4)
+    batch = stage_batches(1, rows=4)[0]
+    subject = ModelSubject(model, batch, hardware("h100-sxm"), 64, sw.Plan(), num_states=2, on_cpu=False)
+    for preset, policy in (("zero3", "keep"), ("zero1", "recompute")):
+        candidate = Candidate(preset, (("dp", 2),), 16, 2, policy)
+        derived, exact = subject.evaluate(candidate), subject.confirm(candidate)
+        assert not derived.is_exact
+        assert exact.is_exact
+        assert derived.seconds == pytest.approx(exact.seconds, rel=0.01)
+        assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.01)
+    staged = Candidate("zero1", (("pp", 2), ("dp", 2)), 16, 2)
+    derived, exact = subject.evaluate(staged), subject.confirm(staged)
+    assert derived.seconds == pytest.approx(exact.seconds, rel=0.15)
+    assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)
+
+
+def test_refusals() -> None:
+    """All ranks raise the same, and the model is as it was."""
+    model = Transformer()
+    before = copy.deepcopy(model.state_dict())
+
+    def refused(plan: Any, batch: Any) -> str:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> str:
+            replica = replicas[world.rank]
+            with pytest.raises(ConfigError) as raised:
+                sw.shard(replica, plan, optimizer=adamw(replica), world=world, batch=batch)
+            assert all(torch.equal(value, before[name]) for name, value in replica.state_dict().items())
+            return str(raised.value)
+
+        first, second = run_ranks(2, rank)
+        assert first == second
+        return first
+
+    batch = batches(1, rows=8)[0]
+    assert "preset: auto needs a batch" in refused("auto", None)
+    said = refused({"preset": "auto", "budget": {"device": "1MiB"}}, batch)
+    assert said.startswith("No plan fits on 2 ranks. The smallest is ")
+    assert "too much" in said
+    assert "What would do: devices of " in said
