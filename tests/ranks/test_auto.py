@@ -10,7 +10,7 @@ import torch
 from pipelined import Decoder
 from pipelined import batches as stage_batches
 from torch import nn
-from twins import Transformer, adamw, batches, full_params, plain_run, share_of
+from twins import adamw, batches, full_params, plain_run, share_of
 
 import shardwise as sw
 from shardwise.errors import ConfigError
@@ -18,6 +18,7 @@ from shardwise.fit.candidates import Candidate
 from shardwise.fit.hardware import hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.testing import run_ranks
+from tests.models import Transformer
 
 Result = tuple[sw.Plan, list[float], dict[str, torch.Tensor], int, int]
 
