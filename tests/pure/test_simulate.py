@@ -257,9 +257,43 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "splits models or samples along tp" in json.loads(capsys.readouterr().out)["restarts_because"]
 
 
+MODEL = """
+import torch
+from torch import nn
+def build():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+def batch():
+    return torch.ones(32, 64)
+"""
+
+
+def test_the_step_of_a_model_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `explain --time` does it, and a checkpoint has 12 bytes for each parameter with Adam."""
+    (tmp_path / "tiny.py").write_text(MODEL)
+    of_model = [
+        "--model",
+        f"{tmp_path}/tiny.py:build",
+        "--batch",
+        f"{tmp_path}/tiny.py:batch",
+        "--hardware",
+        "h100-sxm",
+    ]
+    same = ["zero3", "--world", "16", "--per-host", "8", "--optimizer", "adamw", *of_model, "--json"]
+    assert main(["explain", "--time", *same]) == 0
+    predicted = json.loads(capsys.readouterr().out)["time"]["step_seconds"]
+    assert main(["simulate", "--days", "0.01", "--storage", "1M", *same]) == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert job["step_seconds"] == predicted > 0
+    num_params = 2 * 64 * 256 + 256 + 64
+    assert job["checkpoint_write_seconds"] == pytest.approx(12 * num_params / 2**20)
+    assert main(["simulate", "--days", "0.01", "--step-seconds", "1", *same]) == 2
+    assert "Give one of them." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--hardware", "h100-sxm"], "--hardware is for --model"),
         (["--checkpoint-bytes", "1T"], "Give both, or neither."),
         (["--failures", "opt-175b", "--rank-hours", "3"], "Give one of them."),
         (["--slow-hosts", "3"], "write events for each host and hour"),

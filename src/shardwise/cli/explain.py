@@ -105,13 +105,13 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list(args)
         return 0
-    explained = _explained(args)
-    if args.trace is not None and explained.time is not None:
-        explained.time.timeline.write(args.trace)
+    found = explained(args)
+    if args.trace is not None and found.time is not None:
+        found.time.timeline.write(args.trace)
     if args.json:
-        print(json.dumps(as_json(explained), indent=2))
+        print(json.dumps(as_json(found), indent=2))
     else:
-        print_explained(explained, console_for_output(), full=args.full)
+        print_explained(found, console_for_output(), full=args.full)
     return 0
 
 
@@ -122,7 +122,8 @@ def _list(args: argparse.Namespace) -> None:
         print_presets(console_for_output())
 
 
-def _explained(args: argparse.Namespace) -> Explanation:
+def explained(args: argparse.Namespace) -> Explanation:
+    """What `args`, as `add_arguments` reads them, ask for; see `run`."""
     if args.plan is None:
         raise ConfigError(
             "Name a plan: a preset such as zero3, or a file. `shardwise explain --list` lists the presets."
@@ -152,12 +153,12 @@ def _explained(args: argparse.Namespace) -> Explanation:
     plan, subject, programs = _subject(args, plan, table, mesh, hardware)
     table = table_for(plan, mesh)
     calibration = read_calibration(args.calibration)
-    explained = explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
+    found = explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
     if hardware is None:
-        return explained
+        return found
     num_states, num_micro_batches = args.optimizer_states, plan.accumulate
     time = step_time(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
-    return replace(explained, time=time)
+    return replace(found, time=time)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

@@ -10,6 +10,7 @@ EXAMPLES = """examples:
   shardwise simulate zero3 --world 1024 --days 30 --step-seconds 5 --checkpoint-bytes 1T --storage 50G
   shardwise simulate plan.yaml --world 16384 --days 54 --step-seconds 5 --checkpoint-bytes 5.7T --storage 2T \\
       --failures llama3-405b --picture goodput.svg
+  shardwise simulate zero3 --world 512 --days 30 --model train.py:build --batch train.py:batch --hardware h100-sxm
   shardwise simulate ddp --world 64 --days 7 --step-seconds 1 --rank-hours 5000 --recovery buddy --runs 20"""
 
 
@@ -19,9 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--world", type=int, required=True, metavar="N", help="number of ranks")
     option("--per-host", type=int, default=8, metavar="N", help="ranks on each host (default: 8)")
     option("--days", type=float, required=True, metavar="D", help="how long the job runs")
-    option("--step-seconds", type=float, required=True, metavar="S", help="seconds of one step of all ranks")
+    option("--step-seconds", type=float, metavar="S", help="seconds of one step of all ranks")
+    option(
+        "--model",
+        metavar="FILE:CALLABLE",
+        help="instead, with --batch and --hardware: a callable that builds the model, whose step is predicted as by "
+        "`shardwise explain --time`",
+    )
+    option("--batch", metavar="FILE:CALLABLE", help="with --model: a callable that returns a micro-batch")
+    option("--hardware", metavar="NAME", help="with --model: such as h100-sxm, or a file such as my.yaml")
+    option("--optimizer", metavar="O", help="with --model: the optimizer, such as adamw")
     option("--set", action="append", default=[], metavar="a.b=c", help="change one key of the plan; repeatable")
-    option("--checkpoint-bytes", metavar="B", help="of a checkpoint, such as 5.7T: 12 for each parameter with Adam")
+    option(
+        "--checkpoint-bytes",
+        metavar="B",
+        help="of a checkpoint, such as 5.7T: 12 for each parameter with Adam (default: those of --model)",
+    )
     option("--storage", metavar="B", help="bytes that all ranks together write or read in a second, such as 100G")
     option(
         "--checkpoint-stall",

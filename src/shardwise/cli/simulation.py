@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from rich.table import Table as Grid
 
+from shardwise.cli import explain
 from shardwise.cli.console import SafeConsole, console_for_output
 from shardwise.cli.explanation import example_units
 from shardwise.errors import ConfigError, ShardwiseError
@@ -145,19 +147,18 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
     if args.world < 1 or args.per_host < 1:
         raise ConfigError(f"--world is {args.world} and --per-host {args.per_host}; give at least 1.")
     recovery, why = _recovery(args)
+    step = _given_step(args) if args.model is None else _predicted_step(args)
     write = load = 0.0
-    if (args.checkpoint_bytes is None) != (args.storage is None):
-        raise ConfigError("--checkpoint-bytes and --storage say how long a checkpoint takes. Give both, or neither.")
-    if args.checkpoint_bytes is not None:
+    if args.storage is not None:
         rate = bytes_of("--storage", args.storage)
         if not rate:
             raise ConfigError("--storage is 0; give the bytes that all ranks together write in a second.")
-        write = load = bytes_of("--checkpoint-bytes", args.checkpoint_bytes) / rate
+        write = load = step.checkpoint_bytes / rate
     least = args.least if args.least is not None else (args.world if recovery == "restart" else 1)
     job = Job(
         world_size=args.world,
         ranks_per_host=args.per_host,
-        step_seconds=args.step_seconds,
+        step_seconds=step.seconds,
         seconds=args.days * 86400,
         recovery=recovery,
         checkpoint_interval_seconds=_every(args.checkpoint_every),
@@ -173,6 +174,56 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         slow=_slow(args.slow_hosts),
     )
     return job, why
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the simulation has to know about a step."""
+
+    seconds: float
+    checkpoint_bytes: int = 0
+
+
+def _given_step(args: argparse.Namespace) -> _Step:
+    for name in ("batch", "hardware", "optimizer"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is for --model, whose step is then predicted. Add --model FILE:CALLABLE.")
+    if args.step_seconds is None:
+        raise ConfigError("How long is a step? Give --step-seconds, or --model, --batch and --hardware to predict it.")
+    if (args.checkpoint_bytes is None) != (args.storage is None):
+        raise ConfigError("--checkpoint-bytes and --storage say how long a checkpoint takes. Give both, or neither.")
+    return _Step(args.step_seconds, bytes_of("--checkpoint-bytes", args.checkpoint_bytes or "0"))
+
+
+def _predicted_step(args: argparse.Namespace) -> _Step:
+    """The step of `--model`, as `explain --time` predicts it, and what a checkpoint of it has."""
+    if args.step_seconds is not None:
+        raise ConfigError("--step-seconds and --model both say how long a step is. Give one of them.")
+    if args.batch is None or args.hardware is None:
+        raise ConfigError("--model needs --batch and --hardware too, to predict a step.")
+    words = [args.plan, "--world", str(args.world), "--per-host", str(min(args.per_host, args.world)), "--time"]
+    words += ["--model", args.model, "--batch", args.batch, "--hardware", args.hardware]
+    words += ["--optimizer", args.optimizer] if args.optimizer else []
+    words += [word for change in args.set for word in ("--set", change)]
+    parser = argparse.ArgumentParser(prog="shardwise simulate", exit_on_error=False)
+    explain.add_arguments(parser)
+    found = explain.explained(parser.parse_args(words))
+    if found.time is None:
+        raise ConfigError(f"The step of {args.model} cannot be predicted.")
+    if args.checkpoint_bytes is not None:
+        num_bytes = bytes_of("--checkpoint-bytes", args.checkpoint_bytes)
+    else:
+        num_bytes = _checkpoint_bytes(args.model, found.subject.num_states)
+    return _Step(found.time.timeline.step_seconds, num_bytes)
+
+
+def _checkpoint_bytes(source: str, num_states: int) -> int:
+    """Parameters as they are, and of trained ones the master weights and the states in fp32."""
+    model = importlib.import_module("shardwise.cli.model_file").build_model(source)  # needs torch
+    every = list(model.parameters())
+    trained: int = sum(param.numel() for param in every if param.requires_grad)
+    frozen_bytes: int = sum(param.nbytes for param in every if not param.requires_grad)
+    return 4 * trained * (1 + num_states) + frozen_bytes
 
 
 def _every(text: str) -> float:
