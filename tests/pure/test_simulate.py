@@ -195,7 +195,7 @@ def test_llama_3_405b_trained_for_over_90_percent_of_the_time() -> None:
     goodput = {}
     for minutes in (5, 10):
         job = replace(LLAMA, restart_seconds=60 * minutes)
-        job = replace(job, checkpoint_interval_seconds=best_interval(job, rates, [0])[0].seconds)
+        job = replace(job, checkpoint_interval_seconds=daly_interval(job, rates))
         runs = [simulate(job, rates, seed) for seed in range(2)]
         assert fmean(one.num_interruptions for one in runs) == pytest.approx(466, rel=0.1)
         goodput[minutes] = fmean(one.goodput for one in runs)

@@ -73,6 +73,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_compiled_call_impl": (MODULE, "whether module.compile() was called"),
     "_call_impl": (MODULE, "an elastic session calls the model in place of module()"),
     "_BatchNorm": (nn.modules.batchnorm, "the common class of batch norms, to refuse or synchronize them"),
+    "_check_non_zero_input_channels": (nn.SyncBatchNorm, "refuses what torch's own forward refuses, in its words"),
     "_NormBase": (nn.modules.batchnorm, "the common class of norms with running statistics"),
     "_DropoutNd": (nn.modules.dropout, "the common class of dropouts, whose random numbers ranks must share"),
     # tensors

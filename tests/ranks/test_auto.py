@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Decoder
 from pipelined import batches as stage_batches
 from torch import nn
 from twins import adamw, batches, full_params, plain_run, share_of
@@ -18,7 +17,7 @@ from shardwise.fit.candidates import Candidate
 from shardwise.fit.hardware import hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.testing import run_ranks
-from tests.models import Transformer
+from tests.models import Decoder, Transformer
 
 Result = tuple[sw.Plan, list[float], dict[str, torch.Tensor], int, int]
 

@@ -150,6 +150,11 @@ def an_optimizer_and_a_batch(_: sw.World | None) -> Names:
     return {"model": Small(), "batch": BATCH}
 
 
+def an_optimizer_of_its_and_a_batch(world: sw.World | None) -> Names:
+    model = Small()
+    return {"model": model, "optimizer": adamw(model), "batch": BATCH, "world": world}
+
+
 def its_world(world: sw.World | None) -> Names:
     return {"world": world}
 
@@ -236,6 +241,8 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/activations.md", 0): Setting(an_optimizer_and_a_batch),
     ("docs/activations.md", 1): Setting(an_engine),
     ("docs/activations.md", 2): Setting(a_model),
+    ("docs/auto.md", 0): Setting(an_optimizer_of_its_and_a_batch),
+    ("docs/auto.md", 1): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/deferred-init.md", 0): Setting(),
     ("docs/deferred-init.md", 1): Setting(a_language_model),
     ("docs/deferred-init.md", 2): Setting(a_language_model),

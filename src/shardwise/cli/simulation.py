@@ -104,16 +104,16 @@ class Simulated:
             "checkpoints": fmean(one.num_checkpoints for one in self.outcomes),
             "fewest_ranks": min(one.fewest_ranks for one in self.outcomes),
             "daly_interval_seconds": None if math.isinf(self.daly) else self.daly,
-            "intervals": [one._asdict() for one in self.intervals],
+            "intervals": [{"seconds": one.seconds, "goodput": one.goodput} for one in self.intervals],
             "course": self.outcomes[0].course,
         }
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.picture is not None and args.picture.suffix.lower() != ".svg":
+        raise ConfigError(f"--picture is {args.picture}; pictures are .svg files.")
     simulated = _simulated(args)
     if args.picture is not None:
-        if args.picture.suffix.lower() != ".svg":
-            raise ConfigError(f"--picture is {args.picture}; pictures are .svg files.")
         try:
             args.picture.write_text(_picture(simulated), encoding="utf-8")
         except OSError as error:
