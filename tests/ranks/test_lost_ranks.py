@@ -295,18 +295,23 @@ def test_micro_batches_of_a_loop_end_with_their_step(name: str, death: int, tmp_
 def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank dies after its update, before others know of it. They repeat the step unless they have the same update."""
     after_step = ShardedModel.after_step
+    is_taken = name in ("ddp", "hsdp")  # each part of the update is made by another rank too
     updated = threading.Barrier(NUM_RANKS)  # one that has not heard all gradients when the rank dies repeats the step
+    noted = threading.Barrier(NUM_RANKS if is_taken else 1)  # and so does one that hears of it at the end of its step
 
     def or_die(self: ShardedModel, member: torch.optim.Optimizer) -> None:
-        if self.world.size == NUM_RANKS and self.progress.num_steps == 3:
+        is_last = self.world.size == NUM_RANKS and self.progress.num_steps == 3
+        if is_last:
             updated.wait(timeout=60)
             if self.world.rank == 1:
+                noted.wait(timeout=60)
                 raise Killed
         after_step(self, member)
+        if is_last:
+            noted.wait(timeout=60)
 
     monkeypatch.setattr(ShardedModel, "after_step", or_die)
     void = race({**TIERS, **PLANS}[name], lambda engine, member: None, tmp_path)
-    is_taken = name in ("ddp", "hsdp")  # each part of the update is made by another rank too
     assert set(void.values()) == {0 if is_taken else 1}
 
 

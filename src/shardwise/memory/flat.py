@@ -87,6 +87,8 @@ class Flat:
         """The same, but only until the backward ends."""
         self.owes_free = False
         """Whether a free was skipped for that reason and the buffer has not been requested since."""
+        self.is_outdated = False
+        """Whether parameters were updated while the whole buffer had to stay, so that it has the values of before."""
         self._bytes_of_full: Releasable | None = None
         self._full = torch.empty(0)
         self._param = torch.empty(0)
@@ -275,6 +277,11 @@ class Flat:
 
     # -- the whole buffer -------------------------------------------------------------------------------
 
+    @property
+    def must_be_gathered_again(self) -> bool:
+        """Whether another rank has freed it and needs this one's part, or it has been updated since it was gathered."""
+        return self.owes_free or self.is_outdated
+
     def allocate_full(self) -> None:
         """Give `full` its bytes back, undefined. It counts as being gathered until it is `READY`."""
         if self.shared is not None:
@@ -283,6 +290,7 @@ class Flat:
             self._bytes_of_full.allocate()
         self.meter.hold("working", self.spec.full_bytes)
         self.state = GATHERING
+        self.is_outdated = False
 
     def free_full(self) -> None:
         """Free the bytes of `full`. No effect if they are free, resident, or have to stay."""

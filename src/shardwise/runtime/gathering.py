@@ -34,13 +34,14 @@ class Gathering:
         unit.wake()
 
     def ensure_whole(self, unit: Unit) -> None:
-        """Gather what is absent of `unit`, even if the program did not foresee that."""
+        """Gather what is absent of `unit`, or has been updated since, even if the program did not foresee that: its own
+        gather may have come before the update, ahead of the use."""
         for flat in unit.flats:
-            if flat.is_whole:
+            if flat.is_whole and not flat.is_outdated:
                 continue
             if flat.state is GATHERING or flat.is_updating:
                 self._executor.movers[flat.name].params.wait_full()
-            if flat.state is ABSENT:
+            if flat.state is ABSENT or (flat.is_whole and flat.is_outdated):
                 moment = unit.moments.before_forward
                 with self.unwatched():
                     self._executor.run(moment, serial(gather_due(unit.spec, moment)))
@@ -199,7 +200,7 @@ class Gathering:
                     continue
                 self._executor.movers[flat.name].params.wait_full()
                 if flat.stays or unit.name in kept:
-                    flat.owes_free = True
+                    flat.owes_free = flat.is_outdated = True
                 else:
                     unit.rest()
                     flat.free_full()

@@ -69,8 +69,8 @@ class ParamMover:
     def fetch_param(self, _: Action) -> None:
         """Start to copy the resting parameters from the host, or from a disk, to their place in `full`."""
         flat = self.flat
-        if flat.is_whole and flat.owes_free:  # it has been updated since
-            flat.owes_free = False
+        if flat.is_whole and flat.must_be_gathered_again:
+            flat.owes_free = flat.is_outdated = False
             flat.state = GATHERING
         elif flat.state is ABSENT:
             flat.allocate_full()
@@ -134,10 +134,10 @@ class ParamMover:
 
     def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
         flat = self.flat
-        if flat.is_whole and not flat.owes_free:
+        if flat.is_whole and not flat.must_be_gathered_again:
             return
-        if flat.is_whole:  # other ranks have freed it and need this one's part, or it has been updated since
-            flat.owes_free = False
+        if flat.is_whole:
+            flat.owes_free = flat.is_outdated = False
             self._spread = shard
             flat.state = GATHERING
             if flat.shared is None:

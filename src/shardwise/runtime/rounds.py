@@ -119,4 +119,4 @@ class Rounds:
 
 
 def _is_ready(unit: Unit) -> bool:
-    return all(flat.is_whole and not flat.owes_free for flat in unit.flats)
+    return all(flat.is_whole and not flat.must_be_gathered_again for flat in unit.flats)
