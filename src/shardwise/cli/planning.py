@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import yaml
 from rich.table import Table as Grid
@@ -15,26 +15,27 @@ from rich.table import Table as Grid
 from shardwise.cli.console import SafeConsole, console_for_output
 from shardwise.cli.measured_plans import measure
 from shardwise.cli.model_file import batch_from, build_model
-from shardwise.errors import ConfigError, ShardwiseError, nearest
+from shardwise.cli.output_files import require_absent, require_svg, write
+from shardwise.errors import ConfigError, nearest
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.candidates import Space
 from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.model_subject import ModelSubject
-from shardwise.fit.search import OBJECTIVES, Found, Limits, Ranked, as_json, search
+from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, OBJECTIVES, Found, Limits, Ranked, as_json, search
 from shardwise.observe.pictures import Point, front_picture
 from shardwise.plan import DtypeName, Plan, load_plan
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import read_calibration
 from shardwise.system.units import bytes_of, format_bytes, format_seconds
 
-DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
-"""Of the memory, by default. The rest is for the driver's context, the libraries' buffers and fragmentation on a
-device, and for the system on a host."""
 AXES = ("tp", "pp", "sp", "ep")
 
 
 def run(args: argparse.Namespace) -> int:
+    require_svg(args.picture)
+    if args.out is not None:
+        _require_plan(args.out)
     subject, limits, base = _subject(args)
     space = _space(args, base)
     found = search(
@@ -54,11 +55,9 @@ def run(args: argparse.Namespace) -> int:
         found = replace(found, best=tuple(sorted(found.best, key=lambda one: order.get(id(one), float("inf")))))
     best = found.best[0].candidate.plan(subject.base)
     if args.out is not None:
-        _write(args.out, _as_text(best, args.out))
+        write(args.out, _as_text(best, args.out))
     if args.picture is not None:
-        if args.picture.suffix.lower() != ".svg":
-            raise ConfigError(f"--picture is {args.picture}; pictures are .svg files.")
-        _write(args.picture, _picture(found, subject, args.world))
+        write(args.picture, _picture(found, subject, args.world))
     if args.json:
         values = as_json(found, lambda candidate: candidate.plan(subject.base))
         values["measured"] = [{"plan": str(one.candidate), "seconds": seconds} for one, seconds in measured]
@@ -124,21 +123,19 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
     return space
 
 
+def _require_plan(path: Path) -> None:
+    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"--out is {path}; a plan is written as .yaml or .json.")
+    require_absent(path)
+
+
 def _as_text(plan: Plan, path: Path) -> str:
     values = plan.model_dump(mode="json", exclude_unset=True)
-    match path.suffix.lower():
-        case ".yaml" | ".yml":
-            return yaml.safe_dump(values, sort_keys=False)
-        case ".json":
-            return json.dumps(values, indent=2) + "\n"
-    raise ConfigError(f"--out is {path}; a plan is written as .yaml or .json.")
+    return json.dumps(values, indent=2) + "\n" if path.suffix.lower() == ".json" else _as_yaml(values)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ShardwiseError(f"{path} cannot be written: {error.strerror}.") from error
+def _as_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _print(
@@ -166,7 +163,7 @@ def _print(
         f"bounds, {len(found.evaluated)} were evaluated, {found.num_left:,} were left out"
     )
     console.print("the plan")
-    for line in yaml.safe_dump(best.model_dump(mode="json", exclude_unset=True), sort_keys=False).splitlines():
+    for line in _as_yaml(best.model_dump(mode="json", exclude_unset=True)).splitlines():
         console.print(f"  {line}")
 
 

@@ -16,7 +16,8 @@ from rich.table import Table as Grid
 from shardwise.cli import explain
 from shardwise.cli.console import SafeConsole, console_for_output
 from shardwise.cli.explanation import example_units
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.cli.output_files import require_svg, write
+from shardwise.errors import ConfigError
 from shardwise.fit.failure_rates import DEFAULT, FailureRates, failure_rates, ranks_that_end
 from shardwise.fit.simulate import (
     LOSSES,
@@ -110,14 +111,10 @@ class Simulated:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.picture is not None and args.picture.suffix.lower() != ".svg":
-        raise ConfigError(f"--picture is {args.picture}; pictures are .svg files.")
+    require_svg(args.picture)
     simulated = _simulated(args)
     if args.picture is not None:
-        try:
-            args.picture.write_text(_picture(simulated), encoding="utf-8")
-        except OSError as error:
-            raise ShardwiseError(f"{args.picture} cannot be written: {error.strerror}.") from error
+        write(args.picture, _picture(simulated))
     if args.json:
         print(json.dumps(simulated.as_json(), indent=2))
     else:

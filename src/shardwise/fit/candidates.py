@@ -14,11 +14,16 @@ from shardwise.errors import ShardwiseError
 from shardwise.fit.hardware import Hardware
 from shardwise.plan import Activations, Pipeline, Plan, PolicyName, PrecisionName, Wire
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import PRESETS, WIDTH, Table, table_for
+from shardwise.plan.placement import PRESETS, WIDTH, Table, Tier, table_for
 
-ON_DEVICE = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz")
-ON_HOST = ("offload", "zero3-offload")
-TWO_LEVELS = ("hsdp", "hpz")
+
+def _using(*tiers: Tier) -> tuple[str, ...]:
+    """The presets that use just these tiers."""
+    rows = {name: (one.param, one.held, one.grad, one.optim) for name, one in PRESETS.items()}
+    return tuple(name for name, places in rows.items() if {place.tier for place in places} == set(tiers))
+
+
+ON_DEVICE, ON_HOST = _using("device"), _using("device", "host")
 MOST_STAGES = 64
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
 
@@ -169,7 +174,7 @@ def _meshes(
     if base.mesh is not None:
         mesh = Mesh.of(base.mesh, world_size)
         axes = PRESETS[preset].axes
-        if preset not in TWO_LEVELS or all(axis in mesh.axes for axis in axes):
+        if len(axes) == 1 or all(axis in mesh.axes for axis in axes):
             yield tuple(zip(mesh.axes, mesh.sizes, strict=True))
         return
     for pp in _sizes("pp", world_size, min(num_blocks, MOST_STAGES), space):
@@ -179,7 +184,7 @@ def _meshes(
                     rest = world_size // (pp * tp * sp * ep)
                     outer = (("pp", pp),) if pp > 1 else ()
                     inner = tuple((axis, size) for axis, size in (("ep", ep), ("sp", sp), ("tp", tp)) if size > 1)
-                    if preset not in TWO_LEVELS:
+                    if len(PRESETS[preset].axes) == 1:
                         yield (*outer, ("dp", rest), *inner)
                         continue
                     local = math.gcd(rest, max(1, ranks_per_node // (tp * sp * ep)))

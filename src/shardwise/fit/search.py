@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
-from shardwise.fit.candidates import Bound, Bounds, Candidate, Size, Space, candidates
+from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Bound, Bounds, Candidate, Size, Space, candidates
 from shardwise.fit.hardware import Hardware
 from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.placement import PRESETS
@@ -30,6 +30,9 @@ OBJECTIVES: dict[Objective, str] = {
 }
 REFUSALS = (ConfigError, ModelError, CommError, StateError)
 """What `shard` raises for a plan that is impossible. A `ProgramError` is a defect, and stops the search."""
+DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
+"""Of the memory that there is, unless somebody says how much. The rest is for the driver's context, the libraries'
+buffers and fragmentation on a device, and for the system on a host."""
 NUM_BEST = 5
 MOST_EVALUATED = 60
 NUM_DESPERATE = 4
@@ -401,7 +404,7 @@ class _Search:
             if more is not None and more.found.fits(self.limits):
                 yield f"{world_size * factor} ranks ({more.candidate})"
                 break
-        tiers = [preset for preset in ("offload", "zero3-offload") if preset not in self.space.presets]
+        tiers = [preset for preset in ON_HOST if preset not in self.space.presets]
         if tiers:
             space = replace(self.space, presets=tuple(tiers))
             there = self._smallest(self._bounded(self._on(world_size, space)), most=6)
@@ -520,8 +523,8 @@ def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]
 
 
 def _other_presets(best: Candidate) -> Iterable[tuple[str, Candidate]]:
-    for preset in ("ddp", "zero1", "zero2", "zero3", "zero3-kept"):
-        if preset != best.preset and PRESETS[preset].axes[-1] in dict(best.sizes):
+    for preset in ON_DEVICE:
+        if preset != best.preset and set(PRESETS[preset].axes) <= set(dict(best.sizes)):
             yield preset, replace(best, preset=preset)
 
 

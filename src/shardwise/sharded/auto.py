@@ -22,7 +22,7 @@ from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space
 from shardwise.fit.hardware import Hardware, hardware, profiles
 from shardwise.fit.model_subject import ModelSubject, Updates, rows_of
-from shardwise.fit.search import Evaluated, Found, Limits, search
+from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Found, Limits, search
 from shardwise.init import Wishes, device_for
 from shardwise.memory import in_own_precision
 from shardwise.optim import vet
@@ -35,8 +35,6 @@ from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.units import format_bytes, format_seconds
 
 AUTO = "auto"
-DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
-"""Of the memory that there is: the rest is for contexts, libraries and fragmentation."""
 _log = logging.getLogger("shardwise")
 
 

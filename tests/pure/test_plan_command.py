@@ -1,0 +1,66 @@
+"""`shardwise plan`: what it prints and writes, and what is refused, names of files before the search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.plan import load_plan
+
+MODEL = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(4)))
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+def batch():
+    return torch.ones(4, 64)
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    of_model = ["--model", f"{tmp_path}/tiny.py:Model", "--batch", f"{tmp_path}/tiny.py:batch"]
+    return ["plan", *of_model, "--axes", "none", "--most", "8", "--hardware", "h100-sxm"]
+
+
+def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, picture = tmp_path / "plan.yaml", tmp_path / "front.svg"
+    assert main([*words, "--world", "8", "--out", str(plan), "--picture", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "the shortest step for 32 samples on h100-sxm" in said
+    assert "why not" in said
+    assert picture.read_text().startswith("<svg")
+    best = load_plan(plan)
+    assert main([*words, "--world", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"][0]["values"] == best.model_dump(mode="json", exclude_unset=True)
+    assert main(["explain", str(plan), "--world", "8", *words[1:5]]) == 0, "the plan is one that can be used"
+    capsys.readouterr()
+    assert main([*words, "--world", "8", "--out", str(plan)]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--world", "0"], "--world is 0"),
+        (["--world", "12"], "do not divide --world 12"),
+        (["--world", "8", "--hardware", "h100-smx"], "Did you mean 'h100-sxm'"),
+        (["--world", "8", "--optimizer", "adamm"], "Did you mean 'adam"),
+        (["--world", "8", "--axes", "pt"], "--axes names 'pt'"),
+        (["--world", "8", "--rows", "7"], "samples of a step cannot be divided"),
+        (["--world", "8", "--device-memory", "1K"], "No plan fits on 8 ranks"),
+        (["--world", "8", "--picture", "a.png"], "pictures are .svg files"),
+        (["--world", "8", "--out", "plan.txt"], "a plan is written as .yaml or .json"),
+    ],
+)
+def test_what_is_refused(words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, *more]) == 2
+    assert said in capsys.readouterr().err
