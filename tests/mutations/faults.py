@@ -621,6 +621,12 @@ PRECISION = _of(
         "values_after_forward different_ways",
     ),
     (
+        "a unit that stayed whole keeps the values from before the update",
+        "flat.owes_free = flat.is_outdated = True",
+        "flat.owes_free = True",
+        "values_after_forward",
+    ),
+    (
         "the loss scale shrinks by two, not by half",
         "self.scale = max(self.scale / FACTOR, self.settings.minimum)",
         "self.scale = max(self.scale - FACTOR, self.settings.minimum)",

@@ -122,6 +122,18 @@ def transformer() -> tuple[torch.nn.Module, list[Any]]:
 def test_a_step_after_a_forward_without_a_backward(
     name: str, build: Callable[[], tuple[torch.nn.Module, list[Any]]], shares_memory: bool, tmp_path: Path
 ) -> None:
+    step_after_a_forward(name, build, shares_memory, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zero3", "params on disk"])
+def test_a_step_after_a_forward_of_blocks_that_stay_whole(name: str, tmp_path: Path) -> None:
+    """They have the values of before in memory, and the program has come to their next gather ahead of the step."""
+    step_after_a_forward(name, boxes, False, tmp_path)
+
+
+def step_after_a_forward(
+    name: str, build: Callable[[], tuple[torch.nn.Module, list[Any]]], shares_memory: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model, data = build()
     plain = copy.deepcopy(model)

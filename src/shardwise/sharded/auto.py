@@ -34,7 +34,6 @@ from shardwise.system.calibration import readable_calibration
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.units import format_bytes, format_seconds
 
-AUTO = "auto"
 _log = logging.getLogger("shardwise")
 
 
@@ -173,6 +172,3 @@ def _summary(found: Found) -> str:
     ]
     lines += [f"  not {one.what}: {one.reason}" for one in found.why_not]
     return "\n".join(lines)
-
-
-__all__ = ["AUTO", "hardware_here", "settled"]
