@@ -99,7 +99,7 @@ class Candidate:
             else Activations(policy=self.policy),
         }
         if self.size("pp") > 1:
-            virtual = self.chunks if self.schedule == "interleaved" else None
+            virtual = self.chunks if self.chunks > 1 else None
             changed["pipeline"] = Pipeline(
                 schedule=self.schedule,
                 virtual_stages=virtual,
@@ -271,7 +271,7 @@ class Bounds:
         split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
         rows = candidate.rows * candidate.accumulate
         stages = candidate.size("pp")
-        empty = (stages - 1) / (candidate.chunks if candidate.schedule == "interleaved" else 1)
+        empty = (stages - 1) / candidate.chunks
         empty = empty / 3 if candidate.schedule == "zb-h1" else empty
         return size.flops_seconds * rows / split * (1 + empty / candidate.accumulate)
 
