@@ -78,6 +78,7 @@ class ShardwiseTrainerMixin(_Base):
         plan = without(self.plan, "accumulate", "clip_grad_norm")
         self.accelerator = Accelerator(plan=plan, **self._accelerator_arguments)
         self.accelerator.keeps_engines = True
+        self.accelerator.num_micro_batches = self.args.gradient_accumulation_steps
         self.gather_function = self.accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
             self.gather_function = functools.partial(
@@ -155,6 +156,11 @@ class ShardwiseTrainerMixin(_Base):
             self.engine.give_whole_outputs()
         return super().training_step(*args, **kwargs)
 
+    def get_train_dataloader(self) -> Any:
+        """See Trainer."""
+        self.accelerator.training_loader = None  # this one, whichever was prepared before
+        return super().get_train_dataloader()
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.release(self.model)
         return super()._prepare_for_training(*args, **kwargs)
@@ -189,6 +195,8 @@ class ShardwiseTrainerMixin(_Base):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is None and any(param.requires_grad for param in self.model.parameters()):
             self.create_optimizer()
+            if self.plan.preset == "auto" and self.train_dataset is not None:
+                self.get_train_dataloader()  # to know its batches, because those of an evaluation may be smaller
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         return super().evaluation_loop(*args, **kwargs)
 
