@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -102,6 +102,8 @@ class Accelerator(BatchSharingAccelerator):
         """Whether `free_memory` leaves models sharded, as Trainer needs between two runs of the same model."""
         self.num_micro_batches: int | None = None
         """Of a step, if another loop than accelerate's accumulates."""
+        self.deepspeed_config: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        """Of a job that is started for `deepspeed --autotuning`: the script's, and values for its `"auto"`."""
         self._compiler = self._take_compiler()
         self._engines: dict[nn.Module, sw.Engine] = {}
         self._dtypes: dict[nn.Module, str | None] = {}
@@ -246,7 +248,10 @@ class Accelerator(BatchSharingAccelerator):
             self._coordination.release()
             if plan.preset == "auto":
                 plan = self._chosen(model, plan, mine, device)
+            tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, mine[0])
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
+            if tuner is not None:
+                tuner.watch(model, self.world)
             self._engines[model].give_whole_outputs()
             patch_zero_grad(model, self._engines[model], partial(self.hand_over, model))
             refuse_no_sync(model)
@@ -464,6 +469,14 @@ class Accelerator(BatchSharingAccelerator):
         if world is not None:
             world.close()
         super().end_training()
+
+
+def _tuner(
+    config: Mapping[str, Any], auto: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Any:
+    from shardwise.integrations.deepspeed.autotuning import Tuner  # only these jobs load the planner
+
+    return Tuner(config, model, optimizer, auto)
 
 
 def _refuse_shared_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

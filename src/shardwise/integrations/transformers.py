@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
-from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, Sections
+from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABLE, Sections
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, require_agreement, without
 from shardwise.integrations.trainer_arguments import refuse_arguments
@@ -79,6 +79,8 @@ class ShardwiseTrainerMixin(_Base):
         self.accelerator = Accelerator(plan=plan, **self._accelerator_arguments)
         self.accelerator.keeps_engines = True
         self.accelerator.num_micro_batches = self.args.gradient_accumulation_steps
+        if self._sections is not None and TUNING_VARIABLE in os.environ:
+            self.accelerator.deepspeed_config = self._sections.to_tune()
         self.gather_function = self.accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
             self.gather_function = functools.partial(
