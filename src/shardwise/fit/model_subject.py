@@ -27,6 +27,7 @@ from shardwise.plan.placement import mesh_for
 from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.runtime.rehearsal import rebind
 from shardwise.system.torch_private import tree_leaves, tree_map_only
 
 OPTIMISM = 0.9
@@ -330,7 +331,9 @@ def without_values(model: nn.Module) -> nn.Module:
         there = tensor.detach().to("meta")
         is_param = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_param else there
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    rebind(copied, memo)
+    return copied
 
 
 def rows_of(batch: object) -> int:
