@@ -242,6 +242,14 @@ def test_groups_on_several_hosts(preset: str, hosts: str, as_host: bool, tmp_pat
     assert sizes[2][-1] == 2
 
 
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_layers_may_be_split_over_the_outer_axis(preset: str, tmp_path: Path) -> None:
+    """Then whoever comes next in the order of ranks has another part of the model, and cannot read a lost image."""
+    sizes = race(plan_of(preset, tp=2, dp=2), DiesAt({2: 60}), tmp_path, num_newcomers=1, least=4)
+    assert sizes.keys() == {0, 1, 3, 4}
+    assert {one[-1] for one in sizes.values()} == {4}
+
+
 class Frozen(Transformer):
     """Some of it is not trained: a part that is split, and one that all ranks have whole."""
 
