@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Begun, Keep, Saver, encode, formats
+from shardwise.checkpoint import Begun, Keep, Saver, encode, formats, step_name
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError, StateError
@@ -217,10 +217,7 @@ class Engine:
         sharded.progress.replan = self._replan
         if self._run_log is not None:
             self._run_log.follow(sharded)
-        self._state.coming = dict(arrival.loop["objects"])
-        self._state.begun = None if arrival.loop["begun"] is None else Begun.of(arrival.loop["begun"])
-        theirs = arrival.loop["state"]
-        self._state.user_state = None if theirs is None else decode(theirs, "state")
+        self._host.receive(arrival)
         self._session = _session_for(self._host, sharded, arrival)
 
     @property
@@ -549,7 +546,8 @@ class Engine:
                         metrics=metrics or {},
                         without_gradients=without_gradients,
                     )
-                )
+                ),
+                alone=lambda: str(Path(folder) / step_name(self.num_steps if step is None else step)),
             )
         )
 
@@ -558,7 +556,7 @@ class Engine:
 
         In an elastic job, what a lost rank has not finished is written again, if no step was taken since.
         """
-        self._session.asking(lambda: self._state.wait_for_save(self._sharded))
+        self._session.asking(lambda: self._state.wait_for_save(self._sharded), alone=lambda: None)
 
     def resume(self, folder: str | Path) -> Loaded | None:
         """Continue from the latest checkpoint in `folder`; `None`, and no change, if there is none.
@@ -1060,10 +1058,23 @@ class EngineHost:
         if engine._run_log is not None:
             engine._run_log.go_on(world, sharded)
 
+    def receive(self, arrival: Arrival) -> None:
+        """Take the others' state of objects, those that are remembered here already included, and of a save."""
+        state, loop = self._engine._state, arrival.loop
+        state.coming = dict(loop["objects"])
+        state.begun = None if loop["begun"] is None else Begun.of(loop["begun"])
+        state.user_state = None if loop["state"] is None else decode(loop["state"], "state")
+        self._engine.remember(**state.remembered)
+
     def turned_away(self) -> None:
         """The others go on without this rank."""
         if self._engine._run_log is not None:
             self._engine._run_log.leave()
+
+    def rest(self) -> None:
+        """They do so until this rank comes back."""
+        if self._engine._run_log is not None:
+            self._engine._run_log.rest()
 
 
 def _open_log(plan: Plan, world: World, *, always: bool = False) -> RunLog | None:

@@ -71,6 +71,10 @@ class TurnedAwayError(CommError):
         self.has_asked = has_asked
 
 
+class SpareError(CommError):
+    """This rank's replica group has lost a rank. It waits until a group can be formed with it."""
+
+
 class StateError(ShardwiseError, RuntimeError):
     """A call at an invalid moment, such as a step on a closed engine."""
 

@@ -197,6 +197,45 @@ def test_a_stopped_rank_keeps_the_others_waiting_and_is_lost(
     assert ("1 replacement starts" if retries else "No replacement starts") in said
 
 
+def split(preset: str) -> str:
+    return json.dumps({"preset": preset, "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}})
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(
+    ("preset", "loop", "kill"),
+    [("zero2", "engine", "1:3:backward"), ("zero3", "plain", "2:4:7"), ("ddp", "train_step", "0:2:forward")],
+)
+def test_a_replica_group_leaves(preset: str, loop: str, kill: str, tmp_path: Path) -> None:
+    job = started(tmp_path, split(preset), loop, 10, [kill], retries="0:10")
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=1)
+    assert "2 ranks continue after step" in said
+    assert "1 rank waits as a spare until a replica group is complete." in said
+    assert len(list(tmp_path.glob("member-*.json"))) == 2
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(("preset", "loop"), [("zero1", "engine"), ("zero3", "train_step"), ("ddp", "plain")])
+def test_a_replica_group_comes_back(preset: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same process that was its spare; only the one that was killed is replaced."""
+    monkeypatch.setenv("PAUSE_SECONDS", "0.02")
+    job = started(tmp_path, split(preset), loop, 10**6, ["2:3:backward" if loop != "train_step" else "2:3:9"], "3:600")
+    await_members(job, tmp_path, 5)
+    (tmp_path / "enough").touch()
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")}
+    assert found.keys() == {"member-0", "member-1", "member-3", "member-4"}, said
+    assert {one["world"] for one in found.values()} == {4}
+    losses = oracle(1 + max(int(step) for one in found.values() for step in one["losses"]))
+    for one in found.values():
+        wrong = [step for step, loss in one["losses"].items() if loss != pytest.approx(losses[int(step)], rel=1e-5)]
+        assert len(wrong) <= 1, said
+        assert one["state"] == found["member-0"]["state"]
+    assert "2 ranks joined. 4 ranks continue after step" in said
+
+
 def await_members(job: subprocess.Popen[str], out: Path, number: int) -> None:
     """Until so many have begun to train, in all."""
     while job.poll() is None and sum(bool(path.read_text()) for path in out.glob("pid-*")) < number:

@@ -756,6 +756,36 @@ ELASTIC = _of(
         "if group}",
         "replica_groups",
     ),
+    (
+        "the rest of a group stays among the others",
+        "for group in of_group.values() if len(group) == size for member in group}",
+        "for group in of_group.values() for member in group}",
+        "replica_groups rendezvous",
+    ),
+    (
+        "one that waits alone is called in",
+        "for process in self.processes.values()) >= of_each or is_too_few",
+        "for process in self.processes.values()) >= 1 or is_too_few",
+        "rendezvous",
+    ),
+    (
+        "a spare takes itself for lost",
+        "if self._generation >= 0 and not self._is_spare:",
+        "if self._generation >= 0:",
+        "rendezvous",
+    ),
+    (
+        "what ranks of the same group have counts as a copy",
+        "if axis not in shard and axis not in MODEL_AXES])\n    return len({hosts[other]",
+        "if axis not in shard])\n    return len({hosts[other]",
+        "buddy_hosts",
+    ),
+    (
+        "an image is read by a rank with another part of the model",
+        "if self._has_same_part(reader, rank)",
+        "if self.ranks[reader] is not None",
+        "lost_groups",
+    ),
 )
 
 

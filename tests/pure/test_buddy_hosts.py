@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import table_for
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import buddies, copy_bytes, keepers
@@ -37,7 +38,7 @@ def test_a_host_with_most_of_the_ranks_is_shared_by_all_others() -> None:
 
 def spec(preset: str, mesh: dict[str, int]) -> FlatSpec:
     plan = Plan(preset=preset, mesh=mesh)
-    known = Mesh.of(mesh, 4)
+    known = Mesh.of(mesh, math.prod(mesh.values()))
     return FlatSpec("w", 1024, 1, table_for(plan, known).on(known), known, True)
 
 
@@ -58,3 +59,31 @@ def test_there_are_no_copies_of_what_another_host_has(
 ) -> None:
     assert keepers([spec(preset, mesh)], hosts) == expected
     assert (copy_bytes([spec(preset, mesh)], 2, hosts).sent > 0) == any(one is not None for one in expected)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh", "hosts", "expected"),
+    [
+        ("zero1", {"dp": 2, "tp": 2}, "aabb", (2, 3, 0, 1)),
+        ("zero1", {"dp": 2, "tp": 2}, "abab", (None,) * 4),  # with a host all groups are lost
+        ("zero1", {"dp": 2, "tp": 2}, "abba", (2, 3, 0, 1)),
+        ("zero3", {"dp": 2, "tp": 2}, "abcd", (2, 3, 0, 1)),
+        ("zero2", {"dp": 4, "tp": 2}, "aaaabbbb", (4, 5, 6, 7, 0, 1, 2, 3)),
+        ("ddp", {"dp": 2, "tp": 2}, "abcd", (None,) * 4),
+        ("hsdp", {"node": 2, "local": 2, "tp": 2}, "aaaabbbb", (None,) * 8),
+        ("hsdp", {"node": 2, "local": 2, "tp": 2}, "aabbaabb", (2, 3, 0, 1, 6, 7, 4, 5)),
+        ("ddp", {"dp": 2, "sp": 2}, "aabb", (None,) * 4),
+    ],
+)
+def test_copies_are_outside_of_the_replica_group(
+    preset: str, mesh: dict[str, int], hosts: str, expected: tuple[int | None, ...]
+) -> None:
+    found = keepers([spec(preset, mesh)], hosts)
+    assert found == expected
+    at = Mesh.of(mesh, len(hosts))
+    for rank, keeper in enumerate(found):
+        if keeper is not None:
+            assert hosts[keeper] != hosts[rank]
+            where = (at.coordinate(rank), at.coordinate(keeper))
+            assert any(where[0][axis] != where[1][axis] for axis in mesh if axis not in MODEL_AXES), "of another group"
+            assert all(where[0][axis] == where[1][axis] for axis in mesh if axis in MODEL_AXES), "with the same part"

@@ -161,7 +161,9 @@ def test_copies_on_other_hosts_are_explained_if_the_plan_keeps_them(
         *(
             (f"preset: zero1\naccumulate: 2\nmesh: {{{axis}: 2, dp: 2}}", f"splits models or samples along {axis}")
             for axis in MODEL_AXES
+            if axis != "tp"
         ),
+        ("preset: zero1\nmesh: {tp: 4}", "splits models or samples along tp, and the remaining ranks cannot form it"),
         ("preset: infinity\ndisk: /tmp", "parameters or states are kept on a disk"),
         ("preset: zero3\nsurvive: checkpoint", "the plan says survive: checkpoint"),
     ],
@@ -178,6 +180,15 @@ def test_explain_says_if_a_lost_rank_restarts_the_job(
     for goes_on in ("zero3", "zero3-offload"):
         assert "restarts from its last checkpoint" not in said(capsys, goes_on, "--world", "4")
         assert "restarted_because" not in as_json(capsys, goes_on, "--world", "4")
+        assert "if a rank is lost" not in said(capsys, goes_on, "--world", "4")
+
+
+def test_explain_says_which_ranks_leave_with_a_lost_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("preset: zero1\nmesh: {dp: 3, tp: 2}\n")
+    shown = " ".join(said(capsys, str(plan), "--world", "6").split())
+    assert "goes on without its replica group, 2 of 6 ranks, until that is complete again" in shown
+    assert as_json(capsys, str(plan), "--world", "6")["ranks_that_leave"] == 2
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

@@ -13,7 +13,7 @@ from shardwise.cli.main import main
 from shardwise.comm.members import Announcement, MemberMessage
 from shardwise.comm.members.membership import StoreMembership
 from shardwise.elastic.causes import Cause, Disconnection
-from shardwise.errors import ConfigError, TurnedAwayError
+from shardwise.errors import CommError, ConfigError, SpareError, TurnedAwayError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.changes import Change, change_report
 from shardwise.launch.elastic.disconnections import Disconnections
@@ -455,6 +455,28 @@ def test_a_member_that_was_away_while_others_formed_a_generation_without_it_is_t
     assert not away.value.has_asked
 
 
+def test_a_spare_waits_for_a_generation_that_it_is_in() -> None:
+    channel = Channel()
+    membership = StoreMembership(channel, lambda opening: pytest.fail(str(opening)))  # type: ignore[arg-type]
+    atexit.unregister(membership._at_exit)
+    channel.read(Announcement("entering", 0, (0, 1, 2, 3)))
+    assert membership._await_announcement().generation == 0
+    membership._generation = 0
+    channel.read(Announcement("over", 0, (0,), text="Rank 0 was lost."))
+    channel.read(Announcement("spare", 0, (1,), text="It has lost a rank."))
+    channel.read(Announcement("entering", 1, (2, 3)))
+    with pytest.raises(SpareError, match="It has lost a rank"):
+        membership._await_announcement()
+    channel.read(Announcement("entering", 2, (2, 3)))
+    channel.read(Announcement("entering", 3, (2, 3, 1, 4), before=(2, 3)))
+    assert membership._await_announcement().generation == 3
+    membership._generation = 3
+    channel.read(Announcement("spare", 3, (2,)))  # others
+    channel.read(Announcement("end", 3, text="It is over."))
+    with pytest.raises(CommError, match="It is over"):
+        membership._await_announcement()
+
+
 def test_after_the_end_of_a_script_no_rank_joins() -> None:
     job = Job(3, 2, 4)
     job.begin()
@@ -522,6 +544,8 @@ def test_one_report_says_which_ranks_died_and_which_continue() -> None:
         Change(losses[:1], {}, 0, 0, 2, 120, 0.05, num_starting=1, budget="2 of 3 within 600 s", least=3)
     )
     assert "2 ranks wait after step 120, 0.05 s later, for more: the job needs 3 (--elastic)." in few
+    alone = Change(losses[:1], {}, 0, 0, 2, 120, 0.05, 1, "2 of 3 within 600 s", num_spares=1)
+    assert "2 ranks continue after step 120, 0.05 s later. 1 rank waits as a spare until" in change_report(alone)
     assert change_report(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
         "1 rank left on request. 1 rank joined. 1 rank continues after step 7."
     )
@@ -595,3 +619,105 @@ def test_scripts_that_end_well_before_they_join_are_no_loss() -> None:
     job.rendezvous.finished(1, 0.0)
     job.rendezvous.finished(2, 0.0)
     assert job.rendezvous.state == "lost"
+
+
+class GroupJob(Job):
+    """Members that train in replica groups of two."""
+
+    def begin(self) -> None:
+        super().begin()
+        for number in sorted(self.alive):
+            self.say(number, "groups", text='{"dp": 2, "tp": 2}')
+
+    def spares(self) -> list[tuple[int, ...]]:
+        return [one.members for one in self.announcements if one.kind == "spare"]
+
+    def all_get_ready(self) -> None:
+        for number in self.rendezvous.members:
+            self.say(number, "ready", self.rendezvous.generation)
+        self.settle()
+
+
+def test_a_replica_group_leaves_and_comes_back_with_its_spare() -> None:
+    job = GroupJob(4, 2, 4)
+    job.begin()
+    job.lets_in = False
+    job.kill(1)
+    job.settle()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (2, 3))
+    assert job.spares() == [(0,)]
+    kinds = [one.kind for one in job.announcements]
+    assert kinds.index("spare") < len(kinds) - kinds[::-1].index("entering"), "it does not take itself for lost"
+    assert "wanted" not in kinds, "one alone is no group"
+    job.start(4)
+    assert job.announcements[-1].kind == "wanted"
+    job.lets_in = True
+    job.all_get_ready()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (2, 3, 0, 4))
+    entering = [one for one in job.announcements if one.kind == "entering"][-1]
+    assert entering.before == (2, 3), "so that the spare is a newcomer for the others"
+    job.kill(3)
+    job.settle()
+    assert (job.rendezvous.members, job.spares()[-1]) == ((0, 4), (2,))
+
+
+def test_a_member_that_leaves_on_request_takes_its_group_along() -> None:
+    job = GroupJob(6, 2, 6)
+    job.begin()
+    job.say(0, "groups", text='{"dp": 3, "tp": 2}')
+    job.say(3, "leaving")
+    assert job.announcements[-1].kind == "wanted"
+    job.all_get_ready()
+    assert (job.rendezvous.members, job.spares(), job.away) == ((0, 1, 4, 5), [(2,)], {3})
+    assert not job.rendezvous.can_spare((1, 4)), "nothing whole would be left"
+    assert job.rendezvous.can_spare((1,))
+    job.say(2, "leaving", text="must go")
+    job.settle()
+    assert job.away == {2, 3}, "a spare goes at once"
+
+
+def test_a_spare_that_dies_concerns_nobody() -> None:
+    job = GroupJob(4, 2, 4)
+    job.begin()
+    job.kill(0)
+    job.settle()
+    generation = job.rendezvous.generation
+    job.kill(1)
+    job.settle()
+    assert (job.rendezvous.generation, job.rendezvous.state) == (generation, "formed")
+    job.start(4)
+    job.start(5)
+    job.all_get_ready()
+    assert job.rendezvous.members == (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("killed", [(0, 2), (1, 2), (0, 1, 2)])
+def test_without_a_whole_group_all_restart(killed: tuple[int, ...]) -> None:
+    job = GroupJob(4, 1, 4)
+    job.begin()
+    for number in killed:
+        job.kill(number)
+    job.settle()
+    assert job.rendezvous.state == "lost"
+    assert job.rendezvous.needs_all
+    assert job.announcements[-1].kind == "end"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_in_any_order(seed: int) -> None:
+    """Whoever dies, and whenever: members are whole groups, in the order of the mesh."""
+    draw = random.Random(seed)
+    job = GroupJob(6, 2, 6, can_grow=True)
+    job.begin()
+    job.say(0, "groups", text='{"dp": 3, "tp": 2}')
+    job.lets_in = False
+    part = {number: number % 2 for number in range(6)}
+    for victim in draw.sample(range(6), 2):
+        job.kill(victim)
+        job.settle(draw if draw.random() < 0.5 else None)
+    job.settle()
+    members = job.rendezvous.members
+    if job.rendezvous.state == "formed":
+        assert len(members) in (2, 4)
+        assert [part[number] for number in members] == [0, 1] * (len(members) // 2)
+        assert all(members[at] + 1 == members[at + 1] for at in range(0, len(members), 2))

@@ -13,7 +13,7 @@ from shardwise.elastic.rebuild import plan_on
 from shardwise.errors import ConfigError
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import Regrouped, mesh_over, regroup
+from shardwise.plan.replica_groups import Regrouped, going_on, mesh_over, regroup
 from tests.thorough import varies
 
 NAMES = ("pp", "node", "dp", "ep", "sp", "tp")
@@ -195,3 +195,44 @@ def test_a_plan_keeps_its_own_mesh_where_that_fits() -> None:
     fixed = load_plan({"preset": "hsdp", "mesh": {"node": 2, "local": 2}})
     assert plan_on(plan_on(fixed, 3, None), 3, None).mesh == {"node": 1, "local": 3}
     assert plan_on(fixed, 4, None) is fixed
+
+
+@varies
+@given(MESHES, st.data())
+def test_only_whole_groups_go_on_and_nobody_changes_its_part_of_the_model(mesh: Mesh, data: st.DataObject) -> None:
+    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    there = data.draw(st.sets(st.integers(0, mesh.world_size - 1)))
+    found = going_on(axes, mesh.world_size, {rank: rank for rank in there})
+    places = [data_place(mesh, rank) for rank in there]
+    whole = {rank for rank in there if places.count(data_place(mesh, rank)) == group_size(mesh)}
+    assert set(found.members) == whole
+    assert sorted((*found.members, *found.spares)) == sorted(there)
+    if whole:
+        after = mesh_over(axes, len(whole))
+        assert [model_place(after, rank) for rank in range(len(whole))] == [
+            model_place(mesh, one) for one in found.members
+        ]
+
+
+@varies
+@given(MESHES, st.data())
+def test_those_that_wait_come_in_as_groups(mesh: Mesh, data: st.DataObject) -> None:
+    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    num_waiting = data.draw(st.integers(0, 7))
+    waiting = range(100, 100 + num_waiting)
+    found = going_on(axes, mesh.world_size, {rank: rank for rank in range(mesh.world_size)}, waiting)
+    assert len(found.members) == mesh.world_size + num_waiting // group_size(mesh) * group_size(mesh)
+    assert set(range(mesh.world_size)) < {*found.members, -1}
+    after = mesh_over(axes, len(found.members))
+    for rank, member in enumerate(found.members):
+        if member < 100:
+            assert model_place(after, rank) == model_place(mesh, member)
+
+
+def test_a_group_that_could_be_filled_up_leaves_at_once_and_comes_in_later() -> None:
+    axes = {"dp": 3, "tp": 2}
+    at_once = going_on(axes, 6, {10: 1, 13: 3, 14: 4, 15: 5})  # one is left of each of the first two groups
+    assert (at_once.members, at_once.spares) == ((14, 15), (10, 13))
+    later = going_on(axes, 2, {14: 0, 15: 1}, at_once.spares)
+    assert (later.members, later.spares) == ((14, 15, 10, 13), ())
+    assert going_on({"dp": 1, "tp": 2}, 2, {0: 0}, [5]).members == (), "nobody has the rest of the model"

@@ -254,7 +254,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["goodput"] == pytest.approx(fmean(found["goodput_by_run"]))
     split = [*words, "--device", "cpu", "--set", "mesh={dp: 32, tp: 2}", "--json"]
     assert main(split) == 0
-    assert "splits models or samples along tp" in json.loads(capsys.readouterr().out)["restarts_because"]
+    told = json.loads(capsys.readouterr().out)
+    assert told["job"]["recovery"] != "restart"
+    assert told["job"]["leave_together"] == 2
+    split[-2] = "mesh={dp: 32, pp: 2}"
+    assert main([*split, "--set", "accumulate=2"]) == 0
+    assert "splits models or samples along pp" in json.loads(capsys.readouterr().out)["restarts_because"]
 
 
 MODEL = """

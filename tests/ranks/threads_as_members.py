@@ -1,16 +1,19 @@
 """Threads as ranks of an elastic job. One that raises `Killed` is lost, and the files in its folder stay. Replacements
-may join. Ranks may be on several hosts; each host has a folder that is lost with it."""
+may join. Ranks may be on several hosts; each host has a folder that is lost with it. Ranks whose replica group has lost
+one are spares, and join again with replacements."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 from shardwise.comm.generation import Regrouped
+from shardwise.errors import SpareError, TurnedAwayError
+from shardwise.plan.replica_groups import GoingOn, going_on, group_size
 from shardwise.testing import prepare_operators
 
 Result = TypeVar("Result")
@@ -48,6 +51,8 @@ class Crowd:
         self.shares_memory = shares_memory
         self.office = PostOffice()
         self.generation = 0
+        self.axes: Mapping[str, int] = {}
+        """Of the plan's mesh, if ranks train in replica groups."""
         self._members = list(range(num_ranks))
         self._living = set(self._members)
         self._starting = [num_ranks + number for number in range(num_newcomers)]
@@ -91,6 +96,7 @@ class Crowd:
     def die(self, member: int, *, has_ended: bool) -> None:
         with self._changed:
             self._living.discard(member)
+            self._waiting = [one for one in self._waiting if one != member]
             self.is_ending = self.is_ending or has_ended
             if not has_ended and self._starting:
                 self._waiting.append(self._starting.pop(0))
@@ -98,10 +104,10 @@ class Crowd:
 
     def changes_wanted(self) -> bool:
         is_too_few = len(self._living) < self._least
-        return not self.is_ending and bool(self._waiting or is_too_few)
+        return not self.is_ending and (len(self._waiting) >= group_size(self.axes) or is_too_few)
 
     def enter(self, member: int) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice] | None:
-        """For a newcomer, what `meet` returns, once it is let in; `None` if it never is."""
+        """For a newcomer or a spare, what `meet` returns, once it is let in; `None` if it never is."""
         with self._changed:
             while not (self._made is not None and member in self._made[0]):
                 if not self._living or self.is_ending:
@@ -126,6 +132,8 @@ class Crowd:
                 if member in self.doomed:
                     raise Killed
             assert self._made is not None
+            if member not in self._made[0]:
+                raise SpareError("its replica group has lost a rank")
             return before, *self._made
 
     def _announce(self) -> bool:
@@ -133,13 +141,19 @@ class Crowd:
         staying = [one for one in self._members if one in self._living]
         lets_in = all(self._arrived[one][1] for one in staying)
         coming = self._waiting if lets_in and not self.is_ending else []
-        if lets_in and len(staying) + len(coming) < self._least:
+        found = GoingOn((*staying, *coming), ())
+        if group_size(self.axes) > 1:
+            seats = {member: self._members.index(member) for member in staying}
+            found = going_on(self.axes, len(self._members), seats, coming)
+            assert found.members, "no replica group is whole"
+        if lets_in and len(found.members) < self._least:
             return False
-        self._before, self._members = self._members, [*staying, *coming]
+        self._before, self._members = self._members, list(found.members)
         reports = {one: self._arrived[one][0] if one in self._arrived else b"" for one in self._members}
         self._made = tuple(self._members), reports, PostOffice()
-        self._living |= set(coming)
-        self._waiting = [one for one in self._waiting if one not in coming]
+        self._living = set(found.members)
+        self._waiting = [one for one in (*self._waiting, *found.spares) if one not in found.members]
+        self._waiting = list(dict.fromkeys(self._waiting))
         self._arrived = {}
         self.generation += 1
         self._changed.notify_all()
@@ -190,6 +204,18 @@ class ThreadMembership:
     def needs_all(self) -> None:
         raise AssertionError("nobody starts threads again")
 
+    def needs_groups(self, axes: Mapping[str, int]) -> None:
+        self.crowd.axes = dict(axes)
+
+    def come_back(self) -> Regrouped:
+        self.world = None
+        met = self.crowd.enter(self.member)
+        if met is None:
+            raise TurnedAwayError("the job has ended")
+        found = self._entered(*met)
+        found.world.is_newcomer = True
+        return found
+
     def end(self, error: BaseException | None) -> None:
         """Nothing to do: the thread ends."""
 
@@ -239,7 +265,7 @@ def run_members(
             world = membership.begin(num_ranks) if member < num_ranks else membership.come()
             if world is not None:
                 results[member] = work(world, member)
-        except Killed:
+        except (Killed, TurnedAwayError):
             pass
         except BaseException as error:
             if member not in crowd.doomed:

@@ -26,7 +26,6 @@ from shardwise.comm import Collectives, World
 from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat, let_go, torch_dtype
 from shardwise.optim import AdoptedOptimizer
-from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Slot, Span
 from shardwise.program import FlatSpec
 
@@ -94,7 +93,8 @@ class Held:
     flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]
     """All of the layout."""
     stands_for: tuple[tuple[int, ...], ...]
-    """By rank of this world: the ranks of the layout that it reads for all, first the one that it was itself."""
+    """By rank of this world: the ranks of the layout that it reads for all. They had the same parts of parameters, as
+    far as `tp` and `pp` split them, as the one that it was itself."""
     tensors: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
     """By the rank of the layout, the parameter's name, and `param` or the state's key: the elements that it kept."""
     values: States = field(default_factory=dict)
@@ -103,16 +103,6 @@ class Held:
     """The rows of parameters whose `tensors` lie on a disk."""
     buffers: dict[str, Flat] = field(default_factory=dict)
     """The flat buffer of each parameter that can be let go when all of it has been moved."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Of the layout."""
-        return self.flats[0][0].mesh
-
-    @property
-    def former_ranks(self) -> tuple[int | None, ...]:
-        """By rank of this world: the rank of the layout that it was; `None` for a newcomer."""
-        return tuple(ranks[0] if ranks else None for ranks in self.stands_for)
 
     @classmethod
     def live(cls, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World) -> Held:

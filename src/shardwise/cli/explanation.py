@@ -25,6 +25,7 @@ from shardwise.plan.placement import (
     ruled_tables,
     table_for,
 )
+from shardwise.plan.replica_groups import num_groups
 from shardwise.program import (
     Activations,
     Buffer,
@@ -133,6 +134,11 @@ class Explanation:
         if self.plan.survive == "checkpoint":
             return "the plan says survive: checkpoint"
         return why_no_images(self.mesh, self._flats)
+
+    @property
+    def num_leaving(self) -> int:
+        """How many ranks leave an elastic job when one of them is lost: those of its replica group."""
+        return self.mesh.world_size // num_groups(self.mesh)
 
     @property
     def images(self) -> ImageBytes | None:
@@ -329,6 +335,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
         **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
         **({"restarted_because": explained.why_restarted} if explained.why_restarted else {}),
+        **({"ranks_that_leave": explained.num_leaving} if not explained.why_restarted else {}),
         **({} if explained.images is None else {"image_bytes": asdict(explained.images)}),
         **({} if explained.copies is None else {"copy_bytes": asdict(explained.copies)}),
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),

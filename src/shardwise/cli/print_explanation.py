@@ -89,6 +89,12 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     if explained.why_restarted:
         text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
+    elif explained.num_leaving > 1:
+        text = (
+            f"An elastic job goes on without its replica group, {explained.num_leaving} of {ranks}, until that is "
+            f"complete again."
+        )
+        _section(console, "if a rank is lost", Text(text))
     if explained.tiers is not None:
         lines = [*explained.tiers.lines, *_assumed_hosts(explained.tiers.num_local)]
         _section(console, "offload per rank and step", Text("\n".join(lines)))

@@ -33,8 +33,9 @@ from shardwise.fit.simulate import (
 )
 from shardwise.observe.pictures import Bar, bar_picture
 from shardwise.plan import Plan, load_plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import mesh_for, table_for
+from shardwise.plan.replica_groups import num_groups
 from shardwise.program.buddies import kept_axes
 from shardwise.program.image_bytes import why_no_images
 from shardwise.system.units import bytes_of, format_seconds
@@ -143,7 +144,9 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
     """The job, and why its ranks restart."""
     if args.world < 1 or args.per_host < 1:
         raise ConfigError(f"--world is {args.world} and --per-host {args.per_host}; give at least 1.")
-    recovery, why = _recovery(args)
+    plan = load_plan(args.plan, args.set)
+    mesh = mesh_for(plan, args.world, args.per_host)
+    recovery, why = _recovery(args, plan, mesh)
     step = _given_step(args) if args.model is None else _predicted_step(args)
     write = load = 0.0
     if args.storage is not None:
@@ -168,6 +171,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         join_pause_seconds=args.regroup_seconds,
         least_ranks=least,
         spare_ranks=args.spares,
+        leave_together=1 if recovery == "restart" else args.world // num_groups(mesh),
         slow=_slow(args.slow_hosts),
     )
     return job, why
@@ -244,10 +248,8 @@ def _slow(text: str | None) -> SlowHosts:
     return SlowHosts(rate, factor, hours)
 
 
-def _recovery(args: argparse.Namespace) -> tuple[Recovery, str]:
+def _recovery(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> tuple[Recovery, str]:
     """What `elastic` does with this plan; or what is asked for."""
-    plan = load_plan(args.plan, args.set)
-    mesh = mesh_for(plan, args.world, args.per_host)
     if args.recovery != "plan":
         recovery: Recovery = args.recovery
         return recovery, "--recovery says so" if recovery == "restart" else ""
@@ -271,7 +273,7 @@ def _has_copies(plan: Plan, mesh: Mesh, per_host: int) -> bool:
     """Whether ranks of several hosts hold each part of the state."""
     units = example_units(table_for(plan, mesh), mesh, plan)
     shard = {axis for unit in units for flat in unit.flats for axis in kept_axes(flat)}
-    same = mesh.among(0, [axis for axis in mesh.axes if axis not in shard])
+    same = mesh.among(0, [axis for axis in mesh.axes if axis not in shard and axis not in MODEL_AXES])
     return len({rank // per_host for rank in same}) > 1
 
 

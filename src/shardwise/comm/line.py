@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +12,7 @@ from shardwise.comm.collectives import Communicator
 from shardwise.comm.group import Group
 from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
 from shardwise.comm.work import Done, Work
+from shardwise.errors import CommError
 from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
@@ -25,7 +27,7 @@ class Line:
     to the bit.
     """
 
-    __slots__ = ("_collectives", "_ledger", "group")
+    __slots__ = ("_collectives", "_ledger", "group", "on_fault")
 
     def __init__(self, collectives: Communicator | None, group: Group, ledger: Ledger | None = None) -> None:
         """Without `collectives` nothing is sent, and only shapes are meaningful: for rehearsals. A `ledger` then counts
@@ -33,6 +35,8 @@ class Line:
         self._collectives = collectives
         self._ledger = ledger
         self.group = group
+        self.on_fault: Callable[[CommError], None] | None = None
+        """Called with a fault between ranks. If it returns, the result is undefined, and nobody may use it."""
 
     def __deepcopy__(self, memo: object) -> Line:
         """A deep copy of a model is for a rehearsal: a sharded model itself cannot be copied."""
@@ -55,6 +59,32 @@ class Line:
     @property
     def axis(self) -> str:
         return self.group.axis
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is sent."""
+        return self._collectives is None
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, nothing is sent, and only shapes are meaningful."""
+        kept, self._collectives = self._collectives, None
+        try:
+            yield
+        finally:
+            self._collectives = kept
+
+    def _start(self, start: Callable[[Communicator], Work]) -> Work:
+        """Start to send, unless this is a rehearsal."""
+        if self._collectives is None:
+            return Done()
+        if self.on_fault is None:
+            return start(self._collectives)
+        try:
+            return _Reporting(start(self._collectives), self.on_fault)
+        except CommError as error:
+            self.on_fault(error)
+            return Done()
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's `message`, in its order."""
@@ -88,9 +118,7 @@ class Line:
             source = tensor.new_zeros(padded)
             source[:numel].copy_(tensor.detach().reshape(-1))
             out = torch.empty_like(source)
-        work: Work = Done()
-        if self._collectives is not None:
-            work = self._collectives.all_reduce(out, source, self.group, source.dtype, SUBJECT)
+        work = self._start(lambda by: by.all_reduce(out, source, self.group, source.dtype, SUBJECT))
         self._note("all_reduce", 2 * source.nbytes // self.num_ranks)
         shape = whole.shape
         return Started(work, source, lambda: whole if padded == numel else whole.copy_(out[:numel].view(shape)))
@@ -107,9 +135,7 @@ class Line:
         own = full[self.index]
         own[: first.shape[0]].copy_(first)
         own[first.shape[0] :].zero_()
-        work: Work = Done()
-        if self._collectives is not None:
-            work = self._collectives.all_gather(full.view(-1), self.group, SUBJECT)
+        work = self._start(lambda by: by.all_gather(full.view(-1), self.group, SUBJECT))
         self._note("gather", full.nbytes // self.num_ranks)
 
         def found() -> Tensor:
@@ -131,9 +157,7 @@ class Line:
         for index, part in enumerate(parts):
             source[index, : part.shape[0]].copy_(part)
         out = torch.empty_like(source[0]).view(-1)
-        work: Work = Done()
-        if self._collectives is not None:
-            work = self._collectives.reduce_scatter(out, source.view(-1), self.group, out.dtype, SUBJECT)
+        work = self._start(lambda by: by.reduce_scatter(out, source.view(-1), self.group, out.dtype, SUBJECT))
         self._note("reduce_scatter", out.nbytes)
         own = out.view(longest, *parts[0].shape[1:])[: sizes[self.index]]
         return Started(work, source, lambda: own.movedim(0, dim).contiguous())
@@ -157,7 +181,7 @@ class Line:
     def deal_into(self, arrived: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """`deal` into the memory of `arrived`, each one-dimensional; this rank's own entry is not touched."""
         if self._collectives is not None:
-            self._collectives.all_to_all(arrived, sent, self.group, SUBJECT).wait()
+            self._start(lambda by: by.all_to_all(arrived, sent, self.group, SUBJECT)).wait()
         elif self._ledger is not None:
             num_bytes = sum(one.nbytes for index, one in enumerate(sent) if index != self.index)
             self._ledger.sent("all_to_all", self.axis, num_bytes)
@@ -173,12 +197,27 @@ class Line:
         outgoing, incoming = [nothing] * self.num_ranks, [nothing] * self.num_ranks
         outgoing[(self.index + 1) % self.num_ranks] = sent
         incoming[(self.index - 1) % self.num_ranks] = arrived
-        return Passing(self._collectives.all_to_all(incoming, outgoing, self.group, SUBJECT), sent, arrived)
+        work = self._start(lambda by: by.all_to_all(incoming, outgoing, self.group, SUBJECT))
+        return Passing(work, sent, arrived)
 
     def _note(self, verb: str, chunk_bytes: int) -> None:
         """Count a message of so many bytes to each other rank, in rehearsals."""
         if self._collectives is None and self._ledger is not None:
             self._ledger.sent(verb, self.axis, (self.num_ranks - 1) * chunk_bytes)
+
+
+class _Reporting:
+    """Work that reports a fault."""
+
+    def __init__(self, work: Work, on_fault: Callable[[CommError], None]) -> None:
+        self._work = work
+        self._on_fault = on_fault
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except CommError as error:
+            self._on_fault(error)
 
 
 class Started:

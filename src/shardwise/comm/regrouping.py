@@ -10,6 +10,7 @@ the other. `generation.py` has both for `World`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -98,6 +99,16 @@ class Membership(Protocol[W]):
         last checkpoint."""
         ...
 
+    def needs_groups(self, axes: Mapping[str, int]) -> None:
+        """Declare that ranks train in replica groups, on the mesh of a plan's `axes`: a group that loses a rank leaves
+        as a whole, and members are ranks in the order of that mesh."""
+        ...
+
+    def come_back(self) -> Regrouped[W]:
+        """On a spare, wait until the launcher has formed a replica group with it, which joins the others. Returns as
+        for a newcomer. Raises `TurnedAwayError` if the job ends before."""
+        ...
+
     def regroup(self, world: W, report: bytes, *, lets_in: bool = True) -> Regrouped[W]:
         """Close `world` and enter the next generation. Every living member calls, after a fault, or once all have
         agreed that changes are wanted. `report` is passed on to the others. Starts again if another member dies
@@ -107,7 +118,8 @@ class Membership(Protocol[W]):
         the new generation if a process waits to join, or if there are fewer ranks than the job needs. The members
         should then call again soon, from a point where they can let others in.
 
-        Raises `TurnedAwayError` if the others continue without this rank, and `CommError` if no rank continues.
+        Raises `TurnedAwayError` if the others continue without this rank, `SpareError` if they do and it may come back,
+        and `CommError` if no rank continues.
         """
         ...
 

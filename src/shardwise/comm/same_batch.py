@@ -32,6 +32,11 @@ class BatchCheck:
         """Whether no batch has come yet."""
         return not self._num_seen
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the line sends nothing, so that no batch can be compared, nor counts."""
+        return self._line.is_silent
+
     def see(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the next batch. All ranks of the line call; see `require_same_batch`."""
         word = self.word_of(tensors)

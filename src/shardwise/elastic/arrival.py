@@ -1,11 +1,14 @@
-"""A rank that joins a running job: it receives the others' state, and takes part from the next step on."""
+"""A rank that joins a running job: it receives the others' state, and takes part from the next step on.
+
+It may be new, or a spare that has trained with them before: see [Note: spares] in `recovery.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,12 @@ from shardwise.errors import StateError
 from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import convert
-from shardwise.parallel.model_axes import rows_for
+from shardwise.parallel.model_axes import Boxes, rows_for
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import table_for
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
-from shardwise.sharded.sharding import Sharding, Updates, check_device
+from shardwise.sharded.sharding import Sharding, Updates, check_device, design
 from shardwise.sharded.state import Former
 from shardwise.system.telemetry import ByteMeter
 
@@ -74,8 +77,10 @@ def arrive(
     optimizers: Sequence[torch.optim.Optimizer],
     world: World,
     before_change: Callable[[], None],
+    progress: Progress | None = None,
 ) -> tuple[ShardedModel, Arrival]:
-    """Shard `model` and fill it with the others' values, while they shard theirs for the new world.
+    """Shard `model` and fill it with the others' values, while they shard theirs for the new world. `progress` is that
+    of a rank that has trained before.
 
     The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
     """
@@ -99,17 +104,18 @@ def arrive(
     trained.plan_in(model)
     trained.add_groups(model, optimizers)
     updates = vet(optimizers, model)
-    units = _units(model, plan, mesh, updates, device)
+    here = plan_on(plan, world.size, world.local_size)
+    units = _units(model, plan, mesh, updates, device, design(model, here, world).boxes)
     specs = [(flat.spec, flat.slots) for unit in units for flat in unit.flats]
     held = Held(specs, tuple(map(tuple, state["stands_for"])))
-    progress = Progress(num_steps=state["num_steps"], scaler=scaler_for(plan))
+    progress = progress or Progress(scaler=scaler_for(plan))
+    progress.num_steps = state["num_steps"]
     if progress.scaler is not None and state["scale"] is not None:
         progress.scaler.load_state_dict(decode(state["scale"]))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, settings in zip(groups, state["groups"], strict=True):
         group.update({key: decode(value) for key, value in settings.items()})
     _load_buffers(model, decode(state["buffers"]))
-    here = plan_on(plan, world.size, world.local_size)
     bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter(), converted=converted)
     trained.rest_in(model)
     former = Former(model, optimizers, bare, progress, before_change)
@@ -119,10 +125,13 @@ def arrive(
     return sharded, Arrival(plan, *numbers, state["loop"], state["schedules"], settings)
 
 
-def _units(model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: torch.device) -> list[Unit]:
-    """The units and flat buffers the others had before, computed from the model; they allocate no memory."""
+def _units(
+    model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: torch.device, boxes: Boxes
+) -> list[Unit]:
+    """The units and flat buffers that the others had before, those with the same `boxes`, computed from the model; they
+    allocate no memory."""
     rows = rows_for(model, plan, mesh, None)
-    choices = choose_units(model, plan)
+    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
     specs = unit_specs(choices, rows, mesh, updates)
     units = [
         make_unit(choice, spec, rows, mesh.coordinate(0), ByteMeter(), device)

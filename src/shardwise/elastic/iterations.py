@@ -29,6 +29,8 @@ class Iterations:
     """Iterations after the first and up to the second are void."""
     ended_anywhere: int = 0
     """The last iteration that any rank had ended when ranks regrouped."""
+    is_alone: bool = False
+    """Whether the iteration begun last is this rank's alone: as a spare it came back in the middle of it."""
 
     @classmethod
     def of(cls, num_steps: int, arrival: Arrival | None) -> Iterations:
@@ -55,13 +57,21 @@ class Iterations:
 
     def was_void(self) -> bool:
         """Whether the iteration begun last is void, also after its end."""
-        return self.is_undone(self.begun)
+        return self.is_alone or self.is_undone(self.begun)
 
     def is_undone(self, iteration: int) -> bool:
         """Whether an iteration is void, also if it was complete before: see [Note: the commit] in `session.py`."""
         return self.void_after < iteration <= self.void_until
 
+    def come_back(self, num_steps: int, arrival: Arrival) -> None:
+        """This rank was a spare, and counts from now on as one that joins. An open iteration is one before the next
+        that the others begin."""
+        fresh = Iterations.of(num_steps, arrival)
+        fresh.is_open = fresh.is_alone = self.is_open
+        self.__dict__.update(fresh.__dict__)
+
     def begin(self) -> None:
+        self.is_alone = False
         self.begun += 1
         self.is_open = True
 

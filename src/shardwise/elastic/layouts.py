@@ -159,6 +159,14 @@ class Layout:
             for path in self._files_of(rank, [_COPY]):
                 path.unlink(missing_ok=True)
 
+    def clear(self) -> None:
+        """Delete all images of this host, of any rank: no rank will return to it."""
+        if self.survival is not None:
+            self.survival.close()
+        for rank in range(self.size):
+            for path in self._files_of(rank):
+                path.unlink(missing_ok=True)
+
     def leave(self, world: World) -> None:
         """This rank has come to the end. The last one of its host deletes all images; until then others may need them,
         if a rank is lost."""
@@ -224,7 +232,12 @@ class Layout:
         among the ranks that could read them."""
         readers = {}
         for rank in self.gone:
-            sources = [(reader, one) for reader, sees in enumerate(seen) for one in sees.get(rank, ())]
+            sources = [
+                (reader, one)
+                for reader, sees in enumerate(seen)
+                if self._has_same_part(reader, rank)
+                for one in sees.get(rank, ())
+            ]
             whole = [reader for reader, one in sources if one.has(step)]
             parts = [
                 reader
@@ -239,11 +252,20 @@ class Layout:
     def _is_whole(self, available: set[int]) -> bool:
         """Whether the parts of the `available` ranks make up the whole state."""
         for spec, _ in self.specs:
-            shard = kept_axes(spec)
-            spans = {spec.layout.span(shard, spec.mesh.coordinate(rank)) for rank in available}
-            if any(spec.layout.span(shard, spec.mesh.coordinate(rank)) not in spans for rank in range(self.size)):
+            places = [spec.mesh.coordinate(rank) for rank in range(self.size)]
+            kept = [(spec.part_of(place), spec.layout.span(kept_axes(spec), place)) for place in places]
+            if not {*kept} <= {kept[rank] for rank in available}:
                 return False
         return True
+
+    def _has_same_part(self, reader: int, rank: int) -> bool:
+        """Whether `reader`, a rank of the present world, had the same parts of parameters as the lost `rank`, as far as
+        model axes split them. Images are read by such ranks, whose flat buffers have the same form."""
+        one = self.ranks[reader]
+        if one is None:
+            return False
+        places = [(spec, spec.mesh.coordinate(one), spec.mesh.coordinate(rank)) for spec, _ in self.specs]
+        return all(spec.part_of(own) == spec.part_of(other) for spec, own, other in places)
 
     def _sees_rest(self, reader: int, rank: int) -> bool:
         """Whether `reader`, a rank of the present world on the same host, can read all that the lost `rank` had outside

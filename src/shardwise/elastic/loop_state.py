@@ -101,6 +101,11 @@ class LoopState:
         self._noted = known[-1].settings or self._noted
         return True
 
+    def come_back(self, iteration: int) -> None:
+        """This rank has the state of others, whose snapshots it does not know."""
+        self._snapshots, self._noted = [], None
+        self.take(iteration, keeps_last=False)
+
     def restore(self) -> None:
         """Restore the last snapshot."""
         if not self._snapshots:

@@ -10,8 +10,9 @@ from shardwise.sharded.sharded_model import ShardedModel
 
 
 class QuietMode:
-    """Parameters are gathered as in `engine.inference()`, and nothing is sent. Whether gradients are enabled stays as
-    the loop has it."""
+    """Parameters are gathered as in `engine.inference()`, and nothing is sent. What layers compute that are split along
+    `tp` has the right shapes only, since each rank runs at its own pace, or not at all. Whether gradients are enabled
+    stays as the loop has it."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -22,6 +23,9 @@ class QuietMode:
         self._inside = ExitStack()
         try:
             self._inside.enter_context(sharded.inference(None))
+            split = sharded.parts.sharding.split
+            if split is not None and split.line is not None:
+                self._inside.enter_context(split.line.silent())
         finally:
             torch.set_grad_enabled(grads)
         self.is_on = True

@@ -7,9 +7,10 @@ from collections import defaultdict
 from shardwise.checkpoint import Held, TrainingState
 from shardwise.comm import World
 from shardwise.errors import ConfigError
+from shardwise.memory import give_back_shapes
 from shardwise.plan import Plan
 from shardwise.plan.placement import mesh_for
-from shardwise.plan.replica_groups import mesh_over, regroup
+from shardwise.plan.replica_groups import mesh_over
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.sharding import design
 from shardwise.sharded.state import Former, move, trained_as_before
@@ -24,18 +25,34 @@ def take_down(sharded: ShardedModel) -> None:
     sharded.take_down()
 
 
+def make_plain(former: Former) -> None:
+    """Give the model of `former`, taken down, its modules and the shapes of its parameters back, without their values,
+    which other ranks have."""
+    sharding = former.sharding
+    for split in (sharding.split, sharding.experts):
+        if split is not None:
+            split.undo()
+    sharding.converted.undo()
+    for flat in (flat for unit in sharding.units for flat in unit.flats):
+        give_back_shapes(flat)
+    for optimizer in former.optimizers:
+        optimizer.state = defaultdict(dict)
+
+
 def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
     """The model of `former`, taken down, sharded by `plan` on `world` and filled from `held`. All ranks call.
 
-    Replica groups are single ranks here (`why_no_images` restarts other jobs), so that all members of `world` go on, in
-    its order.
+    The world consists of whole replica groups, in the order of the mesh (`Membership.needs_groups`), and each rank that
+    was there before has its place in its group.
     """
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
-    regrouped = regroup(held.mesh, held.former_ranks)
-    plan = plan_on(plan, regrouped.num_ranks, world.local_size)
+    plan = plan_on(plan, world.size, world.local_size)
+    split = former.sharding.split
+    if split is not None:
+        split.undo()  # it communicates in the former world
     with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
-        designed = design(former.model, plan, world)
+        designed = design(former.model, plan, world, known=former.sharding if split is not None else None)
         belongings = TrainingState(held, world)
         fitted = (former.sharding.fitted, former.sharding.budget)
         renewed = move(former, designed, belongings, world, fitted=fitted)

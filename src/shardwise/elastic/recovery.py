@@ -2,6 +2,12 @@
 
 All survivors arrive here at about the same time, from any point of a step. If another one dies meanwhile, recovery
 starts again. `session.py` describes when it happens, and `iterations.py` counts what becomes void by it.
+
+[Note: spares] If a rank is lost whose replica group has others (`plan/replica_groups.py`), these can compute nothing
+without it: the group leaves, and they become spares. A spare lets go of its model and waits in the call in which it
+has heard of the fault. It comes back as a rank that joins: with the others' state, at the beginning of an iteration of
+theirs. Its loop is somewhere else, maybe in the middle of an iteration. That one ends as a void one which is this
+rank's alone: nothing is sent in it, nor after it, until the next forward (`is_arriving`).
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from shardwise.checkpoint import Held
 from shardwise.checkpoint.json_codec import encode
 from shardwise.comm import World
 from shardwise.comm.generation import LEFT_OUT, Membership
-from shardwise.elastic.arrival import Arrival
+from shardwise.elastic.arrival import Arrival, arrive
 from shardwise.elastic.between_steps import Outside
 from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
@@ -25,11 +31,12 @@ from shardwise.elastic.iterations import Iterations
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.quiet_mode import QuietMode
-from shardwise.elastic.rebuild import rebuilt, take_down
+from shardwise.elastic.rebuild import make_plain, rebuilt, take_down
 from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
-from shardwise.errors import CommError, FaultError, StateError, TurnedAwayError
+from shardwise.errors import CommError, FaultError, SpareError, StateError, TurnedAwayError
+from shardwise.plan.replica_groups import group_size
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
 
@@ -61,8 +68,16 @@ class Host(Protocol):
         """The others continue without this rank."""
         ...
 
+    def rest(self) -> None:
+        """So they do until this rank comes back."""
+        ...
+
     def take_over(self, world: World, sharded: ShardedModel) -> None:
         """Use `sharded`, in `world`, from now on."""
+        ...
+
+    def receive(self, arrival: Arrival) -> None:
+        """Take the others' state of the loop's own objects, on a rank that joins them."""
         ...
 
 
@@ -83,6 +98,10 @@ class Loop(Protocol):
 
     def unwrap(self) -> None:
         """Stop intercepting them."""
+        ...
+
+    def come_back(self, arrival: Arrival) -> None:
+        """This rank was a spare, and has joined the others again."""
         ...
 
 
@@ -127,6 +146,8 @@ class Recovery:
         self._make_layout(sharded)
         self._complete_label = self._num_layouts
         self.survival.begin(self.iterations.version)
+        if arrival is None:
+            self._tell_of_groups()
 
     @property
     def survival(self) -> Survival:
@@ -225,6 +246,9 @@ class Recovery:
             try:
                 self._regroup_and_restore(error, lets_in=lets_in)
                 break
+            except SpareError as spare:
+                self._wait_as_spare(spare)
+                return
             except CommError as another:
                 error = another
         seconds = time.perf_counter() - started
@@ -237,6 +261,49 @@ class Recovery:
                 seconds * 1e3,
                 str(error).partition("\n")[0] if error is not None else "ranks have joined or left",
             )
+
+    def _wait_as_spare(self, why: SpareError) -> None:
+        """See [Note: spares]. If a rank is lost while this one joins, it ends, as a new one does."""
+        _log.warning("Rank %d waits as a spare: %s", self.world.rank, why)
+        layouts = [one for one in (self._former, self._layout) if one is not None]
+        for layout in layouts:
+            if layout.survival is not None:
+                layout.survival.close(removes=False)  # the others read its images
+        former = self._former_model or Former.of(self._sharded)
+        self._host.rest()
+        self._loop.unwrap()
+        take_down(self._sharded)
+        make_plain(former)
+        try:
+            self.world = self._membership.come_back().world
+            for layout in layouts:
+                layout.clear()
+            sharded, arrival = arrive(
+                former.model, self._plan, former.optimizers, self.world, former.before_change, former.progress
+            )
+            self._join_again(sharded, arrival)
+        except CommError:
+            self.is_left = True
+            self._host.turned_away()
+            raise
+        _log.warning("Rank %d trains again, after step %d.", self.world.rank, sharded.progress.num_steps)
+
+    def _join_again(self, sharded: ShardedModel, arrival: Arrival) -> None:
+        self._sharded, self._former, self._former_model, self._replanned = sharded, None, None, None
+        self.iterations.come_back(sharded.progress.num_steps, arrival)
+        self.outside = Outside()
+        self.is_edited = False
+        self._num_layouts = arrival.label
+        self._loop.wrap(sharded)
+        self._make_layout(sharded)
+        self.survival.begin(self.iterations.version)
+        self._complete_label = self._num_layouts
+        self._host.take_over(self.world, sharded)
+        self._host.receive(arrival)
+        self.loop_state.follow(sharded)
+        self.join()
+        self.loop_state.come_back(self.iterations.begun)
+        self._loop.come_back(arrival)
 
     def _regroup_and_restore(self, error: CommError | None, *, lets_in: bool) -> None:
         self.changes_wanted = False
@@ -374,6 +441,7 @@ class Recovery:
         self.loop_state.follow(sharded)
         self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
+        self._tell_of_groups()
         self.world.exchange(b"", "images")
         self._former.remove()
         self._former = None
@@ -385,6 +453,12 @@ class Recovery:
         if self._replanned is not None and self._replanned.label == layout.label:
             return self._replanned.model
         return Former.of(self._sharded)
+
+    def _tell_of_groups(self) -> None:
+        """Let the launcher know which ranks leave together."""
+        mesh = self._plan.mesh
+        if mesh is not None and group_size(mesh) > 1:
+            self._membership.needs_groups(mesh)
 
     def _make_layout(self, sharded: ShardedModel) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call."""

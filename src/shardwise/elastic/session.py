@@ -59,7 +59,9 @@ from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.errors import CommError, ConfigError
 from shardwise.optim.precision import Norm
+from shardwise.plan.replica_groups import num_groups
 from shardwise.runtime.fault_tolerant_backward import Tolerant
+from shardwise.runtime.hooks import in_backward
 from shardwise.runtime.micro_batches import LossFunction
 from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.sharded_model import ShardedModel
@@ -71,6 +73,10 @@ _CANNOT_SKIP = (
     "bad_batch: skip needs loaders that can skip a batch, and no loader with samples by index follows this engine. Use "
     "sw.data.Loader(..., world=engine.data_ranks) with a source that has a length, or remove bad_batch."
 )
+
+
+class _CameBackError(Exception):
+    """In an exchange, this rank was a spare, and has joined the others again elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class ElasticSession(Session):
         self._quiet = self.recovery.quiet
         self._arrival = arrival
         self.is_arriving = sharded.world.is_arriving = arrival is not None
+        self._must_seed = arrival is not None
+        """See `_seed`."""
         self._must_follow = sharded.plan.bad_batch == "skip"
         if self._must_follow and membership.folder is not None:
             (membership.folder / BAD_BATCH).write_text("skip")
@@ -132,6 +140,9 @@ class ElasticSession(Session):
         self._model.__dict__["_compiled_call_impl"] = self._forward
         sharded.before_update = self._before_update
         sharded.parts.runner.let_report(Tolerant(sharded.parts.runner, self._note_fault))
+        split = sharded.parts.sharding.split
+        if split is not None and split.line is not None:
+            split.line.on_fault = self._note_fault_of_layer
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
 
@@ -142,8 +153,21 @@ class ElasticSession(Session):
         self._host.wait_for_copy()
         self.recovery.survival.before_change()
 
+    def come_back(self, arrival: Arrival) -> None:
+        self._arrival = arrival
+        self.is_arriving = self.recovery.world.is_arriving = self._must_seed = True
+        self._noted_fault = self._last = self._shown_steps = None
+        self._is_first_commit = True
+
     def _note_fault(self, error: CommError) -> None:
         self._noted_fault = error
+
+    def _note_fault_of_layer(self, error: CommError) -> None:
+        """A split layer has met `error`. See [Note: a fault inside of autograd] in
+        `runtime/fault_tolerant_backward.py`."""
+        if not in_backward():
+            raise error
+        self._noted_fault = self._noted_fault or error
 
     def _handle_noted_fault(self) -> None:
         """Recover, if a backward has noticed a fault."""
@@ -177,6 +201,8 @@ class ElasticSession(Session):
                 grads = torch.is_grad_enabled()
                 with torch.no_grad():
                     output = self._call(*args, **kwargs)
+                if self._iterations.is_alone:  # for a loop that takes the steps of others for its own
+                    output = pytree.tree_map_only(torch.Tensor, _without_values, output)
                 return _with_grads(output) if grads else output
             except CommError as error:
                 self.recovery.recover(error)
@@ -248,6 +274,8 @@ class ElasticSession(Session):
             before = progress.num_void
             now = list(islice(batch, self.sharded.plan.accumulate)) if draws else batch
             loss = super().train(now, target, loss_fn)
+            if self.is_arriving:  # this rank was a spare, and the others are at another batch
+                return loss
             is_followed = progress.weighing.is_used  # then the loader reads the step's data again
             if progress.num_void == before:
                 self._last = self._remembered(now, target, loss_fn)
@@ -300,6 +328,8 @@ class ElasticSession(Session):
         recovery.take_edits()
         while recovery.changes_wanted:  # the batch was read for the former world: the iteration is void
             recovery.recover(None)
+        if self.is_arriving:  # again: this rank was a spare meanwhile
+            return
         if self._quiet.is_on and iterations.begun > iterations.void_until:
             self._quiet.leave()
         if not self._quiet.is_on and self.sharded.parts.unfreezing.can_plan:
@@ -309,6 +339,17 @@ class ElasticSession(Session):
         self._loop_state.take(iterations.begun, keeps_last=recovery.survival.copies is not None)
         if iterations.is_void():
             self._loop_state.note_settings()
+        elif self._must_seed:
+            self._seed()
+
+    def _seed(self) -> None:
+        """In the first step that a rank takes with others: the ranks of its replica group, which have all joined with
+        it, draw the same random numbers from now on, whatever they have drawn before."""
+        self._must_seed = False
+        mesh = self.sharded.mesh
+        if num_groups(mesh) < mesh.world_size:
+            place, num_places = mesh.data_place(self.recovery.world.rank)
+            torch.manual_seed(self.sharded.progress.num_steps * num_places + place)
 
     def _commit(self) -> None:
         """See [Note: the commit] and [Note: reads between steps]."""
@@ -340,7 +381,16 @@ class ElasticSession(Session):
         self._shown_steps = None
         self._handle_noted_fault()
         confirm = None if is_small else lambda: self.recovery.world.exchange(b"", "read")
-        return self.recovery.outside.call(self._iterations.begun, work, confirm, self._recover_outside)
+
+        def recover(error: CommError) -> None:
+            self._recover_outside(error)
+            if self.is_arriving:
+                raise _CameBackError
+
+        try:
+            return self.recovery.outside.call(self._iterations.begun, work, confirm, recover)
+        except _CameBackError:
+            return alone() if alone is not None else refuse_to_arriving("this call")
 
     def before_change(self) -> None:
         if self.is_arriving:
@@ -386,6 +436,11 @@ class ElasticSession(Session):
 
 
 ElasticSession._forward.compiles_nothing = True  # type: ignore[attr-defined]  # for `OuterCompile`
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN in the place of numbers that mean nothing."""
+    return torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor
 
 
 def _with_grads(output: Any) -> Any:

@@ -6,7 +6,7 @@ from shardwise.memory.disk_folder import open_disk, require_room
 from shardwise.memory.disk_memory import DiskMemory, DiskRows
 from shardwise.memory.disk_reads import DiskRead
 from shardwise.memory.dtypes import torch_dtype
-from shardwise.memory.flat import ABSENT, GATHERING, READY, Flat, FullState, let_go
+from shardwise.memory.flat import ABSENT, GATHERING, READY, Flat, FullState, give_back_shapes, let_go
 from shardwise.memory.flat_gradients import FlatGradients
 from shardwise.memory.fresh import FreshGradients
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
@@ -39,6 +39,7 @@ __all__ = [
     "choose_units",
     "copy_into",
     "fits",
+    "give_back_shapes",
     "in_own_precision",
     "is_at_rest",
     "is_dense",

@@ -421,6 +421,15 @@ def let_go(flat: Flat) -> None:
     flat.grads.let_go()
 
 
+def give_back_shapes(flat: Flat) -> None:
+    """Free all memory of `flat`, and let its parameters have the shapes and dtypes of the whole ones again, with one
+    zero in place of their values."""
+    let_go(flat)
+    row = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
+    for slot, param in zip(flat.slots, flat.params, strict=True):
+        _set_data(param, torch.zeros((), dtype=torch_dtype(row.dtype), device=flat.device).expand(slot.whole_shape))
+
+
 def _set_data(param: torch.nn.Parameter, view: Tensor) -> None:
     """Make `view` the data of `param`.
 

@@ -336,11 +336,16 @@ class RunLog:
 
     # -- the end ------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Stop logging, because the others continue without this rank, and with the record."""
+    def rest(self) -> None:
+        """The others continue with the record, without this rank, until `go_on`."""
         if self._record is not None:
             self._record.close()
-        self._record, self._has_record, self._trackers = None, False, []
+        self._record, self._trackers = None, []
+
+    def leave(self) -> None:
+        """Stop logging, because the others continue without this rank, and with the record."""
+        self.rest()
+        self._has_record = False
 
     def close(self, error: BaseException | None = None) -> None:
         """Write how the run ended. May be called twice."""

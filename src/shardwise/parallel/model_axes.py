@@ -158,6 +158,8 @@ class _CheckBatch:
         self._check = check
 
     def __call__(self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if self._check.is_silent:
+            return
         if self._check.is_first:
             self._check.see(named_tensors(args, kwargs))
         elif model.training and torch.is_grad_enabled():

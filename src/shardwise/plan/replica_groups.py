@@ -74,6 +74,55 @@ def regroup(mesh: Mesh, seats: Sequence[int | None]) -> Regrouped:
     return Regrouped(tuple(groups), tuple(sorted(spares)), leaving)
 
 
+@dataclass(frozen=True)
+class GoingOn:
+    """Who forms the next generation of a job."""
+
+    members: tuple[int, ...]
+    """By rank. Empty if no replica group is whole."""
+    spares: tuple[int, ...]
+    """The others."""
+
+
+def going_on(
+    axes: Mapping[str, int], num_before: int, seats: Mapping[int, int], waiting: Sequence[int] = ()
+) -> GoingOn:
+    """Who goes on of the members that had the ranks `seats` among `num_before`, on the mesh of a plan's `axes`.
+
+    A replica group that has lost a rank leaves at once, and its others become spares, even if it could be filled up:
+    ranks may be anywhere in a step when one is lost, and a member with another part of the model than before has to
+    come in where a step begins. There, as many groups as possible are formed of the `waiting` members.
+    """
+    mesh = mesh_over(axes, num_before)
+    of_group: dict[tuple[int, ...], list[int]] = {}
+    for member, seat in seats.items():
+        of_group.setdefault(_place(mesh.coordinate(seat), _data_axes(mesh)), []).append(member)
+    size = len(_places(mesh, _group_axes(mesh)))
+    whole = {member for group in of_group.values() if len(group) == size for member in group}
+    members = [*(member for member in seats if member in whole), *waiting]
+    regrouped = regroup(mesh, [seats.get(member) for member in members])
+    going: tuple[int, ...] = ()
+    if whole and regrouped.groups:
+        after = mesh_over(axes, regrouped.num_ranks)
+        going = tuple(members[number] for number in regrouped.members_on(after))
+    return GoingOn(going, tuple(member for member in (*seats, *waiting) if member not in going))
+
+
+def group_size(axes: Mapping[str, int]) -> int:
+    """Ranks of a replica group, on the mesh of a plan's `axes`."""
+    return math.prod(size for axis, size in axes.items() if axis in MODEL_AXES)
+
+
+def group_place(mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """The place of `rank` in its replica group. Ranks of several groups with the same place have the same part."""
+    return _place(mesh.coordinate(rank), _group_axes(mesh))
+
+
+def num_groups(mesh: Mesh) -> int:
+    """Replica groups of `mesh`."""
+    return len(_places(mesh, _data_axes(mesh)))
+
+
 def _fill(
     formed: Sequence[dict[tuple[int, ...], int]],
     left_over: Sequence[Mapping[tuple[int, ...], int]],
@@ -109,15 +158,15 @@ def mesh_over(axes: Mapping[str, int], num_ranks: int) -> Mesh:
         return Mesh.of(axes, num_ranks)
     except ConfigError:
         data_axes = [axis for axis in axes if axis not in MODEL_AXES]
-        group_size = math.prod(size for axis, size in axes.items() if axis in MODEL_AXES)
-        if not data_axes or group_size < 1 or num_ranks % group_size:
+        of_each = group_size(axes)
+        if not data_axes or of_each < 1 or num_ranks % of_each:
             raise
-        num_groups, inner = num_ranks // group_size, axes[data_axes[-1]]
+        num, inner = num_ranks // of_each, axes[data_axes[-1]]
         sizes = {**axes, **dict.fromkeys(data_axes, 1)}
-        if len(data_axes) > 1 and inner > 0 and num_groups % inner == 0:
-            sizes |= {data_axes[0]: num_groups // inner, data_axes[-1]: inner}
+        if len(data_axes) > 1 and inner > 0 and num % inner == 0:
+            sizes |= {data_axes[0]: num // inner, data_axes[-1]: inner}
         else:
-            sizes[data_axes[-1]] = num_groups
+            sizes[data_axes[-1]] = num
         return Mesh.of(sizes, num_ranks)
 
 

@@ -6,10 +6,11 @@ Known from in-memory checkpoints to peers: Gemini (Wang et al., SOSP 2023) and t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.replica_groups import group_place
 from shardwise.program.host_bytes import lines_on_hosts
 from shardwise.program.image_bytes import image_bytes
 from shardwise.program.spec import FlatSpec
@@ -44,22 +45,35 @@ def buddies(hosts: Sequence[Hashable]) -> tuple[int, ...]:
 def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable]) -> Keepers:
     """Who keeps a copy of which rank's state: of those alone that have something of which their host has all copies.
 
-    `hosts` has the host of each rank; without any, all are on one.
+    `hosts` has the host of each rank; without any, all are on one. If one rank of a replica group is lost, the others
+    do not go on either. So what they have does not count as a copy, and keepers are in other groups, at the same place:
+    they read what they keep for ranks with the same part of the model. Where all ranks with one place are on one host,
+    there is no group without it, and they have no keepers.
     """
     size = flats[0].mesh.world_size if flats else len(hosts)
     if len(set(hosts)) < 2:
         return (None,) * size
-    found = buddies(hosts)
     sharded = {shard: flat.mesh for flat in flats if (shard := kept_axes(flat))}
+    found: dict[int, int] = {}
+    for ranks in _with_one_place(flats[0].mesh) if flats else ():
+        if len({hosts[rank] for rank in ranks}) > 1:
+            found |= {rank: ranks[at] for rank, at in zip(ranks, buddies([hosts[one] for one in ranks]), strict=True)}
     return tuple(
-        found[rank] if any(_is_alone(rank, shard, mesh, hosts) for shard, mesh in sharded.items()) else None
+        found.get(rank) if any(_is_alone(rank, shard, mesh, hosts) for shard, mesh in sharded.items()) else None
         for rank in range(size)
     )
 
 
+def _with_one_place(mesh: Mesh) -> Iterator[list[int]]:
+    """The ranks of all replica groups with the same place in them."""
+    places = [group_place(mesh, rank) for rank in range(mesh.world_size)]
+    for place in dict.fromkeys(places):
+        yield [rank for rank, one in enumerate(places) if one == place]
+
+
 def _is_alone(rank: int, shard: tuple[str, ...], mesh: Mesh, hosts: Sequence[Hashable]) -> bool:
-    """Whether all ranks that keep the same parts as `rank` are on its host."""
-    same = mesh.among(rank, [axis for axis in mesh.axes if axis not in shard])
+    """Whether all ranks of other replica groups that keep the same parts as `rank` are on its host."""
+    same = mesh.among(rank, [axis for axis in mesh.axes if axis not in shard and axis not in MODEL_AXES])
     return len({hosts[other] for other in same}) == 1
 
 

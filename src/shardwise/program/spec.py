@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +45,10 @@ class FlatSpec:
         (experts), and the tokens were brought to those ranks, so that there are no gradients to sum."""
         replica_axes = self.mesh.replica_axes
         return tuple(axis for axis in replica_axes if axis not in self.table.axes and self.mesh.size(axis) > 1)
+
+    def part_of(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+        """Which part of these parameters the rank at `coordinate` has: its place along the axes that split them."""
+        return tuple(coordinate[axis] for axis in (*self.mesh.model_axes, *self.split_axes))
 
     @cached_property
     def resident(self) -> bool:

@@ -91,6 +91,8 @@ class Access:
         of the forward."""
         flat, index = self._home(name)
         param = flat.params[index]
+        if flat.slots[index].is_split:
+            refuse_to_arriving(f"the whole of {name}, of which ranks along tp have parts,")
         if what != PARAM or self._dtype(flat, PARAM) != param.dtype:
             refuse_to_arriving(f"the {what} of {name}" if what != PARAM else f"{name} in the optimizer's precision")
         return param.detach().clone()

@@ -37,7 +37,7 @@ from shardwise.optim import require_states_for_disk
 from shardwise.optim.precision.auto import settle
 from shardwise.parallel.conversions import check_plan
 from shardwise.parallel.experts import ExpertSplit, share_totals
-from shardwise.parallel.model_axes import carry_out_experts, synchronize_generators
+from shardwise.parallel.model_axes import carry_out_experts, carry_out_split, synchronize_generators
 from shardwise.parallel.pipeline import StagedModel, has_pipeline
 from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import Mesh
@@ -440,7 +440,7 @@ def move(
         former.sharding.experts.undo()
     sharding = replace(
         designed.carry_out(world, device, updates, disk),
-        split=former.sharding.split,
+        split=designed.split or former.sharding.split,
         converted=former.sharding.converted,
         fitted=fitted[0],
         budget=fitted[1],
@@ -451,6 +451,8 @@ def move(
         for flat in unit.flats:
             states |= training_state.move_into(flat, world.collectives(device))
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
+    if sharding.split is not None and sharding.split.line is None:  # in another world than before
+        carry_out_split(model, sharding.split, sharding.mesh, world, device)
     sharding.connect_converted(world)
     renewed = ShardedModel(model, former.optimizers, sharding, world, former.progress, former.before_change)
     if renewed.parts.optimizer is not None:

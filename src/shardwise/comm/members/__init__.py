@@ -2,7 +2,7 @@
 
 from shardwise.comm.members.channels import LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
-from shardwise.comm.members.member_messages import TAKEN_FOR_LOST, Announcement, MemberMessage
+from shardwise.comm.members.member_messages import TAKEN_FOR_LOST, Announcement, MemberMessage, axes_of_text
 
 __all__ = [
     "DEPARTURE",
@@ -10,6 +10,7 @@ __all__ = [
     "Announcement",
     "LauncherChannel",
     "MemberMessage",
+    "axes_of_text",
     "generation_prefix",
     "scope_of",
 ]

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 
 from shardwise.system import plain_data
 
-MemberMessageKind = Literal["here", "heard", "ready", "opened", "leaving", "needs_all", "done", "raised"]
-AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "out", "bye", "end"]
+MemberMessageKind = Literal["here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "done", "raised"]
+AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "spare", "out", "bye", "end"]
 
 TAKEN_FOR_LOST = (
     "The others took this rank for lost and continue without it. It can return only as a new process, which the "
@@ -53,6 +53,7 @@ class MemberMessage:
       Without `lets_in` it is at a point where newcomers cannot join.
     - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
+    - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
 
     `patience_seconds` is how long other members may wait for this one.
@@ -76,6 +77,8 @@ class MemberMessage:
     def from_json(cls, text: str | bytes) -> MemberMessage:
         """Raises `ValueError` for anything else."""
         plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
+        if plain["kind"] == "groups":
+            axes_of_text(plain["text"])
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("at_fault", "cut_off")}})
 
 
@@ -89,6 +92,7 @@ class Announcement:
     - `over`: `generation` must not be used any more, because the `members` are gone or for the reason in `text`.
     - `wanted`: a process waits to join, or a member asks to leave.
     - `leave`: the `members` should ask to leave.
+    - `spare`: the others continue without the `members`, which wait for the rest of a replica group.
     - `out`: the others continue without the `members`.
     - `bye`: the launcher knows that the `members` are done.
     - `end`: no rank continues.
@@ -109,6 +113,12 @@ class Announcement:
         """Raises `ValueError` for anything else."""
         plain = _read(text, _ANNOUNCEMENT, get_args(AnnouncementKind))
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("members", "before", "hosts")}})
+
+
+def axes_of_text(text: str) -> dict[str, int]:
+    """The axes of a mesh. Raises `ValueError` for anything else."""
+    axes: dict[str, int] = plain_data.read(text.encode(), {str: int})
+    return axes
 
 
 def reports_as_text(reports: Sequence[bytes]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +25,7 @@ from shardwise.comm.members.member_messages import (
 from shardwise.comm.regrouping import Regrouped, W
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.journal import in_words
-from shardwise.errors import CommError, ConfigError, TurnedAwayError
+from shardwise.errors import CommError, ConfigError, SpareError, TurnedAwayError
 
 _BYE_SECONDS = 2
 _ANSWER_SECONDS = 60
@@ -86,6 +87,9 @@ class StoreMembership(Generic[W]):
         self._formed = -1
         self._over: dict[int, Announcement] = {}
         self._wanted = -1
+        self._spare_since = -1
+        """The generation after which this process became a spare last."""
+        self._is_spare = False
         self._has_asked = self._has_ended = False
         self._asking: list[threading.Thread] = []
         """Threads that send requests to leave."""
@@ -127,6 +131,10 @@ class StoreMembership(Generic[W]):
         """See `Membership`."""
         self._send("needs_all")
 
+    def needs_groups(self, axes: Mapping[str, int]) -> None:
+        """See `Membership`."""
+        self._send("groups", json.dumps(dict(axes)))
+
     def enter(self) -> W:
         """Wait until this process is admitted. The first callers are the first generation."""
         self._send("here")
@@ -155,6 +163,13 @@ class StoreMembership(Generic[W]):
             report=report,
         )
         return self._enter_next(world.generation)
+
+    def come_back(self) -> Regrouped[W]:
+        """See `Membership`."""
+        found = self._enter_next(-1)
+        self._is_spare = False
+        found.world.is_newcomer = True
+        return found
 
     def end(self, error: BaseException | None) -> None:
         """See `Membership`. What the others do from here on does not concern this rank."""
@@ -217,15 +232,19 @@ class StoreMembership(Generic[W]):
 
     def _await_announcement(self) -> Announcement:
         """The announcement of the next generation. Raises if there is none with this process, because it was stopped,
-        or its host cut off, until the others had formed one without it."""
+        or its host cut off, until the others had formed one without it, or because it has become a spare."""
         with self._changed:
             while True:
                 for announcement in self._announcements:
                     if announcement.kind == "entering" and announcement.generation > self._generation:
                         if self.member in announcement.members:
                             return announcement
-                        if self._generation >= 0:
+                        if self._generation >= 0 and not self._is_spare:
                             raise TurnedAwayError(TAKEN_FOR_LOST)
+                    elif announcement.kind == "spare" and self.member in announcement.members:
+                        if announcement.generation > self._spare_since:
+                            self._spare_since, self._is_spare = announcement.generation, True
+                            raise SpareError(announcement.text)
                     elif announcement.kind == "out" and self.member in announcement.members:
                         raise TurnedAwayError(announcement.text, has_asked=self._has_asked)
                     elif announcement.kind == "end":
@@ -296,7 +315,7 @@ class StoreMembership(Generic[W]):
         """Note `announcement` for the thread that waits for it; returns the opening and the world of this moment."""
         with self._changed:
             match announcement.kind:
-                case "entering" | "out" | "end":
+                case "entering" | "spare" | "out" | "end":
                     self._announcements.append(announcement)
                 case "formed":
                     self._formed = announcement.generation

@@ -34,6 +34,8 @@ class Change:
     """Ranks needed to train."""
     excluded: str = ""
     """A sentence about excluded hosts."""
+    num_spares: int = 0
+    """Living ranks whose replica group has lost others."""
     can_come: bool = False
     """Whether processes will be started as soon as a host has free slots."""
 
@@ -42,7 +44,8 @@ def change_of(
     rendezvous: Rendezvous, slots: Slots, last_status: Mapping[int, str], excluded: str, now: float
 ) -> Change:
     """The change to the generation that was just formed."""
-    waiting = sum(process.is_alive and not process.is_member for process in rendezvous.processes.values())
+    living = [process for process in rendezvous.processes.values() if process.is_alive and not process.is_member]
+    num_spares = sum(process.is_spare for process in living)
     return Change(
         tuple(rendezvous.losses),
         last_status,
@@ -51,10 +54,11 @@ def change_of(
         len(rendezvous.members),
         rendezvous.step,
         now - min((loss.at for loss in rendezvous.losses), default=0.0),
-        slots.num_coming(now) + waiting,
+        slots.num_coming(now) + len(living) - num_spares,
         slots.budget.in_words(),
         rendezvous.least,
         excluded,
+        num_spares=num_spares,
         can_come=slots.can_come(now),
     )
 
@@ -65,7 +69,7 @@ def change_report(change: Change, cause: Cause | None = None) -> str:
     if cause is not None:
         sentences.append(f"Cause: {cause} {change.excluded}".rstrip())
     if cause is None or cause.action != "stop":
-        sentences += [*_come_and_gone(change), _going_on(change), *_replacements(change)]
+        sentences += [*_come_and_gone(change), _going_on(change), *_spares(change), *_replacements(change)]
     return " ".join(sentences)
 
 
@@ -94,6 +98,12 @@ def _going_on(change: Change) -> str:
         return f"{_ranks(change.size)} continue{s} {after}."
     comma = "," if change.losses else ""
     return f"{_ranks(change.size)} wait{s} {after}{comma} for more: the job needs {change.least} (--elastic)."
+
+
+def _spares(change: Change) -> Iterator[str]:
+    if change.num_spares:
+        what = "1 rank waits as a spare" if change.num_spares == 1 else f"{change.num_spares} ranks wait as spares"
+        yield f"{what} until a replica group is complete."
 
 
 def _replacements(change: Change) -> Iterator[str]:

@@ -129,7 +129,7 @@ class ElasticAgent:
     def _can_grow(self) -> bool:
         """Whether a process may still join that is not a member yet."""
         processes = self._rendezvous.processes.values()
-        is_starting = any(process.is_alive and not process.is_member for process in processes)
+        is_starting = any(one.is_alive and not one.is_member and not one.is_spare for one in processes)
         return is_starting or self._slots.can_come(time.monotonic())
 
     # -- the loop ---------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class ElasticAgent:
         is_replaced = not (self._rendezvous.is_ending or process.is_leaving or self._rendezvous.needs_all)
         self._slots.died(number, now, is_replaced=is_replaced)
         if was_alive and not was_member and not self._rendezvous.is_ending:
-            self._context.say(f"a process that had not joined yet {text}.")
+            self._context.say(f"a {'spare' if process.is_spare else 'process that had not joined yet'} {text}.")
             self._classify_before_joining(number, outcome)
         self._num_before = len(self._rendezvous.former)
         self._rendezvous.died(number, text, now)

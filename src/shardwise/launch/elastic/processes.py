@@ -22,6 +22,8 @@ class Process:
     """Whether it has connected to the store."""
     is_member: bool = False
     """Whether it is a member of the generation announced last."""
+    is_spare: bool = False
+    """Whether it was a member, and waits for the rest of a replica group."""
     asks_to_leave: bool = False
     """Whether it leaves as soon as the job can spare it."""
     is_leaving: bool = False

@@ -11,21 +11,26 @@ join or leave and none has died, all get ready by themselves at one step boundar
 [Note: where members join] After a death, members may be anywhere in a step, where a new process cannot join. Members
 that say so (without `lets_in`) form a generation alone, which announces at once that changes are wanted. So all get
 ready again at the next point where processes can join. If they are too few, they do the same, and wait there.
+
+[Note: spares] In a job with replica groups only whole groups go on (`plan/replica_groups.py`). The others of a group
+that has lost a rank become spares: living processes that wait to join, like new ones, but only as many as form groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage
+from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage, axes_of_text
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
 from shardwise.launch.job_report import ranks_in_words
+from shardwise.plan.replica_groups import GoingOn, going_on, group_size
 
 State = Literal["gathering", "entering", "formed", "lost"]
 _MAX_IN_VAIN = 5
 _HAS_ASKED = "This rank has asked to leave, and the others continue."
+_IS_SPARE = "This rank's replica group has lost a rank, and the others continue without it until it is whole again."
 STOPPED_SECONDS = 0.5
 """After this time without an answer, a member that the system has stopped is given up."""
 DYING_SECONDS = 2
@@ -98,6 +103,8 @@ class Rendezvous:
     why_lost: str = ""
     needs_all: bool = False
     """Whether members have reported that if one is lost, all must restart."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """The axes of the plan's mesh, if ranks train in replica groups."""
     requests: LeaveRequests = field(default_factory=LeaveRequests)
     _since: float = 0.0
     _in_vain: tuple[int, int] = (0, 0)
@@ -170,9 +177,14 @@ class Rendezvous:
             case "ready":
                 self._note_ready(process, message, now)
             case "leaving":
-                self.requests.add(process, must_go=bool(message.text), may_go=self._lets_go(process))
+                if process.is_spare:
+                    self._dismiss([process])
+                else:
+                    self.requests.add(process, must_go=bool(message.text), may_go=self._lets_go(process))
             case "needs_all":
                 self.needs_all = True
+            case "groups":
+                self.axes = axes_of_text(message.text)
             case "done":
                 process.is_done = True
             case "raised":  # the others are told at once, and continue when its process has ended
@@ -208,7 +220,8 @@ class Rendezvous:
     def can_spare(self, numbers: Collection[int]) -> bool:
         """Whether enough would remain without these members: other members, and processes that wait to join."""
         staying = [one for one in self._living() if one.number not in numbers and not one.is_leaving]
-        return len(staying) > 0 and len(staying) + sum(one.waits for one in self.processes.values()) >= self.least
+        waiting = [one.number for one in self.processes.values() if one.waits]
+        return len(staying) > 0 and len(self._going_on([one.number for one in staying], waiting).members) >= self.least
 
     def send_away(self, numbers: Iterable[int]) -> None:
         """Make these members leave at the next step boundary."""
@@ -288,8 +301,9 @@ class Rendezvous:
     def _call_for_changes(self) -> None:
         room = self.most - len(self._living())
         is_too_few = len(self._living()) < self.least
-        waits = any(process.waits for process in self.processes.values()) or is_too_few
-        comes = room > 0 and not self.is_ending and waits
+        of_each = group_size(self.axes)
+        waits = sum(process.waits for process in self.processes.values()) >= of_each or is_too_few
+        comes = room >= of_each and not self.is_ending and waits
         leaves = any(process.is_leaving for process in self._living())
         if (comes or leaves) and not self.requests.is_stopping and self._wanted != self.generation:
             self._wanted = self.generation
@@ -317,6 +331,7 @@ class Rendezvous:
         staying = self._living()
         lets_in = all(process.ready is None or process.ready.lets_in for process in staying)
         coming = self._coming(len(staying)) if lets_in else []
+        found = self._going_on([one.number for one in staying], [one.number for one in coming])
         can_come = not self.is_ending and self.can_grow()
         least = 1 if self.requests.is_stopping else self.least
         if self.former and not staying:
@@ -324,10 +339,20 @@ class Rendezvous:
                 self.stop("No rank is left that has the state of the training.")
         elif self._in_vain[1] > _MAX_IN_VAIN:
             self.stop(f"{self._in_vain[1]} times in a row the ranks took no step, though none of them died.")
-        elif len(staying) + len(coming) >= least or (can_come and not lets_in):
-            self._enter([process.number for process in (*staying, *coming)], now)
+        elif self.former and not found.members:
+            self.needs_all = True
+            self.stop("No replica group is whole: the remaining ranks have parts of the state only.")
+        elif len(found.members) >= least or (can_come and not lets_in):
+            self._enter(found, now)
         elif not can_come:
-            self._stop_for_lack(len(staying))
+            self._stop_for_lack(len(found.members))
+
+    def _going_on(self, staying: Sequence[int], waiting: Sequence[int]) -> GoingOn:
+        """Who forms the next generation of those that stay and those that wait to join."""
+        if group_size(self.axes) == 1 or not self.former:
+            return GoingOn(tuple(by_host([*staying, *waiting], self.processes)), ())
+        seats = {number: self.former.index(number) for number in staying}
+        return going_on(self.axes, len(self.former), seats, waiting)
 
     def _stop_for_lack(self, num_staying: int) -> None:
         """End the job, which no process can join any more, unless it has ended well before its first generation."""
@@ -348,12 +373,16 @@ class Rendezvous:
         self.num_left += len(leaving)
         self._turn_away([process.number for process in leaving], _HAS_ASKED)
 
-    def _enter(self, members: list[int], now: float) -> None:
-        members = by_host(members, self.processes)
+    def _enter(self, found: GoingOn, now: float) -> None:
+        members = found.members
+        spares = tuple(number for number in found.spares if self.processes[number].is_member)
+        if spares:
+            self._publish(Announcement("spare", self.generation, spares, text=_IS_SPARE))
         for process in self.processes.values():
-            process.is_member, process.ready = process.number in members, None
+            is_spare = process.number in spares or (process.is_spare and process.number not in members)
+            process.is_member, process.is_spare, process.ready = process.number in members, is_spare, None
         self.num_new = sum(number not in self.former for number in members)
-        self.generation, self.members = self.generation + 1, tuple(members)
+        self.generation, self.members = self.generation + 1, members
         self.state, self._since = "entering", now
         hosts = tuple(self.processes[number].host for number in members)
         self._publish(

@@ -41,6 +41,8 @@ class ModelSplit:
     blocks: str = ""
     """With `tensor.sequence`, the path of the list of blocks in which the sequence is split."""
 
+    line: Line | None = field(default=None, init=False, repr=False)
+    """What the ranks communicate through, while it is carried out."""
     _undoing: list[Callable[[], object]] = field(default_factory=list, init=False, repr=False)
 
     def is_on_sequence(self, target: SplitModule) -> bool:
@@ -67,7 +69,8 @@ class ModelSplit:
         return target.path.removeprefix(f"{self.blocks}.").count(".") > 1
 
     def carry_out(self, line: Line, regions: Regions) -> None:
-        """Change the model in place."""
+        """Change the model in place. After `undo` it can be carried out again, for other ranks."""
+        self.line = line
         for module, name, value in self.attributes:
             self.on_undo(partial(setattr, module, name, getattr(module, name)))
             setattr(module, name, value)
@@ -84,5 +87,6 @@ class ModelSplit:
 
     def undo(self) -> None:
         """Restore the modules; the caller restores their parameters."""
+        self.line = None
         while self._undoing:
             self._undoing.pop()()
