@@ -253,3 +253,14 @@ def test_what_does_not_fit_leaves_the_device_in_part() -> None:
     assert 0 < candidate.offload.optim_disk < candidate.offload.optim
     assert candidate.plan(subject.base).disk == "/scratch"
     assert "of the states on a disk" in str(candidate)
+
+
+def test_what_a_plan_computes_at_least() -> None:
+    """For any preset, and in equal parts for ranks that share a model; never more than a step takes."""
+    subject = ModelSubject(on_meta(Decoder, num_blocks=4), tokens(), H100, 16, Plan(), on_cpu=False)
+    plain, in_stages = (("dp", 4),), (("pp", 2), ("dp", 2))
+    nodes = Candidate("hsdp", (("node", 2), ("local", 2)), 2, 2)
+    least = subject.least_seconds(nodes)
+    assert least == subject.least_seconds(Candidate("zero3", plain, 2, 2)) > 0
+    for candidate in (nodes, Candidate("zero3", plain, 2, 2), Candidate("zero1", in_stages, 2, 4)):
+        assert subject.least_seconds(candidate) <= subject.evaluate(candidate).seconds
