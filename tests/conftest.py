@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 
 if os.environ.get("DEVICE", "cpu") == "cpu":  # ranks take the GPUs that they see, and these tests are of CPUs
     os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), ""))
@@ -24,6 +28,14 @@ settings.load_profile("busy")
 UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
 """When the last test may begin, in seconds since 1970: `tests/gate.py` gives each of its parts a share of its time."""
 NO_TIME = "no time was left for it"
+
+
+def pytest_configure() -> None:
+    """Plans that are searched for, and predictions in runs, use what this machine was measured to give. No test may."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault("HF_HOME", f"{cache}/huggingface")
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import Keep
     from shardwise.checkpoint.formats import convert, inspect
     from shardwise.comm import World
-    from shardwise.engine import Engine, shard
+    from shardwise.engine import Engine, choose_plan, shard
     from shardwise.errors import ShardwiseError
     from shardwise.init import deferred_init
     from shardwise.parallel import experts, tensor
@@ -36,6 +36,7 @@ __all__ = [
     "ShardwiseError",
     "World",
     "__version__",
+    "choose_plan",
     "convert",
     "data",
     "deferred_init",
@@ -54,6 +55,7 @@ _HOMES = {
     "Plan": "shardwise.plan",
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
+    "choose_plan": "shardwise.engine",
     "convert": "shardwise.checkpoint.formats",
     "deferred_init": "shardwise.init",
     "inspect": "shardwise.checkpoint.formats",

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from shardwise.observe.run_log import RunLog
     from shardwise.runtime.rehearsal import Loss
 
-__all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
+__all__ = ["Engine", "MemoryReport", "PlanLike", "choose_plan", "shard"]
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -101,15 +101,44 @@ def shard(  # noqa: PLR0913  # one for each thing that a job may bring
     )
     try:
         optimizers = _several(optimizer)
-        if loaded.preset == "auto":
-            from shardwise.sharded.auto import settled  # only these jobs load the planner
-
-            loaded = settled(model, loaded, optimizers, world, wishes, batch)
+        loaded = _settled(model, loaded, optimizers, world, wishes, batch)
         return Engine(model, loaded, optimizers, world, wishes, owns_world=own_world)
     except BaseException as error:
         if own_world:
             world.close(error)
         raise
+
+
+def choose_plan(
+    model: nn.Module,
+    plan: PlanLike = "auto",
+    *,
+    batch: object,
+    optimizer: OneOrSeveral | None = None,
+    world: World,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """The plan that `shard` would take for `plan` with its preset "auto", and the same arguments; any other is returned
+    as it is. Changes nothing. All ranks call, and get the same; rank 0 logs why. Raises as `shard` does."""
+    end_recording()
+    wishes = Wishes(device=None if device is None else torch.device(device))
+    return _settled(model, load_plan(plan), _several(optimizer), world, wishes, batch)
+
+
+def _settled(
+    model: nn.Module,
+    plan: Plan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    world: World,
+    wishes: Wishes,
+    batch: object,
+) -> Plan:
+    """`plan`, or what its preset "auto" stands for. A rank that joins others takes theirs."""
+    if plan.preset != "auto" or (world.is_newcomer and world.membership is not None):
+        return plan
+    from shardwise.sharded.auto import settled  # only these jobs load the planner
+
+    return settled(model, plan, optimizers, world, wishes, batch)
 
 
 def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...]:

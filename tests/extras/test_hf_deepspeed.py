@@ -105,6 +105,46 @@ def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, spl
     assert not Path("nowhere").exists()
 
 
+TUNED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=61)
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+trainer = Trainer(AutoModelForCausalLM.from_config(config), arguments, train_dataset=rows)
+trainer.train()
+print("TRAINED", trainer.state.global_step, arguments.per_device_train_batch_size, trainer.engine.plan.preset)
+"""
+
+
+def test_a_trainer_is_tuned_and_trains_with_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TUNED)
+    section = {"enabled": True, "max_train_micro_batch_size_per_gpu": 4, "results_dir": str(tmp_path / "found")}
+    section["exps_dir"] = str(tmp_path / "tried")
+    config = AUTO | {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": "auto"}, "autotuning": section}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "2",
+        "--per_device_train_batch_size",
+        "1",
+        "--report_to",
+        "none",
+    ]
+    words += ["--gradient_accumulation_steps", "2", "--deepspeed", str(tmp_path / "ds.json")]
+    done = launched("--autotuning", "run", str(tmp_path / "train.py"), *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found" / "ds_config_optimal.json").read_text())
+    micro, stage = found["train_micro_batch_size_per_gpu"], found["zero_optimization"]["stage"]
+    assert found["optimizer"]["params"]["lr"] == "auto"
+    assert found["train_batch_size"] == 2 * 2 * micro
+    assert done.stdout.count(f"TRAINED 2 {micro} {'ddp' if stage == 0 else f'zero{stage}'}") == 2
+    assert done.stdout.count("TRAINED") == 2
+
+
 def test_sections_of_a_config_and_what_contradicts_them(tmp_path: Path) -> None:
     script = SCRIPT.with_name("deepspeed_sections.py")
     done = subprocess.run(

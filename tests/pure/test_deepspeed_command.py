@@ -65,7 +65,6 @@ def test_options_without_effect_are_reported() -> None:
         ("--exclude localhost", "excludes all 2 devices"),
         ("--include localhost:0 --exclude localhost:1", "--include and --exclude both select devices"),
         ("--include localhost:0 --num_gpus 1", "--num_gpus and --include or --exclude both"),
-        ("--autotuning run", "--autotuning is not supported"),
         ("--no_python", "--no_python is not supported"),
         ("--elastic_training", "--elastic_training is not supported"),
     ],
@@ -175,7 +174,7 @@ def test_one_host_of_a_file_only_by_force(hosts: Path, capsys: pytest.CaptureFix
         ("--include gpu4", "which is not in the host list"),
         ("--num_nodes 4", "--nodes is 4, but 3 hosts are named"),
         ("--node_rank 1", "starts one of several hosts by hand"),
-        ("--autotuning run", "--autotuning is not supported"),
+        ("--autotuning run", "--autotuning is for ranks of one host"),
     ],
 )
 def test_refused_for_hosts_of_a_file(text: str, sentence: str, hosts: Path, capsys: pytest.CaptureFixture[str]) -> None:

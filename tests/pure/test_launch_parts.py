@@ -7,15 +7,25 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from shardwise import launch
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import Attempt, Job, StopRequest, rank_environment
 from shardwise.launch.job_report import failure_summary, stop_line
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome, first_failure, read_outcome
+
+
+def test_names_of_the_package_are_not_its_modules() -> None:
+    """An import leaves a module in its package under its own name, where the next look would find it."""
+    for name in launch.__all__:
+        first = getattr(launch, name)
+        assert not isinstance(first, ModuleType)
+        assert getattr(launch, name) is first
 
 
 def environment(inherited: dict[str, str] | None = None, **options: object) -> dict[str, str]:

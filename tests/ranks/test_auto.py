@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.fit.candidates import Candidate
 from shardwise.fit.hardware import hardware
 from shardwise.fit.model_subject import ModelSubject
+from shardwise.sharded import auto
 from shardwise.testing import run_ranks
 from tests.models import Decoder, Transformer
 
@@ -90,6 +94,63 @@ def test_what_is_chosen_fits_and_trains_as_the_plain_loop(kind: str) -> None:
     assert losses == pytest.approx(plain.losses, abs=1e-5)
     for name, param in params.items():
         torch.testing.assert_close(param, plain.params[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_plan_of_an_elastic_job_fits_when_ranks_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharding saves nothing on the rank that remains."""
+    torch.manual_seed(0)
+    model, data = Wide(), wide_batches(3)
+    limit = run(model, data, {"preset": "auto", "budget": {"device": "4GiB"}})[3] - 100_000
+    plan = {"preset": "auto", "budget": {"device": limit}}
+    on_two = run(model, data, plan)[0]
+    monkeypatch.setattr(auto, "_fewest_ranks", lambda _: 1)
+    chosen, losses, *_ = run(model, data, plan)
+    assert chosen != on_two
+    assert losses == pytest.approx(plain_run(model, data).losses, abs=1e-5)
+    halves = [tuple(part[:4] for part in batch) for batch in data]
+    left = chosen.model_copy(update={"mesh": None}).model_dump(exclude_unset=True)
+    assert run(model, halves, left, num_ranks=1)[3] <= limit
+
+
+def wrapped_forward(model: nn.Module) -> None:
+    """As TRL does."""
+    former = model.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert self.training
+        return former(*args, **kwargs)
+
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+
+
+def wrapped_by_a_function(model: nn.Module) -> None:
+    """As accelerate does, and a hook that uses the model."""
+    former = model.forward
+
+    @functools.wraps(former)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return former(*args, **kwargs)
+
+    model.forward = forward  # type: ignore[method-assign]
+    model.register_forward_hook(lambda _, __, output: output + 0 * model.positions.weight.sum())  # type: ignore[operator,union-attr]
+
+
+@pytest.mark.parametrize("wrap", [wrapped_forward, wrapped_by_a_function])
+def test_a_forward_that_calls_the_former_one_is_rehearsed_on_the_copy(wrap: Callable[[nn.Module], None]) -> None:
+    plain, model = Transformer(), Transformer()
+    wrap(model)
+    batch = batches(1, rows=4)[0]
+    found = []
+    for one in (plain, model):
+        subject = ModelSubject(one, batch, hardware("cpu"), 8, sw.Plan(), num_states=2)
+        found.append(subject.confirm(Candidate("zero3", (("dp", 2),), 4, 1)))
+        assert all(param.grad is None for param in one.parameters())
+    assert found[1].device_bytes == pytest.approx(found[0].device_bytes, rel=0.01)
+    with sw.shard(model, "auto", optimizer=adamw(model), batch=batch) as engine:
+        engine.rehearse(batch)
+        assert all(param.grad is None for param in model.parameters())
+        engine.backward(engine(*batch))
+        engine.step()
 
 
 def test_what_the_plan_says_is_kept() -> None:

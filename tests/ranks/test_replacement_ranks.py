@@ -88,11 +88,12 @@ def trained(
     model = Net()
     models = [copy.deepcopy(model) for _ in range(NUM_RANKS + num_newcomers)]
     losses, plain = trained_alone(model, adamw, clip=None, scheduled=False)
+    batch = batches()[0][0].tensor_split(NUM_RANKS)[0]
 
     def work(world: World, member: int) -> tuple[dict[int, float], dict[str, Any], list[int]]:
         own = models[member]
         try:
-            engine = sw.shard(own, {**plan, "run": str(run)}, optimizer=adamw(own), world=world)
+            engine = sw.shard(own, {**plan, "run": str(run)}, optimizer=adamw(own), world=world, batch=batch)
         except FaultError as error:  # a rank that joins while another dies may end; the others continue
             raise Killed if member >= NUM_RANKS else error from None
         engine.log({"loss": 0.0}, kind="validation")
@@ -164,6 +165,25 @@ def test_one_that_comes_computes_in_the_precision_that_the_others_have(
 
     sizes = trained(tmp_path, plan={"preset": "zero2", "precision": "auto"}, at=at)
     assert [found[-1] for found in sizes] == [NUM_RANKS] * NUM_RANKS
+
+
+def test_one_that_comes_takes_the_plan_that_the_others_have_searched_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plans: dict[int, Plan] = {}
+
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        plans[member] = engine.plan
+        if (member, step, now) == (1, 2, "backward"):
+            raise Killed
+
+    sizes = trained(tmp_path, plan={"preset": "auto"}, at=at)
+    assert [found[-1] for found in sizes] == [NUM_RANKS] * NUM_RANKS
+    assert len(plans) == NUM_RANKS + 1
+    assert all(plan.preset == plans[0].preset != "auto" for plan in plans.values())
+    said = [record.message for record in caplog.records if record.message.startswith("auto: ")]
+    assert len(said) == 1
+    assert f"it fits with 1 of {NUM_RANKS} ranks too" in said[0]
 
 
 @pytest.mark.parametrize("preset", ["offload", "zero3-offload"])

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 from shardwise import launch
+from shardwise.cli.autotuning import NOT_ON_HOSTS, run_tuned
 from shardwise.cli.deepspeed_hosts import names_hosts, notes_on_hosts, run_on_hosts
+from shardwise.errors import LaunchError
 from shardwise.integrations.deepspeed.command_line import add_options, local_launch, refuse_options
 from shardwise.launch.job import Job, describe
 
@@ -24,6 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job and return its exit status. Raises `ShardwiseError` for a job that cannot start."""
     refuse_options(args)
+    if not args.autotuning:
+        return _run(args)
+    if names_hosts(args):
+        raise LaunchError(NOT_ON_HOSTS)
+    return run_tuned(args, _run)
+
+
+def _run(args: argparse.Namespace) -> int:
     if names_hosts(args):
         _tell(notes_on_hosts(args))
         return run_on_hosts(args, _job(args, max(1, args.num_gpus)))

@@ -15,7 +15,9 @@ from shardwise.errors import ConfigError
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.hardware import hardware as hardware_named
-from shardwise.fit.step_time import step_time
+from shardwise.fit.step_time import StepTime, step_time
+from shardwise.observe.differences import Difference, compared
+from shardwise.observe.run_view import RECORD, read_run
 from shardwise.plan import Budget, Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
@@ -158,7 +160,19 @@ def explained(args: argparse.Namespace) -> Explanation:
         return found
     num_states, num_micro_batches = args.optimizer_states, plan.accumulate
     time = step_time(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
-    return replace(found, time=time)
+    return replace(found, time=time, measured=_measured(plan, mesh, time))
+
+
+def _measured(plan: Plan, mesh: Mesh, time: StepTime) -> Difference | None:
+    """How far the prediction is from what the plan's own run has measured, if that had the same preset and mesh."""
+    if plan.run is None or not (Path(plan.run) / RECORD).exists():
+        return None
+    view = read_run(plan.run)
+    sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    if (view.last_start.get("plan", {}).get("preset"), view.mesh) != (plan.preset, sizes):
+        return None
+    line = {"seconds": time.timeline.step_seconds, "hardware": time.hardware.name, "parts": time.breakdown}
+    return compared(line, view.seconds_per_step, next(iter(view.ranks()), {}))
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.fit.step_time import StepTime
 from shardwise.fit.tier_time import TierTime, tier_time
+from shardwise.observe.differences import Difference
 from shardwise.plan import Plan, plan_table
 from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
 from shardwise.plan.placement import (
@@ -122,6 +123,8 @@ class Explanation:
     """Ranks per host; 0 if not given, and all are on one."""
     time: StepTime | None = None
     """How long a step takes, if that was asked for."""
+    measured: Difference | None = None
+    """The same beside what the plan's own run has measured, if it has run like this."""
 
     @property
     def why_restarted(self) -> str:
@@ -331,6 +334,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),
         **({} if explained.tiers is None else {"tiers": explained.tiers.as_json()}),
         **({} if explained.time is None else {"time": explained.time.as_json()}),
+        **({} if explained.measured is None else {"measured_seconds": explained.measured.measured}),
         **({"budget": subject.budget.splitlines()} if subject.budget else {}),
         "peak_at": _peak_moment(explained.held),
         "replicated_bytes": by_kind(explained.replicated),

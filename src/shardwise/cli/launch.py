@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardwise import launch
 from shardwise.cli import launch_places
+from shardwise.cli.autotuning import NOT_ON_HOSTS, run_tuned
 from shardwise.errors import LaunchError
 from shardwise.launch.cores import BINDINGS
 from shardwise.launch.job import Elastic, Job, describe
@@ -86,6 +87,7 @@ def _add_script_options(parser: argparse.ArgumentParser) -> None:
     option("--shardwise", metavar="PLAN", help="run an unmodified Trainer or Accelerate script with this plan")
     option("--accelerate-config", type=Path, metavar="FILE", help="ranks and plan from a file of `accelerate config`")
     option("--as-deepspeed", action="store_true", help="`import deepspeed` imports shardwise (docs/deepspeed.md)")
+    option("--autotuning", choices=("tune", "run"), help="of --as-deepspeed: find stage and micro-batch (and train)")
     option("--as-horovod", action="store_true", help="`import horovod` imports shardwise (docs/horovod.md)")
     option("--num_gpus", type=int, metavar="N", help="the same as --nproc")
 
@@ -106,9 +108,19 @@ def run(args: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks' torch gives the same warnings
         try:
-            return _run(args)
+            return _run(args) if args.autotuning is None else _run_tuned(args)
         except KeyboardInterrupt:
             return 130  # before any rank was started; afterwards the launcher handles signals itself
+
+
+def _run_tuned(args: argparse.Namespace) -> int:
+    if not args.as_deepspeed:
+        raise LaunchError("--autotuning is DeepSpeed's. Add --as-deepspeed; for other scripts: --shardwise auto.")
+    if launch_places.place_of(args) != "local":
+        raise LaunchError(NOT_ON_HOSTS)
+    if args.elastic is not None:
+        raise LaunchError("--autotuning looks at ranks that end by themselves. Remove --elastic.")
+    return run_tuned(args, _run)
 
 
 def _run(args: argparse.Namespace) -> int:

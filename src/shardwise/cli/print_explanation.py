@@ -93,7 +93,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         lines = [*explained.tiers.lines, *_assumed_hosts(explained.tiers.num_local)]
         _section(console, "offload per rank and step", Text("\n".join(lines)))
     if explained.time is not None:
-        _section(console, "time of a step", Text("\n".join(explained.time.lines)))
+        taken = [] if explained.measured is None else [f"{plan.run} has taken {explained.measured}"]
+        _section(console, "time of a step", Text("\n".join([*explained.time.lines, *taken])))
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():

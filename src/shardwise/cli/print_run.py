@@ -21,7 +21,7 @@ MOST_RANKS = 32
 """With more ranks, the slow ones are shown, and as many others as fit."""
 LEAST_RANKS = 4
 MOST_NOTES = 5
-NUM_OTHER_LINES = 8
+NUM_OTHER_LINES = 9
 """Lines of a page that are neither ranks nor notes, nor of the table of memory."""
 
 
@@ -40,6 +40,9 @@ def _parts(view: RunView, height: int | None) -> Iterator[RenderableType]:
     if view.steps:
         yield _figures(view)
         losses = [line["loss"] for line in view.steps if "loss" in line]
+        difference = view.difference()
+        if difference is not None:
+            yield Text(str(difference), style="yellow" if difference.is_large else "")
         yield Text(f"loss  {sparkline(losses)}  {losses[0]:.4g} to {losses[-1]:.4g}") if losses else Text("")
     else:
         yield Text("no step has been logged yet")

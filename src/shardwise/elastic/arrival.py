@@ -89,6 +89,8 @@ def arrive(
     if sent is None:
         raise StateError("This rank has joined a running job, but no other rank sent it the state of the training.")
     state = sent["came"]
+    if plan.preset == "auto":  # the others have searched for it
+        plan = in_own_precision(Plan(**state["plan"]), model)
     if plan.precision == "auto":  # the others have settled it, whatever this rank's device is fast at
         plan = plan.with_precision(state["precision"], "auto")
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))

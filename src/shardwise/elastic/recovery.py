@@ -333,6 +333,7 @@ class Recovery:
             "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
             "precision": self._plan.precision,
+            "plan": self._plan.model_dump(mode="json", exclude_unset=True),
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
             "trained": trained.facts(),

@@ -24,7 +24,7 @@ from shardwise.fit.foreseen import Counted
 from shardwise.fit.work import Operation, Worked
 from shardwise.plan import Plan
 from shardwise.program import Mark, Moment
-from shardwise.runtime.rehearsal import is_small_integers
+from shardwise.runtime.rehearsal import is_small_integers, rebind
 
 FEW = (3, 5)
 """Blocks of the smaller copy; the second where a block frees what the one before it holds."""
@@ -93,7 +93,7 @@ class FewBlocks:
             assert isinstance(blocks, nn.ModuleList | nn.Sequential)
             del blocks[num:]
             self._copies[num] = fewer
-        return copy.deepcopy(self._copies[num])
+        return without_values(self._copies[num])
 
     def count(self, count: Callable[[nn.Module], Counted], treatment: object = None) -> Counted | None:
         """What `count` would find for the whole model; `None` if copies with few blocks do not tell. How many tell
@@ -123,7 +123,9 @@ def without_values(model: nn.Module) -> nn.Module:
         memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach() if is_small_integers(buffer) else buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    rebind(copied, memo)
+    return copied
 
 
 def _are_shared(model: nn.Module, found: EqualBlocks) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
@@ -45,6 +46,7 @@ from shardwise.integrations.plans import (
     resolved_plan,
     without,
 )
+from shardwise.integrations.sample_batch import CURE, sample_batch
 from shardwise.system.process_rank import process_rank_of
 
 
@@ -55,6 +57,10 @@ class Accelerator(BatchSharingAccelerator):
     ranks must call them. Prepare a model and its optimizer in one call, or one after the other. Models that are not
     trained are not sharded. Precision and compiler come from accelerate's `mixed_precision` and `dynamo_backend`,
     unless the plan sets them.
+
+    With the preset `auto` in the plan, the fastest one that fits is chosen for a batch of the first loader that is
+    prepared, in the same call as model and optimizer or before (docs/auto.md); or for `batch`, one micro-batch of a
+    rank, as the model is called with it.
 
     Ranks along `tp` and `sp` get the same batches. A model of transformers splits a batch along `sp` by itself, and
     returns the loss of the whole batch; for other models, call `engine.split_sequence` on each batch.
@@ -72,7 +78,7 @@ class Accelerator(BatchSharingAccelerator):
     main_process_reads_alone: ClassVar[bool] = False
     """Whether the main process may read sharded models alone after `wait_for_everyone`, as unmodified scripts do."""
 
-    def __init__(self, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: PlanLike | None = None, batch: object = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
         refuse_other_engines(kwargs)
         require_no_stages(loaded, "Accelerate")
@@ -89,8 +95,15 @@ class Accelerator(BatchSharingAccelerator):
                 f"plan, and call accelerator.clip_grad_norm_(model.parameters(), {limit})."
             )
         self.plan = without(loaded, "accumulate")
+        self._batch = batch
+        self.training_loader: Any = None
+        """The loader of which `preset: auto` takes a batch; `None` until one is prepared."""
         self.keeps_engines = False
         """Whether `free_memory` leaves models sharded, as Trainer needs between two runs of the same model."""
+        self.num_micro_batches: int | None = None
+        """Of a step, if another loop than accelerate's accumulates."""
+        self.deepspeed_config: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        """Of a job that is started for `deepspeed --autotuning`: the script's, and values for its `"auto"`."""
         self._compiler = self._take_compiler()
         self._engines: dict[nn.Module, sw.Engine] = {}
         self._dtypes: dict[nn.Module, str | None] = {}
@@ -142,6 +155,8 @@ class Accelerator(BatchSharingAccelerator):
         """See accelerate. Shards each trained model, together with the optimizers of its parameters."""
         models = [one for one in args if isinstance(one, nn.Module)]
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        if self.training_loader is None:
+            self.training_loader = next((one for one in args if isinstance(one, DataLoader)), None)
         for model in models:
             self._take_over(model, optimizers)
         self._shard(models, [one for one in optimizers if not isinstance(one, AcceleratedOptimizer)])
@@ -184,6 +199,12 @@ class Accelerator(BatchSharingAccelerator):
         for name, param in model.named_parameters():
             param.data = param.data.to(dtypes.get(name, param.dtype))
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """See accelerate. The first one is that of training: see `preset: auto`."""
+        if self.training_loader is None:
+            self.training_loader = data_loader
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """See accelerate. Optimizer states stay where the plan places them."""
         if not isinstance(optimizer, AcceleratedOptimizer):
@@ -225,7 +246,12 @@ class Accelerator(BatchSharingAccelerator):
                 )
             device = None if self.device.type == "cpu" else self.device
             self._coordination.release()
+            if plan.preset == "auto":
+                plan = self._chosen(model, plan, mine, device)
+            tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, mine[0])
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
+            if tuner is not None:
+                tuner.watch(model, self.world)
             self._engines[model].give_whole_outputs()
             patch_zero_grad(model, self._engines[model], partial(self.hand_over, model))
             refuse_no_sync(model)
@@ -235,6 +261,24 @@ class Accelerator(BatchSharingAccelerator):
                 synchronize_generation(model)
             if model in self._pending:
                 self._pending.remove(model)
+
+    def _chosen(
+        self, model: nn.Module, plan: sw.Plan, optimizers: list[torch.optim.Optimizer], device: torch.device | None
+    ) -> sw.Plan:
+        """`plan` with what `preset: auto` stands for, for as many micro-batches as are accumulated."""
+        batch = self._batch
+        if batch is None:
+            loader = self.training_loader
+            if loader is None:
+                raise ConfigError(
+                    f"preset: auto needs a batch, but no loader has been prepared. Prepare it in the same call, "
+                    f"accelerator.prepare(model, optimizer, loader), or before. {CURE}"
+                )
+            num_readers = self.num_processes // self.ranks_per_batch
+            batch = sample_batch(model, loader, num_parts=num_readers if self.split_batches else 1)
+        counted = sw.load_plan(plan, [f"accumulate={self.num_micro_batches or self.gradient_accumulation_steps}"])
+        chosen = sw.choose_plan(model, counted, batch=batch, optimizer=optimizers, world=self.world, device=device)
+        return without(chosen, "accumulate")
 
     # -- a step -----------------------------------------------------------------------------------------
 
@@ -425,6 +469,14 @@ class Accelerator(BatchSharingAccelerator):
         if world is not None:
             world.close()
         super().end_training()
+
+
+def _tuner(
+    config: Mapping[str, Any], auto: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Any:
+    from shardwise.integrations.deepspeed.autotuning import Tuner  # only these jobs load the planner
+
+    return Tuner(config, model, optimizer, auto)
 
 
 def _refuse_shared_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -17,7 +17,7 @@ from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.deepspeed.config import ComponentConfig
 from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
-from shardwise.integrations.hf_deepspeed import USE_VARIABLE, read_with
+from shardwise.integrations.hf_deepspeed import TUNING_VARIABLE, USE_VARIABLE, read_with
 from shardwise.integrations.hf_zero3 import LIVE
 from shardwise.integrations.plans import PlanLike, without
 from shardwise.system.process_rank import process_rank_of
@@ -56,6 +56,9 @@ class DeepSpeedAccelerator(Accelerator):
         self._made: dict[int, Any] = {}
         self._has_reported = False
         super().__init__(*args, plan=self._read_plan(None, process_rank_of(os.environ).size or 1)[0], **kwargs)
+        if TUNING_VARIABLE in os.environ:
+            half = self.mixed_precision
+            self.deepspeed_config = config, {f"{name}.enabled": half == name for name in ("fp16", "bf16")}
         self.state: Any = _State(self.state, self._plugin)
         LIVE.note(self._plugin)
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
+from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, load_config, read_config
 from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_zero3 import LIVE
 
 CONFIG_ATTRIBUTE = "hf_deepspeed_config"
 """The attribute of `TrainingArguments` with its DeepSpeed config; the name is Transformers'."""
+STEPS = "gradient_accumulation_steps"
+TUNING_VARIABLE = "SHARDWISE_AUTOTUNING"
+"""Set in ranks of a job that is started for `deepspeed --autotuning`."""
 USE_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 """The variable with which `accelerate launch` selects DeepSpeed."""
 
@@ -83,6 +87,15 @@ def _keep(arguments: Any, given: dict[str, Any] | str | None) -> None:
     LIVE.note(config)
 
 
+def _leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a config by path, such as `zero_optimization.stage`."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 class Sections:
     """The optimizer and scheduler sections of a DeepSpeed config given to `TrainingArguments`."""
 
@@ -94,6 +107,13 @@ class Sections:
         """Read the whole config. Values that are still `"auto"` are filled when training begins."""
         rest = {name: value for name, value in self._config.config.items() if name != "train_batch_size"}
         return read_with(rest, self._arguments.world_size, model)  # Transformers has checked train_batch_size
+
+    def to_tune(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The config as the script gives it, in which `"auto"` may be tuned, and what Transformers has filled it with.
+        Accumulation stays as `TrainingArguments` say."""
+        given = load_config(self._arguments.deepspeed)
+        filled = {path: value for path, value in _leaves(self._config.config) if value != "auto"}
+        return {**given, STEPS: filled[STEPS]}, filled
 
     def has(self, section: str) -> bool:
         return section in self._config.config

@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
-from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, Sections
+from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABLE, Sections
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, require_agreement, without
 from shardwise.integrations.trainer_arguments import refuse_arguments
@@ -78,6 +78,9 @@ class ShardwiseTrainerMixin(_Base):
         plan = without(self.plan, "accumulate", "clip_grad_norm")
         self.accelerator = Accelerator(plan=plan, **self._accelerator_arguments)
         self.accelerator.keeps_engines = True
+        self.accelerator.num_micro_batches = self.args.gradient_accumulation_steps
+        if self._sections is not None and TUNING_VARIABLE in os.environ:
+            self.accelerator.deepspeed_config = self._sections.to_tune()
         self.gather_function = self.accelerator.gather_for_metrics
         if "use_gather_object" in inspect.signature(self.gather_function).parameters:
             self.gather_function = functools.partial(
@@ -155,6 +158,11 @@ class ShardwiseTrainerMixin(_Base):
             self.engine.give_whole_outputs()
         return super().training_step(*args, **kwargs)
 
+    def get_train_dataloader(self) -> Any:
+        """See Trainer."""
+        self.accelerator.training_loader = None  # this one, whichever was prepared before
+        return super().get_train_dataloader()
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.release(self.model)
         return super()._prepare_for_training(*args, **kwargs)
@@ -189,6 +197,8 @@ class ShardwiseTrainerMixin(_Base):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is None and any(param.requires_grad for param in self.model.parameters()):
             self.create_optimizer()
+            if self.plan.preset == "auto" and self.train_dataset is not None:
+                self.get_train_dataloader()  # to know its batches, because those of an evaluation may be smaller
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         return super().evaluation_loop(*args, **kwargs)
 

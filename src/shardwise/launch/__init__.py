@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.launch.job import Job
     from shardwise.launch.port import listen
     from shardwise.launch.signals import StopRequest
-    from shardwise.launch.supervise import supervise
+    from shardwise.launch.supervision import supervise
 
 __all__ = [
     "Attempt",
@@ -38,7 +38,7 @@ _MODULES = {
     "device_kind": "shardwise.launch.devices",
     "listen": "shardwise.launch.port",
     "rank_environment": "shardwise.launch.environment",
-    "supervise": "shardwise.launch.supervise",
+    "supervise": "shardwise.launch.supervision",
     "supervise_elastic": "shardwise.launch.elastic.supervise_elastic",
 }
 _NAMES = {"supervise_elastic": "supervise"}

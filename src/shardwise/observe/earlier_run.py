@@ -12,7 +12,7 @@ from pathlib import Path
 from shardwise.errors import CheckpointError
 from shardwise.system.safe_files import regular_descriptor
 
-FILES = ("record.jsonl", "metrics.csv", "timeline.json", "program.txt", "report.html")
+FILES = ("record.jsonl", "metrics.csv", "timeline.json", "predicted.json", "program.txt", "report.html")
 FOLDERS = ("tensorboard", "profile")
 """W&B, MLflow, Comet and trackio tell runs of one folder apart."""
 NOTES = "notes-rank-*.jsonl"

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.observe.charts import COLOURS, Series, bars, line_chart, thinned, timeline
+from shardwise.observe.differences import BETWEEN, DISK, Difference, along, predicted_parts
 from shardwise.observe.lines import Line
 from shardwise.observe.plot import smooth
 from shardwise.observe.run_view import RunView, most_of_all_ranks
@@ -66,6 +67,7 @@ def _parts(view: RunView) -> Iterator[str]:
     for title, chart in _curves(view):
         yield _section(title, chart)
     yield _section("Where the time goes, a step", _ranks(view))
+    yield _section("Predicted and measured, a step", _predicted(view))
     yield _section("Memory, the largest rank of each kind", _memory(view.memory()))
     yield _section("Memory, rank by rank", _memory_of_ranks(view.memory()))
     yield _section("One step", _of_file(view.folder / TIMELINE, _timeline))
@@ -172,6 +174,30 @@ def _ranks(view: RunView) -> str:
     )
     rest = f"<p>{escape(others(verdicts, shown))}</p>" if len(verdicts) > len(shown) else ""
     return bars(parts, format_seconds, stacked=True) + f"<table>{words}</table>{rest}"
+
+
+def _predicted(view: RunView) -> str:
+    found: list[Difference | None] = [view.difference()]
+
+    def with_actions(text: str) -> str:
+        found.append(view.difference(json.loads(text)["traceEvents"]))
+        return ""
+
+    unreadable = _of_file(view.folder / TIMELINE, with_actions)
+    difference, line = found[-1], view.prediction
+    if difference is None or line is None:
+        return ""
+    row = next(iter(view.ranks()), {})
+    spent = {"computing": row.get("computing", 0.0), BETWEEN: row.get("idle", 0.0), DISK: row.get("disk", 0.0)}
+    spent |= {along(axis): seconds for axis, seconds in row.get("waited", {}).items()}
+    parts = predicted_parts(line)
+    pairs = [
+        (name, [("predicted", parts.get(name, 0.0)), ("measured on rank 0", spent.get(name, 0.0))])
+        for name in {**parts, **spent}
+        if parts.get(name) or spent.get(name)
+    ]
+    words = f'<p class="{"warning" if difference.is_large else ""}">{escape(str(difference))}</p>'
+    return words + bars(pairs, format_seconds, stacked=False) + unreadable
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.comm import World
 from shardwise.comm.generation import RECORD_PATH, Membership
@@ -26,7 +26,7 @@ from shardwise.observe.log_messages import LogEntry, RankMessage, RankTotals, ch
 from shardwise.observe.profiling import ProfileWindow
 from shardwise.observe.record import RunRecord, read_record, warns_if_unwritable
 from shardwise.observe.run_notes import Notes, in_words
-from shardwise.observe.run_timeline import StepTimeline
+from shardwise.observe.run_timeline import TIMELINE_STEP, StepTimeline
 from shardwise.observe.slowness import SlowWindow
 from shardwise.observe.trackers import Tracker, check_trackers, open_tracker
 from shardwise.plan import Plan
@@ -35,6 +35,9 @@ from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
 from shardwise.system.process_memory import process_memory
 from shardwise.system.telemetry import Lap
+
+if TYPE_CHECKING:
+    from shardwise.observe.prediction import Prediction
 
 RECORD = "record.jsonl"
 RANKS_EVERY_SECONDS = 1.0
@@ -76,6 +79,7 @@ class RunLog:
         self._timeline = StepTimeline(self._folder, is_made=world.is_newcomer)
         self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
+        self._prediction: Prediction | None = None
         self._last_entry: LogEntry | None = None
         """The last log that counted. See [Note: each step once]."""
 
@@ -106,8 +110,19 @@ class RunLog:
         self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
         self._last_step = sharded.progress.num_steps
         self.profile.follow(sharded.parts.timeline, sharded.progress.num_steps)
+        self._predict(sharded)
         sharded.progress.on_step[:] = [self._note_step]
         self._world.journal.clock.lap()
+
+    def _predict(self, sharded: ShardedModel) -> None:
+        """From the first forward on, on rank 0 of a run that is written down; not again when ranks are lost, because
+        the others would wait for it."""
+        self._prediction = None
+        if self._folder is None or self._world.rank or self._goes_on:
+            return
+        from shardwise.observe.prediction import Prediction  # only runs with a record load the planner
+
+        self._prediction = Prediction(sharded, self._world)
 
     def go_on(self, world: World, sharded: ShardedModel) -> None:
         """`sharded` takes the steps from now on, on the ranks of another generation. Their first rank continues the
@@ -182,6 +197,7 @@ class RunLog:
             if is_step:
                 self._write_ranks(messages, step)
                 self._write_memory(messages, step)
+                self._compare(messages[0].lap, step)
         self._last_entry = entry
         if is_step:
             self._look_for_slow(sharded, messages, step)
@@ -260,6 +276,17 @@ class RunLog:
         if self._record is not None and rows != self._memory:
             self._memory = rows
             self._record.write("memory", step=step, ranks=rows)
+
+    def _compare(self, lap: Lap, step: int) -> None:
+        """Write what was predicted, and say once how far it is from what is measured."""
+        if self._prediction is None:
+            return
+        num_steps = max(1, step - self._last_step)
+        self._prediction.write(self._record, step, num_steps)
+        if self._last_step > TIMELINE_STEP:
+            found = self._prediction.compare(lap, num_steps, self._timeline.events)
+            if found is not None and found.is_large:
+                _log.warning("%s", found)
 
     def _begin(self, sharded: ShardedModel, step: int) -> None:
         """Begin the log on rank 0, with the first line. It continues after `step`, or after the last step that was

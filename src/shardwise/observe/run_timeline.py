@@ -29,6 +29,11 @@ class StepTimeline:
         self._is_on = False
         self._events: list[Event] | None = None
 
+    @property
+    def events(self) -> list[Event]:
+        """Those of this rank; empty until they are recorded."""
+        return self._events or []
+
     def note_step(self, sharded: ShardedModel) -> None:
         """Called after every step."""
         if self._is_on:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import psutil
 
 from shardwise.errors import ShardwiseError
+from shardwise.observe.differences import Difference, compared, first_rank, seconds_by_action
 from shardwise.observe.lines import Line, showable
 from shardwise.observe.record import RecordReader, pid_namespace
 from shardwise.observe.run_notes import Note, read_notes
@@ -156,6 +157,21 @@ class RunView:
         rows = self.ranks()
         return judge(rows, self.mesh) if rows else []
 
+    @property
+    def prediction(self) -> Line | None:
+        """The line about the predicted step, since the last start."""
+        return next((line for line in reversed(self.lines_of_start) if line["kind"] == "predicted"), None)
+
+    def difference(self, timeline: Sequence[Mapping[str, Any]] = ()) -> Difference | None:
+        """How far the latest steps are from the prediction, if there is one. `timeline` are events of a trace of this
+        run, of any ranks."""
+        line = self.prediction
+        if line is None:
+            return None
+        on_host = self.last_start.get("device") == "cpu"
+        actions = seconds_by_action(first_rank(timeline)) if on_host else None
+        return compared(line, self.seconds_per_step, next(iter(self.ranks()), {}), actions)
+
     def memory(self) -> list[dict[str, Any]]:
         """Bytes promised, measured and if replicated, by tier and kind, for each rank."""
         return self._latest_of_start("memory")
@@ -211,7 +227,7 @@ def read_run(run: str | Path) -> RunView:
 
 def as_json(view: RunView) -> str:
     """The state of a run as JSON, for programs."""
-    rate = view.throughput()
+    rate, difference = view.throughput(), view.difference()
     last = view.steps[-1] if view.steps else {}
     state = {
         "status": view.status,
@@ -219,6 +235,9 @@ def as_json(view: RunView) -> str:
         "step": last.get("step", 0),
         "loss": last.get("loss"),
         "throughput": None if rate is None else {"per_second": rate[0], "of": rate[1]},
+        "predicted": None
+        if difference is None
+        else {"seconds": difference.predicted, "measured_seconds": difference.measured, "words": str(difference)},
         "ranks": [
             {**row, "slow": verdict.is_slow, "why": verdict.words}
             for row, verdict in zip(view.ranks(), view.verdicts(), strict=True)

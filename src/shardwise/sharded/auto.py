@@ -3,6 +3,10 @@
 What a loop of the user's does not see is chosen: the preset, tiers, and how activations are treated. The size of
 micro-batches and their number are the loop's, and a mesh with other axes than those of data parallelism is the user's
 to give, because it changes which batch a rank reads; `shardwise plan` chooses those too.
+
+[Note: auto in elastic jobs] The plan is the fastest on the ranks that begin, among those that also fit when only as
+many are left as the job needs. It stays: when ranks leave or join, its mesh follows as that of any plan does, and a
+rank that joins is told the plan by the others.
 """
 
 from __future__ import annotations
@@ -10,17 +14,20 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
-from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space
-from shardwise.fit.hardware import Hardware, hardware, profiles
+from shardwise.fit.hardware_here import hardware_here
 from shardwise.fit.model_subject import ModelSubject, Updates, rows_of
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Found, Limits, search
 from shardwise.init import Wishes, device_for
@@ -29,11 +36,13 @@ from shardwise.optim import vet
 from shardwise.optim.precision.auto import settle
 from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.replica_groups import mesh_over
 from shardwise.sharded.sharding import check_device, design, require_elementwise, require_units
-from shardwise.system.calibration import readable_calibration
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.units import format_bytes, format_seconds
 
+PLAN_FILE = "plan.yaml"
+"""In the folder of a run: the plan that was chosen, and why."""
 _log = logging.getLogger("shardwise")
 
 
@@ -52,12 +61,8 @@ def settled(
     if batch is None:
         raise ConfigError(
             "preset: auto needs a batch to count activations with. Give shard() one micro-batch of a rank, as the "
-            "model is called with it: shard(model, 'auto', optimizer=optimizer, batch=batch). Only its shapes matter."
-        )
-    if world.membership is not None:
-        raise ConfigError(
-            "preset: auto is not for elastic jobs, in which a rank that joins later would have to choose the same. "
-            "Choose before: shardwise plan --model ... --batch ... --out plan.yaml."
+            "model is called with it: shard(model, 'auto', optimizer=optimizer, batch=batch). Only its shapes matter. "
+            "Where there is none, choose before the job: shardwise plan --model ... --batch ... --out plan.yaml."
         )
     device = device_for(model, wishes, world)
     plan = settle(plan, world, device)
@@ -68,14 +73,33 @@ def settled(
     if world.rank == 0:
         try:
             found, base = _search(model, plan, updates, world, batch, limits, num_local)
-            told = {"plan": found.best[0].candidate.plan(base).model_dump(mode="json", exclude_unset=True)}
-            _log.warning("%s", _summary(found))
+            chosen = found.best[0].candidate.plan(base).model_dump(mode="json", exclude_unset=True)
+            told = {"plan": chosen}
+            summary = _summary(found, _fewest_ranks(world))
+            _log.warning("%s\n  the same plan without a search: %s", summary, json.dumps(chosen))
+            if plan.run is not None:
+                _write(Path(plan.run) / PLAN_FILE, summary, chosen)
         except (ConfigError, ModelError) as error:
             told = {"error": str(error), "is_model": isinstance(error, ModelError)}
     answer = json.loads(world.exchange(json.dumps(told).encode(), "auto")[0])
     if "error" in answer:
         raise (ModelError if answer["is_model"] else ConfigError)(answer["error"])
     return Plan(**answer["plan"])
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Raise `ModelError` for a model whose copy computes with its own parameters; they get no gradients by that."""
+    before = [(param, param.grad) for param in model.parameters()]
+    yield
+    changed = [(param, grad) for param, grad in before if param.grad is not grad]
+    for param, grad in changed:
+        param.grad = grad
+    if changed:
+        raise ModelError(
+            f"{type(model).__name__} cannot be rehearsed: a copy of it still computes with parameters of the original, "
+            f"which something in it refers to. Choose a plan with shardwise plan, or name a preset."
+        )
 
 
 def _search(
@@ -106,7 +130,7 @@ def _search(
         on_cpu=on_cpu,
         disk=plan.budget.disk or plan.disk,
     )
-    subject.world = world
+    subject.world, subject.fewest_ranks = world, _fewest_ranks(world)
     has_budget = plan.budget.device is not None
     policies: tuple[PolicyName, ...] = ("keep", "selective", "recompute", "offload")
     if plan.activations.policy is not None:
@@ -124,9 +148,10 @@ def _search(
 
 @dataclass
 class _Here(ModelSubject):
-    """Refuses what `shard` would refuse here."""
+    """Refuses what `shard` would refuse here, and counts what `fewest_ranks` will hold if the others leave."""
 
     world: World | None = None
+    fewest_ranks: int = 1
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
         assert self.world is not None
@@ -134,7 +159,24 @@ class _Here(ModelSubject):
         designed = design(self.model, plan, self.world)
         require_elementwise(self.model, designed, self.updates or {})
         require_units(self.model, designed, self.updates or {})
-        return super().evaluate(candidate)
+        found = super().evaluate(candidate)
+        return found if self.fewest_ranks == candidate.world_size else self._with_few(candidate, found)
+
+    def _with_few(self, candidate: Candidate, found: Evaluated) -> Evaluated:
+        """See [Note: auto in elastic jobs]."""
+        mesh = mesh_over(dict(candidate.sizes), self.fewest_ranks)
+        few = super().evaluate(replace(candidate, sizes=tuple(zip(mesh.axes, mesh.sizes, strict=True))))
+        return replace(
+            found,
+            device_bytes=max(found.device_bytes, few.device_bytes),
+            host_bytes=max(found.host_bytes, few.host_bytes),
+            disk_bytes=max(found.disk_bytes, few.disk_bytes),
+        )
+
+
+def _fewest_ranks(world: World) -> int:
+    """With how many ranks the job may have to continue."""
+    return world.size if world.membership is None else min(world.size, world.membership.least)
 
 
 def _limits(plan: Plan, world: World, device: torch.device) -> tuple[Limits, int]:
@@ -151,26 +193,17 @@ def _limits(plan: Plan, world: World, device: torch.device) -> tuple[Limits, int
     return Limits(device_bytes, host_bytes if budget.host is None else budget.host), num_local
 
 
-def hardware_here(world: World) -> Hardware:
-    """This machine, if `shardwise calibrate` has measured it; otherwise the profile of this rank's device, by its
-    name, or of an unknown one that of the nearest memory."""
-    known = readable_calibration()
-    if known.hardware is not None and known.machine == this_machine():
-        return calibrated_hardware(known, known.machine)
-    if world.device.type == "cpu":
-        return hardware("cpu")
-    name = torch.cuda.get_device_name(world.device).lower() if world.device.type == "cuda" else ""
-    profile_of = {one: hardware(one) for one in profiles() if one != "cpu"}
-    words = name.replace("-", " ").split()
-    named = [one for one in profile_of if one.partition("-")[0] in words or one.partition("-")[0] in name]
-    memory = world.rank_device.memory_bytes or 0
-    nearest = min(named or profile_of, key=lambda one: abs(profile_of[one].memory_bytes - memory))
-    if not named:
-        _log.warning("There is no hardware profile for %s; %s is assumed.", name or world.device, nearest)
-    return profile_of[nearest]
+def _write(path: Path, summary: str, plan: dict[str, Any]) -> None:
+    """The plan as a file, for another run. A disk for records that is full ends no run."""
+    comment = "".join(f"# {line}\n" for line in summary.splitlines())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(comment + yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        _log.warning("The plan that was chosen cannot be written to %s: %s.", path, error.strerror or error)
 
 
-def _summary(found: Found) -> str:
+def _summary(found: Found, fewest_ranks: int) -> str:
     """What was chosen, and why not what a person would ask about."""
     best = found.best[0]
     limit = format_bytes(found.limits.device_bytes)
@@ -179,5 +212,7 @@ def _summary(found: Found) -> str:
         f"{format_seconds(best.found.seconds)} a step foreseen; {found.num_candidates} candidates, "
         f"{len(found.evaluated)} evaluated"
     ]
+    if fewest_ranks < best.candidate.world_size:
+        lines[0] += f"; it fits with {fewest_ranks} of {best.candidate.world_size} ranks too, when the others have left"
     lines += [f"  not {one.what}: {one.reason}" for one in found.why_not]
     return "\n".join(lines)

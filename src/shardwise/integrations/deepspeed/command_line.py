@@ -16,7 +16,6 @@ _SLOTS = re.compile(r"(?P<host>\S++)\s++slots=(?P<slots>[0-9]{1,9})\s*(#.*)?")
 _REFUSED: dict[str, str] = {
     "no_python": "ranks must be Python scripts. Start other programs with torchrun --no-python.",
     "save_pid": "the launcher's process number is not written to a file. Use `$!` in the shell.",
-    "autotuning": "use `budget` in a plan and `shardwise explain`, before the first step.",
     "elastic_training": "use `shardwise launch --elastic`, or --max-restarts: a job resumes on any number of ranks.",
     "venv_script": "ranks inherit the environment of this command. Activate the virtual environment first.",
     "no_ssh": "it starts one host of several. Use torchrun on each of them.",
@@ -57,7 +56,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name in ("master_addr", "launcher", "launcher_args", "ssh_port", "save_pid", "venv_script", "bind_core_list"):
         is_flag = name == "save_pid"
         option(f"--{name}", help=argparse.SUPPRESS, **({"action": "store_true"} if is_flag else {}))  # type: ignore[arg-type]
-    option("--autotuning", default="", help=argparse.SUPPRESS)
+    option(
+        "--autotuning",
+        default="",
+        choices=("tune", "run"),
+        help="find ZeRO stage and micro-batch by prediction; `run` then trains with them",
+    )
     for name in ("no_python", "no_ssh", "no_ssh_check", "force_multi", "elastic_training", "bind_cores_to_rank"):
         option(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     for name in ("min_elastic_nodes", "max_elastic_nodes"):

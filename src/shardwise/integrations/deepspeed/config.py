@@ -19,6 +19,8 @@ from shardwise.integrations.deepspeed.fields import (
     REFUSED_SECTIONS,
     RENAMED,
     SECTION_NAMES,
+    TUNED,
+    TUNED_BY,
     FieldStatus,
     why_unknown,
 )
@@ -328,7 +330,8 @@ def _classified(config: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[_Va
         elif path not in FIELDS:
             notes.append(Note(path, FieldStatus.UNKNOWN, why_unknown(path)))
         elif value == "auto" and path not in auto and FIELDS[path].default != "auto":
-            notes.append(Note(path, FieldStatus.AUTO, f"counts as {json.dumps(FIELDS[path].default)}"))
+            cure = f"; {TUNED_BY}" if path in TUNED else ""
+            notes.append(Note(path, FieldStatus.AUTO, f"counts as {json.dumps(FIELDS[path].default)}{cure}"))
         else:
             value = auto[path] if value == "auto" and path in auto else value
             known = FIELDS[path]

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class FieldStatus(Enum):
@@ -343,11 +344,39 @@ ELSEWHERE_SECTIONS = {
     "comms_logger": "`shardwise explain` prints what is sent, and engine.timeline(path) when",
     "flops_profiler": "use torch.profiler, whose traces name shardwise's actions",
     "timers": "the progress line shows the throughput",
-    "autotuning": "use `budget` in a plan and `shardwise explain`, before the first step",
+    "autotuning": "it is read by `shardwise deepspeed --autotuning tune` and `run`",
     "nebula": "engine.save(folder, wait=False) writes in the background",
     "datastates_ckpt": "engine.save(folder, wait=False) writes in the background",
 }
 """Sections about monitoring and tuning, which do not change any results."""
+
+TUNED = ("zero_optimization.stage", "train_micro_batch_size_per_gpu")
+TUNED_BY = "`shardwise deepspeed --autotuning run` finds the fastest that fits"
+_NO_TRIALS = "no trial jobs are run: each plan is predicted"
+AUTOTUNING: Mapping[str, tuple[Any, str]] = {
+    "enabled": (False, "--autotuning on the command line decides"),
+    "fast": (True, "stage and micro-batch are tuned; there are no buckets to tune"),
+    "results_dir": (None, ""),
+    "exps_dir": (None, ""),
+    "overwrite": (True, ""),
+    "start_profile_step": (3, _NO_TRIALS),
+    "end_profile_step": (5, _NO_TRIALS),
+    "metric": ("throughput", ""),
+    "tuner_type": ("gridsearch", "all stages and sizes are predicted, in seconds"),
+    "tuner_early_stopping": (5, "all stages and sizes are predicted, in seconds"),
+    "tuner_num_trials": (50, ""),
+    "arg_mappings": (None, ""),
+    "max_train_batch_size": (None, ""),
+    "min_train_batch_size": (1, ""),
+    "max_train_micro_batch_size_per_gpu": (1024, ""),
+    "min_train_micro_batch_size_per_gpu": (1, ""),
+    "num_tuning_micro_batch_sizes": (3, "all sizes that fit are compared"),
+    "mp_size": (1, "the mesh has the size of tensor_parallel"),
+    "model_info": (None, "parameters and activations are counted in a rehearsal"),
+    "model_info_path": (None, "parameters and activations are counted in a rehearsal"),
+    "metric_path": (None, _NO_TRIALS),
+}
+"""The fields of `autotuning`, with their defaults; with what they come to, where they have no effect."""
 
 REFUSED_SECTIONS = {
     "amp": "NVIDIA's Apex is not supported; use bf16 or fp16",

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError, nearest
 from shardwise.init import end_recording
-from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, read_config
+from shardwise.integrations.deepspeed.autotuning import VARIABLE, Tuner, first_config
+from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, load_config, read_config
 from shardwise.integrations.deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler, release
 from shardwise.integrations.deepspeed.leaf_modules import mark_by_config
@@ -85,7 +86,10 @@ def initialize(
             "mpu and mesh_param, which describe another library's model parallelism, are not supported. Set "
             "tensor_parallel or sequence_parallel_size in the config instead."
         )
-    source = _config_of(args, config, config_params)
+    source = asked = _config_of(args, config, config_params)
+    if VARIABLE in os.environ:
+        asked = load_config(source)
+        source = first_config(asked)
     end_recording()
     joined = _joined(dist_init_required) if world is None else world
     try:
@@ -98,7 +102,10 @@ def initialize(
         release(model)
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, translated.scheduler, made)
+        tuner = _tuner(asked, model, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)
+        if tuner is not None:
+            tuner.watch(model, joined)
         if translated.sums_gradients:
             inner.weigh(1, of=1)  # a mean in which every rank has all there is counts each in full: a sum
         if level := translated.value("log_level"):
@@ -116,6 +123,15 @@ def initialize(
         print(f"shardwise: notes on the DeepSpeed config\n{report}")
     loader = None if training_data is None else engine.training_loader(training_data)
     return engine, made, loader, schedule
+
+
+def _tuner(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Tuner | None:
+    """What ends this job, if it is only started to be tuned."""
+    if VARIABLE not in os.environ:
+        return None
+    if isinstance(model, PipelineModule):
+        raise ConfigError("--autotuning is not for a PipelineModule. Use shardwise plan --axes pp, with its model.")
+    return Tuner(load_config(config), model, optimizer)
 
 
 def _joined(dist_init_required: bool | None) -> sw.World:

@@ -5,6 +5,7 @@ the hooks that train it.
 """
 
 from shardwise.runtime.rehearsal.integers import is_small_integers
+from shardwise.runtime.rehearsal.rebound import rebind
 from shardwise.runtime.rehearsal.rehearse import (
     Around,
     Loss,
@@ -26,6 +27,7 @@ __all__ = [
     "Work",
     "is_small_integers",
     "nothing_around",
+    "rebind",
     "rehearse",
     "rehearse_work",
 ]

@@ -21,6 +21,7 @@ from shardwise.errors import ModelError
 from shardwise.memory import Flat, FlatGradients, FullState, Unit, torch_dtype
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.rehearsal.integers import like
+from shardwise.runtime.rehearsal.rebound import rebind
 from shardwise.system.telemetry import ByteMeter
 
 OURS = f"{__name__.partition('.')[0]}."
@@ -104,6 +105,7 @@ class Twin:
                 f"{type(error).__name__}: {error}. Keep what cannot be copied (files, locks, processes) outside of "
                 f"the model's modules."
             ) from error
+        rebind(copied, self._memo)
         for module in copied.modules():  # a compiled forward is bound to the original
             if hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable"):
                 del module.forward

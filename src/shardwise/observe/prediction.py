@@ -1,0 +1,172 @@
+"""Predicts the time of a step in the run itself, for its record to have it beside the measured one.
+
+[Note: what a prediction costs] Rank 0 rehearses the batch of its first forward on fake tensors, as `engine.rehearse`
+does, before any step; later steps are not touched. Only a run with a record does, on a machine that was calibrated or
+whose device has a profile by name, and a failure is a line in the log. What belongs to a pipeline, or is split within
+layers, sequences or experts, would have to be rehearsed with other ranks; and compiled kernels are not those that are
+counted: there is no prediction for these here, and `shardwise explain --time` has one for all but the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import World
+from shardwise.fit.clock import RankProgram
+from shardwise.fit.counted_work import CountedWork
+from shardwise.fit.hardware import Hardware
+from shardwise.fit.hardware_here import described_hardware
+from shardwise.fit.step_time import StepTime, step_time
+from shardwise.observe.differences import Difference, compared, seconds_by_action
+from shardwise.observe.record import RunRecord, warns_if_unwritable
+from shardwise.parallel.experts import EXPERT_LOAD, loaded
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.program import plan_step
+from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.runtime.rehearsal import rehearse
+from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.system.telemetry import Event, Lap, write_trace
+
+PREDICTED = "predicted.json"
+NUM_COMPARED = 10
+"""Steps that are compared with the prediction, after the first few."""
+_log = logging.getLogger("shardwise")
+
+
+class Prediction:
+    """Of one engine's step. See [Note: what a prediction costs]."""
+
+    def __init__(self, sharded: ShardedModel, world: World) -> None:
+        """Nothing is predicted where it is impossible. Call on rank 0."""
+        self._sharded, self._world = sharded, world
+        self._foreseen: Foreseen | None = None
+        self._line: dict[str, Any] = {}
+        self._laps: list[Lap] = []
+        self._num_steps = self._num_micro_batches = 0
+        hardware = None if _is_beyond(sharded) else described_hardware(world)
+        if hardware is None:
+            return
+        self._hardware = hardware.with_ranks(min(world.size, world.local_size or world.size))
+        self._hook = sharded.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        sharded.parts.hooks.callback(self._hook.remove)
+
+    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._hook.remove()
+        self._num_micro_batches = -self._sharded.parts.runner.passes.num_backwards
+        begun = time.perf_counter()
+        try:
+            self._foreseen = Foreseen.of(self._sharded, self._world, MicroBatch(args, kwargs), self._hardware)
+            _log.info("What a step computes was counted in %.1f s.", time.perf_counter() - begun)
+        except Exception as error:  # never into a loop that would train without it
+            _log.info("The time of a step is not predicted: %s", error)
+
+    def write(self, record: RunRecord | None, step: int, num_steps: int) -> None:
+        """At the first log, which is after `num_steps`: write the line, and the timeline beside the record. By now it
+        is known how many micro-batches the loop accumulates, whatever the plan says."""
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None:
+            return
+        self._num_micro_batches += self._sharded.parts.runner.passes.num_backwards
+        try:
+            self._line, events = foreseen.line(max(1, round(self._num_micro_batches / num_steps)))
+        except Exception as error:  # likewise
+            _log.info("The time of a step is not predicted: %s", error)
+            return
+        if record is None:
+            return
+        record.write("predicted", step=step, **self._line)
+        path = record.path.with_name(PREDICTED)
+        with warns_if_unwritable(path):
+            write_trace(path, events)
+
+    def compare(self, lap: Lap, num_steps: int, events: list[Event]) -> Difference | None:
+        """Count a lap of `num_steps`, and once they are `NUM_COMPARED` return how far they are from the prediction.
+        `events` are those of one step."""
+        if self._num_steps >= NUM_COMPARED or not self._line:
+            return None
+        self._laps.append(lap)
+        self._num_steps += num_steps
+        if self._num_steps < NUM_COMPARED:
+            return None
+        on_host = self._sharded.parts.sharding.device.type == "cpu"
+        measured, row = _a_step(self._laps, self._num_steps)
+        return compared(self._line, measured, row, seconds_by_action(events) if on_host else None)
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a rank's step does, as far as a rehearsal of one micro-batch tells."""
+
+    program: RankProgram
+    hardware: Hardware
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, sharded: ShardedModel, world: World, batch: MicroBatch, hardware: Hardware) -> Foreseen:
+        """Asks no other rank."""
+        mesh, plan, sharding = sharded.mesh, sharded.plan, sharded.parts.sharding
+        watch = CountedWork(dict(zip(mesh.axes, mesh.sizes, strict=True)))
+        with world.journal.unobserved():
+            activations = rehearse(
+                sharded.model,
+                sharding.units,
+                batch,
+                device=sharding.device,
+                compute=sharded.table.compute,
+                around=lambda twin: loaded(twin, EXPERT_LOAD),
+                treatments=sharding.treatments,
+                watch=watch,
+            )
+        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
+        step = plan_step(tuple(unit.spec for unit in sharding.units), activations.trace, prefetch_bytes=prefetch_bytes)
+        return cls(RankProgram(step, tuple(watch.worked), world.rank), hardware, mesh)
+
+    def line(self, num_micro_batches: int) -> tuple[dict[str, Any], list[list[Event]]]:
+        """The record's line about a step, and its timeline, in which equal micro-batches are left out."""
+        time = self._time(num_micro_batches)
+        actions = _actions(time)
+        if time.timeline.ranks[0].num_repeated:
+            one, two = (Counter(_actions(self._time(number))) for number in (1, 2))
+            actions = {name: two[name] + (num_micro_batches - 2) * (two[name] - one[name]) for name in two}
+        line = {
+            "hardware": self.hardware.name,
+            "seconds": time.timeline.step_seconds,
+            "mfu": time.timeline.mfu,
+            "parts": time.breakdown,
+            "actions": actions,
+        }
+        return line, time.timeline.as_chrome_trace()
+
+    def _time(self, num_micro_batches: int) -> StepTime:
+        return step_time([self.program], self.hardware, self.mesh, num_micro_batches=num_micro_batches)
+
+
+def _actions(time: StepTime) -> dict[str, float]:
+    return seconds_by_action(time.timeline.as_chrome_trace()[0])
+
+
+def _a_step(laps: Sequence[Lap], num_steps: int) -> tuple[float, dict[str, Any]]:
+    """Seconds of a step, and how this rank spent them."""
+    waited: Counter[str] = Counter()
+    for lap in laps:
+        waited.update(lap.waited)
+    row = {name: sum(getattr(lap, name) for lap in laps) / num_steps for name in ("computing", "idle", "disk")}
+    each = {axis: seconds / num_steps for axis, seconds in waited.items()}
+    return sum(lap.seconds for lap in laps) / num_steps, {**row, "waited": each}
+
+
+def _is_beyond(sharded: ShardedModel) -> bool:
+    """Whether there is none: see [Note: what a prediction costs]."""
+    mesh = sharded.mesh
+    is_split = any(mesh.size(axis) > 1 for axis in MODEL_AXES if axis in mesh.axes)
+    return is_split or sharded.plan.compile is not None or sharded.parts.optimizer is None

@@ -1,0 +1,166 @@
+"""The predicted time of a step beside the measured one: in the record, the report and the log of a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import adamw, batches, plain_run
+
+import shardwise as sw
+from shardwise.cli.main import main
+from shardwise.fit.hardware import Hardware, hardware
+from shardwise.observe import prediction, read_record
+from shardwise.observe.differences import BETWEEN, compared, seconds_by_action
+from shardwise.observe.run_view import read_run
+from shardwise.testing import run_ranks
+from tests.models import Transformer
+
+NUM_STEPS = 16
+
+
+def trained(run: Path, described: Hardware | None, monkeypatch: pytest.MonkeyPatch, **plan: Any) -> list[float]:
+    monkeypatch.setattr(prediction, "described_hardware", lambda _: described)
+    torch.manual_seed(0)
+    start = Transformer()
+    replicas = [copy.deepcopy(start) for _ in range(2)]
+    data = batches(NUM_STEPS)
+    expected = plain_run(start, data)
+
+    def rank(world: sw.World) -> list[float]:
+        model = replicas[world.rank]
+        losses = []
+        with sw.shard(model, {"run": str(run), **plan}, optimizer=adamw(model), world=world) as engine:
+            for x, y in data:
+                loss = engine(*(part.chunk(world.size)[world.rank] for part in (x, y)))
+                engine.backward(loss)
+                engine.step()
+                losses.append(engine.log({"loss": loss})["loss"])
+        return losses
+
+    losses = run_ranks(2, rank)[0]
+    assert losses == pytest.approx(expected.losses, abs=1e-5)
+    return losses
+
+
+def faster(times: float) -> Hardware:
+    """Than processors, in everything."""
+    known = hardware("cpu").model_dump()
+    for name in ("memory_bytes_per_second",):
+        known[name] *= times
+    known["peak_flops"] = {dtype: rate * times for dtype, rate in known["peak_flops"].items()}
+    known["launch_seconds"] /= times
+    for link in ("local", "network"):
+        known[link]["latency_seconds"] /= times
+        known[link]["bytes_per_second"] *= times
+    return Hardware.model_validate(known)
+
+
+def test_a_run_shows_what_was_predicted_and_what_explains_the_difference(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        trained(tmp_path, faster(1e4), monkeypatch, preset="zero3")
+    (line,) = [line for line in read_record(tmp_path / "record.jsonl").lines if line["kind"] == "predicted"]
+    assert sum(line["parts"].values()) == pytest.approx(line["seconds"])
+    assert {"forward blocks.*", "backward blocks.*"} <= line["actions"].keys()
+    said = [record.message for record in caplog.records if " predicted on cpu" in record.message]
+    assert len(said) == 1
+    assert ", mostly " in said[0]
+    events = json.loads((tmp_path / "predicted.json").read_text())["traceEvents"]
+    assert {"forward blocks.0", "backward blocks.0"} <= {event["name"] for event in events}
+    view = read_run(tmp_path)
+    difference = view.difference()
+    assert difference is not None
+    assert difference.measured == view.seconds_per_step
+    assert difference.is_large
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Predicted and measured, a step" in (tmp_path / "report.html").read_text()
+    assert main(["top", "--once", str(tmp_path)]) == 0
+    assert "predicted on cpu" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "model.py").write_text(
+        "from tests.models import Transformer as build\nfrom twins import batches\nbatch = lambda: batches(1)[0]\n"
+    )
+    asked = ["--model", f"{tmp_path}/model.py:build", "--batch", f"{tmp_path}/model.py:batch", "--hardware", "cpu"]
+    assert main(["explain", "zero3", "--world", "2", "--set", f"run={tmp_path}", "--time", *asked]) == 0
+    assert f"{tmp_path} has taken" in " ".join(capsys.readouterr().out.split())
+
+
+def test_micro_batches_are_counted_as_the_loop_accumulates_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "described_hardware", lambda _: hardware("cpu"))
+    found = []
+    for number in (1, 2, 5):
+        model, run = Transformer(), tmp_path / str(number)
+        optimizer = adamw(model)
+        with sw.shard(model, {"run": str(run)}, optimizer=optimizer) as engine:
+            for batch in batches(2):
+                for _ in range(number):
+                    engine(*batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                engine.log({"loss": 0.0})
+        line = read_run(run).prediction
+        assert line is not None
+        found.append(line)
+    one, two, five = found
+    assert five["seconds"] - two["seconds"] == pytest.approx(3 * (two["seconds"] - one["seconds"]), rel=0.2)
+    for name in ("forward blocks.*", "backward blocks.*"):
+        assert five["actions"][name] == pytest.approx(5 * one["actions"][name], rel=0.2)
+
+
+def test_without_a_description_of_the_hardware_nothing_is_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "rehearse", None)
+    trained(tmp_path, None, monkeypatch)
+    assert read_run(tmp_path).prediction is None
+
+
+def test_a_prediction_that_fails_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prediction, "rehearse", None)
+    with caplog.at_level(logging.INFO, logger="shardwise"):
+        trained(tmp_path, hardware("cpu"), monkeypatch)
+    assert read_run(tmp_path).prediction is None
+    assert any("is not predicted" in record.message for record in caplog.records)
+
+
+def span(name: str, begin: float, end: float, track: str = "units") -> list[dict[str, Any]]:
+    return [{"ph": kind, "cat": track, "name": name, "ts": at * 1e6} for kind, at in (("b", begin), ("e", end))]
+
+
+def test_what_explains_most_is_named() -> None:
+    """Nested spans count once, and equal layers together."""
+    timeline = [*span("forward model", 0, 10), *span("forward h.0", 1, 3), *span("forward h.1", 3, 7)]
+    timeline += [{"ph": "X", "cat": "host", "name": "wait gather h.1", "ts": 3e6, "dur": 1e6}]
+    actions = seconds_by_action([*timeline, *span("h.1 param", 0, 9, "on the way")])
+    assert actions == pytest.approx({"forward model": 4, "forward h.*": 5, "wait gather h.*": 1})
+    line = {"seconds": 6.0, "hardware": "x", "actions": {"forward model": 4, "forward h.*": 1, "wait gather h.*": 1}}
+    found = compared(line, 10.0, {"idle": 0.0}, actions)
+    assert found is not None
+    assert (found.what, found.by_seconds) == ("forward h.*", 4)
+    assert str(found) == "10.0 s a step, 6.0 s predicted on x: +67 %, mostly forward h.* (+4.0 s)".replace(" %", "%")
+    assert "17 times as long, mostly " in str(compared(line, 100.0, {"idle": 0.0}, actions))
+    late = compared(line, 20.0, {"idle": 10.0}, actions)
+    assert late is not None
+    assert late.what == BETWEEN
+    parts = {"seconds": 1.0, "parts": {"computing": 0.5, "recomputing": 0.1, "waiting along dp": 0.4}}
+    waits = compared(parts, 1.5, {"computing": 0.6, "waited": {"dp": 0.9}, "idle": 0.0})
+    assert waits is not None
+    assert waits.what == "waiting along dp"
+    quick = compared(parts, 0.5, {"computing": 0.1, "waited": {"dp": 0.4}})
+    assert quick is not None
+    assert (quick.what, quick.share) == ("computing", -0.5)
+    assert compared(parts, 1.1, {}) is not None
+    assert compared({"seconds": None}, 1.0, {}) is None
