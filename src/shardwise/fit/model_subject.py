@@ -57,7 +57,7 @@ class ModelSubject:
     _between: dict[object, Counted | None] = field(default_factory=dict)
     _seconds: dict[int, float] = field(default_factory=dict)
     """By the identity of what was counted, which the two above keep."""
-    _units: dict[Candidate, list[RankUnits]] = field(default_factory=dict)
+    _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
     _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -151,7 +151,8 @@ class ModelSubject:
 
     def _ranks(self, candidate: Candidate, plan: Plan, mesh: Mesh) -> list[RankUnits]:
         """Known for each plan but for its micro-batches, unless stages depend on them."""
-        key = replace(candidate, rows=1, accumulate=candidate.accumulate if candidate.size("pp") > 1 else 1)
+        accumulate = candidate.accumulate if candidate.size("pp") > 1 else 1
+        key = replace(candidate, rows=1, accumulate=accumulate), self.base
         if key not in self._units:
             self._units[key] = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
         return self._units[key]
