@@ -99,18 +99,15 @@ class ModelSubject:
             self._derived(plain)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """What the operations of the whole model take for all micro-batches, each alone, in equal parts on the ranks
-        that share them, and the bubble of a pipeline of equal stages."""
-        whole = replace(candidate, preset=ON_DEVICE[0], sizes=(("dp", candidate.world_size),))
-        (counted,) = self._derived(whole)
+        """What the operations of all micro-batches take, each alone, and the bubble of a pipeline of equal stages."""
+        (counted,) = self._derived(candidate)
         if id(counted) not in self._seconds:
             price = cache(self.hardware.operation_seconds)
             operations = (one for worked in counted.worked for one in worked.operations)
             self._seconds[id(counted)] = sum(price(one) for one in operations if not one.communicates | one.copies)
         stages = candidate.size("pp")
         waits = SCHEDULES[candidate.schedule].waits * (stages - 1) / candidate.chunks
-        parts = stages * candidate.size("tp") * candidate.size("sp")
-        return self._seconds[id(counted)] / parts * (candidate.accumulate + waits)
+        return self._seconds[id(counted)] / stages * (candidate.accumulate + waits)
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """From rehearsals of two sizes of micro-batches, without a pipeline: see [Note: derived counts]."""
