@@ -15,6 +15,7 @@ from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import hardware
 from shardwise.fit.work import Worked, flops_of
 from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
 
 WIDTH, TOKENS, ROWS, HEADS, WORDS = 64, 32, 3, 4, 100
@@ -174,3 +175,15 @@ def test_explain_predicts_the_time_of_a_step(tmp_path: Path, capsys: pytest.Capt
     assert "--hardware is for --time" in capsys.readouterr().err
     assert main(["explain", "zero3", "--world", "4", "--time"]) == 2
     assert "--time needs a model and a batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_count_the_gradients_that_are_needed(dims: int) -> None:
+    """The first layer needs none of its input, and with a frozen weight the second one none of its parameters."""
+    convolution, size = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1], 6
+    with torch.device("meta"):
+        model = nn.Sequential(convolution(3, 4, 3, padding=1), convolution(4, 5, 3, padding=1, bias=False))
+    model[1].weight.requires_grad_(False)
+    (found,) = count_step(model, torch.ones(ROWS, 3, *[size] * dims), Plan(), Mesh(("dp",), (1,)), counts_work=True)
+    first, second = (2 * ROWS * size**dims * 3**dims * one for one in (3 * 4, 4 * 5))
+    assert sum(flops_of(one.operations) for one in found.worked) == 2 * first + 2 * second

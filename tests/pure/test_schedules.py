@@ -31,7 +31,7 @@ FEW = [(ranks, batches) for ranks in range(2, 9) for batches in range(1, ranks)]
 
 def every_schedule() -> list[Schedule]:
     sizes = SIZES + FEW
-    made = [SCHEDULES[name](*size) for name in ("gpipe", "1f1b", "zb-h1") for size in sizes]
+    made = [SCHEDULES[name].make(*size) for name in ("gpipe", "1f1b", "zb-h1") for size in sizes]
     return made + [interleaved(p, m, chunks) for p, m in sizes if m % max(1, m // p) == 0 for chunks in (1, 2, 3)]
 
 

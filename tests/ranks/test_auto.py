@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,13 @@ from shardwise.fit.model_subject import ModelSubject
 from shardwise.sharded import auto
 from shardwise.testing import run_ranks
 from tests.models import Decoder, Transformer
+
+
+@pytest.fixture(autouse=True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is chosen does not depend on the machine that runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
 
 Result = tuple[sw.Plan, list[float], dict[str, torch.Tensor], int, int]
 

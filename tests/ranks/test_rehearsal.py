@@ -393,7 +393,7 @@ def test_the_fp32_sums_of_attentions_backward_are_counted(
     rows, heads, tokens, _ = query
     grad, q, out, k, v = (empty(*shape) for shape in (query, query, query, key, key))
     number, log_sum = empty(dtype=torch.int64), empty(rows, heads, tokens, dtype=torch.float32)
-    with LivingBytes([grad, q, out, k, v, number, log_sum]) as living:
+    with LivingBytes([grad, q, out, k, v, number, log_sum], on_cpu=False) as living:
         results = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, log_sum, number, number, tokens, key[2], 0.0, True, number, number
         )

@@ -129,7 +129,9 @@ def activations_of(
     if on_cpu is None:
         return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted)[pp_rank])
     kinds = rank_units(model, plan, mesh, optimizer=optimizer, on_cpu=on_cpu)
-    counted = count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted, counts_work=True)
+    counted = count_step(
+        model, batch, plan, mesh, expert_load=expert_load, converted=converted, counts_work=True, on_cpu=on_cpu
+    )
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
     return Foreseen(counted[pp_rank], tuple(programs))
 

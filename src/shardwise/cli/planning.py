@@ -24,7 +24,7 @@ from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, OBJECTIVES, Found, Limits, Ranked, as_json, search
 from shardwise.observe.pictures import Point, front_picture
-from shardwise.plan import DtypeName, Plan, load_plan
+from shardwise.plan import DtypeName, Offload, Plan, load_plan
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import read_calibration
 from shardwise.system.units import bytes_of, format_bytes, format_seconds
@@ -84,7 +84,14 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
     model = build_model(args.model)
     batch = batch_from(args.batch)
     subject = ModelSubject(
-        model, batch, machine, 0, base, updates_of(model, args.optimizer), on_cpu=machine.is_processor
+        model,
+        batch,
+        machine,
+        0,
+        base,
+        updates_of(model, args.optimizer),
+        on_cpu=machine.is_processor,
+        disk=base.disk,
     )
     subject.num_rows = args.rows if args.rows is not None else args.world * subject.rows_of_batch
     if subject.num_rows < 1:
@@ -115,7 +122,8 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
             raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers, such as 1,2,4.") from None
     if args.wires and args.wires not in get_args(DtypeName):
         raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, get_args(DtypeName))}")
-    space = Space(axes=axes, rows=rows, wires=(args.wires,) if args.wires else ())
+    wires = (args.wires,) if args.wires else ()
+    space = Space(axes=axes, rows=rows, wires=wires, shares=base.offload == Offload())
     if "preset" in base.model_fields_set and base.preset != "auto":
         space = replace(space, presets=(base.preset,))
     if base.activations.policy is not None:

@@ -28,6 +28,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import check_budget, table_for
 from shardwise.program import (
     NUM_DISK_BUFFERS,
+    Activations,
     Footprint,
     StepProgram,
     Trace,
@@ -99,12 +100,14 @@ def within_budget(
     states_per_param: int = 0,
     *,
     is_live: bool = False,
+    activations: Sequence[Activations] | None = None,
 ) -> Fitted:
     """`plan` with the least `offload` that fits, in place of its `budget`; unchanged if it has none. The same on all
     ranks.
 
     `updates` says how an optimizer updates each parameter; without it, it keeps `states_per_param` for each. `is_live`:
-    the model is already sharded. Raises `ConfigError`, with figures, if nothing fits.
+    the model is already sharded. `activations` are those of each pipeline rank, if they have to fit too. Raises
+    `ConfigError`, with figures, if nothing fits.
     """
     if not _is_meant(plan, mesh, ranks):
         return Fitted(plan)
@@ -113,7 +116,7 @@ def within_budget(
             f"A live model that is split ({mesh}) has other parts on each rank, and a budget knows only one of them. "
             f"Give offload to reshard(), or the budget to shard()."
         )
-    search = _Search(model, plan, mesh, ranks, updates, states_per_param)
+    search = _Search(model, plan, mesh, ranks, updates, states_per_param, activations)
     found = search.least_off_device()
     found = search.least_on_disk(found)
     return Fitted(plan.with_offload(found), search.summary(found))
@@ -221,8 +224,10 @@ class _Search:
         ranks: Ranks,
         updates: Mapping[nn.Parameter, Update] | None,
         states_per_param: int,
+        activations: Sequence[Activations] | None = None,
     ) -> None:
         self._model, self._plan, self._mesh, self._ranks = model, plan, mesh, ranks
+        self._activations = activations
         self._updates, self._states_per_param = updates, states_per_param
         self._by_pp_rank, self._experts = choices_by_pp_rank(model, plan, mesh)
         self._stages = _stages_by_pp_rank(model, plan, mesh, self._by_pp_rank)
@@ -246,12 +251,12 @@ class _Search:
         frozen = [Offload(param=share) for share in self._frozen.shares]
         resting = [Offload(optim=1.0, param=share) for share in self._resting.shares]
         allowed = self._plan.budget.device or 0
-        for choices in (updated, frozen, resting):
-            found = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
-            if found < len(choices):
+        rows = [row for row in (updated, frozen, resting) if row]
+        for choices in rows:
+            if self.holds(choices[-1]).device.total <= allowed:
+                found = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
                 return choices[found]
-        choices = [*updated, *frozen, *resting]
-        least = min((self.holds(choice).device for choice in choices), key=lambda held: held.total)
+        least = min((self.holds(row[-1]).device for row in rows), key=lambda held: held.total)
         raise ConfigError(
             f"budget.device is {format_bytes(allowed)}, but with all that can go on the host each rank still holds "
             f"{format_bytes(least.total)} on its device ({format_bytes(least.total - allowed)} too much), of which "
@@ -287,9 +292,16 @@ class _Search:
             prefetch_bytes = None if self._plan.prefetch_bytes == "auto" else self._plan.prefetch_bytes
             prints, times = [], []
             for pp_rank, units in enumerate(self._specs(offload)):
-                step = plan_step(units, self._trace(pp_rank, units), prefetch_bytes=prefetch_bytes)
-                num = self._plan.accumulate
-                prints.append(step.footprint(states_per_param=self._states_per_param, num_micro_batches=num))
+                counted = None if self._activations is None else self._activations[pp_rank]
+                trace = self._trace(pp_rank, units) if counted is None else counted.trace
+                step = plan_step(units, trace, prefetch_bytes=prefetch_bytes)
+                prints.append(
+                    step.footprint(
+                        states_per_param=self._states_per_param,
+                        num_micro_batches=self._plan.accumulate,
+                        activations=counted,
+                    )
+                )
                 times.append(self._time(step, prints[-1]))
             on_host = self._of_host([one.host.total if one.host is not None else 0 for one in prints])
             on_disk = self._of_host([one.disk.total if one.disk is not None else 0 for one in prints])

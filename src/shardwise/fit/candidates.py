@@ -12,9 +12,10 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.fit.hardware import Hardware
-from shardwise.plan import Activations, Pipeline, Plan, PolicyName, PrecisionName, Wire
+from shardwise.plan import Activations, Offload, Pipeline, Plan, PolicyName, PrecisionName, Wire
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, WIDTH, Table, Tier, table_for
+from shardwise.program.schedule import SCHEDULES
 
 
 def _using(*tiers: Tier) -> tuple[str, ...]:
@@ -24,8 +25,13 @@ def _using(*tiers: Tier) -> tuple[str, ...]:
 
 
 ON_DEVICE, ON_HOST = _using("device"), _using("device", "host")
+SPLITTING = ("pp", "ep", "sp", "tp")
+"""Axes along which ranks compute different things, from outside inwards."""
 MOST_STAGES = 64
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1))
+SCHEDULE = Pipeline().schedule
+"""That of a plan which says nothing."""
+IN_STAGES = tuple((name, chunks) for name, kind in SCHEDULES.items() for chunks in kind.chunks)
+"""Schedules of pipelines, with the stages on each rank."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,12 @@ class Space:
     presets: tuple[str, ...] = (*ON_DEVICE, *ON_HOST)
     axes: tuple[str, ...] = ("tp", "pp")
     activations: tuple[PolicyName, ...] = ("keep", "selective", "recompute", "offload")
-    schedules: tuple[tuple[str, int], ...] = SCHEDULES
+    schedules: tuple[tuple[str, int], ...] = IN_STAGES
     rows: tuple[int, ...] = ()
     precisions: tuple[PrecisionName, ...] = ()
     wires: tuple[str, ...] = ()
+    shares: bool = True
+    """Whether what does not fit may have a share of its updates on the host, and of its states on a disk."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,13 @@ class Candidate:
     rows: int
     accumulate: int
     policy: PolicyName = "keep"
-    schedule: str = "1f1b"
+    schedule: str = SCHEDULE
     chunks: int = 1
     precision: PrecisionName | None = None
     wire: str | None = None
+    offload: Offload | None = None
+    """The shares of a preset on the device that are off it; `disk` is the folder of those on a disk."""
+    disk: str | None = None
 
     def size(self, axis: str) -> int:
         return dict(self.sizes).get(axis, 1)
@@ -109,6 +120,10 @@ class Candidate:
             changed["precision"] = self.precision
         if self.wire is not None:
             changed["wire"] = Wire(param=base.wire.param, grad=self.wire)
+        if self.offload is not None:
+            changed["offload"] = self.offload
+        if self.disk is not None:
+            changed["disk"] = self.disk
         if changed["mesh"] is None:  # a preset takes all ranks by itself
             del changed["mesh"]
         return Plan(**{**{name: getattr(base, name) for name in base.model_fields_set}, **changed})
@@ -121,8 +136,19 @@ class Candidate:
         if self.policy != "keep":
             words.append(f"activations {self.policy}")
         words += [self.precision] if self.precision is not None else []
+        for key, what in _SHARES.items():
+            share = 0.0 if self.offload is None else getattr(self.offload, key)
+            words += [f"{share:.0%} {what}"] if share else []
         words += [f"gradients sent in {self.wire}"] if self.wire is not None else []
         return ", ".join(words)
+
+
+_SHARES = {
+    "optim": "updated on the host",
+    "optim_disk": "of the states on a disk",
+    "param": "of the parameters at rest on the host",
+    "param_disk": "of the parameters at rest on a disk",
+}
 
 
 def divisors(number: int) -> list[int]:
@@ -159,12 +185,11 @@ def candidates(
 
 def _schedules(num_stages: int, accumulate: int, num_blocks: int, space: Space) -> Iterator[tuple[str, int]]:
     if num_stages == 1:
-        yield "1f1b", 1
+        yield SCHEDULE, 1
         return
     for schedule, chunks in space.schedules:
-        if num_stages * chunks > num_blocks or (schedule == "interleaved" and accumulate % num_stages):
-            continue
-        yield schedule, chunks
+        if num_stages * chunks <= num_blocks and SCHEDULES[schedule].takes(num_stages, accumulate):
+            yield schedule, chunks
 
 
 def _meshes(
@@ -271,8 +296,7 @@ class Bounds:
         split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
         rows = candidate.rows * candidate.accumulate
         stages = candidate.size("pp")
-        empty = (stages - 1) / candidate.chunks
-        empty = empty / 3 if candidate.schedule == "zb-h1" else empty
+        empty = SCHEDULES[candidate.schedule].waits * (stages - 1) / candidate.chunks
         return size.flops_seconds * rows / split * (1 + empty / candidate.accumulate)
 
     def _on_host(self, candidate: Candidate, table: Table, trained: float) -> float:

@@ -18,7 +18,7 @@ from shardwise.fit.work import Copying, Operation, Operations, Worked
 from shardwise.program import Moment
 from shardwise.runtime.hooks import in_backward
 from shardwise.system.telemetry import Ledger
-from shardwise.system.torch_private import TorchDispatchMode, storage_id, tree_leaves
+from shardwise.system.torch_private import UncompiledMode, asks_device, storage_id, tree_leaves
 
 NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "fp64",
@@ -43,7 +43,7 @@ BACKWARD_OF_ATTENTION = 2.5
 Dispatch = Callable[..., Any]
 
 
-class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class CountedOperations(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
     """Inside `with`, `operations` grows by what is computed; `recomputed` and `weights` by those of them that a
     backward computes again, and that make gradients of parameters of linear layers."""
 
@@ -64,6 +64,8 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return int(sum(one.flops for one in self.operations))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if asks_device(func, args):
+            return args[0].device
         result = func(*args, **(kwargs or {}))
         if not _is_free(func):
             self._count(func, args, kwargs or {}, result)
@@ -74,7 +76,7 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        operation = _operation(func, args, kwargs, given, made, self._registry)
+        operation = _operation(func, args, kwargs, given, made, result, self._registry)
         self.add(operation)
         if not in_backward():
             return
@@ -181,6 +183,7 @@ def _operation(
     kwargs: Mapping[str, Any],
     given: Sequence[torch.Tensor],
     made: Sequence[torch.Tensor],
+    result: Any,
     registry: Mapping[Any, Dispatch],
 ) -> Operation:
     name = str(func._overloadpacket).partition(".")[2]
@@ -195,7 +198,7 @@ def _operation(
         return _product(left, right, made[0], NAMES.get(left.dtype, dtype), num_bytes, allocated)
     formula = registry.get(func._overloadpacket)
     if formula is not None and dtype != "-":
-        flops = int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+        flops = int(formula(*args, **kwargs, out_val=result))  # with `None` for a gradient that nobody needs
         area = max(1, made[0].numel())
         shape = (area, 1, max(1, flops // (2 * area)))
         return Operation("product", shape, dtype, flops, num_bytes, allocated_bytes=allocated)

@@ -26,6 +26,7 @@ from shardwise.parallel.conversions import Converted, check_plan, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
+from shardwise.parallel.outline import outline
 from shardwise.parallel.pipeline import AXIS as PIPELINE
 from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.parallel.sequence import rehearsed_by
@@ -33,7 +34,7 @@ from shardwise.parallel.tensor import AXIS, Regions
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.placement import WIDTH, Table, table_for
-from shardwise.program import Activations, UnitSpec, Update, plan_step, update_by
+from shardwise.program import Activations, StepProgram, Trace, UnitSpec, Update, plan_step, update_by
 from shardwise.program.schedule import Op
 from shardwise.runtime.activations import treatments_for
 from shardwise.runtime.rehearsal import Around, nothing_around, rehearse
@@ -66,18 +67,22 @@ def count_step(
     expert_load: float = EXPERT_LOAD,
     converted: Converted | None = None,
     counts_work: bool = False,
+    on_cpu: bool | None = None,
 ) -> list[Counted]:
     """For the first rank, or the first of each stage of a pipeline in their order, rehearse `model` on one rank's
     micro-batch. `model` is split in place as the plan says, and of no use afterwards.
 
     With sequence parallelism the batch is a rank's part. Experts get `expert_load` times an even share of the tokens,
     or the most that their capacity lets all ranks send. Without `converted`, the model's modules are converted first.
+    `on_cpu`: whether ranks compute on a CPU; by default, as jobs on this machine do.
     Raises `ModelError` for a model that cannot be rehearsed.
     """
     if converted is None:
         converted = convert(model)
         check_plan(converted, plan)
-    parts = Parts(plan, table_for(plan, mesh), mesh, device_here(), expert_load, converted)
+    device = torch.device("cpu") if on_cpu else device_here()
+    on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
+    parts = Parts(plan, table_for(plan, mesh), mesh, device, expert_load, converted, on_cpu)
     if has_pipeline(mesh):
         return parts.of_stages(model, batch, counts_work=counts_work)
     watch, ledger = parts.watching(counts_work)
@@ -92,6 +97,7 @@ def count_step(
         around=around,
         treatments=treatments_for(model, choose_units(model, plan), plan),
         watch=watch,
+        on_cpu=on_cpu,
     )
     return [Counted(activations, _by_axis(ledger), worked=() if watch is None else tuple(watch.worked))]
 
@@ -106,10 +112,15 @@ class RankUnits:
     row: tuple[Op, ...] = ()
     stages_of_units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    _steps: dict[tuple[Trace, int | None], StepProgram] = field(default_factory=dict, compare=False, repr=False)
+
     def program(self, plan: Plan, counted: Counted) -> RankProgram:
         """What a clock needs of such a rank, with its work as `count_step` has counted it."""
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
-        step = plan_step(self.units, counted.activations.trace, prefetch_bytes=prefetch_bytes)
+        trace = counted.activations.trace
+        step = self._steps.get((trace, prefetch_bytes))
+        if step is None:
+            step = self._steps[trace, prefetch_bytes] = plan_step(self.units, trace, prefetch_bytes=prefetch_bytes)
         return RankProgram(step, counted.worked, self.rank, self.row, counted.message_bytes, self.stages_of_units)
 
 
@@ -125,28 +136,29 @@ def rank_units(
     """Those of the first rank, or of the first of each stage in their order; before `count_step` splits the model.
 
     `optimizer` is a key of `OPTIMIZERS`; instead, `updates` say how each parameter is updated. `on_cpu`: the ranks will
-    run on processors.
+    run on processors. Raises `ConfigError` or `ModelError` where sharding would refuse the plan.
     """
     updates = updates_of(model, optimizer) if optimizer else updates
-    by_pp_rank, _ = choices_by_pp_rank(model, plan, mesh)
-    rows = rows_of(model, plan, mesh)
+    found = outline(model, plan, mesh, 0)
+    every = [replace(choice, boxes=found.boxes) for choice in found.choices]
 
     def units(choices: Sequence[UnitChoice]) -> tuple[UnitSpec, ...]:
-        return tuple(spec for spec in unit_specs(choices, rows, mesh, updates, on_cpu=on_cpu) if spec.flats)
+        return tuple(spec for spec in unit_specs(choices, found.rows, mesh, updates, on_cpu=on_cpu) if spec.flats)
 
-    if not has_pipeline(mesh):
-        return [RankUnits(0, units(by_pp_rank[0]))]
-    layout = stage_layout(model, plan, mesh)
-    found = []
-    for pp_rank, choices in enumerate(by_pp_rank):
+    layout = found.stages
+    if layout is None:
+        return [RankUnits(0, units(every))]
+    ranks = []
+    for pp_rank in range(layout.num_ranks):
         own = {stage: layout.params_of(model, stage) for stage in layout.at(pp_rank)}
+        choices = of_params(every, set().union(*own.values()))
         stages = {
             choice.name: tuple(stage for stage, some in own.items() if not some.isdisjoint(choice.params.values()))
             for choice in choices
         }
         rank = mesh.rank({**dict.fromkeys(mesh.axes, 0), PIPELINE: pp_rank})
-        found.append(RankUnits(rank, units(choices), layout.schedule.rows[pp_rank], stages))
-    return found
+        ranks.append(RankUnits(rank, units(choices), layout.schedule.rows[pp_rank], stages))
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,8 @@ class Parts:
     device: torch.device
     expert_load: float
     converted: Converted
+    on_cpu: bool
+    """Whether the ranks compute on a CPU: see [Note: other devices] in `runtime/rehearsal/kernel_memory.py`."""
 
     def of_stages(self, model: nn.Module, batch: object, *, counts_work: bool = False) -> list[Counted]:
         """By pipeline rank."""
@@ -181,7 +195,17 @@ class Parts:
             left = treatments.within(own)
             compute = self.table.compute
             rehearsals.append(
-                StageRehearsal(staged, units, batch, self.device, compute, treatments=left, around=around, watch=watch)
+                StageRehearsal(
+                    staged,
+                    units,
+                    batch,
+                    self.device,
+                    compute,
+                    treatments=left,
+                    around=around,
+                    watch=watch,
+                    on_cpu=self.on_cpu,
+                )
             )
         arrived = None
         sent_bytes: list[Counter[str]] = [Counter() for _ in rehearsals]
@@ -213,8 +237,7 @@ class Parts:
         rows, first = rows_for(model, plan, mesh, experts), dict.fromkeys(mesh.axes, 0)
         choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
         choices = choices if params is None else of_params(choices, params)
-        on_cpu = self.device.type == "cpu"
-        specs = unit_specs(choices, rows, mesh, on_cpu=on_cpu)
+        specs = unit_specs(choices, rows, mesh, on_cpu=self.on_cpu)
         units = [
             make_unit(choice, spec, rows, first, ByteMeter(), self.device)
             for choice, spec in zip(choices, specs, strict=True)
@@ -235,7 +258,7 @@ class Parts:
         @contextmanager
         def around(twin: nn.Module) -> Iterator[None]:
             ledger.clear()  # a repeated rehearsal counts once
-            if AXIS in self.mesh.axes and self.device.type == "cpu":
+            if AXIS in self.mesh.axes and self.on_cpu:
                 self._line(AXIS, ledger).all_same(b"")  # each forward in training compares its batch
             with loaded(twin, self.expert_load), over_sequences(twin):
                 yield

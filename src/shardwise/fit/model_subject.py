@@ -6,28 +6,30 @@ lie or how many ranks copy them; so a few rehearsals serve many candidates. The 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.fit.candidates import Candidate, Size
+from shardwise.fit.budget import Ranks, within_budget
+from shardwise.fit.candidates import ON_DEVICE, SCHEDULE, SPLITTING, Candidate, Size
+from shardwise.fit.equal_blocks import FewBlocks, treats_alike, without_values
 from shardwise.fit.foreseen import Counted, RankUnits, count_step, rank_units
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.search import Evaluated
+from shardwise.fit.search import Evaluated, Limits
 from shardwise.fit.step_time import step_time
 from shardwise.fit.work import Operation, Worked
 from shardwise.memory import in_own_precision
-from shardwise.plan import Plan, PolicyName, PrecisionName
+from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
+from shardwise.program.schedule import SCHEDULES
 from shardwise.runtime.micro_batches import MicroBatch
-from shardwise.runtime.rehearsal import rebind
 from shardwise.system.torch_private import tree_leaves, tree_map_only
 
 OPTIMISM = 0.9
@@ -49,23 +51,29 @@ class ModelSubject:
     updates: Updates | None = None
     num_states: int = 2
     on_cpu: bool = True
+    disk: str | None = None
+    """A folder on a local disk, for states that the host has no room for."""
     _counted: dict[object, list[Counted] | ModelError | ConfigError] = field(default_factory=dict)
     _between: dict[object, Counted | None] = field(default_factory=dict)
+    _seconds: dict[int, float] = field(default_factory=dict)
+    """By the identity of what was counted, which the two above keep."""
+    _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
     _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.base = in_own_precision(self.base, self.model)
+        self._few = FewBlocks.of(self.model)
         self.rows_of_batch = rows_of(self.batch)
 
     def size(self, policy: PolicyName, precision: PrecisionName | None) -> Size:
         key = policy, precision
         if key not in self._sizes:
             rows = self.rows_of_batch
-            candidate = Candidate("ddp", (("dp", 1),), rows, 1, policy, precision=precision)
+            candidate = Candidate(ON_DEVICE[0], (("dp", 1),), rows, 1, policy, precision=precision)
             mesh = candidate.mesh
             plan = candidate.plan(_plain(self.base))
             (units,) = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
-            (counted,) = self._count(candidate, plan)
+            (counted,) = self._count(candidate)
             flats = [flat for unit in units.units for flat in unit.flats]
             operations = [one for worked in counted.worked for one in worked.operations if one.flops]
             seconds = sum(one.flops / self.hardware.peak(one.dtype) for one in operations)
@@ -80,23 +88,71 @@ class ModelSubject:
             )
         return self._sizes[key]
 
+    def check(self, candidate: Candidate) -> None:
+        """As `shard` does. Whether attention and experts can be split, only a forward tells."""
+        stages, rows = candidate.size("pp"), self.rows_of_batch
+        plain = replace(candidate, rows=rows, accumulate=stages, policy="keep", schedule=SCHEDULE, chunks=1)
+        plan = plain.plan(self.base)
+        mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
+        self._ranks(plain, plan, mesh)
+        if candidate.size("sp") * candidate.size("ep") > 1:
+            self._derived(plain)
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """What the operations of all micro-batches take, each alone, and the bubble of a pipeline of equal stages."""
+        (counted,) = self._derived(candidate)
+        if id(counted) not in self._seconds:
+            price = cache(self.hardware.operation_seconds)
+            operations = (one for worked in counted.worked for one in worked.operations)
+            self._seconds[id(counted)] = sum(price(one) for one in operations if not one.communicates | one.copies)
+        stages = candidate.size("pp")
+        waits = SCHEDULES[candidate.schedule].waits * (stages - 1) / candidate.chunks
+        return self._seconds[id(counted)] / stages * (candidate.accumulate + waits)
+
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """From rehearsals of two sizes of micro-batches, without a pipeline: see [Note: derived counts]."""
         plan = candidate.plan(self.base)
         mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
-        ranks = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
-        counted = self._derived(candidate)
-        if len(ranks) > 1:
-            counted = _of_stages(ranks, counted[0], self._message_bytes(candidate))
+        ranks = self._ranks(candidate, plan, mesh)
+        counted = self._derived_ranks(candidate, ranks)
         is_exact = len(ranks) == 1 and candidate.rows in self._rehearsed_rows
         return self._evaluated(candidate, plan, mesh, ranks, counted, is_exact=is_exact)
+
+    def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
+        """With the least that a budget (`within_budget`) would put off the device, beside what activations take."""
+        disk = self.disk if self.hardware.disk is not None and limits.host_bytes is not None else None
+        budget = Budget(device=limits.device_bytes, host=limits.host_bytes, disk=disk)
+        plan = candidate.plan(self.base)
+        mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
+        counted = self._derived_ranks(candidate, self._ranks(candidate, plan, mesh))
+        ranks = Ranks(self.on_cpu, min(candidate.world_size, self.hardware.ranks_per_node))
+        fitted = within_budget(
+            self.model,
+            plan.model_copy(update={"budget": budget}),
+            mesh,
+            ranks,
+            self.updates,
+            self.num_states,
+            activations=[one.activations for one in counted],
+        )
+        offload = fitted.plan.offload
+        on_disk = offload.optim_disk > 0 or offload.param_disk > 0
+        return replace(candidate, offload=offload, disk=disk if on_disk else None)
 
     def confirm(self, candidate: Candidate) -> Evaluated:
         """From a rehearsal of just this: the step that `shard` would plan."""
         plan = candidate.plan(self.base)
         mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
-        ranks = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
-        return self._evaluated(candidate, plan, mesh, ranks, self._count(candidate, plan), is_exact=True)
+        ranks = self._ranks(candidate, plan, mesh)
+        return self._evaluated(candidate, plan, mesh, ranks, self._count(candidate), is_exact=True)
+
+    def _ranks(self, candidate: Candidate, plan: Plan, mesh: Mesh) -> list[RankUnits]:
+        """Known for each plan but for its micro-batches, unless stages depend on them."""
+        accumulate = candidate.accumulate if candidate.size("pp") > 1 else 1
+        key = replace(candidate, rows=1, accumulate=accumulate), self.base
+        if key not in self._units:
+            self._units[key] = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
+        return self._units[key]
 
     def _evaluated(
         self,
@@ -134,18 +190,22 @@ class ModelSubject:
     def _rehearsed_rows(self) -> tuple[int, int]:
         return self.rows_of_batch, 2 * self.rows_of_batch
 
+    def _derived_ranks(self, candidate: Candidate, ranks: Sequence[RankUnits]) -> list[Counted]:
+        counted = self._derived(candidate)
+        return counted if len(ranks) == 1 else _of_stages(ranks, counted[0], self._message_bytes(candidate))
+
     def _derived(self, candidate: Candidate) -> list[Counted]:
         """Without a pipeline, for any size of a micro-batch."""
         sizes = tuple((axis, 1 if axis == "pp" else size) for axis, size in candidate.sizes)
         first, second = self._rehearsed_rows
-        one = replace(candidate, sizes=sizes, accumulate=1, schedule="1f1b", chunks=1, rows=first)
+        one = replace(candidate, sizes=sizes, accumulate=1, schedule=SCHEDULE, chunks=1, rows=first)
         two = replace(one, rows=second)
         if candidate.rows == second:
-            return self._count(two, two.plan(self.base))
-        (few,) = self._count(one, one.plan(self.base))
+            return self._count(two)
+        (few,) = self._count(one)
         if candidate.rows == first:
             return [few]
-        (more,) = self._count(two, two.plan(self.base))
+        (more,) = self._count(two)
         key = _key(one), candidate.rows
         if key not in self._between:
             self._between[key] = between(few, more, (candidate.rows - first) / (second - first))
@@ -153,25 +213,26 @@ class ModelSubject:
         if found is not None:
             return [found]
         exact = replace(one, rows=candidate.rows)
-        return self._count(exact, exact.plan(self.base))
+        return self._count(exact)
 
     def _message_bytes(self, candidate: Candidate) -> int:
         """Of the activations of one micro-batch that a stage sends on."""
         sizes = tuple((axis, 2 if axis == "pp" else size) for axis, size in candidate.sizes)
         two = replace(
-            candidate, sizes=sizes, schedule="1f1b", chunks=1, accumulate=2, rows=self.rows_of_batch, policy="keep"
+            candidate, sizes=sizes, schedule=SCHEDULE, chunks=1, accumulate=2, rows=self.rows_of_batch, policy="keep"
         )
-        found = self._count(two, two.plan(self.base))
+        found = self._count(two, for_messages=True)
         most = max((num_bytes for one in found for num_bytes in one.message_bytes.values()), default=0)
         return most * candidate.rows // self.rows_of_batch
 
-    def _count(self, candidate: Candidate, plan: Plan) -> list[Counted]:
-        """Of one micro-batch, on as few ranks as have the same parts."""
-        key = _key(candidate)
+    def _count(self, candidate: Candidate, *, for_messages: bool = False) -> list[Counted]:
+        """Of one micro-batch, on as few ranks as have the same parts; `for_messages`, with as few blocks as have the
+        same messages."""
+        key = _key(candidate), for_messages
         found = self._counted.get(key)
         if found is None:
             try:
-                found = self._rehearsed(candidate, plan)
+                found = self._rehearsed(candidate, for_messages=for_messages)
             except (ModelError, ConfigError) as error:
                 found = error
             self._counted[key] = found
@@ -179,16 +240,25 @@ class ModelSubject:
             raise found
         return found
 
-    def _rehearsed(self, candidate: Candidate, plan: Plan) -> list[Counted]:
+    def _rehearsed(self, candidate: Candidate, *, for_messages: bool) -> list[Counted]:
         sizes = {axis: size if axis in SPLITTING else 1 for axis, size in candidate.sizes}
         mesh = Mesh(tuple(sizes), tuple(sizes.values()))
-        small = plan.model_copy(update={"mesh": sizes})
+        small = candidate.plan(self.base).model_copy(update={"mesh": sizes})
         batch = with_rows(self.batch, candidate.rows, self.rows_of_batch, candidate.size("sp"))
-        return count_step(without_values(self.model), batch, small, mesh, counts_work=True)
 
+        def count(model: nn.Module) -> list[Counted]:
+            return count_step(model, batch, small, mesh, counts_work=not for_messages, on_cpu=self.on_cpu)
 
-SPLITTING = ("tp", "pp", "sp", "ep")
-"""Axes along which ranks compute different things."""
+        if self._few.blocks is not None and treats_alike(small):
+            if for_messages:
+                return count(self._few.with_blocks(2 * candidate.size("pp")))
+            if not self.on_cpu and candidate.policy != "disk" and candidate.size("pp") == 1:
+                split = tuple(axis for axis, size in sizes.items() if size > 1)
+                treatment = candidate.policy, candidate.precision, split
+                found = self._few.count(lambda model: count(model)[0], treatment)
+                if found is not None:
+                    return [found]
+        return count(without_values(self.model))
 
 
 def _key(candidate: Candidate) -> object:
@@ -275,38 +345,70 @@ MESSAGES_IN_FLIGHT = 4
 
 def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -> list[Counted]:
     """What each rank of a pipeline holds and computes, by the moments of the whole model."""
-    found = []
+    users: dict[str, set[int]] = {}
+    for rank in ranks:
+        for name, some in rank.stages_of_units.items():
+            users.setdefault(name, set()).update(some)
+    stage_of = _stages_of(whole.activations.marks, users)
     last = max(op.stage for rank in ranks for op in rank.row)
+    found = []
     for rank in ranks:
         stages = {}
-        of_stage = {
+        names_of = {
             stage: {name for name, some in rank.stages_of_units.items() if stage in some}
             for stage in {op.stage for op in rank.row}
         }
-        for stage, names in of_stage.items():
-            marks = [mark for mark in whole.activations.marks if mark.moment.unit in names]
+        for stage, names in names_of.items():
+            marks = _marks_of_stage(whole.activations.marks, stage_of, stage, names)
             forward = [mark for mark in marks if mark.moment.phase == "forward"]
             if not forward:
                 raise ModelError(f"Stage {stage} of the pipeline has no unit whose activations are known.")
-            below = forward[0].live_bytes
-            own = tuple(
-                replace(
-                    mark,
-                    peak_bytes=max(0, mark.peak_bytes - below),
-                    live_bytes=max(0, mark.live_bytes - below),
-                    heap_bytes=0,
-                )
-                for mark in marks
-            )
-            own = (*own, Mark(END_OF_BACKWARD, 0, 0))
-            held = max(0, forward[-1].live_bytes - below) + message_bytes
-            stages[stage] = StageBytes(replace(whole.activations, marks=own), held, held)
-        names = set().union(*of_stage.values())
-        in_transit = MESSAGES_IN_FLIGHT * message_bytes * len(of_stage)
+            held = forward[-1].live_bytes + message_bytes
+            own = replace(whole.activations, marks=(*marks, Mark(END_OF_BACKWARD, 0, 0)))
+            stages[stage] = StageBytes(own, held, held)
+        names = set().union(*names_of.values())
+        in_transit = MESSAGES_IN_FLIGHT * message_bytes * len(names_of)
         held_by_rank = over_schedule(rank.row, stages, names, in_transit)
-        worked = tuple(one for one in whole.worked if one.moment.unit in names)
-        sent = {stage: message_bytes for stage in of_stage if stage < last}
+        worked = tuple(
+            one if stage in names_of else Worked(one.moment)
+            for one, stage in zip(whole.worked, stage_of, strict=True)
+            if one.moment.unit in names
+        )
+        sent = {stage: message_bytes for stage in names_of if stage < last}
         found.append(Counted(held_by_rank, {}, 0, worked, sent))
+    return found
+
+
+def _stages_of(marks: Sequence[Mark], users: Mapping[str, set[int]]) -> list[int]:
+    """In which stage the model is at each mark: units that several stages use (embedding and head in one) are used in
+    the one that has come last."""
+    stage, found = 0, []
+    for mark in marks:
+        some = users.get(mark.moment.unit)
+        if some and stage not in some:
+            later = mark.moment.phase == "forward"
+            ahead = [one for one in some if (one > stage) == later]
+            stage = (min if later else max)(ahead or some)
+        found.append(stage)
+    return found
+
+
+def _marks_of_stage(marks: Sequence[Mark], stage_of: Sequence[int], stage: int, names: set[str]) -> list[Mark]:
+    """Those of the units of a stage, above what stages before it hold. Where a unit is also used in another stage, its
+    moments there are, here, when this stage begins or ends."""
+    found: list[Mark] = []
+    below = now = 0
+    for mark, at in zip(marks, stage_of, strict=True):
+        is_forward = mark.moment.phase == "forward"
+        if at == stage:
+            now = max(0, mark.live_bytes - below)
+        elif at < stage and is_forward:
+            below = mark.live_bytes
+        elif at < stage:
+            now = 0
+        if mark.moment.unit in names:
+            peak = max(0, mark.peak_bytes - below) if at == stage else now
+            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=0))
     return found
 
 
@@ -326,18 +428,6 @@ def _on_host(held: Footprint) -> int:
 
 def _on_disk(held: Footprint) -> int:
     return 0 if held.disk is None else held.disk.total
-
-
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are on the meta device and take no memory."""
-    memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        there = tensor.detach().to("meta")
-        is_param = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_param else there
-    copied = copy.deepcopy(model, memo)
-    rebind(copied, memo)
-    return copied
 
 
 def rows_of(batch: object) -> int:

@@ -13,10 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
-from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Bound, Bounds, Candidate, Size, Space, candidates
+from shardwise.fit.candidates import (
+    ON_DEVICE,
+    ON_HOST,
+    SPLITTING,
+    Bound,
+    Bounds,
+    Candidate,
+    Size,
+    Space,
+    candidates,
+)
 from shardwise.fit.hardware import Hardware
 from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.placement import PRESETS
@@ -35,6 +46,11 @@ DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
 buffers and fragmentation on a device, and for the system on a host."""
 NUM_BEST = 5
 MOST_EVALUATED = 60
+NUM_RELIEVED = 3
+"""Candidates that do not fit, of which a share is put on the host."""
+MOST_BYTES = 24
+"""That leave a device with an element that is updated on the host: its master weight, two states, gradient, and the
+parameter itself, all in fp32, and one more."""
 NUM_DESPERATE = 4
 """Where nothing fits, times as many are evaluated before that is believed."""
 MARGIN = 1.1
@@ -82,12 +98,24 @@ class Subject(Protocol):
         """Raises `ShardwiseError` for a treatment of activations that the model cannot have."""
         ...
 
+    def check(self, candidate: Candidate) -> None:
+        """Raises `ShardwiseError` if the model cannot be split in this way, whatever else the candidate says."""
+        ...
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """At most what `evaluate` finds, in a small part of its time; raises likewise."""
+        ...
+
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """Quickly. Raises `ShardwiseError` for what `shard` would refuse, with its reason."""
         ...
 
     def confirm(self, candidate: Candidate) -> Evaluated:
         """As exactly as it can be foreseen; raises likewise."""
+        ...
+
+    def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
+        """The same with as little off the device as makes it fit; raises `ShardwiseError` if nothing does."""
         ...
 
 
@@ -173,6 +201,10 @@ class _Search:
     objective: Objective
     most_evaluated: int
     known: dict[Candidate, Evaluated | ShardwiseError] = field(default_factory=dict)
+    splits: dict[tuple[int, ...], ShardwiseError | None] = field(default_factory=dict)
+    """Why the model cannot be split so, or `None` if it can."""
+    slow: set[Candidate] = field(default_factory=set)
+    """Those that were not evaluated because what they compute takes too long."""
     refused: dict[str, str] = field(default_factory=dict)
     num_pruned: int = 0
     num_left: int = 0
@@ -185,7 +217,7 @@ class _Search:
         num_candidates = len(bounded) + self.num_pruned
         fitting = [one for one in bounded if self._may_fit(one[1])]
         self.num_pruned += len(bounded) - len(fitting)
-        best = self._confirmed(fitting)
+        best = self._confirmed(fitting, bounded)
         if not best:
             raise self._nothing_fits(world_size, bounded)
         why_not = tuple(self._why_not(best[0], world_size))
@@ -246,10 +278,26 @@ class _Search:
 
     # -- evaluation -------------------------------------------------------------------------------------
 
+    def why_unsplit(self, candidate: Candidate) -> ShardwiseError | None:
+        """Why the model cannot be split as `candidate` splits it; asked once of each way to do so. What cannot be split
+        along one axis cannot be split along several."""
+        split = _split(candidate)
+        if split not in self.splits:
+            reasons = filter(None, map(self.why_unsplit, _axis_by_axis(candidate)))
+            self.splits[split] = next(reasons, None) or self._checked(candidate)
+        return self.splits[split]
+
+    def _checked(self, candidate: Candidate) -> ShardwiseError | None:
+        try:
+            self.subject.check(candidate)
+        except REFUSALS as error:
+            return error
+        return None
+
     def evaluate(self, candidate: Candidate) -> Evaluated | ShardwiseError:
         if candidate not in self.known:
             try:
-                self.known[candidate] = self._evaluated(candidate)
+                self.known[candidate] = self.why_unsplit(candidate) or self._evaluated(candidate)
             except REFUSALS as error:
                 self.known[candidate] = error
         return self.known[candidate]
@@ -271,10 +319,12 @@ class _Search:
         mfu = three.mfu * (three.seconds / seconds) * (1 + num_more / 3)
         return replace(three, seconds=seconds, parts=parts, mfu=mfu, is_exact=False)
 
-    def _confirmed(self, fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
+    def _confirmed(
+        self, fitting: Sequence[tuple[Candidate, Bound]], bounded: Sequence[tuple[Candidate, Bound]]
+    ) -> list[Ranked]:
         """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
         another may be better, that one is tried next."""
-        best = self._best_of(fitting)
+        best = self._relieved(bounded, self._best_of(fitting))
         while best and not best[0].found.is_exact:
             candidate = best[0].candidate
             try:
@@ -283,6 +333,34 @@ class _Search:
                 self.known[candidate] = error
             best = self._known_best() or self._best_of(fitting)
         return best
+
+    def _relieved(self, bounded: Sequence[tuple[Candidate, Bound]], best: list[Ranked]) -> list[Ranked]:
+        """The best, after the most promising of each preset that does not fit has been tried with a share of it off the
+        device."""
+        if not self.space.shares or self.subject.hardware.host is None or self.objective == "memory":
+            return best
+        by_preset: dict[str, tuple[Candidate, Bound]] = {}
+        for candidate, bound in sorted(bounded, key=lambda one: self._guess(*one)):
+            found = self.known.get(candidate)
+            is_large = not found.fits(self.limits) if isinstance(found, Evaluated) else not self._may_fit(bound)
+            if is_large and candidate.preset in ON_DEVICE and self.why_unsplit(candidate) is None:
+                by_preset.setdefault(candidate.preset, (candidate, bound))
+        few = sorted(by_preset.values(), key=lambda one: self._guess(*one))[:NUM_RELIEVED]
+        for candidate, bound in few:
+            try:
+                if not best or self._least_relieved(candidate, bound) < best[0].cost(self.objective):
+                    self.evaluate(self.subject.relieved(candidate, self.limits))
+            except REFUSALS as error:
+                self.refused.setdefault(f"{candidate}, in part on the host", str(error))
+        return self._known_best()
+
+    def _least_relieved(self, candidate: Candidate, bound: Bound) -> float:
+        """What the objective is at least if the host updates what the device has no room for."""
+        found, hardware = self.known.get(candidate), self.subject.hardware
+        device_bytes = found.device_bytes if isinstance(found, Evaluated) else bound.device_bytes
+        numel = max(0.0, device_bytes - self.limits.device_bytes) / MOST_BYTES
+        seconds = self.subject.least_seconds(candidate) + hardware.host_update_seconds(numel)
+        return seconds * (candidate.world_size if self.objective == "cost" else 1)
 
     def _known_best(self) -> list[Ranked]:
         climb = _Climb(self)
@@ -300,7 +378,8 @@ class _Search:
         for candidate, found in self.known.items():
             climb.take(candidate, found)
         for candidate, bound in by_split.values():
-            climb.visit(candidate, bound)
+            if not climb.is_slower(candidate, than=1):  # it may come later, but is not the best
+                climb.visit(candidate, bound)
             if climb.num_evaluated >= self.most_evaluated // 2 and climb.best:
                 break
         done: set[Candidate] = set()
@@ -327,7 +406,7 @@ class _Search:
         """Those that were not evaluated: pruned by their bounds, or left."""
         climb = _Climb(self, best)
         unknown = [one for one in bounded if one[0] not in self.known]
-        self.num_left = sum(not climb.is_worse(*one) for one in unknown)
+        self.num_left = sum(one[0] not in self.slow and not climb.is_worse(*one) for one in unknown)
         self.num_pruned += len(unknown) - self.num_left
 
     def _guess(self, candidate: Candidate, bound: Bound) -> float:
@@ -383,15 +462,25 @@ class _Search:
             host = 0.0 if self.limits.host_bytes is None else max(0.0, bound.host_bytes - self.limits.host_bytes)
             return max(0.0, bound.device_bytes - self.limits.device_bytes) + host
 
-        first = sorted(bounded, key=lambda one: (excess(one[1]), one[1].device_bytes))[:most]
+        possible = (
+            candidate
+            for candidate, _ in sorted(bounded, key=lambda one: (excess(one[1]), one[1].device_bytes))
+            if self._can_split(candidate)
+        )
         found = []
-        for candidate, _ in first:
+        for candidate in islice(possible, most):
             evaluated = self.evaluate(candidate)
             if isinstance(evaluated, Evaluated):
                 found.append(Ranked(candidate, evaluated))
             else:
                 self.refuse(candidate, evaluated)
         return min(found, key=lambda one: max(0, *one.found.over(self.limits)), default=None)
+
+    def _can_split(self, candidate: Candidate) -> bool:
+        error = self.why_unsplit(candidate)
+        if error is not None:
+            self.refuse(candidate, error)
+        return error is None
 
     def _cures(self, world_size: int, least: Ranked, device: int, host: int) -> Iterable[str]:
         if device > 0:
@@ -427,13 +516,28 @@ class _Climb:
             self.owner.objective
         )
 
+    def is_slower(self, candidate: Candidate, than: int = NUM_BEST) -> bool:
+        """Whether what it computes already takes longer than as many of the best."""
+        owner = self.owner
+        if len(self.best) < than or owner.objective == "memory" or owner.why_unsplit(candidate) is not None:
+            return False
+        try:
+            seconds = owner.subject.least_seconds(candidate)
+        except REFUSALS:
+            return False  # the reason is found when it is evaluated
+        factor = candidate.world_size if owner.objective == "cost" else 1
+        return factor * seconds >= self.best[than - 1].cost(owner.objective)
+
     def visit(self, candidate: Candidate, bound: Bound) -> None:
         """Evaluate it, unless that is known, or it cannot be among the best."""
         owner = self.owner
-        if candidate in owner.known or self.is_worse(candidate, bound):
+        if candidate in owner.known or candidate in owner.slow or self.is_worse(candidate, bound):
             return
-        self.num_evaluated += 1
+        if self.is_slower(candidate):
+            owner.slow.add(candidate)
+            return
         found = owner.evaluate(candidate)
+        self.num_evaluated += owner.why_unsplit(candidate) is None
         if isinstance(found, ShardwiseError):
             owner.refuse(candidate, found)
         self.take(candidate, found)
@@ -445,7 +549,16 @@ class _Climb:
 
 
 def _split(candidate: Candidate) -> tuple[int, ...]:
-    return (candidate.world_size, *(candidate.size(axis) for axis in ("tp", "pp", "sp", "ep")))
+    return (candidate.world_size, *(candidate.size(axis) for axis in SPLITTING))
+
+
+def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
+    """If the model is split along several axes, what splits it along each of them alone."""
+    sizes = {axis: candidate.size(axis) for axis in SPLITTING if candidate.size(axis) > 1}
+    for axis, size in sizes.items() if len(sizes) > 1 else ():
+        data, split = ("dp", candidate.world_size // size), (axis, size)
+        order = (split, data) if axis == SPLITTING[0] else (data, split)
+        yield replace(candidate, preset=ON_DEVICE[0], sizes=order)
 
 
 def _num_differences(one: Candidate, other: Candidate) -> int:
@@ -459,6 +572,7 @@ def _num_differences(one: Candidate, other: Candidate) -> int:
         not is_other_split and (one.schedule, one.chunks) != (other.schedule, other.chunks),
         one.precision != other.precision,
         one.wire != other.wire,
+        one.offload != other.offload,
     ]
     return sum(things)
 
@@ -508,6 +622,8 @@ def why_not(found: Evaluated, best: Evaluated, limits: Limits) -> str:
 
 def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]]:
     """What a person would ask about, and what it is called."""
+    if best.offload is not None:
+        yield "all on the device", replace(best, offload=None, disk=None)
     yield from _other_presets(best)
     for axis in ("tp", "pp", "sp"):
         if axis in space.axes:

@@ -61,6 +61,8 @@ class StageRehearsal:
     """Entered with the copy of a stage while that computes."""
     watch: CountedWork | None = None
     """Counts what each stage computes."""
+    on_cpu: bool | None = None
+    """As in `rehearse`."""
     _worked: dict[int, tuple[Worked, ...]] = field(default_factory=dict)
     _counted: dict[int, Activations] = field(default_factory=dict)
     _found: dict[int, _Held] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class StageRehearsal:
             compute=self.compute,
             treatments=self.treatments,
             watch=watch,
+            on_cpu=self.on_cpu,
         )
 
     def together(self) -> Activations:

@@ -158,11 +158,30 @@ def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> 
     return Schedule("zb-h1", num_ranks, num_ranks, num_micro_batches, tuple(rows))
 
 
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zero_bubble,
+@dataclass(frozen=True)
+class Kind:
+    """A schedule by name: how it is made, and what a search has to know before it makes one.
+
+    `chunks` are the stages on each rank with which it is worth trying: none of a schedule that is as long as another
+    one, and holds more. `waits` is the least time that a rank waits in a step for each other rank of the pipeline, as a
+    share of the forward and backward of a micro-batch through one of its stages.
+    """
+
+    make: Callable[..., Schedule]
+    chunks: tuple[int, ...]
+    waits: float
+    has_rounds: bool = False
+    """Micro-batches go in rounds of as many as there are ranks; others are not worth trying."""
+
+    def takes(self, num_ranks: int, num_micro_batches: int) -> bool:
+        return not self.has_rounds or num_micro_batches % num_ranks == 0
+
+
+SCHEDULES: Mapping[str, Kind] = {
+    "gpipe": Kind(gpipe, (), 1),
+    "1f1b": Kind(one_f_one_b, (1,), 1),
+    "interleaved": Kind(interleaved, (2,), 1, has_rounds=True),
+    "zb-h1": Kind(zero_bubble, (1,), 1 / 3),
 }
 
 
@@ -171,7 +190,7 @@ def schedule_for(name: str, num_ranks: int, num_micro_batches: int, num_chunks: 
     have."""
     if name not in SCHEDULES:
         raise ConfigError(f"There is no pipeline schedule {name!r}. {nearest(name, SCHEDULES)}")
-    schedule = SCHEDULES[name](num_ranks, num_micro_batches, num_chunks)
+    schedule = SCHEDULES[name].make(num_ranks, num_micro_batches, num_chunks)
     timed(schedule)
     return schedule
 

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.memory import FullState, Unit
 from shardwise.runtime.hooks import changed_inside
 from shardwise.runtime.nested import argument_tensors
-from shardwise.system.torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, storage_id
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, asks_device, storage_id
 
 
 class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -44,6 +44,8 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if asks_device(func, args):
+            return args[0].device
         for unit in () if self._is_paused else self._missing((args, kwargs)):
             with self.paused():
                 self._gather(unit)

@@ -120,7 +120,15 @@ def _search(
     mesh = Mesh.of(base.mesh or {"dp": -1}, world.size)
     num_data = math.prod(mesh.size(axis) for axis in mesh.data_axes)
     subject = _Here(
-        model, batch, machine, rows * base.accumulate * num_data, base, updates, num_states=0, on_cpu=on_cpu
+        model,
+        batch,
+        machine,
+        rows * base.accumulate * num_data,
+        base,
+        updates,
+        num_states=0,
+        on_cpu=on_cpu,
+        disk=plan.budget.disk or plan.disk,
     )
     subject.world, subject.fewest_ranks = world, _fewest_ranks(world)
     has_budget = plan.budget.device is not None
@@ -133,6 +141,7 @@ def _search(
         activations=policies,
         schedules=((base.pipeline.schedule, base.pipeline.virtual_stages or 1),),
         rows=(rows,),
+        shares=has_budget or not on_cpu,
     )
     return search(subject, world.size, limits, base=base, space=space), base
 

@@ -20,7 +20,6 @@ from shardwise.memory import (
     LabelledTable,
     Unit,
     UnitChoice,
-    choose_units,
     in_own_precision,
     make_unit,
     open_disk,
@@ -31,27 +30,22 @@ from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.optim.precision.auto import settle
 from shardwise.parallel.conversions import Converted, check_plan, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
-from shardwise.parallel.experts import ExpertSplit, check_routers, expert_split
+from shardwise.parallel.experts import ExpertSplit
 from shardwise.parallel.model_axes import (
     Boxes,
-    boxes_after,
-    boxes_for,
     carry_out_experts,
     carry_out_split,
-    rows_for,
     sequence_parts,
-    split_of,
 )
+from shardwise.parallel.outline import outline
 from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout, stage_warnings
-from shardwise.parallel.sequence import check_model as check_sequence
+from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_warnings
 from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck
 from shardwise.plan import Budget, Offload, Plan, flatten
-from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
-from shardwise.runtime import check_backend
-from shardwise.runtime.activations import Treatments, treatments_for
+from shardwise.runtime.activations import Treatments
 from shardwise.system.calibration import readable_calibration
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.telemetry import ByteMeter
@@ -216,31 +210,20 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     `known` is the current layout of a model that is already sharded.
     """
     mesh = mesh_for(plan, world.size, world.local_size)
-    had = known.experts if known is not None else None
-    parts = known.boxes if known is not None else None
-    experts = expert_split(model, plan, mesh, world.rank, had)
-    rows = rows_for(model, plan, mesh, experts, parts)
-    tables = [row.table.on(mesh) for row in rows.values()]
-    if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
-        check_sequence(model, plan)
-    check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
-    split = split_of(model, plan, mesh, world.rank, experts) if known is None else None
-    if parts is None:
-        boxes = boxes_for(model, mesh, world.rank, split, experts)
-    else:
-        boxes = boxes_after(model, mesh, world.rank, parts, had, experts)
-    if plan.paths == "by_rank" and has_pipeline(mesh):
-        raise ConfigError(
-            f"paths is by_rank, but along {STAGES} ranks also wait for what other stages send, so all call the same "
-            f"modules. Leave paths out of the plan, or {STAGES} out of the mesh."
-        )
-    stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
-    check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
-    choices = choose_units(model, plan, parts)
-    treatments = treatments_for(model, choices, plan)
-    if stages is not None:
-        treatments.check_stages(model, stages.pieces)
-    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages, treatments)
+    parts, had = (None, None) if known is None else (known.boxes, known.experts)
+    found = outline(model, plan, mesh, world.rank, parts=parts, had=had)
+    return Design(
+        plan,
+        mesh,
+        table_for(plan, mesh),
+        found.choices,
+        found.rows,
+        found.boxes,
+        found.split,
+        found.experts,
+        found.stages,
+        found.treatments,
+    )
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:

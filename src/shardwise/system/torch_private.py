@@ -48,6 +48,8 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "UncompiledMode",
+    "asks_device",
     "dispatch_modes",
     "graph_task",
     "is_traceable_wrapper_subclass_type",
@@ -95,6 +97,24 @@ whose reader crashes."""
 TENSOR_ATTRIBUTES: Mapping[str, Any] = vars(torch._C.TensorBase)
 """The descriptors of `grad`, `data` and `requires_grad`: what `__torch_function__` is called with for them. Parameters
 at rest, and deferred ones, know them by these."""
+
+
+class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """A mode for code that is never compiled: torch would switch dynamo off and on at each operator, for a fifth of the
+    time of a rehearsal."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+_ASKS_DEVICE = torch.ops.prim.device.default
+
+
+def asks_device(func: object, args: Any) -> bool:
+    """Whether autograd only asks a fake tensor for its device, as it does oftener than it computes: a mode that answers
+    at once (`args[0].device`) spares those below it."""
+    return func is _ASKS_DEVICE and type(args[0]) is FakeTensor
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

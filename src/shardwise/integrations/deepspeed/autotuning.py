@@ -26,9 +26,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
 from shardwise.fit.candidates import Candidate
+from shardwise.fit.equal_blocks import without_values
 from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware_here import hardware_here
-from shardwise.fit.model_subject import ModelSubject, without_values
+from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Limits
 from shardwise.integrations.deepspeed.config import TranslatedConfig, load_config, read_config
 from shardwise.integrations.deepspeed.fields import AUTOTUNING

@@ -4,6 +4,7 @@ Formulas by layer would be a list of layers, and never complete. Here the model 
 the hooks that train it.
 """
 
+from shardwise.runtime.rehearsal.integers import is_small_integers
 from shardwise.runtime.rehearsal.rebound import rebind
 from shardwise.runtime.rehearsal.rehearse import (
     Around,
@@ -17,4 +18,16 @@ from shardwise.runtime.rehearsal.rehearse import (
 )
 from shardwise.runtime.rehearsal.twin import Twin
 
-__all__ = ["Around", "Loss", "Take", "Twin", "Watch", "Work", "nothing_around", "rebind", "rehearse", "rehearse_work"]
+__all__ = [
+    "Around",
+    "Loss",
+    "Take",
+    "Twin",
+    "Watch",
+    "Work",
+    "is_small_integers",
+    "nothing_around",
+    "rebind",
+    "rehearse",
+    "rehearse_work",
+]

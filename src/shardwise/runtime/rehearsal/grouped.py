@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.system.torch_private import TorchDispatchMode
+from shardwise.system.torch_private import UncompiledMode
 
 NUM_KERNELS = 1024
 LEAST_KERNEL_BYTES = 44 * 2**10
@@ -27,7 +27,7 @@ ALIGNMENT_BYTES = 16
 """Rows of the output of torch's kernel begin at multiples of this."""
 
 
-class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class GroupedProducts(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
     """Above a `FakeTensorMode`: computes shapes of grouped products in all dtypes; torch's own fake kernel has bf16
     only."""
 

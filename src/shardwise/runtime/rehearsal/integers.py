@@ -18,7 +18,7 @@ from shardwise.system.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    TorchDispatchMode,
+    UncompiledMode,
     tree_leaves,
     unset_fake_temporarily,
 )
@@ -28,7 +28,7 @@ SMALL_NUMEL = 2**22
 memory."""
 
 
-class Integers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class Integers(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
     """Above a `FakeTensorMode`: runs operations whose inputs and outputs are all small integers.
 
     Random ones are not run, because a rehearsal draws no numbers.
@@ -51,7 +51,7 @@ class Integers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             foreseen = func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):
             foreseen = None  # depends on the values
-        if not all(_is_small_integers(tensor) for tensor in _tensors(foreseen)):
+        if not all(is_small_integers(tensor) for tensor in _tensors(foreseen)):
             return foreseen
         with unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
@@ -62,10 +62,11 @@ def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     It has values if those are known small integers, otherwise no bytes.
     """
-    if _is_small_integers(tensor) and _has_values(tensor):
+    if is_small_integers(tensor) and _has_values(tensor):
         with unset_fake_temporarily():
             return tensor.detach().clone().to(device)
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    dtype = torch.float64 if is_small_integers(tensor) else tensor.dtype  # small integers would be what is in memory
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device).to(tensor.dtype)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)
@@ -79,7 +80,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta or _is_inexact(tensor))
 
 
-def _is_small_integers(tensor: torch.Tensor) -> bool:
+def is_small_integers(tensor: torch.Tensor) -> bool:
     return not _is_inexact(tensor) and tensor.numel() <= SMALL_NUMEL
 
 

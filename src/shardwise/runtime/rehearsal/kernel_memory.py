@@ -1,4 +1,12 @@
-"""Temporary memory inside operators, which no result of theirs shows: of attention's backward on GPUs.
+"""What kernels of accelerators hold otherwise than those of CPUs, and what they hold that no result of theirs shows.
+
+[Note: other devices] A plan for GPUs is often made on a machine without one. torch without a device's libraries can
+make no autograd graph of tensors that claim to be there (their metadata asks for its device guard), so the rehearsal
+runs on fake tensors of a CPU, with the memory of an accelerator: blocks of its allocator, and no allowances for a
+process and its heap. Most operators are the same on both. `OfAccelerators` has those that are not and are known:
+dropout, which keeps its mask in bytes there and noise in the dtype of the input on a CPU; and attention with dropout,
+which CPUs compute from whole matrices of scores. Other kernels that a GPU alone has (attention whose values have other
+widths than its keys, convolutions' workspaces) are counted as on a CPU: a machine with a GPU counts them exactly.
 
 [Note: attention's backward] FlashAttention-2 sums the gradient of the queries in fp32, in a buffer whose tokens are
 rounded up to 128 and widths to 32 (64 above a width of 128), beside one number per token; with fewer heads of keys than
@@ -15,20 +23,63 @@ all three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 ROWS, WIDTH, WIDE_WIDTH, WIDEST_NARROW = 128, 32, 64, 128
-FP32_BYTES = 4
+FP32_BYTES, HALF_BYTES = 4, 2
+_FLASH_BACKWARDS = (
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 
 
-def kernel_bytes(func: Callable[..., Any], args: Sequence[Any]) -> int:
+class OfAccelerators(TorchFunctionMode):
+    """Computes on fake tensors of a CPU what accelerators compute otherwise: see [Note: other devices]."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            return _attention_without_dropout(*args, **kwargs)
+        if func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention_without_dropout(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001  # what is dropped is drawn again in the backward, and takes no memory
+    **more: Any,
+) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, **more)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if training and 0 < p < 1 and not inplace:
+        return torch.native_dropout(input, p, training)[0]
+    return functional.dropout(input, p, training, inplace)
+
+
+def kernel_bytes(func: Callable[..., Any], args: Sequence[Any], *, on_cpu: bool) -> int:
     """What `func` allocates beside its results, as far as it is known; 0 otherwise."""
-    if func is not torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+    if on_cpu or func not in _FLASH_BACKWARDS:
         return 0
     query, key = args[1], args[2]
+    if query.element_size() > HALF_BYTES:  # another kernel's, which counts as a CPU's where there is no GPU
+        return 0
     return flash_backward_bytes(query.shape, key.shape, query.element_size())
 
 

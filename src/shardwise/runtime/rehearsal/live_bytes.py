@@ -11,7 +11,8 @@ import torch
 
 from shardwise.runtime.rehearsal.kernel_memory import kernel_bytes
 from shardwise.system.torch_private import (
-    TorchDispatchMode,
+    UncompiledMode,
+    asks_device,
     is_traceable_wrapper_subclass_type,
     storage_id,
     tree_leaves,
@@ -28,24 +29,25 @@ one near its top: it stays as large as it has been. A GPT of 34 M parameters in 
 MiB, none."""
 
 
-class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class LivingBytes(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
     """Inside `with`, counts storages that are allocated by operations of this thread and of its backwards.
 
     Storages of the `apart` tensors, such as parameters, are not counted. Temporary memory inside a kernel is counted
     where it is known: see `kernel_memory.py`.
     """
 
-    def __init__(self, apart: Iterable[torch.Tensor], granule_bytes: int = 1) -> None:
+    def __init__(self, apart: Iterable[torch.Tensor], *, on_cpu: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         strided = [tensor for tensor in apart if tensor.layout is torch.strided]
         self._apart = {storage_id(tensor.untyped_storage()): tensor for tensor in strided}
-        self._granule_bytes = granule_bytes
+        self._on_cpu = on_cpu
+        self._granule_bytes = 1 if on_cpu else DEVICE_BLOCK_BYTES
         self._bytes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
         self.heap_bytes = self.peak_heap_bytes = 0
-        """Those in blocks that glibc takes from the heap, and the most of them."""
+        """Those in blocks that glibc takes from the heap, on a CPU, and the most of them."""
 
     def count(self, values: object) -> None:
         """Count the storages of all tensors in nested tuples, lists and dicts that are not counted yet."""
@@ -68,7 +70,7 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         num_bytes = -(-storage.nbytes() // self._granule_bytes) * self._granule_bytes
         before = self._bytes.get(key, 0)  # a known storage may have been resized
         self.live_bytes += num_bytes - before
-        self.heap_bytes += _in_heap(num_bytes) - _in_heap(before)
+        self.heap_bytes += self._in_heap(num_bytes) - self._in_heap(before)
         self.peak_heap_bytes = max(self.peak_heap_bytes, self.heap_bytes)
         self._bytes[key] = num_bytes
         if key not in self._refs:
@@ -78,7 +80,7 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         del self._refs[key]
         num_bytes = self._bytes.pop(key)
         self.live_bytes -= num_bytes
-        self.heap_bytes -= _in_heap(num_bytes)
+        self.heap_bytes -= self._in_heap(num_bytes)
 
     def __torch_dispatch__(
         self,
@@ -87,13 +89,14 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if asks_device(func, args):
+            return args[0].device
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # then it computes with what it wraps, and that is counted
         result = func(*args, **(kwargs or {}))
         self.count(result)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + kernel_bytes(func, args))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + kernel_bytes(func, args, on_cpu=self._on_cpu))
         return result
 
-
-def _in_heap(num_bytes: int) -> int:
-    return num_bytes if num_bytes < HEAP_BLOCK_BYTES else 0
+    def _in_heap(self, num_bytes: int) -> int:
+        return num_bytes if self._on_cpu and num_bytes < HEAP_BLOCK_BYTES else 0

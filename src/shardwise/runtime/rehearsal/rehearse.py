@@ -32,7 +32,8 @@ from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.rehearsal.grouped import GroupedProducts
 from shardwise.runtime.rehearsal.integers import Integers, like
-from shardwise.runtime.rehearsal.live_bytes import DEVICE_BLOCK_BYTES, LivingBytes
+from shardwise.runtime.rehearsal.kernel_memory import OfAccelerators
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.refusal import refusal
 from shardwise.runtime.rehearsal.twin import Twin, TwinFlat
 from shardwise.runtime.split_backward import Halves
@@ -92,6 +93,7 @@ def rehearse(  # noqa: PLR0913  # what its callers vary, and who follows
     around: Around | None = None,
     treatments: Treatments | None = None,
     watch: Watch | None = None,
+    on_cpu: bool | None = None,
 ) -> Activations:
     """The activations of one forward and backward of `model` on `batch`. Changes neither; needs no other rank.
 
@@ -100,7 +102,8 @@ def rehearse(  # noqa: PLR0913  # what its callers vary, and who follows
     without `loss`, from the output itself if it is a tensor, or its `loss`, or else the sum of its floating-point
     tensors. As in `loss = model(...)`, the rest of the output is freed before the backward. `units` are those of the
     model, whose parameters may be on the meta device. `around` is entered with the model's copy while that computes.
-    `treatments`: the units whose activations are recomputed or offloaded. `watch` follows each pass.
+    `treatments`: the units whose activations are recomputed or offloaded. `watch` follows each pass. `on_cpu`: whether
+    the memory is that of a CPU; by default, whether `device` is one ([Note: other devices]).
 
     Raises `ModelError` for a model that reads values of floating-point tensors or fails on the batch, and `ConfigError`
     for a `batch` of another type.
@@ -110,7 +113,15 @@ def rehearse(  # noqa: PLR0913  # what its callers vary, and who follows
         return partial(_back_and_forth, twin.model, loss or loss_in, around or nothing_around)
 
     return rehearse_work(
-        prepare, model, units, batch, device=device, compute=compute, treatments=treatments, watch=watch
+        prepare,
+        model,
+        units,
+        batch,
+        device=device,
+        compute=compute,
+        treatments=treatments,
+        watch=watch,
+        on_cpu=on_cpu,
     )
 
 
@@ -128,7 +139,7 @@ def _back_and_forth(model: nn.Module, loss: Loss, around: Around, take: Take, _:
         (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
 
 
-def rehearse_work(
+def rehearse_work(  # noqa: PLR0913  # likewise
     prepare: Callable[[Twin], Work],
     model: nn.Module,
     units: Sequence[Unit],
@@ -138,21 +149,26 @@ def rehearse_work(
     compute: Dtype,
     treatments: Treatments | None = None,
     watch: Watch | None = None,
+    on_cpu: bool | None = None,
 ) -> Activations:
     """As `rehearse`, for another kind of forward and backward: `prepare` makes the work for the copy of `model`, once
     its hooks are registered. The work may run several times."""
     args, kwargs = _arguments(batch)
+    on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
     fakes, products = FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts()
-    with fakes, Integers(), products, torch.enable_grad():
+    elsewhere_kernels = OfAccelerators() if device.type == "cpu" and not on_cpu else nullcontext()
+    with fakes, Integers(), products, elsewhere_kernels, torch.enable_grad():
         twin = Twin(model, units, device)
-        stage = _Stage(twin, device, watch)
+        stage = _Stage(twin, on_cpu, watch)
         work = prepare(twin)
         on_host = RehearsedStore(None if watch is None else partial(_copied, watch, "host"))
         on_disk = RehearsedDiskStore(None if watch is None else partial(_copied, watch, "disk"))
         elsewhere = {"offload": on_host, "disk": on_disk}
         if treatments:
-            waits, resting = device.type != "cpu", twin.resting
-            keepers = {policy: Offloading(store, device, resting, waits=waits) for policy, store in elsewhere.items()}
+            resting = twin.resting
+            keepers = {
+                policy: Offloading(store, device, resting, waits=not on_cpu) for policy, store in elsewhere.items()
+            }
             by_site = {twin.copied(site): treatment for site, treatment in treatments.by_site.items()}
             TreatedSites(by_site, keepers).install()
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
@@ -168,7 +184,6 @@ def rehearse_work(
                 raise refusal(error, model) from error
             if not stage.is_wiser:
                 break
-    on_cpu = device.type == "cpu"
     process_bytes = process_bytes_for(compute) + products.kernel_bytes if on_cpu else 0
     return Activations(
         tuple(stage.marks),
@@ -225,10 +240,9 @@ def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class _Stage:
     """Listens to the hooks of the copied model, as the runner does in training, and records moments."""
 
-    def __init__(self, twin: Twin, device: torch.device, watch: Watch | None = None) -> None:
-        self._twin, self._watch = twin, watch
+    def __init__(self, twin: Twin, on_cpu: bool, watch: Watch | None = None) -> None:
+        self._twin, self._on_cpu, self._watch = twin, on_cpu, watch
         self._resting = twin.resting
-        self._granule_bytes = 1 if device.type == "cpu" else DEVICE_BLOCK_BYTES
         self._hooks = Hooks(twin.model, twin.units, self, Halves())
         self.marks: list[Mark] = []
         self.peak_heap_bytes = 0
@@ -244,7 +258,7 @@ class _Stage:
         self._reached.clear()
         dtype = torch_dtype(compute) if compute in ("bf16", "fp16") else None
         watching = nullcontext() if self._watch is None else self._watch.during(self._resting)
-        with LivingBytes(self._resting, self._granule_bytes) as self._living, watching:
+        with LivingBytes(self._resting, on_cpu=self._on_cpu) as self._living, watching:
             self._living.count(batch)
             work(lambda: batch if dtype is None else cast_floating(batch, dtype), self._living)
         self._forget_callers()

@@ -1,0 +1,76 @@
+"""What a plan makes of a model on one mesh: how each axis splits it, its units, and how their activations are treated.
+
+Everything is computed and checked before anything is changed, for a model that may be on the meta device: `shard`, the
+search for a plan and `explain` refuse the same, with the same words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.memory import LabelledTable, UnitChoice, choose_units
+from shardwise.parallel.experts import ExpertSplit, check_routers, expert_split
+from shardwise.parallel.model_axes import Boxes, boxes_after, boxes_for, rows_for, split_of
+from shardwise.parallel.pipeline import AXIS as STAGES
+from shardwise.parallel.pipeline import StageLayout, has_pipeline, stage_layout
+from shardwise.parallel.sequence import check_model as check_sequence
+from shardwise.parallel.tensor import ModelSplit
+from shardwise.plan import Plan
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.runtime import check_backend
+from shardwise.runtime.activations import Treatments, treatments_for
+
+
+@dataclass(frozen=True)
+class Outline:
+    """`boxes` are one rank's parts of parameters, if an axis cuts or copies them."""
+
+    choices: list[UnitChoice]
+    rows: dict[nn.Parameter, LabelledTable]
+    boxes: Boxes
+    split: ModelSplit | None = None
+    """How the model itself is split along `tp`."""
+    experts: ExpertSplit | None = None
+    stages: StageLayout | None = None
+    treatments: Treatments = field(default_factory=Treatments)
+
+
+def outline(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    rank: int,
+    *,
+    parts: Boxes | None = None,
+    had: ExpertSplit | None = None,
+) -> Outline:
+    """For `rank` of `mesh`. A model that is already sharded comes with its `parts`, and how its experts are split.
+
+    Raises `ConfigError` or `ModelError` if the plan is impossible for this model.
+    """
+    experts = expert_split(model, plan, mesh, rank, had)
+    rows = rows_for(model, plan, mesh, experts, parts)
+    tables = [table.on(mesh) for table in {row.table for row in rows.values()}]
+    if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
+        check_sequence(model, plan)
+    check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
+    split = split_of(model, plan, mesh, rank, experts) if parts is None else None
+    if parts is None:
+        boxes = boxes_for(model, mesh, rank, split, experts)
+    else:
+        boxes = boxes_after(model, mesh, rank, parts, had, experts)
+    if plan.paths == "by_rank" and has_pipeline(mesh):
+        raise ConfigError(
+            f"paths is by_rank, but along {STAGES} ranks also wait for what other stages send, so all call the same "
+            f"modules. Leave paths out of the plan, or {STAGES} out of the mesh."
+        )
+    stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
+    check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
+    choices = choose_units(model, plan, parts)
+    treatments = treatments_for(model, choices, plan)
+    if stages is not None:
+        treatments.check_stages(model, stages.pieces)
+    return Outline(choices, rows, boxes, split, experts, stages, treatments)

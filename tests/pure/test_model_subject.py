@@ -1,0 +1,266 @@
+"""Models as the subject of a search: equal blocks are rehearsed once, axes that split a model are tried and refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.errors import ConfigError, ModelError
+from shardwise.fit.candidates import Candidate, Space
+from shardwise.fit.equal_blocks import EqualBlocks, FewBlocks, equal_blocks, treats_alike, without_values
+from shardwise.fit.foreseen import Counted, count_step
+from shardwise.fit.hardware import Disk, hardware
+from shardwise.fit.model_subject import ModelSubject
+from shardwise.fit.search import Found, Limits, search
+from shardwise.parallel.outline import outline
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from tests.models import Decoder, Gpt, Mixture, Stack
+
+H100 = hardware("h100-sxm")
+ONE = Mesh(("dp",), (1,))
+ROOMY = Limits(2**34, 2**36)
+
+
+def on_meta(build: Callable[..., nn.Module], **sizes: Any) -> nn.Module:
+    with torch.device("meta"):
+        return build(**sizes)
+
+
+def tokens(rows: int = 2, length: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, length, dtype=torch.long)
+
+
+class Skips(Stack):
+    """As a U-Net: each block of the second half also gets what its counterpart has returned."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden, kept = self.tokens(x), []
+        half = len(self.blocks) // 2
+        for block in self.blocks[:half]:
+            hidden = block(hidden)
+            kept.append(hidden * 2)
+        for block in self.blocks[half:]:
+            hidden = block(hidden + kept.pop()) if kept else block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+class Counts(Decoder):
+    """Knows how many blocks it has."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks=num_blocks)
+        self.num = num_blocks
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        for place in range(self.num):
+            hidden = self.blocks[place](hidden)
+        return self.head(hidden)
+
+
+def counted(policy: str, rows: int = 2) -> Callable[[nn.Module], Counted]:
+    plan = Plan(preset="zero3", precision="bf16", activations={"policy": policy})  # type: ignore[arg-type]
+    return lambda model: count_step(model, tokens(rows), plan, ONE, counts_work=True, on_cpu=False)[0]
+
+
+@pytest.mark.parametrize("policy", ["keep", "selective", "recompute", "offload"])
+def test_equal_blocks_are_counted_once(policy: str) -> None:
+    """All that a rehearsal of the whole model finds, to the byte and the operation."""
+    model = on_meta(Decoder, num_blocks=9, recomputes=False)
+    of_few = FewBlocks.of(model)
+    assert of_few.blocks == EqualBlocks("blocks", 9)
+    rehearsed: list[int] = []
+
+    def count(rows: int) -> Callable[[nn.Module], Counted]:
+        def counts(fewer: nn.Module) -> Counted:
+            rehearsed.append(len(fewer.blocks))
+            return counted(policy, rows)(fewer)
+
+        return counts
+
+    def whole(rows: int) -> Counted:
+        return counted(policy, rows)(copy.deepcopy(model))
+
+    assert of_few.count(count(2)) == whole(2)
+    few = rehearsed[-2]
+    assert rehearsed[-1] == few + 1 <= 6
+    rehearsed.clear()
+    assert of_few.count(count(3)) == whole(3)
+    assert rehearsed == [few], "for other samples it is known that few blocks tell"
+
+
+def test_blocks_that_are_not_alike_are_rehearsed_one_by_one() -> None:
+    """Where a block differs in a number, a shape or a tensor that it shares, there are no equal ones. Where what they
+    do depends on how many there are, copies with few do not tell."""
+
+    def changed(change: Callable[[nn.ModuleList], object]) -> EqualBlocks | None:
+        model = Stack(8)
+        change(model.blocks)
+        return equal_blocks(model)
+
+    assert changed(lambda _: None) == EqualBlocks("blocks", 8)
+    assert changed(lambda blocks: setattr(blocks[5], "window", 7)) is None
+    assert changed(lambda blocks: setattr(blocks[5].norm1, "eps", 0.1)) is None
+    assert changed(lambda blocks: setattr(blocks[5], "up", nn.Linear(32, 64))) is None
+    assert changed(lambda blocks: setattr(blocks[5], "up", blocks[4].up)) is None
+    assert changed(lambda blocks: blocks[5].up.weight.requires_grad_(False)) is None
+
+    def numbered(blocks: nn.ModuleList) -> None:
+        for place, block in enumerate(blocks):
+            block.place = place
+
+    assert changed(numbered) == EqualBlocks("blocks", 8), "a place is not a difference"
+    assert equal_blocks(Stack(5)) is None, "too few to be worth it"
+    for build in (Skips, Counts):
+        of_few = FewBlocks.of(on_meta(build, num_blocks=8))
+        assert of_few.blocks is not None
+        assert of_few.count(counted("keep")) is None, build
+    assert treats_alike(Plan(tensor={"plan": {"blocks.*.up": "column"}}))  # type: ignore[arg-type]
+    for more in (
+        {"tensor": {"plan": {"blocks.3.up": "column"}}},
+        {"activations": {"policy": "recompute", "every": 2}},
+        {"rules": {"some": {"params": ["*3*"], "activations": {"policy": "recompute"}}}},
+    ):
+        assert not treats_alike(Plan(**more)), more  # type: ignore[arg-type]
+
+
+def searched(model: nn.Module, batch: Any, axis: str, world_size: int = 4) -> Found:
+    subject = ModelSubject(model, batch, H100, 16, Plan(preset="zero3"), on_cpu=False)
+    space = Space(presets=("zero3",), axes=(axis,), activations=("keep",), rows=(2, 4))
+    return search(subject, world_size, ROOMY, base=subject.base, space=space)
+
+
+@pytest.mark.parametrize(
+    ("axis", "build", "batch"),
+    [("sp", Gpt, (torch.zeros(2, 16, dtype=torch.long), torch.arange(16).repeat(2, 1))), ("ep", Mixture, tokens())],
+)
+def test_axes_are_tried(axis: str, build: Callable[..., nn.Module], batch: Any) -> None:
+    """Sequences and experts are split, and what that sends takes time."""
+    found = searched(on_meta(build), batch, axis)
+    assert not found.refused
+    by_size = {one.candidate.size(axis): one.found for one in found.evaluated if one.candidate.rows == 2}
+    assert by_size.keys() == {1, 2, 4}
+    assert by_size[4].parts[f"waiting along {axis}"] > by_size[1].parts.get(f"waiting along {axis}", 0.0)
+
+
+class Reads(Gpt):
+    """Reads neighbouring tokens, which `sp` puts on other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(32, 32, 3, padding=1)
+
+
+@pytest.mark.parametrize(
+    ("axis", "build"), [("sp", Reads), ("ep", Gpt), ("tp", Gpt)], ids=["convolution", "no experts", "no plan"]
+)
+def test_axes_are_refused_as_shard_refuses_them(axis: str, build: Callable[..., nn.Module]) -> None:
+    """Once for each size, with the words of the check, and what has no such axis is chosen."""
+    model = on_meta(build)
+    batch = torch.zeros(2, 16, dtype=torch.long), torch.arange(16).repeat(2, 1)
+    with pytest.raises((ConfigError, ModelError)) as raised:
+        outline(model, Plan(preset="zero3", mesh={"dp": 2, axis: 2}), Mesh(("dp", axis), (2, 2)), 0)
+    found = searched(model, batch, axis)
+    assert str(raised.value) in found.refused.values()
+    assert {one.candidate.size(axis) for one in found.evaluated} == {1}
+
+
+class LooksUp(Stack):
+    """Looks positions up in a table of its own, as BERT does."""
+
+    def __init__(self) -> None:
+        super().__init__(1, length=8)
+        self.register_buffer("places", torch.arange(8).flip(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.gather(self.places.expand(len(x), -1), 1, self.places[: x.shape[1]].expand(len(x), -1))
+        return self.logits_of(self.tokens(x) + self.positions(places)).square().mean()
+
+
+def test_integers_of_a_model_keep_their_values_or_have_none() -> None:
+    """A copy without values knows them; in a model that was built without, they are not what is in memory."""
+    x = torch.zeros(2, 6, dtype=torch.long)
+    copied = without_values(LooksUp())
+    assert torch.equal(copied.places, torch.arange(8).flip(0))
+    assert copied.positions.weight.is_meta
+    for model in (copied, on_meta(LooksUp)):
+        (found,) = count_step(model, x, Plan(preset="zero3"), ONE, counts_work=True)
+        assert found.activations.marks[-1].live_bytes > 0
+
+
+class Drops(Stack):
+    """Drops some of what it attends to, and of its hidden values."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(x)
+        q = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        return F.dropout(attended.transpose(1, 2).flatten(2), 0.5).sum()
+
+
+def test_a_plan_for_devices_counts_their_memory() -> None:
+    """On a machine without one: blocks of their allocator, no heap, and kernels that drop without noise in memory."""
+    x = torch.zeros(2, 512, dtype=torch.long)
+    plan = Plan(preset="zero3", precision="bf16")
+    on_cpu, on_device = (
+        count_step(on_meta(Drops), x, plan, ONE, on_cpu=on_cpu)[0].activations for on_cpu in (True, False)
+    )
+    scores = 2 * 4 * 512 * 512 * 2
+    assert max(mark.peak_bytes for mark in on_cpu.marks) > scores > max(mark.peak_bytes for mark in on_device.marks)
+    assert on_cpu.process_bytes
+    assert not on_device.process_bytes
+    assert all(mark.live_bytes % 512 == 0 and mark.heap_bytes == 0 for mark in on_device.marks)
+
+
+def test_what_does_not_fit_leaves_the_device_in_part() -> None:
+    """As little as a budget would take, and the rest of the host's limit goes to a disk."""
+    subject = ModelSubject(on_meta(Decoder, num_blocks=12, width=128), tokens(), H100, 8, Plan(), on_cpu=False)
+    sizes = (("dp", 2),)
+    whole, offloaded = (subject.evaluate(Candidate(preset, sizes, 2, 2)) for preset in ("zero3", "zero3-offload"))
+    device_bytes = (whole.device_bytes + offloaded.device_bytes) // 2
+    space = Space(presets=("zero3",), axes=(), activations=("keep",), rows=(2,))
+    found = search(subject, 2, Limits(device_bytes), base=subject.base, space=space)
+    best = found.best[0]
+    assert best.candidate.offload is not None
+    assert 0 < best.candidate.offload.optim < 1
+    assert best.candidate.disk is None
+    assert device_bytes - whole.device_bytes // 12 < best.found.device_bytes <= device_bytes
+    assert whole.seconds < best.found.seconds < offloaded.seconds
+    assert best.candidate.plan(subject.base).offload == best.candidate.offload
+    reasons = {one.what: one.reason for one in found.why_not}
+    assert reasons["all on the device"].endswith("too much on a device")
+    with pytest.raises(ConfigError, match="No plan fits on 2 ranks"):
+        search(subject, 2, Limits(device_bytes), base=subject.base, space=replace(space, shares=False))
+
+    disk = Disk(read_bytes_per_second=3e9, write_bytes_per_second=3e9)
+    subject.hardware, subject.disk = H100.model_copy(update={"disk": disk}), "/scratch"
+    limits = Limits(device_bytes, best.found.host_bytes * 9 // 10)
+    candidate = search(subject, 2, limits, base=subject.base, space=space).best[0].candidate
+    assert candidate.offload is not None
+    assert 0 < candidate.offload.optim_disk < candidate.offload.optim
+    assert candidate.plan(subject.base).disk == "/scratch"
+    assert "of the states on a disk" in str(candidate)
+
+
+def test_what_a_plan_computes_at_least() -> None:
+    """For any preset, and in equal parts for ranks that share a model; never more than a step takes."""
+    subject = ModelSubject(on_meta(Decoder, num_blocks=4), tokens(), H100, 16, Plan(), on_cpu=False)
+    plain, in_stages = (("dp", 4),), (("pp", 2), ("dp", 2))
+    nodes = Candidate("hsdp", (("node", 2), ("local", 2)), 2, 2)
+    least = subject.least_seconds(nodes)
+    assert least == subject.least_seconds(Candidate("zero3", plain, 2, 2)) > 0
+    for candidate in (nodes, Candidate("zero3", plain, 2, 2), Candidate("zero1", in_stages, 2, 4)):
+        assert subject.least_seconds(candidate) <= subject.evaluate(candidate).seconds
