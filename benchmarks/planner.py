@@ -1,7 +1,8 @@
 """Predicted steps beside measured ones: random plans of three models on this machine's processors.
 
 The machine is to be calibrated first (`shardwise calibrate`), while it is as quiet as it will be here. A plan that this
-number of ranks cannot have is drawn again.
+number of ranks cannot have is drawn again. At the end the planner chooses for each model and precision, among all plans
+that could have been drawn, one for the step whose rows the fastest drawn plan has, and both are measured.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -24,20 +26,71 @@ from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from shardwise.errors import ShardwiseError
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
+from shardwise.fit.candidates import Space
 from shardwise.fit.clock import Timeline, time_ranks
-from shardwise.fit.foreseen import Counted, count_step, rank_units
+from shardwise.fit.foreseen import count_step, rank_units, updates_of
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.model_subject import ModelSubject, with_rows
+from shardwise.fit.search import Limits, search
 from shardwise.plan import Plan
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.placement import PRESETS, mesh_for
 from shardwise.system.calibration import read_calibration
 
 NUM_RANKS = 2
 NUM_PLANS, QUICK_PLANS = 30, 2
-SEED = 34
+SEED = 2026
+"""Not one whose plans anybody looked at while prices were mended."""
 PRESETS_TRIED = tuple(name for name, one in PRESETS.items() if len(one.axes) == 1 and name != "infinity")
 AXES: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"sp": 2})
 PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row"}
 POLICIES = (None, "recompute", "offload")
+OPTIMIZER = "adamw"
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """The predicted step of a plan. `peak_bytes` are those of the fullest rank, on all tiers but a disk, which on
+    processors are one process's memory."""
+
+    timeline: Timeline
+    peak_bytes: int
+
+
+class Runs:
+    """Measures plans, and keeps the rows."""
+
+    def __init__(self, hardware: Hardware, warm: int, steps: int, console: Console) -> None:
+        self.hardware = hardware
+        self.rows: list[Values] = []
+        self.num_failed = 0
+        self._options = [f"--warm={warm}", f"--steps={steps}"]
+        self._console = console
+
+    def row(self, model: str, plan: Values, samples: int) -> Values | None:
+        """A plan's predicted and measured step, of micro-batches of `samples`; `None` if it could not be measured."""
+        foreseen = foresee(MODELS[model], plan, self.hardware, samples)
+        options = [f"--model={model}", f"--plan={json.dumps(plan)}", f"--rows={samples}", *self._options]
+        try:
+            ranks = run_ranks("benchmarks.planner_rank", options, num_ranks=NUM_RANKS, timeout_seconds=300)
+        except RunError as error:
+            self._console.print(f"{model}, {plan}: {error}", markup=False)
+            self.num_failed += 1
+            return None
+        timeline = foreseen.timeline
+        return {
+            "model": model,
+            "plan": plan,
+            "samples": samples,
+            "predicted": timeline.step_seconds,
+            "roofline": sum(rank.least_seconds for rank in timeline.ranks) / len(timeline.ranks),
+            "measured": max(rank["seconds"] for rank in ranks),
+            "predicted_peak_bytes": foreseen.peak_bytes,
+            "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+            "explained": str(timeline),
+        }
 
 
 def main(args: argparse.Namespace, console: Console) -> int:
@@ -45,96 +98,179 @@ def main(args: argparse.Namespace, console: Console) -> int:
     hardware = calibrated_hardware(read_calibration(), this_machine()).with_ranks(NUM_RANKS)
     names = ("tiny",) if args.quick else ("narrow", "wide", "long")
     num_plans, warm, steps = (QUICK_PLANS, 2, 2) if args.quick else (NUM_PLANS, 3, 7)
-    result: dict[str, Any] = header(args.note) | {"benchmark": "planner", "hardware": hardware.model_dump(), "rows": []}
-    failed = 0
-    for model, plan in _drawn(names, num_plans, hardware):
-        predicted = foreseen(MODELS[model], plan, hardware)
-        options = [f"--model={model}", f"--plan={json.dumps(plan)}", f"--warm={warm}", f"--steps={steps}"]
-        try:
-            ranks = run_ranks("benchmarks.planner_rank", options, num_ranks=NUM_RANKS, timeout_seconds=300)
-        except RunError as error:
-            console.print(f"{model}, {plan}: {error}", markup=False)
-            failed += 1
-            continue
-        row = {
-            "model": model,
-            "plan": plan,
-            "predicted": predicted.step_seconds,
-            "roofline": sum(rank.least_seconds for rank in predicted.ranks) / len(predicted.ranks),
-            "measured": max(rank["seconds"] for rank in ranks),
-            "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
-            "explained": str(predicted),
-        }
-        result["rows"].append(row)
+    runs = Runs(hardware, warm, steps, console)
+    rows: list[Values] = []
+    chosen: list[Values] = []
+    result: Values = header(args.note) | {"benchmark": "planner", "hardware": hardware.model_dump(), "seed": SEED}
+    result |= {"rows": rows, "chosen": chosen}
+    for model, plan in drawn(names, num_plans, hardware):
+        row = runs.row(model, plan, MODELS[model].samples)
+        rows += [] if row is None else [row]
         file = write_result(args.out / "planner.json", result)
-    if not result["rows"]:
+    if not rows:
         return 1
-    _show(result["rows"], console)
+    for best in fastest(rows):
+        auto = chosen_plan(best, hardware)
+        pair = [runs.row(best["model"], plan, samples) for plan, samples in (auto, (best["plan"], best["samples"]))]
+        if None not in pair:
+            chosen.append({"chosen": pair[0], "best": pair[1]})
+        file = write_result(args.out / "planner.json", result)
+    _show(rows, console)
+    _show_chosen(chosen, console)
     console.print(f"\n{file}", markup=False)
-    return 1 if failed else 0
+    return 1 if runs.num_failed else 0
 
 
-def foreseen(size: ModelSize, values: dict[str, Any], hardware: Hardware) -> Timeline:
-    """The predicted step of a plan."""
+def foresee(size: ModelSize, values: Values, hardware: Hardware, samples: int) -> Foreseen:
+    """What a plan takes, with micro-batches of `samples`."""
     plan = Plan.model_validate(values)
     mesh = mesh_for(plan, NUM_RANKS)
     with torch.device("meta"):
         model = size.build()
-    kinds = rank_units(model, plan, mesh, optimizer="adamw", on_cpu=hardware.is_processor)
-    counted: list[Counted] = count_step(model, rows_of(size, 1), plan, mesh, counts_work=True)
+    kinds = rank_units(model, plan, mesh, optimizer=OPTIMIZER, on_cpu=hardware.is_processor)
+    batch = with_rows(rows_of(size, 1, samples), samples, samples, _size(mesh, SEQUENCE_AXIS))
+    counted = count_step(model, batch, plan, mesh, counts_work=True)
     programs = [kind.program(plan, one) for kind, one in zip(kinds, counted, strict=True)]
-    return time_ranks(programs, hardware, mesh, num_micro_batches=plan.accumulate)
+    held = [
+        program.step.footprint(num_micro_batches=plan.accumulate, activations=one.activations)
+        for program, one in zip(programs, counted, strict=True)
+    ]
+    peaks = [one.total + (0 if one.host is None else one.host.total) for one in held]
+    return Foreseen(time_ranks(programs, hardware, mesh, num_micro_batches=plan.accumulate), max(peaks))
 
 
-def _drawn(names: Sequence[str], count: int, hardware: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
+def drawn(names: Sequence[str], count: int, hardware: Hardware) -> Iterator[tuple[str, Values]]:
     """So many different plans that can be had, the same in every run."""
     draw = random.Random(SEED)
     seen: set[str] = set()
     while len(seen) < count:
         axes = draw.choice(AXES)
-        plan: dict[str, Any] = {"preset": draw.choice(PRESETS_TRIED), "accumulate": draw.choice((1, 2, 4))}
+        plan: Values = {"preset": draw.choice(PRESETS_TRIED), "accumulate": draw.choice((1, 2, 4))}
         plan |= {"mesh": {"dp": NUM_RANKS // (2 if axes else 1), **axes}}
         plan |= {"tensor": {"plan": PATTERNS}} if "tp" in axes else {}
         policy = draw.choice(POLICIES)
         plan |= {"activations": {"policy": policy}} if policy else {}
+        precision = draw.choice(precisions(hardware))
+        plan |= {"precision": precision} if precision else {}
         model = draw.choice(names)
         key = json.dumps([model, plan], sort_keys=True)
         if key in seen:
             continue
         try:
-            foreseen(MODELS[model], plan, hardware)
+            foresee(MODELS[model], plan, hardware, MODELS[model].samples)
         except ShardwiseError:
             continue
         seen.add(key)
         yield model, plan
 
 
-def errors_of(rows: Sequence[dict[str, Any]], of: str) -> list[float]:
+def precisions(hardware: Hardware) -> tuple[str | None, ...]:
+    """bf16 too where products of it are faster: elsewhere a processor has no instructions for them."""
+    rates = hardware.peak_flops
+    return (None, "bf16") if rates.get("bf16", 0.0) > rates["fp32"] else (None,)
+
+
+def fastest(rows: Sequence[Values]) -> list[Values]:
+    """The row that trains the most samples per second, of each model and precision."""
+    found: dict[tuple[str, str | None], Values] = {}
+    for row in rows:
+        key = row["model"], row["plan"].get("precision")
+        if key not in found or _sample_seconds(row) < _sample_seconds(found[key]):
+            found[key] = row
+    return list(found.values())
+
+
+def num_samples(row: Values) -> int:
+    """Of a step, on all ranks."""
+    found: int = row["samples"] * row["plan"].get("accumulate", 1) * row["plan"]["mesh"]["dp"]
+    return found
+
+
+def _sample_seconds(row: Values) -> float:
+    found: float = row["measured"] / num_samples(row)
+    return found
+
+
+def chosen_plan(best: Values, hardware: Hardware) -> tuple[Values, int]:
+    """The fastest plan that the planner finds for as many samples a step as `best` has, and its micro-batch."""
+    size = MODELS[best["model"]]
+    given = {name: value for name, value in best["plan"].items() if name == "precision"}
+    base = Plan.model_validate(given | {"tensor": {"plan": PATTERNS}})
+    model = size.build()
+    subject = ModelSubject(
+        model, rows_of(size, 1, 1), hardware, num_samples(best), base, updates_of(model, OPTIMIZER), num_states=0
+    )
+    axes = tuple(axis for one in AXES for axis in one)
+    space = Space(PRESETS_TRIED, axes, ("keep", "recompute", "offload"), (("1f1b", 1),))
+    limits = Limits(hardware.memory_bytes)
+    candidate = search(subject, NUM_RANKS, limits, base=base, space=space).best[0].candidate
+    plan = candidate.plan(base).model_dump(mode="json", exclude_unset=True)
+    plan["mesh"] = dict(candidate.sizes)
+    if candidate.size("tp") == 1:
+        del plan["tensor"]
+    return plan, candidate.rows
+
+
+def _size(mesh: Mesh, axis: str) -> int:
+    return mesh.size(axis) if axis in mesh.axes else 1
+
+
+def errors_of(rows: Sequence[Values], of: str, measured: str = "measured") -> list[float]:
     """Relative errors of the prediction called `of`."""
-    return [abs(row[of] / row["measured"] - 1) for row in rows]
+    return [abs(row[of] / row[measured] - 1) for row in rows]
 
 
-def rank_correlation(rows: Sequence[dict[str, Any]], of: str) -> float:
+def rank_correlation(rows: Sequence[Values], of: str) -> float:
     """Spearman's, of predicted and measured seconds."""
     places = [np.argsort(np.argsort([row[key] for row in rows])) for key in (of, "measured")]
     return float(np.asarray(np.corrcoef(places))[0, 1]) if len(rows) > 2 else 1.0
 
 
-def _show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    lines = [
-        [
-            row["model"],
-            json.dumps({key: value for key, value in row["plan"].items() if key != "tensor"}),
-            *(f"{row[key] * 1e3:.1f}" for key in ("measured", "predicted", "roofline")),
-            f"{row['predicted'] / row['measured'] - 1:+.0%}",
-        ]
-        for row in rows
-    ]
-    show_figures("planner", ["model", "plan", "measured ms", "predicted ms", "roofline ms", "error"], lines, console)
+def _show(rows: Sequence[Values], console: Console) -> None:
+    head = ["model", "plan", "measured ms", "predicted ms", "roofline ms", "error"]
+    head += ["measured MiB", "predicted MiB", "error"]
+    show_figures("planner", head, [_line(row) for row in rows], console)
     for of in ("predicted", "roofline"):
         errors = errors_of(rows, of)
         console.print(
-            f"{of}: median error {median(errors):.1%}, mean {mean(errors):.1%}, "
+            f"{of}: median error {median(errors):.1%}, mean {mean(errors):.1%}, at most {max(errors):.1%}, "
             f"rank correlation {rank_correlation(rows, of):.2f}",
             markup=False,
         )
+    errors = errors_of(rows, "predicted_peak_bytes", "peak_bytes")
+    console.print(
+        f"memory: median error {median(errors):.1%}, mean {mean(errors):.1%}, at most {max(errors):.1%}", markup=False
+    )
+
+
+def _line(row: Values) -> list[str]:
+    return [
+        row["model"],
+        _text_of(row["plan"]),
+        *(f"{row[key] * 1e3:.1f}" for key in ("measured", "predicted", "roofline")),
+        f"{row['predicted'] / row['measured'] - 1:+.0%}",
+        *(f"{row[key] / 2**20:.0f}" for key in ("peak_bytes", "predicted_peak_bytes")),
+        f"{row['predicted_peak_bytes'] / row['peak_bytes'] - 1:+.0%}",
+    ]
+
+
+def _show_chosen(chosen: Sequence[Values], console: Console) -> None:
+    lines = []
+    for pair in chosen:
+        auto, best = pair["chosen"], pair["best"]
+        seconds = [auto["measured"], auto["predicted"], best["measured"], best["predicted"]]
+        lines.append(
+            [
+                auto["model"],
+                f"{_text_of(auto['plan'])}, {auto['samples']} samples",
+                _text_of(best["plan"]),
+                *(f"{one * 1e3:.1f}" for one in seconds),
+                f"{auto['measured'] / best['measured'] - 1:+.0%}",
+            ]
+        )
+    head = ["model", "chosen", "fastest drawn", "measured ms", "predicted ms", "drawn ms", "predicted ms", "slower"]
+    show_figures("planner chooses", head, lines, console)
+
+
+def _text_of(plan: Values) -> str:
+    return json.dumps({key: value for key, value in plan.items() if key != "tensor"})

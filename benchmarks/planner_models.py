@@ -36,7 +36,7 @@ class ModelSize:
     num_blocks: int
     vocab: int
     samples: int
-    """Of a micro-batch on one rank."""
+    """Of a micro-batch on one data rank."""
     length: int
 
     def build(self) -> nn.Module:
@@ -51,7 +51,7 @@ MODELS: Mapping[str, ModelSize] = {
 }
 
 
-def rows_of(size: ModelSize, num_micro_batches: int) -> Tensor:
-    """Token ids of a rank's share of one step."""
-    shape = (size.samples * num_micro_batches, size.length)
+def rows_of(size: ModelSize, num_micro_batches: int, rows: int) -> Tensor:
+    """Token ids of a rank's share of one step, in micro-batches of `rows` samples."""
+    shape = (rows * num_micro_batches, size.length)
     return torch.randint(0, size.vocab, shape, generator=torch.Generator().manual_seed(1))

@@ -15,6 +15,7 @@ from benchmarks.figures import write_figures
 from benchmarks.planner_models import MODELS, rows_of
 from benchmarks.worker import warm_up
 from shardwise import World, shard
+from shardwise.plan.mesh import SEQUENCE_AXIS
 from shardwise.system.process_memory import PeakOverBaseline
 
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--plan", required=True)
+    parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--warm", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -33,7 +35,9 @@ def main() -> None:
             model = MODELS[args.model].build()
             plan = json.loads(args.plan)
             engine = shard(model, plan, optimizer=adamw(model), world=world)
-            rows = rows_of(MODELS[args.model], plan.get("accumulate", 1))
+            rows = rows_of(MODELS[args.model], plan.get("accumulate", 1), args.rows)
+            if SEQUENCE_AXIS in plan["mesh"]:
+                rows = engine.split_sequence(rows)
             seconds = []
             for _ in range(args.warm + args.steps):
                 world.barrier()

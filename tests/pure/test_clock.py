@@ -178,6 +178,20 @@ def test_offloaded_activations_leave_and_come_beside_the_computation() -> None:
     assert timeline.step_seconds == pytest.approx(1 + 1 + 1, rel=1e-5)  # fetched beside the last eviction
 
 
+def test_gradients_in_new_pages_take_longer_than_in_a_kept_buffer() -> None:
+    slow = TOY.model_copy(update={"fresh_blocks": ((2**20, 1.0),)})
+    for keeps in (True, False):
+        (unit,) = units("a", TWO)
+        unit = replace(unit, flats=tuple(replace(flat, keeps_grad_buffer=keeps) for flat in unit.flats))
+        step = plan_step((unit,), straight_trace((unit,)))
+        seconds = {
+            on.fresh_blocks: time_step(step, {"a": computing(1)}, on, TWO, num_micro_batches=2).step_seconds
+            for on in (TOY, slow)
+        }
+        new_pages = seconds[slow.fresh_blocks] - seconds[()]
+        assert new_pages == pytest.approx(0 if keeps else 2 * GATHERED / 2**20), "once in each backward"
+
+
 def test_micro_batches_that_repeat_are_not_simulated_and_take_as_long() -> None:
     """Exact: a program with all micro-batches written out takes the same time."""
     for preset in PRESETS:

@@ -140,6 +140,18 @@ def test_counting_sees_real_tensors_too() -> None:
     assert counting.num_flops == 2 * 8 * 4 * 2
 
 
+def test_results_are_allocated_and_views_and_changes_in_place_are_not() -> None:
+    left, right = torch.ones(4, 8), torch.ones(8, 2)
+    with CountedOperations() as counting:
+        made = left @ right
+        made.t().add_(1)
+        torch.empty(16, dtype=torch.uint8)
+        torch.nn.functional.layer_norm(left, (8,))
+    allocated = [one.allocated_bytes for one in counting.operations]
+    assert allocated == [(4 * 2 * 4,), (), (16,), (4 * 8 * 4, 4 * 4, 4 * 4)]
+    assert [one.kernels for one in counting.operations] == [1, 1, 0, 1], "an allocation alone starts nothing"
+
+
 SOURCE = """
 import torch
 from tests.pure.test_counted_work import Model, batch

@@ -114,6 +114,20 @@ def test_launches_count_beside_the_device_and_between_operators_of_a_processor()
     )
 
 
+def test_new_pages_cost_what_was_measured_and_in_proportion_beyond() -> None:
+    cpu = hardware("cpu").model_copy(update={"fresh_blocks": ((2**20, 0.0), (2**21, 1e-3), (2**22, 3e-3))})
+    copying = Operation("memory", num_bytes=0)
+    for num_bytes, seconds in ((2**10, 0), (2**20, 0), (3 * 2**19, 5e-4), (2**21, 1e-3), (2**22, 3e-3), (2**24, 12e-3)):
+        allocating = replace(copying, allocated_bytes=(num_bytes,))
+        assert cpu.operation_seconds(allocating) == pytest.approx(seconds)
+    twice = replace(product(64, 64, 64, "fp32", 4), allocated_bytes=(2**21, 2**21))
+    alone = replace(twice, allocated_bytes=())
+    assert cpu.operation_seconds(twice) == pytest.approx(cpu.operation_seconds(alone) + 2e-3)
+    assert H100.operation_seconds(replace(copying, allocated_bytes=(2**30,))) == 0, "a device keeps its blocks"
+    assert cpu.small_pages_seconds(2**22) == pytest.approx(3e-3)
+    assert H100.small_pages_seconds(2**30) == 0
+
+
 def test_ranks_share_a_processor() -> None:
     cpu = hardware("cpu")
     four = cpu.with_ranks(4)
@@ -141,18 +155,20 @@ def rows(peak: float, half_area: float, half_depth: float) -> list[tuple[int, in
 
 @given(st.floats(1e9, 1e15), st.floats(0, 1e6), st.floats(0, 1e3))
 def test_the_fit_finds_what_made_the_measurements(peak: float, half_area: float, half_depth: float) -> None:
-    measured = {"fp32": rows(peak, half_area, half_depth), "bf16": rows(2 * peak, half_area, half_depth)}
-    products, peaks = fit_products(measured)
-    found = H100.model_copy(update={"products": products, "peak_flops": peaks})
-    for dtype, some in measured.items():
-        for m, n, k, seconds in some:
-            assert found.product_seconds(m, n, k, dtype) == pytest.approx(seconds, rel=0.05)
+    measured = rows(peak, half_area, half_depth)
+    products, rate = fit_products(measured)
+    found = H100.model_copy(update={"products": products, "peak_flops": {"fp32": rate}})
+    for m, n, k, seconds in measured:
+        assert found.product_seconds(m, n, k, "fp32") == pytest.approx(seconds, rel=0.05)
 
 
 SPEEDS = Speeds(
     num_ranks=2,
-    products={"fp32": rows(1e11, 1e4, 64)},
-    attention=[(128, 1e9, 2e-2), (1024, 1e9, 1.2e-2)],
+    products={"fp32": rows(1e11, 1e4, 64), "bf16": rows(4e11, 1e5, 128)},
+    attention={
+        "fp32": [(128, 1e9, 2e-2), (1024, 1e9, 1.2e-2)],
+        "bf16": [(128, 1e9, 1e-2), (1024, 1e9, 4e-3)],
+    },
     memory=[(1e8, 2e-2)],
     copy_bytes_per_second=1e10,
     launch_seconds=3e-6,
@@ -162,7 +178,9 @@ SPEEDS = Speeds(
 
 def test_a_profile_follows_from_measurements() -> None:
     known = Calibration("here", memory=HostFigures(1e10, 1e9, 2, "today"))
-    found = hardware_from(SPEEDS, known, "mine")
+    found = hardware_from(SPEEDS, known, "mine", fresh_blocks=((2**20, 0.0), (2**22, 1e-3)))
+    assert found.fresh_blocks == ((2**20, 0.0), (2**22, 1e-3))
+    assert found.flat_seconds(1e10) == pytest.approx(1), "flat buffers are read and written as fast as a copy"
     assert found.ranks_share_device
     assert found.is_processor
     assert found.ranks_per_node == 2
@@ -170,6 +188,10 @@ def test_a_profile_follows_from_measurements() -> None:
     assert found.collective_seconds("all_gather", 2**25, range(2)) == pytest.approx(2e-5 + 2**24 / 4e9, rel=0.01)
     assert found.attention_seconds(1e9, 128, "fp32") == pytest.approx(2e-2, rel=0.02)
     assert found.attention_seconds(1e9, 1024, "fp32") == pytest.approx(1.2e-2, rel=0.02)
+    assert found.attention_seconds(1e9, 1024, "bf16") == pytest.approx(4e-3, rel=0.02), "each dtype has its own fit"
+    for dtype, some in SPEEDS.products.items():
+        for m, n, k, seconds in some:
+            assert found.product_seconds(m, n, k, dtype) == pytest.approx(seconds, rel=0.02)
     assert found.host is not None
     assert Hardware.model_validate(found.model_dump(exclude_none=True)) == found
 

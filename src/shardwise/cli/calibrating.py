@@ -15,8 +15,8 @@ from shardwise.cli.console import console_for_output
 from shardwise.cli.tier_bench import disk_figures, host_figures, link_figures, require_writable
 from shardwise.errors import ConfigError
 from shardwise.fit.calibrate import disk, host, links
-from shardwise.fit.calibrate.speed import Speeds, hardware_from, num_measured_ranks, this_machine
-from shardwise.fit.hardware import Disk, Hardware
+from shardwise.fit.calibrate.speed import hardware_from, measured_fresh_blocks, measured_speeds, this_machine
+from shardwise.fit.hardware import Disk, Hardware, fresh_seconds
 from shardwise.system.calibration import Calibration, default_path, read_calibration, write_calibration
 from shardwise.system.machine import num_cores
 from shardwise.system.units import format_bytes, format_count, format_seconds
@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if known.machine and known.machine != machine:
         known = Calibration(known.host)  # the file came from elsewhere, or the machine has changed
     known = _measured(known, args.disk)
-    told = links.measured_by_ranks("shardwise.fit.calibrate.speed_rank", num_measured_ranks(), DTYPES, {})
-    speeds = Speeds(**told)
+    speeds, fresh = measured_speeds(DTYPES), measured_fresh_blocks()
     at_disk = known.disk_at(args.disk) if args.disk else next(iter(known.disks.values()), None)
     found = hardware_from(
         speeds,
@@ -45,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         else Disk(
             read_bytes_per_second=at_disk.read_bytes_per_second, write_bytes_per_second=at_disk.write_bytes_per_second
         ),
+        fresh,
     )
     profile = found.model_dump(exclude_none=True)
     try:
@@ -90,12 +90,16 @@ def _lines(found: Hardware, machine: str, path: Path) -> Iterator[str]:
     ranks = "1 rank" if found.ranks_per_node == 1 else f"{found.ranks_per_node} ranks at once, each of which gets"
     yield f"measured with {ranks}:"
     for dtype, rate in found.peak_flops.items():
+        products = found.products_in.get(dtype, found.products)
+        attention = found.attention_in.get(dtype, found.attention)
         yield f"  products in {dtype}: {format_count(rate)}FLOP/s"
-    products = found.products
-    yield f"    half of it at {format_count(products.half_area)} elements, or sums of {products.half_depth:.0f}"
-    yield f"  attention: {found.attention.share:.0%} of that, half of it at {found.attention.half_length:.0f} keys"
+        yield f"    half of it at {format_count(products.half_area)} elements, or sums of {products.half_depth:.0f}"
+        yield f"    attention: {attention.share:.0%} of that, half of it at {attention.half_length:.0f} keys"
     memory = found.memory_bytes_per_second
     yield f"  memory: {format_bytes(memory)}/s copied, of which other operators get {found.memory_share:.0%}"
+    if found.fresh_blocks:
+        block = 4 << 20
+        yield f"  a new block of {format_bytes(block)} takes {format_seconds(fresh_seconds(found.fresh_blocks, block))}"
     yield f"  an operator takes {found.launch_seconds * 1e6:.1f} us to start"
     if found.ranks_per_node > 1:
         rate, latency = found.local.bytes_per_second, found.local.latency_seconds

@@ -2,7 +2,7 @@
 
 FLOPs are those of torch's own registry (`torch.utils.flop_counter`), and of what it lacks: attention on processors, and
 grouped products. Attention counts all pairs of positions, causal or not, as everywhere in the field. Operators that
-only make views cost nothing on a device; allocations cost nothing anywhere.
+only make views cost nothing on a device; blocks of memory are counted with the operator that allocates them.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         result = func(*args, **(kwargs or {}))
         if not _is_free(func):
             self._count(func, args, kwargs or {}, result)
+        elif _allocates(func) and isinstance(result, torch.Tensor) and result.numel():
+            self.add(Operation("memory", kernels=0, allocated_bytes=_allocated([], [result])))
         return result
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -156,8 +158,9 @@ def _is_free(func: Any) -> bool:
 
 
 _FREE: dict[Any, bool] = {}
-_ALLOCATING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
-_LOOK_UP = ("embedding", "index_select")
+_ALLOCATING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+_PASSING = ("_unsafe_view", "lift_fresh")
+_LOOK_UP = ("embedding", "index_select", "nll_loss_forward")
 """They read as much of their first operand as they return."""
 
 
@@ -165,7 +168,11 @@ def _only_views(func: Any) -> bool:
     namespace, _, name = str(func._overloadpacket).partition(".")
     aliases = [one.alias_info for one in func._schema.returns]
     is_view = all(one is not None and not one.is_write for one in aliases)
-    return namespace == "prim" or is_view or name in _ALLOCATING
+    return namespace == "prim" or is_view or name in (*_ALLOCATING, *_PASSING)
+
+
+def _allocates(func: Any) -> bool:
+    return str(func._overloadpacket).partition(".")[2] in _ALLOCATING
 
 
 def _operation(
@@ -180,34 +187,57 @@ def _operation(
     read = (*given[1:], *made) if name in _LOOK_UP else given
     num_bytes = sum(one.numel() * one.element_size() for one in (*read, *made))
     dtype = NAMES.get(given[0].dtype, "-") if given else "-"
+    allocated = _allocated(given, made)
     if any(mark in name for mark in _ATTENTION) and dtype != "-":
-        return _attention(name, given, dtype, num_bytes)
+        return _attention(name, given, dtype, num_bytes, allocated)
     if name in _PRODUCTS and dtype != "-":
         left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
-        return _product(left, right, made[0], NAMES.get(left.dtype, dtype), num_bytes)
+        return _product(left, right, made[0], NAMES.get(left.dtype, dtype), num_bytes, allocated)
     formula = registry.get(func._overloadpacket)
     if formula is not None and dtype != "-":
         flops = int(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
         area = max(1, made[0].numel())
-        return Operation("product", (area, 1, max(1, flops // (2 * area))), dtype, flops, num_bytes)
-    return Operation("memory", num_bytes=num_bytes)
+        shape = (area, 1, max(1, flops // (2 * area)))
+        return Operation("product", shape, dtype, flops, num_bytes, allocated_bytes=allocated)
+    return Operation("memory", num_bytes=num_bytes, allocated_bytes=allocated)
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, made: torch.Tensor, dtype: str, num_bytes: int) -> Operation:
+def _allocated(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The bytes of each storage of `made` that is not one of `given`."""
+    known = {storage_id(one.untyped_storage()) for one in given if one.layout is torch.strided}
+    found: dict[int, int] = {}
+    for one in made:
+        if one.layout is torch.strided:
+            storage = one.untyped_storage()
+            found.setdefault(storage_id(storage), storage.nbytes())
+    return tuple(num_bytes for storage, num_bytes in found.items() if storage not in known and num_bytes)
+
+
+def _product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    made: torch.Tensor,
+    dtype: str,
+    num_bytes: int,
+    allocated: tuple[int, ...],
+) -> Operation:
     """Of matrices, batches of them, or groups of rows (`_grouped_mm`)."""
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
     batch = math.prod(left.shape[:-2]) if left.dim() == right.dim() == 3 else 1
     if left.dim() == right.dim() == 2 and made.dim() == 3:  # groups of columns: their lengths add up to k
         batch, k = made.shape[0], max(1, k // made.shape[0])
     shape = (m, n, k) if batch == 1 else (m, n, k, batch)
-    return Operation("product", shape, dtype, 2 * batch * m * n * k, num_bytes)
+    return Operation("product", shape, dtype, 2 * batch * m * n * k, num_bytes, allocated_bytes=allocated)
 
 
-def _attention(name: str, given: Sequence[torch.Tensor], dtype: str, num_bytes: int) -> Operation:
+def _attention(
+    name: str, given: Sequence[torch.Tensor], dtype: str, num_bytes: int, allocated: tuple[int, ...]
+) -> Operation:
     tensors = [one for one in given if one.dim() == 4]
     is_backward = "backward" in name
     query, key = tensors[1:3] if is_backward else tensors[:2]
     batch, heads, queries, size = query.shape
     keys = key.shape[-2]
     flops = 4 * batch * heads * queries * keys * size * (BACKWARD_OF_ATTENTION if is_backward else 1)
-    return Operation("attention", (batch * heads, queries, keys, size), dtype, flops, num_bytes)
+    shape = (batch * heads, queries, keys, size)
+    return Operation("attention", shape, dtype, flops, num_bytes, allocated_bytes=allocated)

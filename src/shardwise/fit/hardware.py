@@ -7,6 +7,7 @@ little larger is a little slower.
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ Rate = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Size = Annotated[float, Field(ge=0)]
+FreshBlocks = tuple[tuple[Bytes, Seconds], ...]
 
 
 class _Section(BaseModel):
@@ -55,10 +57,10 @@ class Products(_Section):
 
 
 class AttentionShare(_Section):
-    """The share of the peak rate that fused attention reaches: `share` if sequences are long. `half_length`: the number
-    of keys at which half of that is lost."""
+    """The share of the peak rate that fused attention reaches: `share` if sequences are long, above 1 where a causal
+    mask lets it leave out much of what is counted. `half_length`: the number of keys at which half of that is lost."""
 
-    share: Share = 0.5
+    share: Rate = 0.5
     half_length: Size = 0
 
 
@@ -104,7 +106,15 @@ class Hardware(_Section):
     peak_flops: Annotated[dict[str, Rate], Field(min_length=1)]
     products: Products = Products()
     attention: AttentionShare = AttentionShare()
+    products_in: dict[str, Products] = {}
+    """By dtype, where it differs from `products`: units for narrow dtypes need larger products."""
+    attention_in: dict[str, AttentionShare] = {}
     memory_share: Share = 0.85
+    flat_share: Share | None = None
+    """As `memory_share`, of copies, sums and updates of flat buffers, which are long; None: no more than others get."""
+    fresh_blocks: FreshBlocks = ()
+    """(bytes, seconds): what a block of that size costs to allocate and to return where its pages are new each time, as
+    in [Note: glibc and large blocks]; in between by interpolation. Empty where allocations are kept for the next."""
     launch_seconds: Seconds = 0.0
     """Between two kernels of one rank; where `runs_ahead`, what the host needs to start one while the device computes
     others."""
@@ -153,31 +163,46 @@ class Hardware(_Section):
 
     def product_seconds(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
         """An m x k by k x n product, or `batch` of them at once, as fast as the device computes it."""
+        products = self.products_in.get(dtype, self.products)
         area = max(1.0, m * n * batch)
-        lost = 1 + self.products.half_area / area + self.products.half_depth / max(1.0, k)
-        return 2.0 * batch * m * n * k * lost / (self.peak(dtype) * self.products.share)
+        lost = 1 + products.half_area / area + products.half_depth / max(1.0, k)
+        return 2.0 * batch * m * n * k * lost / (self.peak(dtype) * products.share)
 
     def attention_seconds(self, flops: float, keys: float, dtype: str) -> float:
         """`flops` of fused attention to `keys` positions."""
-        lost = 1 + self.attention.half_length / max(1.0, keys)
-        return flops * lost / (self.peak(dtype) * self.attention.share)
+        attention = self.attention_in.get(dtype, self.attention)
+        lost = 1 + attention.half_length / max(1.0, keys)
+        return flops * lost / (self.peak(dtype) * attention.share)
 
     def memory_seconds(self, num_bytes: float) -> float:
         """`num_bytes` read or written."""
         return num_bytes / (self.memory_bytes_per_second * self.memory_share)
 
+    def flat_seconds(self, num_bytes: float) -> float:
+        """`num_bytes` of flat buffers read or written."""
+        return num_bytes / (self.memory_bytes_per_second * (self.flat_share or self.memory_share))
+
+    def small_pages_seconds(self, num_bytes: float) -> float:
+        """`num_bytes` in new pages of the smallest size, as memory has that ranks may share: the largest price that
+        a byte has in `fresh_blocks`."""
+        return num_bytes * max((seconds / size for size, seconds in self.fresh_blocks), default=0.0)
+
     def operation_seconds(self, operation: Operation) -> float:
-        """An operation that computes: the longer of its arithmetic and its memory, without its launch."""
+        """An operation that computes: the longer of its arithmetic and its memory, and what its results cost to
+        allocate, without its launch."""
+        allocating = sum(fresh_seconds(self.fresh_blocks, num_bytes) for num_bytes in operation.allocated_bytes)
         moving = self.memory_seconds(operation.num_bytes)
         match operation.kind:
             case "product":
                 m, n, k, *batch = operation.shape
-                return max(moving, self.product_seconds(m, n, k, operation.dtype, batch[0] if batch else 1))
+                computing = self.product_seconds(m, n, k, operation.dtype, batch[0] if batch else 1)
             case "attention":
-                return max(moving, self.attention_seconds(operation.flops, operation.shape[2], operation.dtype))
+                computing = self.attention_seconds(operation.flops, operation.shape[2], operation.dtype)
             case "memory":
-                return moving
-        raise ConfigError(f"'{operation}' has no price as computation.")
+                computing = 0.0
+            case _:
+                raise ConfigError(f"'{operation}' has no price as computation.")
+        return max(moving, computing) + allocating
 
     def computing_seconds(
         self, operations: Sequence[Operation], waiting_seconds: float = 0.0, num_launched: int = 0
@@ -294,6 +319,19 @@ class Hardware(_Section):
                 f"{{memory_bytes: ..., memory_bytes_per_second: ..., adam_elements_per_second: ...}}."
             )
         return self.host
+
+
+def fresh_seconds(blocks: FreshBlocks, num_bytes: float) -> float:
+    """What a block of `num_bytes` costs to allocate and return, by interpolation of `blocks`, which are in the order of
+    their sizes; in proportion to its size where it is larger than all of them."""
+    place = bisect.bisect_left(blocks, (num_bytes, 0.0))
+    if not blocks or place == 0:
+        return blocks[0][1] * num_bytes / blocks[0][0] if blocks else 0.0
+    below, less = blocks[place - 1]
+    if place == len(blocks):
+        return less * num_bytes / below
+    above, more = blocks[place]
+    return less + (more - less) * (num_bytes - below) / (above - below)
 
 
 def profiles() -> tuple[str, ...]:

@@ -221,7 +221,8 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
             (first.weights, second.weights),
         ):
             if len(some) != len(same) or any(
-                (a.kind, len(a.shape)) != (b.kind, len(b.shape)) for a, b in zip(some, same, strict=True)
+                (a.kind, len(a.shape), len(a.allocated_bytes)) != (b.kind, len(b.shape), len(b.allocated_bytes))
+                for a, b in zip(some, same, strict=True)
             ):
                 return None
             parts.append(tuple(_operation(a, b, share, known) for a, b in zip(some, same, strict=True)))
@@ -261,6 +262,9 @@ def _operation(few: Operation, more: Operation, share: float, known: dict[tuple[
             shape=tuple(_at(a, b, share) for a, b in zip(few.shape, more.shape, strict=True)),
             flops=max(0.0, few.flops + (more.flops - few.flops) * share),
             num_bytes=max(0.0, few.num_bytes + (more.num_bytes - few.num_bytes) * share),
+            allocated_bytes=tuple(
+                _at(a, b, share) for a, b in zip(few.allocated_bytes, more.allocated_bytes, strict=True)
+            ),
         )
     return known[key]
 

@@ -102,14 +102,18 @@ class Prices:
     # -- what is not an action --------------------------------------------------------------------------
 
     def gradients_left(self, flats: Iterable[FlatSpec]) -> float:
-        """After a backward: each gradient is written to its place in the flat buffer."""
-        num_bytes = 0
+        """After a backward: each gradient is written to its place in the flat buffer, by an operator of its own. The
+        buffer's pages are new unless it is kept."""
+        num_bytes, fresh_bytes, num_params = 0, 0, 0
         for flat in flats:
             if flat.trainable:
                 left = flat.table.grad.dtype if backward_makes(flat) == "grad" else flat.table.grad_wire.dtype
                 adds = self.accumulates and backward_makes(flat) == "grad"
                 num_bytes += flat.numel * (WIDTH[flat.table.compute] + WIDTH[left] * (2 if adds else 1))
-        return self.hardware.memory_seconds(num_bytes)
+                fresh_bytes += 0 if flat.keeps_grad_buffer else flat.numel * WIDTH[left]
+                num_params += flat.num_params
+        starting = 0.0 if self.hardware.runs_ahead else num_params * self.hardware.launch_seconds
+        return self.hardware.flat_seconds(num_bytes) + self.hardware.small_pages_seconds(fresh_bytes) + starting
 
     def activations(self, operations: Iterable[Operation], verb: str) -> tuple[Cost, ...]:
         """What copies of activations to a tier (`evict`) or back (`fetch`) cost, one for each tier."""
@@ -131,7 +135,7 @@ class Prices:
     def norm(self) -> float:
         """Before a step: the norm of all gradients that are due here is computed."""
         trained = (flat for flat in self.flats.values() if flat.trainable and not flat.updates_below)
-        return self.hardware.memory_seconds(
+        return self.hardware.flat_seconds(
             sum(flat.num_bytes(flat.table.due.shard, flat.table.due.dtype) for flat in trained)
         )
 
@@ -143,7 +147,7 @@ class Prices:
             if flat.trainable and not flat.updates_below:
                 numel, width = _numel(flat, flat.table.optim.shard), WIDTH[flat.table.optim.dtype]
                 num_bytes += numel * (WIDTH[flat.table.due.dtype] + 2 * width) + 2 * _state_bytes(flat, self.num_states)
-        return self.hardware.memory_seconds(num_bytes)
+        return self.hardware.flat_seconds(num_bytes)
 
 
 Price = Callable[[Prices, Action], Cost]
@@ -188,7 +192,7 @@ def _encoding(prices: Prices, action: Action) -> float:
     table = flat.table
     if action.verb == "gather" and table.param_wire is not None:
         numel = _numel(flat, table.param.shard)
-        return prices.hardware.memory_seconds(numel * WIDTH[table.param.dtype] + table.param_wire.num_bytes(numel))
+        return prices.hardware.flat_seconds(numel * WIDTH[table.param.dtype] + table.param_wire.num_bytes(numel))
     return 0.0
 
 
@@ -198,7 +202,7 @@ def _arrival(prices: Prices, action: Action) -> Cost:
     wire = flat.table.param_wire
     if action.subject not in ("full", "param", "updated") or wire is None:
         return FREE
-    return Cost(computing=prices.hardware.memory_seconds(flat.full_bytes + wire.num_bytes(flat.numel)))
+    return Cost(computing=prices.hardware.flat_seconds(flat.full_bytes + wire.num_bytes(flat.numel)))
 
 
 def _grad_arrival(prices: Prices, action: Action) -> Cost:
@@ -206,7 +210,7 @@ def _grad_arrival(prices: Prices, action: Action) -> Cost:
     flat = prices.flat(action)
     if not prices.accumulates or flat.tier_of("grad") != "device":
         return FREE
-    return Cost(computing=prices.hardware.memory_seconds(3 * flat.grad_bytes))
+    return Cost(computing=prices.hardware.flat_seconds(3 * flat.grad_bytes))
 
 
 def _cast(source: str, target: str) -> Price:
@@ -217,7 +221,7 @@ def _cast(source: str, target: str) -> Price:
         rows = {"fresh": flat.table.fresh, "grad": flat.table.grad, "due": flat.table.due, "optim": flat.table.optim}
         dtype: Dtype = rows[source].dtype if action.dtype == "-" else action.dtype
         numel = _numel(flat, rows[target].shard)
-        return Cost(computing=prices.hardware.memory_seconds(numel * (WIDTH[rows[source].dtype] + WIDTH[dtype])))
+        return Cost(computing=prices.hardware.flat_seconds(numel * (WIDTH[rows[source].dtype] + WIDTH[dtype])))
 
     return price
 
@@ -232,15 +236,13 @@ def _cast_on_host(prices: Prices, action: Action) -> Cost:
 def _slice_held(prices: Prices, action: Action) -> Cost:
     flat = prices.flat(action)
     return Cost(
-        computing=prices.hardware.memory_seconds(2 * flat.num_bytes(flat.table.held.shard, flat.table.held.dtype))
+        computing=prices.hardware.flat_seconds(2 * flat.num_bytes(flat.table.held.shard, flat.table.held.dtype))
     )
 
 
 def _slice_due(prices: Prices, action: Action) -> Cost:
     flat = prices.flat(action)
-    return Cost(
-        computing=prices.hardware.memory_seconds(2 * flat.num_bytes(flat.table.due.shard, flat.table.due.dtype))
-    )
+    return Cost(computing=prices.hardware.flat_seconds(2 * flat.num_bytes(flat.table.due.shard, flat.table.due.dtype)))
 
 
 def _copy(prices: Prices, action: Action) -> Cost:

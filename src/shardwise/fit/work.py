@@ -30,7 +30,8 @@ class Operation:
       `all_reduce` or `all_to_all`, and what is in the message of a `send`.
     - `evict`, `fetch`: activations that go to another tier, `axis`, and come back; beside the computation.
 
-    `flops` counts a multiplication and an addition as two. `num_bytes` of what computes are those read and written.
+    `flops` counts a multiplication and an addition as two. `num_bytes` of what computes are those read and written, and
+    `allocated_bytes` the sizes of the blocks of memory that it allocates for its results.
     """
 
     kind: OperationKind
@@ -40,6 +41,7 @@ class Operation:
     num_bytes: float = 0
     kernels: int = 1
     axis: str = ""
+    allocated_bytes: tuple[int, ...] = ()
 
     @property
     def communicates(self) -> bool:

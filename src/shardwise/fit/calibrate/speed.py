@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import ConfigError
-from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, Products
+from shardwise.fit.calibrate.links import measured_by_ranks
+from shardwise.fit.hardware import AttentionShare, Disk, FreshBlocks, Hardware, Host, Link, Products
 from shardwise.system.calibration import Calibration
 from shardwise.system.devices import RankDevice, TorchAccelerator
 from shardwise.system.machine import Cgroups, describe_machine, host_memory, num_cores
@@ -21,17 +22,19 @@ COMMAND = "shardwise calibrate"
 PROCESSOR_CONTENTION = 2.0
 """On processors the cores of a rank either copy or compute."""
 DEVICE_CONTENTION = 1.1
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""The environment in which glibc keeps all memory for the next allocation."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one of `num_ranks` ranks gets of the machine while all work. Products are (m, n, k, seconds) by dtype;
+    """What one of `num_ranks` ranks gets of the machine while all work. By dtype, products are (m, n, k, seconds) and
     attention (length, FLOPs, seconds); memory (bytes, seconds); messages (bytes of the whole buffer, seconds) of
     all-gathers."""
 
     num_ranks: int
     products: Mapping[str, Sequence[tuple[int, int, int, float]]]
-    attention: Sequence[tuple[int, float, float]]
+    attention: Mapping[str, Sequence[tuple[int, float, float]]]
     memory: Sequence[tuple[float, float]]
     copy_bytes_per_second: float
     launch_seconds: float
@@ -55,12 +58,31 @@ def this_machine() -> str:
     return describe_machine(names)
 
 
-def hardware_from(speeds: Speeds, known: Calibration, name: str, disk: Disk | None = None) -> Hardware:
+def measured_speeds(dtypes: Sequence[str]) -> Speeds:
+    """Start ranks that measure, with memory that they keep: what new pages cost has a price of its own."""
+    return Speeds(**measured_by_ranks("shardwise.fit.calibrate.speed_rank", num_measured_ranks(), dtypes, KEPT))
+
+
+def measured_fresh_blocks() -> FreshBlocks:
+    """(bytes, seconds) of `Hardware.fresh_blocks`, by ranks whose allocator works as in any job. Those of
+    devices keep what they have."""
+    if TorchAccelerator.found() is not None:
+        return ()
+    rows = measured_by_ranks("shardwise.fit.calibrate.fresh_rank", num_measured_ranks(), (), {})
+    return tuple((num_bytes, seconds) for num_bytes, seconds in rows)
+
+
+def hardware_from(
+    speeds: Speeds, known: Calibration, name: str, disk: Disk | None = None, fresh_blocks: FreshBlocks = ()
+) -> Hardware:
     """The profile that follows from `speeds`, and from what `known` has of the host and its links."""
-    products, peaks = fit_products(speeds.products)
+    if not any(speeds.products.values()):
+        raise ConfigError(f"No product was measured, so there is nothing to calibrate with. Run {COMMAND} again.")
+    fitted = {dtype: fit_products(rows) for dtype, rows in speeds.products.items()}
+    peaks = {dtype: peak for dtype, (_, peak) in fitted.items()}
+    products = {dtype: one for dtype, (one, _) in fitted.items()}
+    attention = {dtype: fit_attention(rows, peaks[dtype]) for dtype, rows in speeds.attention.items()}
     on_processor = speeds.device_memory_bytes is None
-    longest = max(peaks, key=lambda dtype: peaks[dtype])
-    attention_dtype = "fp32" if on_processor else longest
     memory_rate = min(1.0, _rate(speeds.memory) / speeds.copy_bytes_per_second)
     return Hardware(
         name=name,
@@ -68,9 +90,13 @@ def hardware_from(speeds: Speeds, known: Calibration, name: str, disk: Disk | No
         memory_bytes=speeds.device_memory_bytes or _memory_bytes() // speeds.num_ranks,
         memory_bytes_per_second=speeds.copy_bytes_per_second,
         peak_flops=peaks,
-        products=products,
-        attention=fit_attention(speeds.attention, peaks[attention_dtype]),
+        products=next(iter(products.values())),
+        attention=next(iter(attention.values())),
+        products_in=products,
+        attention_in=attention,
         memory_share=memory_rate,
+        flat_share=1.0,
+        fresh_blocks=fresh_blocks,
         launch_seconds=speeds.launch_seconds,
         runs_ahead=not on_processor,
         contention=PROCESSOR_CONTENTION if on_processor else DEVICE_CONTENTION,
@@ -85,20 +111,18 @@ def hardware_from(speeds: Speeds, known: Calibration, name: str, disk: Disk | No
 Row = tuple[int, int, int, float]
 
 
-def fit_products(by_dtype: Mapping[str, Sequence[Row]]) -> tuple[Products, dict[str, float]]:
-    """The parameters of `Products`, as the mean of what each dtype suggests, and the peak rate of each.
+def fit_products(rows: Sequence[Row]) -> tuple[Products, float]:
+    """The parameters of `Products` for one dtype, and its peak rate.
 
     Seconds per FLOP are linear in 1, 1/area and 1/depth, so that least squares of relative errors find them.
     """
-    if not any(by_dtype.values()):
-        raise ConfigError(f"No product was measured, so there is nothing to calibrate with. Run {COMMAND} again.")
-    area, depth = np.mean([_losses(rows) for rows in by_dtype.values()], axis=0)
-    peaks = {dtype: _peak(rows, area, depth) for dtype, rows in by_dtype.items()}
-    return Products(share=1.0, half_area=float(area), half_depth=float(depth)), peaks
+    area, depth = _losses(rows)
+    products = Products(share=1.0, half_area=float(area), half_depth=float(depth))
+    return products, _peak(rows, products.half_area, products.half_depth)
 
 
 def _losses(rows: Sequence[Row]) -> np.ndarray:
-    """`half_area` and `half_depth` for one dtype, neither below 0."""
+    """`half_area` and `half_depth`, neither below 0."""
     slowness = np.array([seconds / (2.0 * m * n * k) for m, n, k, seconds in rows])
     terms = np.array([(1.0, 1 / (m * n), 1 / k) for m, n, k, _ in rows])
     scales = terms.max(axis=0)  # of very different sizes otherwise, which least squares would take for rounding
@@ -128,8 +152,8 @@ def fit_attention(rows: Sequence[tuple[int, float, float]], peak: float) -> Atte
     terms = np.array([(1.0, 1 / length) for length, _, _ in rows]) / target[:, None]
     first, second = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
     if first <= 0 or second <= 0:
-        return AttentionShare(share=min(1.0, float(1 / target.mean())))
-    return AttentionShare(share=min(1.0, float(1 / first)), half_length=float(second / first))
+        return AttentionShare(share=float(1 / target.mean()))
+    return AttentionShare(share=float(1 / first), half_length=float(second / first))
 
 
 def fit_link(messages: Sequence[tuple[int, float]], num_ranks: int, *, shared: bool) -> Link:

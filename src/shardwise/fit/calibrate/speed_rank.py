@@ -1,11 +1,18 @@
-"""One of the ranks that are started to measure: times what models compute while other ranks do, and messages."""
+"""One of the ranks that are started to measure: times what models compute while other ranks do, and messages.
+
+[Note: cold operands] In a model an operator's operands were last touched a whole pass ago. The same product took up to
+a fifth longer on them than on operands that it had just read: 256 x 256 x 512 at 121 instead of 155 GFLOP/s on one
+core, 512 x 3072 x 768 at 147 instead of 151. So calls go round sets of operands which together do not stay in caches.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -19,13 +26,15 @@ from shardwise.system.devices import RankDevice, TorchAccelerator
 SHAPES = ((128, 256, 256), (256, 1024, 256), (512, 512, 512), (256, 256, 2048), (1024, 1024, 256), (1024, 2048, 1024))
 LARGE_SHAPES = (*SHAPES, (4096, 4096, 1024), (8192, 4096, 4096), (8192, 8192, 8192))
 """Products (m, n, k); the large ones are for accelerators."""
-ATTENTION = ((16, 128, 64), (8, 512, 64), (4, 1024, 64))
+ATTENTION = ((16, 128, 64), (16, 256, 64), (8, 512, 64), (8, 1024, 64))
 """Fused attention: (batch x heads, length, head size)."""
 ELEMENTS, LARGE_ELEMENTS = (2**18, 2**20), (2**24, 2**26)
 MESSAGES = (2**12, 2**16, 2**24)
 SECONDS = 0.15
 """For each setting, at least; a few repeats in any case."""
 REPEATS, MESSAGE_REPEATS = 5, 15
+COLD_BYTES = 2**26
+"""Of all sets of operands together; see [Note: cold operands]."""
 
 
 class Measuring:
@@ -53,17 +62,17 @@ class Measuring:
         return float(self._world.mean(sorted(times)[len(times) // 2]))
 
     def products(self, dtype: torch.dtype) -> list[tuple[int, int, int, float]]:
-        """(m, n, k, seconds): each in the layouts of a linear layer's forward and of its two gradients."""
+        """(m, n, k, seconds): each in the layouts of a linear layer's forward, with bias, and of its gradients."""
         found = []
         for m, n, k in LARGE_SHAPES if self.is_large else SHAPES:
-            left, right = self._random(m, k, dtype=dtype), self._random(n, k, dtype=dtype)
-            forward, back = right.t(), self._random(k, n, dtype=dtype)
-            turned = self._random(k, m, dtype=dtype).t()
+            bias = self._random(n, dtype=dtype)
+            sets = self._cold([(m, k), (n, k), (k, n), (k, m)], dtype)
 
-            def call(left=left, forward=forward, back=back, turned=turned) -> None:  # type: ignore[no-untyped-def]
-                left @ forward
+            def call(bias=bias, sets=sets) -> None:  # type: ignore[no-untyped-def]
+                left, right, back, turned = next(sets)
+                torch.addmm(bias, left, right.t())
                 left @ back
-                turned @ back
+                turned.t() @ back
 
             found.append((m, n, k, self.seconds(call) / 3))
         return found
@@ -72,12 +81,13 @@ class Measuring:
         """(length, FLOPs, seconds) of a forward and backward."""
         found = []
         for heads, length, size in ATTENTION:
-            inputs = [self._random(1, heads, length, size, dtype=dtype).requires_grad_() for _ in range(3)]
+            shape = (1, heads, length, size)
+            sets = self._cold([shape] * 3, dtype)
 
-            def call(inputs=inputs) -> None:  # type: ignore[no-untyped-def]
-                query, key, value = inputs
+            def call(sets=sets) -> None:  # type: ignore[no-untyped-def]
+                query, key, value = (one.requires_grad_() for one in next(sets))
                 mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-                mixed.sum().backward()  # type: ignore[no-untyped-call]  # torch's own
+                torch.autograd.grad(mixed.sum(), (query, key, value))
 
             with CountedOperations() as counting:
                 call()
@@ -89,12 +99,14 @@ class Measuring:
         """(bytes read and written, seconds) of the kinds of operators that models have between products."""
         found = []
         for numel in LARGE_ELEMENTS if self.is_large else ELEMENTS:
-            rows = self._random(numel // 256, 256).requires_grad_()
+            sets = self._cold([(numel // 256, 256)])
             scale = torch.ones(256, device=self._device.device, requires_grad=True)
 
-            def call(rows=rows, scale=scale) -> None:  # type: ignore[no-untyped-def]
+            def call(sets=sets, scale=scale) -> None:  # type: ignore[no-untyped-def]
+                (rows,) = next(sets)
+                rows.requires_grad_()
                 normal = nn.functional.layer_norm(rows, (256,), scale, scale)
-                (rows + nn.functional.gelu(normal)).sum().backward()
+                torch.autograd.grad((rows + nn.functional.gelu(normal)).sum(), (rows, scale))
 
             with CountedOperations() as counting:
                 call()
@@ -121,7 +133,8 @@ class Measuring:
         call()
         with CountedOperations() as counting:
             call()
-        return self.seconds(call) / len(counting.operations)
+        num_kernels: int = sum(one.kernels for one in counting.operations)
+        return self.seconds(call) / num_kernels
 
     def messages(self) -> list[tuple[int, float]]:
         """(bytes of the whole buffer, seconds) of all-gathers among all ranks."""
@@ -136,6 +149,13 @@ class Measuring:
 
             found.append((full.nbytes, self.seconds(call, MESSAGE_REPEATS)))
         return found
+
+    def _cold(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> Iterator[list[torch.Tensor]]:
+        """Sets of operands of these shapes, in turn; see [Note: cold operands]."""
+        count = COLD_BYTES // (sum(map(math.prod, shapes)) * dtype.itemsize)
+        return cycle([[self._random(*shape, dtype=dtype) for shape in shapes] for _ in range(1 + count)])
 
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, device=self._device.device, dtype=dtype)
@@ -155,7 +175,7 @@ def main(out: str, dtypes: Sequence[str]) -> None:
         speeds = Speeds(
             num_ranks=world.size,
             products={name: measuring.products(dtype) for name, dtype in named.items()},
-            attention=measuring.attention(named.get("bf16", torch.float32) if measuring.is_large else torch.float32),
+            attention={name: measuring.attention(dtype) for name, dtype in named.items()},
             memory=measuring.memory(),
             copy_bytes_per_second=measuring.copied(),
             launch_seconds=measuring.launch(),
