@@ -9,6 +9,7 @@ ARGS   ?=
 QUICK  ?=
 AGAIN  ?=
 TESTS  ?=
+WORKERS ?=
 
 BIN := .venv/bin
 PEERS_BIN := .venv-bench/bin
@@ -19,12 +20,13 @@ CLUSTER_PACKAGES := openssh-server openssh-client slurm-wlm munge rsync iproute2
 CLUSTER_TOOLS := /usr/sbin/sshd ssh /usr/sbin/slurmctld /usr/sbin/slurmd /usr/sbin/munged srun sbatch rsync ip
 
 # One worker begins with the tests of processes, which wait a lot, the others with those that compute; who is done first
-# takes from the rest. Threads as ranks wait for each other, so one worker more than there are cores keeps these busy.
+# takes from the rest. Threads as ranks wait for each other, so one worker more than there are cores keeps these busy;
+# WORKERS=4 tries another number.
 #
 # AGAIN=1 runs what failed the last time, one after the other, until one fails again: `make thorough AGAIN=1`.
 # TESTS="tests/ranks/test_comm.py ..." runs these files alone of a target's.
 ifeq ($(AGAIN),)
-SHARED_OUT = -n $$($(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
+SHARED_OUT = -n $(or $(WORKERS),$$($(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')) --dist worksteal
 BY_FILE = -n 2 --dist loadfile
 else
 SHARED_OUT = --last-failed --last-failed-no-failures none --exitfirst

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 if os.environ.get("DEVICE", "cpu") == "cpu":  # ranks take the GPUs that they see, and these tests are of CPUs
@@ -30,27 +31,59 @@ UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
 NO_TIME = "no time was left for it"
 
 
-def pytest_configure() -> None:
+IN_ORDER = pytest.StashKey[dict[Path, int]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _forget_measurements()
+    _begin_elsewhere(config)
+
+
+def _forget_measurements() -> None:
     """Plans that are searched for, and predictions in runs, use what this machine was measured to give. No test may."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("HF_HOME", f"{cache}/huggingface")
+    os.environ.setdefault("MPLCONFIGDIR", f"{cache}/matplotlib")  # its list of fonts takes seconds to make
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+def _begin_elsewhere(config: pytest.Config) -> None:
+    """Let each worker begin to import at another file. In a fresh checkout pytest rewrites the asserts of every file,
+    which takes as long as all other imports; the others find what one of them has rewritten."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or _names_tests(config):
+        return
+    files = [path for name in config.args for path in (sorted(Path(name).rglob("test_*.py")) or [Path(name)])]
+    start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    config.args = [str(path) for path in (*files[start:], *files[:start])]
+    config.stash[IN_ORDER] = {path.absolute(): place for place, path in enumerate(files)}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to `make thorough` and `make soak` what is theirs, unless tests were named one by one."""
-    if any("::" in argument for argument in config.args):
+    if _names_tests(config):
         return
+    if (order := config.stash.get(IN_ORDER, None)) is not None:
+        items.sort(key=lambda item: order[item.path])
     items[:], later = divided(items)
     config.hook.pytest_deselected(items=later)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: the search for garbage need not go through it again and again."""
-    gc.collect()
-    gc.freeze()
+def _names_tests(config: pytest.Config) -> bool:
+    return any("::" in argument for argument in config.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: the search for garbage need not go through it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -55,32 +55,26 @@ class Chooser:
 
     def some(self, cases: Sequence[Case], number: int) -> Iterator[int]:
         """The places of so many of `cases`."""
-        left = list(range(len(cases)))
+        left = {place: (combinations(case, 1), combinations(case, 2)) for place, case in enumerate(cases)}
         for _ in range(min(number, len(cases))):
-            best = max(left, key=lambda place: self._worth(cases[place]))
-            left.remove(best)
-            self._had.update(_parts(cases[best]))
+            best = max(left, key=lambda place: self._worth(*left[place]))
+            for parts in left.pop(best):
+                self._had.update(parts)
             yield best
 
-    def _worth(self, case: Case) -> tuple[int, int, int]:
+    def _worth(self, values: Iterable[Hashable], pairs: Iterable[Hashable]) -> tuple[int, int, int]:
         """New values first, then new pairs, then values that were rare."""
-        values, pairs = combinations(case, 1), combinations(case, 2)
-        new = sum(not self._had[value] for value in values), sum(not self._had[pair] for pair in pairs)
-        return *new, -sum(self._had[value] for value in values)
+        had = [self._had[value] for value in values]
+        return had.count(0), sum(not self._had[pair] for pair in pairs), -sum(had)
 
 
 def with_every_value(cases: Sequence[Case], given: Iterable[int] = ()) -> list[int]:
     """The places of few of `cases` that have, together with the `given` ones, every value that any of them has."""
-    missing = set().union(*(combinations(case, 1) for case in cases))
-    missing -= set().union(*(combinations(cases[place], 1) for place in given))
+    values = [combinations(case, 1) for case in cases]
+    missing = set().union(*values) - set().union(*(values[place] for place in given))
     chosen = []
     while missing:
-        best = max(range(len(cases)), key=lambda place: len(combinations(cases[place], 1) & missing))
-        missing -= combinations(cases[best], 1)
+        best = max(range(len(cases)), key=lambda place: len(values[place] & missing))
+        missing -= values[best]
         chosen.append(best)
     return chosen
-
-
-def _parts(case: Case) -> Iterator[Hashable]:
-    yield from combinations(case, 1)
-    yield from combinations(case, 2)

@@ -881,7 +881,30 @@ CONVERSIONS = _of(
     ),
 )
 
+BEGINNING = _of(
+    "beginning",
+    (
+        "ranks with values of their own are taken to have the same",
+        "return len(digests) == 1 and _OWN not in digests",
+        "return len(digests) == 1",
+        "deferred_init",
+    ),
+    (
+        "ranks with values of their own compare nothing with others",
+        '        digests = set(self._data_group.exchange(self._digest(), "first values"))',
+        "        if self._digest() == _OWN:\n            return False\n"
+        '        digests = set(self._data_group.exchange(self._digest(), "first values"))',
+        "deferred_init",
+    ),
+    (
+        "a worker that ends while it imports the script is like any other",
+        "if not self._is_ready and code is not None and code >= 0:",
+        "if False:",
+        "data_workers",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
-    *(*SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
+    *(*BEGINNING, *SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
     *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS),
 )

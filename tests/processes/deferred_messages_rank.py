@@ -28,8 +28,14 @@ with sw.deferred_init():
     dist.send(sent, 1) if rank == 0 else dist.recv(sent, 0)
     dist.barrier()
     facts = [[float(one) for one in gathered], told, sent.tolist()]
+    theirs = nn.Linear(3, 2)
+    for param in theirs.parameters():  # rank 0 comes by all its values, rank 1 by none
+        dist.send(param.data, 1) if rank == 0 else dist.recv(torch.empty_like(param), 0)
 kept = [name for name, param in model.named_parameters() if param.untyped_storage().nbytes()]
+num_kept: list[Any] = [None] * 2
+dist.all_gather_object(num_kept, sum(param.untyped_storage().nbytes() > 0 for param in theirs.parameters()))
 world = sw.World.join()
 state = sw.shard(model, "zero3", world=world).state_dict()
+state |= {f"theirs.{name}": value for name, value in sw.shard(theirs, "zero3", world=world).state_dict().items()}
 if rank == 0:
-    print("TOLD", json.dumps([facts, kept, {name: value.tolist() for name, value in state.items()}]))
+    print("TOLD", json.dumps([facts, kept, num_kept, {name: value.tolist() for name, value in state.items()}]))

@@ -45,8 +45,8 @@ def cases(size: int) -> list[tuple[str, dict[str, int], str]]:
     two = {"node": 2, "local": size // 2}
     if size == 4:
         return [("hsdp", two, "fp32"), ("hpz", two, "bf16"), ("zero3", {"dp": size}, "fp32"), ("zero1", two, "bf16")]
-    names = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
-    return [(name, {"dp": size}, precision) for name in names for precision in ("fp32", "bf16")]
+    names = {"ddp": "bf16", "zero1": "bf16", "zero2": "fp32", "zero3": "bf16", "zero3-kept": "fp32"}
+    return [(name, {"dp": size}, precision) for name, precision in names.items()]
 
 
 class Races:

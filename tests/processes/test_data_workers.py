@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from launching import launch
 from torch.utils.data import Dataset
 
+from shardwise.comm import World
 from shardwise.data import Loader, Samples, Workers
 from shardwise.errors import ConfigError, DataError
 from tests.thorough import soak, thorough_only
@@ -91,6 +94,65 @@ def test_what_cannot_be_pickled_is_refused() -> None:
         pytest.raises(ConfigError, match=r"cannot be sent to a worker process.*processes=False"),
     ):
         next(iter(loader))
+
+
+def test_a_script_that_ends_its_workers_while_they_import_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "train.py")
+    Path(main.__file__).write_text("raise SystemExit(3)")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    said = rf"ended with exit code 3 while it imported {main.__file__}.*if __name__ == \"__main__\":.*processes=False"
+    with Loader(range(8), batch_rows=4, workers=Workers(processes=True)) as loader:
+        for _ in range(2):
+            with pytest.raises(DataError, match=said):
+                next(iter(loader))
+    assert not workers_alive()
+
+
+def test_who_imports_the_script_of_a_rank_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ConfigError, match=r'imports the rank\'s script.*under `if __name__ == "__main__":`'):
+        World.join()
+
+
+UNGUARDED = """
+import sys
+import torch
+import shardwise as sw
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.ones(4)
+
+model = torch.nn.Linear(4, 2)
+engine = sw.shard(model, optimizer=torch.optim.SGD(model.parameters()))
+if "torch" in sys.argv:
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=8, num_workers=1, multiprocessing_context="spawn")
+else:
+    workers = sw.data.Workers(processes=True)
+    loader = sw.data.Loader(Rows(), batch_rows=8, world=engine.data_ranks, workers=workers, steps=3)
+for batch in loader:
+    engine.backward(engine(batch).sum())
+    engine.step()
+"""
+
+
+@thorough_only("its processes import torch; a smaller test above covers the loader's part")
+@pytest.mark.parametrize(
+    ("kind", "said"), [("ours", "while it imported"), ("torch", "DataLoader worker (pid(s)")], ids=["ours", "torch"]
+)
+def test_workers_of_a_script_without_a_guard_do_not_join_as_ranks(kind: str, said: str, tmp_path: Path) -> None:
+    """They did, and the ranks waited for each other, or read messages that were not for them."""
+    script = tmp_path / "job.py"
+    script.write_text(UNGUARDED)
+    done = launch(script, 2, kind)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert 'Put what the script does under `if __name__ == "__main__":`' in done.stderr
 
 
 SCRIPT = """

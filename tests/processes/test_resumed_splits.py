@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,5 +23,6 @@ def test_a_resumed_job_goes_on_to_the_same_bits(mesh: str, tmp_path: Path) -> No
     assert whole.returncode == 0, whole.stderr
     lines = whole.stdout.splitlines()
     assert len(lines) == 4
-    parts = [launch(SCRIPT, num_ranks, str(tmp_path / "parts"), steps, mesh) for steps in ("2", "4")]
-    assert "".join(part.stdout for part in parts).splitlines() == lines, parts[-1].stderr
+    shutil.copytree(tmp_path / "whole" / "step-00000002", tmp_path / "parts" / "step-00000002")
+    resumed = launch(SCRIPT, num_ranks, str(tmp_path / "parts"), "4", mesh)
+    assert resumed.stdout.splitlines() == lines[2:], resumed.stderr

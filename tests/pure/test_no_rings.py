@@ -14,25 +14,25 @@ import pytest
 import shardwise
 
 
-def modules_below(folder: Path) -> dict[str, ast.Module]:
-    """The syntax tree of every module, by its name."""
+def modules_below(folder: Path) -> dict[str, str]:
+    """The text of every module, by its name."""
     found = {}
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(file.read_text(), str(file))
+        found[name] = file.read_text()
     return found
 
 
-def imports_of(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
+def imports_of(modules: dict[str, str]) -> dict[str, set[str]]:
     """For each module the ones that it names. A package's `__init__` may name its parts in strings: it imports them
     when they are first asked for."""
     packages = {name.rpartition(".")[0] for name in modules}
-    return {name: set(_named(tree, modules, name in packages)) - {name} for name, tree in modules.items()}
+    return {name: set(_named(text, modules, name in packages)) - {name} for name, text in modules.items()}
 
 
-def _named(tree: ast.Module, modules: dict[str, ast.Module], is_package: bool) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _named(text: str, modules: dict[str, str], is_package: bool) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module in modules:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"

@@ -134,8 +134,9 @@ NOT_ALWAYS_THERE = {
     "_group_end": "of a build with NCCL: collectives launched together, in comm/transport/nccl.py",
     "_ensureCUDADeviceGuardSet": "[Note: a device guard replaced by threads] in testing.py; asked for with getattr",
 }
-OF_PYTHON = ("_exit", "_getframe", "_current_frames", "_collections_abc", "_option_string_actions")
-"""The first three are documented; argparse has no public way from an option's text to the option."""
+OF_PYTHON = ("_exit", "_getframe", "_current_frames", "_collections_abc", "_option_string_actions", "_inheriting")
+"""The first three are documented; argparse has no public way from an option's text to the option, and multiprocessing
+none to ask whether a process imports the main script."""
 
 OF_OTHERS = {
     "transformers": (

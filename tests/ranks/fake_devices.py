@@ -37,7 +37,6 @@ class Race(RuntimeError):
 class Group:
     ranks: Ranks
     number: int
-    is_aborted: bool = False
 
 
 class Devices:
@@ -50,7 +49,6 @@ class Devices:
         """For each rank, the groups that it was asked to create, in order."""
         self.num_works: Counter[str] = Counter()
         self.num_waited: Counter[str] = Counter()
-        self.aborted: list[int] = []
         self._seed = seed
         self.accelerator = FakeAccelerator(devices=self)
         self._given: dict[object, dict[int, list[Tensor]]] = {}
@@ -75,13 +73,19 @@ class Devices:
         with self._changed:
             return 0 in self._given.get(key, {})
 
-    def take(self, key: object, num_ranks: int) -> list[list[Tensor]]:
-        """The tensors of all ranks, by place; blocks until all have given theirs."""
+    def take(self, key: object, num_ranks: int, groups: FakeGroups) -> list[list[Tensor]] | None:
+        """The tensors of all ranks, by place; blocks until all have given theirs, or `groups` is aborted: `None`."""
         with self._changed:
             box = self._given.setdefault(key, {})
-            if not self._changed.wait_for(lambda: len(box) == num_ranks, timeout=HANG_SECONDS):
+            if not self._changed.wait_for(lambda: groups.is_aborted or len(box) == num_ranks, timeout=HANG_SECONDS):
                 raise RuntimeError(f"{sorted(box)} of {num_ranks} ranks came to {key}")
-            return [box[place] for place in range(num_ranks)]
+            return [box[place] for place in range(num_ranks)] if len(box) == num_ranks else None
+
+    def wake(self, groups: FakeGroups) -> None:
+        """End the waits of `groups`, now and later."""
+        with self._changed:
+            groups.is_aborted = True
+            self._changed.notify_all()
 
     def run(self, num_ranks: int, work: Callable[[sw.World], Any], **more: Any) -> list[Any]:
         """`run_ranks` with a device for every rank."""
@@ -108,6 +112,8 @@ class FakeGroups:
     def __init__(self, devices: Devices, rank: int, size: int) -> None:
         self.devices = devices
         self.rank = rank
+        self.is_aborted = False
+        """Whether operations end without the other ranks, and leave garbage."""
         self._world = Group(tuple(range(size)), 0)
         self._num_works: Counter[int] = Counter()
         devices.made[rank] = []
@@ -196,9 +202,8 @@ class FakeGroups:
         return Group((source, target), (group.number + 1) * 1000 + source)
 
     def abort(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            group.is_aborted = True
-            self.devices.aborted.append(self.rank)
+        """`groups` are all that this rank has. What it waits for, and what it issues later, ends with wrong values."""
+        self.devices.wake(self)
 
     def destroy(self, group: Group) -> None:
         """Nothing to do: a fake group has no resources."""
@@ -215,7 +220,7 @@ class FakeGroups:
         # Lines of one axis share a number; their ranks distinguish them.
         key = group.ranks, group.number, self._num_works[group.number], verb
         self.devices.count(self.devices.num_works, verb)
-        work = FakeWork(self.devices, key, group.ranks.index(self.rank), list(sources), list(outs), act)
+        work = FakeWork(self, key, group.ranks.index(self.rank), list(sources), list(outs), act)
         at_once = self.devices.acts_at_issue(self.rank, self._num_works.total())
         if verb == "message" and outs:  # the host continues before the message has been sent
             at_once = at_once and self.devices.has_come(key)
@@ -227,7 +232,7 @@ class FakeGroups:
 class FakeWork:
     """One rank's part of a collective in flight. Its inputs may not change, and its outputs may not be touched."""
 
-    devices: Devices
+    groups: FakeGroups
     key: tuple[Ranks, int, int, str]
     place: int
     sources: list[Tensor]
@@ -240,7 +245,7 @@ class FakeWork:
 
     def begin(self, *, at_once: bool) -> None:
         self._kept = [source.detach().clone() for source in self.sources]
-        self.devices.give(self.key, self.place, self._kept)
+        self.groups.devices.give(self.key, self.place, self._kept)
         with torch.no_grad():
             for out in self.outs:
                 self._poisoned += [part.detach() for part in outside_of(out, self.sources)]
@@ -250,7 +255,7 @@ class FakeWork:
             self.finish()
 
     def wait(self) -> None:
-        self.devices.count(self.devices.num_waited, self.key[-1])
+        self.groups.devices.count(self.groups.devices.num_waited, self.key[-1])
         if not self.is_done:
             self.finish()
 
@@ -265,8 +270,8 @@ class FakeWork:
                 raise Race(f"{self.key}: what is to be filled was freed on its way")
             if not torch.equal(_bits(part), _bits(wrong_values(part))):
                 raise Race(f"{self.key}: what is to be filled was written to on its way")
-        if self.act is not None:
-            given = self.devices.take(self.key, len(self.key[0]))
+        given = self.groups.devices.take(self.key, len(self.key[0]), self.groups) if self.act is not None else None
+        if self.act is not None and given is not None:
             with torch.no_grad():
                 self.act(given, self.place)
         self.is_done = True

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ class Died(Exception):
     """The child was killed by a signal, crashed, or was killed because it took too long."""
 
 
+@cache
 def preload(*modules: str) -> None:
-    """Import once what all children need, and start the process that they are forked from.
+    """Import once what all children need, and start the process that they are forked from. Only tests that need it
+    should call it: the imports take seconds.
 
     That process gets this process's module path, which Python 3.11's own `set_forkserver_preload` does not pass on. It
     computes in one thread: OpenMP's threads do not survive a fork, and results may depend on the number of threads.

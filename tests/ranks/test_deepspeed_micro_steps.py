@@ -101,6 +101,19 @@ def test_any_backward_is_averaged_over_micro_batches(backward: Callable[[Engine,
         torch.testing.assert_close(weight, plain((1, 3)), rtol=1e-5, atol=1e-6)
 
 
+def test_a_script_that_divides_its_loss_itself_is_told_that_this_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSpeed divides gradients of `loss.backward()`, too: they are not the plain loop's, but that is not silent."""
+
+    def train(engine: Engine, data: list[tuple[Tensor, Tensor]]) -> None:
+        for x, y in data:
+            (F.mse_loss(engine(x), y) / GAS).backward()
+            engine.step()
+
+    for _, weight in trained(2, train):
+        torch.testing.assert_close(weight, plain((1, 3), GAS * GAS), rtol=1e-5, atol=1e-6)
+    assert caplog.text.count("A loop that divides its loss as well divides twice.") == 1
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_boundary_that_the_script_sets(stage: int) -> None:
     """As in DeepSpeed's docstring: one call of `step` after the backwards of three micro-batches, and of one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from twins import Run, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
 
 import shardwise as sw
-from shardwise.errors import ModelError, StateError
+from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.init.deferred import Deferred
 from shardwise.testing import run_ranks
 from tests import inside
@@ -379,6 +380,42 @@ def on_meta(build: Callable[[], nn.Module], num: int) -> list[nn.Module]:
         return [build() for _ in range(num)]
 
 
+MADE: dict[str, Callable[[int], nn.Module]] = {
+    "with values": lambda seed: plain(two_of_torch, seed),
+    "deferred": lambda seed: deferred(two_of_torch, 1, lambda _: seed)[0],
+    "on meta": lambda _: on_meta(two_of_torch, 1)[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "other"), [("with values", "with values"), ("deferred", "deferred"), *itertools.permutations(MADE, 2)]
+)
+def test_ranks_that_come_by_their_values_in_different_ways_take_rank_0s(first: str, other: str) -> None:
+    """One rank sent values where the other compared digests."""
+    for preset in ("zero3", "ddp"):
+        models = [MADE[first](7), MADE[other](8)]
+
+        def rank(world: sw.World, models: list[nn.Module] = models, preset: str = preset) -> dict[str, torch.Tensor]:
+            return sw.shard(models[world.rank], preset, world=world).state_dict()
+
+        torch.manual_seed(7)  # the meta model draws when it is sharded
+        states = run_ranks(2, rank)
+        for state in states:
+            assert_equal(state, plain(two_of_torch, seed=7))
+
+
+def test_stages_of_such_ranks_are_refused() -> None:
+    plan = {"preset": "zero1", "mesh": {"pp": 2, "dp": 1}}
+    for first, other in itertools.permutations(MADE, 2):
+        models = [MADE[first](7), MADE[other](7)]
+
+        def rank(world: sw.World, models: list[nn.Module] = models) -> None:
+            with pytest.raises(ModelError, match="different first values, and with pipeline stages"):
+                sw.shard(models[world.rank], plan, world=world)
+
+        run_ranks(2, rank)
+
+
 def of_torch() -> nn.Module:
     layers = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.Embedding(9, 8), nn.MultiheadAttention(8, 2))
     return nn.Sequential(*layers, nn.Linear(8, 4))
@@ -403,6 +440,22 @@ def _reset(module: nn.Module) -> None:
         if hasattr(module, name):
             getattr(module, name)()
             return
+
+
+@pytest.mark.parametrize(
+    ("given", "difference"),
+    [
+        ({"weights": "nowhere"}, "weights given is False on rank 0 and True on rank 1"),
+        ({"init": _reset}, "init given is False on rank 0 and True on rank 1"),
+        ({"device": "meta"}, "device is 'cpu' on rank 0 and 'meta' on rank 1"),
+    ],
+)
+def test_what_only_some_ranks_are_given_is_named_on_all(given: dict[str, Any], difference: str) -> None:
+    def rank(world: sw.World) -> None:
+        with pytest.raises(ConfigError, match=difference):
+            sw.shard(two_of_torch(), world=world, **(given if world.rank else {}))
+
+    run_ranks(2, rank)
 
 
 class Scale(nn.Module):

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.errors import PlacementError
 from tests import inside
 from tests.models import Transformer
+from tests.thorough import each_value
 
 CASES = [
     ("zero1", 2, None),
@@ -57,6 +58,7 @@ def twin(model: Transformer) -> Run:
     return rounded_run(model, batches(4, rows=12))
 
 
+@each_value
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES, ids=IDS)
 def test_trains_like_a_plain_model_that_computes_with_rounded_parameters(

@@ -8,6 +8,7 @@ action, `make test` one. Random sequences of actions run as well.
 from __future__ import annotations
 
 import faulthandler
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
 ON_HOST = [("offload", True), ("zero3-offload", False)]
 SECONDS = 40
 
-forked.preload("loops_warm")
+
+def in_children(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    forked.preload("loops_warm")
+    return forked.call_each(call, items, seconds=SECONDS)
 
 
 def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
-    found = forked.call_each(loops_cells.cell, scripts, seconds=SECONDS)
+    found = in_children(loops_cells.cell, scripts)
     return [one if isinstance(one, Verdict) else Verdict("crash", str(one)) for one in found]
 
 
@@ -129,6 +133,6 @@ def test_the_page_is_the_table() -> None:
 
 
 def test_a_crash_of_a_child_says_where() -> None:
-    (found,) = forked.call_each(faulthandler._sigsegv, [True], seconds=SECONDS)
+    (found,) = in_children(faulthandler._sigsegv, [True])
     assert "SIGSEGV" in str(found)
     assert "in _work" in str(found)

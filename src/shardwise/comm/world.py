@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -185,8 +186,9 @@ class World:
         and an MPI launcher started the ranks.
 
         Raises `CommError` if the ranks do not meet, and `ConfigError` if the environment is inconsistent or names an
-        unknown transport.
+        unknown transport, or if this process is only importing the script of a rank.
         """
+        _check_not_importing_main()
         env = os.environ if environment is None else environment
         owns = not dist.is_initialized()
         process = process_rank_of(env)
@@ -414,6 +416,18 @@ def _join_as_member(
         return world
 
     return join_members(env, begin, timeout_seconds)
+
+
+def _check_not_importing_main() -> None:
+    """Raise `ConfigError` in a process that a rank has spawned, as a worker of a data loader, while it imports the
+    rank's script: a script without a guard would join again as the same rank, and the ranks wait for each other."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as CPython recognizes it itself
+        raise ConfigError(
+            "This process was started by a rank, with multiprocessing's spawn or forkserver (a data loader's worker, "
+            "for example). It imports the rank's script to find what is defined there, and so came to World.join, as "
+            'if it were that rank again. Put what the script does under `if __name__ == "__main__":`; leave imports, '
+            "functions and classes outside."
+        )
 
 
 def _goes_by_mpi(env: Mapping[str, str], process: ProcessRank, wish: str | None, *, owns: bool) -> bool:

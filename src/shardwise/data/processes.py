@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,7 @@ from shardwise.system.fast_exit import skip_last_collection
 POLL_SECONDS = 0.1  # how often a waiting thread checks whether its batch is still needed
 CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)  # everything that pickle raises
 END_SECONDS = 5.0  # time for a process to end after its pipe was closed
+_READY = b""  # the first message of a worker
 
 
 class WorkerProcesses:
@@ -79,6 +81,8 @@ class _Worker:
         self._pipe, theirs = context.Pipe()
         name = f"shardwise-data-{number}"
         self._process = context.Process(target=_serve, args=(theirs, feed), name=name, daemon=True)
+        self._is_ready = False
+        """Whether it has come as far as `_serve`: until then it imports the main script."""
         self._num_stale = 0
         self._num_asked = 0
         self._process.start()
@@ -101,6 +105,9 @@ class _Worker:
                 message = self._pipe.recv_bytes()
             except (EOFError, OSError) as error:
                 raise self._death(step) from error
+            if message == _READY:
+                self._is_ready = True
+                continue
             self._num_asked -= 1
             if self._num_stale == 0:
                 break
@@ -133,9 +140,18 @@ class _Worker:
 
     def _death(self, step: int) -> DataError:
         self._process.join(END_SECONDS)
+        code = self._process.exitcode
+        what = f"Worker process {self._number} of the data loader {_how_it_ended(code)}"
+        if not self._is_ready and code is not None and code >= 0:
+            script = getattr(sys.modules["__main__"], "__file__", None) or "the main script"
+            return DataError(
+                f"{what} while it imported {script}, as spawned processes do to find what is defined there; what it "
+                f"printed says why. What the script does, rather than defines, belongs under "
+                f'`if __name__ == "__main__":`, so that it is not done again there. Threads (processes=False) do not '
+                f"need this."
+            )
         return DataError(
-            f"Worker process {self._number} of the data loader {_how_it_ended(self._process.exitcode)} before it gave "
-            f"the batch of step {step}. The next iteration starts new ones, at the same step."
+            f"{what} before it gave the batch of step {step}. The next iteration starts new ones, at the same step."
         )
 
 
@@ -156,12 +172,13 @@ def _serve(pipe: Connection, feed: bytes) -> None:
     threading.Thread(target=_end_with_the_owner, name="shardwise-owner", daemon=True).start()
     torch.set_num_threads(1)
     maker = unpacked(feed)
-    while True:
-        try:
+    try:
+        pipe.send_bytes(_READY)
+        while True:
             step, share = pipe.recv()
             pipe.send_bytes(_answer(maker, step, share))
-        except (EOFError, OSError):  # the owner is gone
-            return
+    except (EOFError, OSError):  # the owner is gone
+        return
 
 
 def _end_with_the_owner() -> None:

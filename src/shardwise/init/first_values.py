@@ -24,13 +24,13 @@ from shardwise.init.files import WeightFiles
 from shardwise.init.loading import read_part
 from shardwise.init.match import Match, match
 from shardwise.init.meta import Init, record_init
-from shardwise.init.model_check import check_model
 from shardwise.init.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
 from shardwise.memory import Flat, Unit, copy_into, is_dense, part_of
 from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
+_OWN = b""
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,37 @@ class Wishes:
     strict: bool = True
     init: Init | None = None
 
+    def settings(self, device: torch.device) -> dict[str, object]:
+        """What has to be the same on all ranks, which will have the model on `device`. Each may name other files."""
+        given = {"weights given": self.weights is not None, "init given": self.init is not None}
+        return {**given, "strict": self.strict, "device": device.type}
 
-def device_for(model: nn.Module, wishes: Wishes, world: World) -> torch.device:
-    """The device on which the model will be: as asked for, its own, or this rank's for a model without values."""
+
+def device_for(model: nn.Module, own: torch.device, wishes: Wishes, world: World) -> torch.device:
+    """The device on which the model will be: as asked for, its `own`, or this rank's for a model without values."""
     if wishes.device is not None:
         return world.rank_device.resolve(wishes.device)
-    own_device = check_model(model)
-    has_none = own_device.type == "meta" or any(isinstance(param, Deferred) for param in model.parameters())
-    return world.device if has_none else own_device
+    has_none = own.type == "meta" or any(isinstance(param, Deferred) for param in model.parameters())
+    return world.device if has_none else own
 
 
 class FirstValues:
     """The initial values of one model on this rank: found by the constructor, put in place by `apply`."""
 
-    def __init__(self, model: nn.Module, wishes: Wishes, world: World, data_group: DataGroup) -> None:
-        """All ranks must call. Raises on all of them, before anything is changed, if the files are of another model."""
+    def __init__(
+        self, model: nn.Module, wishes: Wishes, world: World, data_group: DataGroup, device: torch.device
+    ) -> None:
+        """The model will be on `device`. All ranks must call. Raises on all of them, before anything is changed, if the
+        files are of another model."""
         self._model = model
         self._data_group = data_group
         self._wishes = wishes
-        self._is_meta = check_model(model).type == "meta"
+        self._is_meta = next(model.parameters()).is_meta
         self._is_deferred = any(isinstance(param, Deferred) for param in model.parameters())
         self._match = _matched(model, wishes, world)
         if wishes.init is not None and not self._is_meta:
             raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
-        self.device = device_for(model, wishes, world)
+        self._device = device
         self._has_begun = False
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
 
@@ -74,15 +81,16 @@ class FirstValues:
 
         Raises `ModelError` if ranks would compute different values for a model without values. All ranks must call.
         """
-        if self._is_meta or self._is_deferred or self._match is not None:
-            self._begin()  # while the model is whole, because its initialisers draw in sequence
-            if len(set(world.exchange(self._digest(), "first values"))) > 1:
+        self._begin()  # while the model is whole, because its initialisers draw in sequence
+        digests = set(world.exchange(self._digest(), "first values"))
+        if digests != {_OWN}:
+            if len(digests) > 1:
                 raise ModelError(
                     "The ranks would make different first values, and with pipeline stages none of them makes all. "
-                    "Seed torch alike on all ranks before the model is built."
+                    "Build the model in the same way on all ranks, and seed torch alike before."
                 )
             return
-        collectives = world.collectives(self.device)
+        collectives = world.collectives(self._device)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             if tensor.numel() and is_dense(tensor):
                 values = tensor.detach()
@@ -126,12 +134,18 @@ class FirstValues:
         """Whether every rank of the group would compute the same values by itself. All ranks must call."""
         if self._data_group.size == 1:
             return True
-        if not self._is_meta and not self._is_deferred and self._match is None:
-            return False  # comparing whole models would cost more than sending one
-        return len(set(self._data_group.exchange(self._digest(), "first values"))) == 1
+        digests = set(self._data_group.exchange(self._digest(), "first values"))
+        return len(digests) == 1 and _OWN not in digests
 
     def _digest(self) -> bytes:
-        """Equal on ranks that would compute the same values."""
+        """Equal on ranks that would compute the same values. `_OWN` from a rank whose model has them: comparing whole
+        models would cost more than sending one.
+
+        Ranks may differ in this: one has sent all parameters to others inside `deferred_init`, and so has their values,
+        or rank 0 alone has read them, and the other models are on the meta device.
+        """
+        if not self._is_meta and not self._is_deferred and self._match is None:
+            return _OWN
         left = [param for name, param in self._model.named_parameters() if not self._is_stored(name)]
         digest = hashlib.sha256(digest_of(origin for param in left if (origin := origin_of(param)) is not None))
         for param in left:
@@ -203,14 +217,14 @@ class FirstValues:
             )
         if self._is_stored(name) or origin_of(buffer) is not None:
             buffer.data = self._whole(name, buffer)
-        elif buffer.device != self.device:
-            buffer = buffer.to(self.device)
+        elif buffer.device != self._device:
+            buffer = buffer.to(self._device)
         self._from_first(buffer.detach())
         return buffer
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         values = self._values(name, tensor, Span(0, tensor.numel()))
-        return values.view(tensor.shape).to(self.device, tensor.dtype, copy=True)
+        return values.view(tensor.shape).to(self._device, tensor.dtype, copy=True)
 
     # -- sources ----------------------------------------------------------------------------------------
 

@@ -64,10 +64,9 @@ def settled(
             "model is called with it: shard(model, 'auto', optimizer=optimizer, batch=batch). Only its shapes matter. "
             "Where there is none, choose before the job: shardwise plan --model ... --batch ... --out plan.yaml."
         )
-    device = device_for(model, wishes, world)
+    device = device_for(model, check_device(model, world), wishes, world)
     plan = settle(plan, world, device)
     updates = vet(optimizers, model)
-    check_device(model, world)
     limits, num_local = _limits(plan, world, device)
     told: dict[str, object] = {}
     if world.rank == 0:

@@ -245,12 +245,14 @@ def lay(
     """
     world.journal.forget_part()
     check_same_settings(settings_of(plan, world), "plan", world)
+    device = device_for(model, check_device(model, world), wishes, world)
+    check_same_settings({**wishes.settings(device), "optimizers": len(optimizers)}, "argument", world)
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
     converted = convert(model)
     try:
         check_plan(converted, plan)
-        sharding = _lay_converted(model, plan, optimizers, world, wishes)
+        sharding = _lay_converted(model, plan, optimizers, world, wishes, device)
     except BaseException:
         converted.undo()
         raise
@@ -260,13 +262,17 @@ def lay(
 
 
 def _lay_converted(
-    model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World, wishes: Wishes
+    model: nn.Module,
+    plan: Plan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    world: World,
+    wishes: Wishes,
+    device: torch.device,
 ) -> Sharding:
     """`lay`, once the modules of `model` are those that will compute."""
     mesh = mesh_for(plan, world.size, world.local_size)
     peers = DataGroup(world, mesh, mesh.params_axes)
-    device = check_device(model, world)
-    plan = settle(plan, world, device_for(model, wishes, world))
+    plan = settle(plan, world, device)
     table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
@@ -274,18 +280,18 @@ def _lay_converted(
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
     budget, plan = plan.budget, fitted.plan
     designed = design(model, plan, world)
-    values = FirstValues(model, wishes, world, peers)
-    check_batch_norms(model, designed, values.device)
+    values = FirstValues(model, wishes, world, peers, device)
+    check_batch_norms(model, designed, device)
     require_elementwise(model, designed, updates)
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
-    disk = designed.open_disk(world, model, values.device, updates)
+    disk = designed.open_disk(world, model, device, updates)
     log_fitted(fitted, world)
     views = _view_check(model, designed)
     staged = None
     if designed.stages is not None:
-        world.collectives(values.device).prepare(mesh)
+        world.collectives(device).prepare(mesh)
         values.give_to_stages(world)
         parts = sequence_parts(designed.split, mesh, designed.stages)
         for warning in stage_warnings(model, designed.stages) if world.rank == 0 else ():
@@ -295,21 +301,21 @@ def _lay_converted(
         designed = designed.of_stages(staged)
         updates = {param: update for param, update in updates.items() if param in staged.params}
     try:
-        sharding = designed.carry_out(world, values.device, updates, disk)
+        sharding = designed.carry_out(world, device, updates, disk)
         sharding = replace(sharding, staged=staged, split=designed.split, fitted=fitted.summary, budget=budget)
         values.apply(sharding.units)
     except BaseException:
         if disk is not None:
             disk.close()
         raise
-    carry_out_experts(model, designed.experts, mesh, world, values.device)
+    carry_out_experts(model, designed.experts, mesh, world, device)
     if designed.split is not None:
-        carry_out_split(model, designed.split, mesh, world, values.device)
+        carry_out_split(model, designed.split, mesh, world, device)
         if verifier is not None:
             verifier.watch(model, designed.split, world, peers)
             designed.split.on_undo(verifier.close)
         if views is not None:
-            line = Line(world.collectives(values.device), world.group(mesh, AXIS))
+            line = Line(world.collectives(device), world.group(mesh, AXIS))
             designed.split.on_undo(views.watch(model, sharding.units, designed.table.compute, line))
     return sharding
 
