@@ -5,14 +5,13 @@ All its ranks measure at once, because ranks on processors share cores and memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from shardwise.errors import ConfigError
 from shardwise.fit.calibrate.links import measured_by_ranks
+from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import AttentionShare, Disk, FreshBlocks, Hardware, Host, Link, Products
 from shardwise.system.calibration import Calibration
 from shardwise.system.devices import RankDevice, TorchAccelerator
@@ -24,25 +23,6 @@ PROCESSOR_CONTENTION = 2.0
 DEVICE_CONTENTION = 1.1
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """The environment in which glibc keeps all memory for the next allocation."""
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """What one of `num_ranks` ranks gets of the machine while all work. By dtype, products are (m, n, k, seconds) and
-    attention (length, FLOPs, seconds); memory (bytes, seconds); messages (bytes of the whole buffer, seconds) of
-    all-gathers."""
-
-    num_ranks: int
-    products: Mapping[str, Sequence[tuple[int, int, int, float]]]
-    attention: Mapping[str, Sequence[tuple[int, float, float]]]
-    memory: Sequence[tuple[float, float]]
-    copy_bytes_per_second: float
-    launch_seconds: float
-    messages: Sequence[tuple[int, float]]
-    device_memory_bytes: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def num_measured_ranks() -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import World
-from shardwise.fit.calibrate.speed import Speeds
+from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.counted_work import NAMES, CountedOperations
 from shardwise.system.devices import RankDevice, TorchAccelerator
 
