@@ -11,9 +11,10 @@ import warm
 from shardwise.integrations.deepspeed.autotuning import MICRO, OPTIMAL
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-SCRIPT = """
-import argparse
+SCRIPT = f"""
+import argparse, sys
 import deepspeed, torch
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.models import Transformer
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 parser.add_argument("--local_rank", type=int)
