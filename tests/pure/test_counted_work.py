@@ -79,7 +79,9 @@ def test_forwards_and_backwards_have_the_flops_of_their_layers() -> None:
     assert flops_of(backward.weights) == PRODUCTS
     assert not backward.recomputed
     assert [one.kind for one in forward.operations].count("product") == 4
-    assert [one.kind for one in forward.operations].count("attention") == 1
+    assert [one.is_backward for one in forward.operations if one.kind == "attention"] == [False]
+    assert [one.is_backward for one in backward.operations if one.kind == "attention"] == [True]
+    assert {one.dtype for one in forward.operations if one.kind == "memory" and one.num_bytes} == {"fp32"}
     (looked_up,) = worked["before forward blocks.0"].operations  # what a unit computes around the blocks inside it
     assert looked_up.flops == 0
     assert looked_up.num_bytes < 3 * POSITIONS * WIDTH * 4, "an embedding reads the rows that it returns, not all"

@@ -170,7 +170,11 @@ SPEEDS = Speeds(
         "fp32": [(128, 1e9, 2e-2), (1024, 1e9, 1.2e-2)],
         "bf16": [(128, 1e9, 1e-2), (1024, 1e9, 4e-3)],
     },
-    memory=[(1e8, 2e-2)],
+    attention_backward={
+        "fp32": [(128, 1e9, 3e-2), (1024, 1e9, 1.5e-2)],
+        "bf16": [(length, 1e9, 6e-3 + 400 / length**2) for length in (128, 256, 512, 1024)],
+    },
+    memory={"fp32": [(1e8, 2e-2)], "bf16": [(1e8, 4e-2)]},
     copy_bytes_per_second=1e10,
     launch_seconds=3e-6,
     messages=[(2**13, 2e-5), (2**25, 2e-5 + 2**24 / 4e9)],
@@ -187,9 +191,13 @@ def test_a_profile_follows_from_measurements() -> None:
     assert found.ranks_per_node == 2
     assert found.memory_share == pytest.approx(0.5)
     assert found.collective_seconds("all_gather", 2**25, range(2)) == pytest.approx(2e-5 + 2**24 / 4e9, rel=0.01)
-    assert found.attention_seconds(1e9, 128, "fp32") == pytest.approx(2e-2, rel=0.02)
-    assert found.attention_seconds(1e9, 1024, "fp32") == pytest.approx(1.2e-2, rel=0.02)
-    assert found.attention_seconds(1e9, 1024, "bf16") == pytest.approx(4e-3, rel=0.02), "each dtype has its own fit"
+    assert found.memory_seconds(1e8, "fp32") == pytest.approx(2e-2)
+    assert found.memory_seconds(1e8, "bf16") == pytest.approx(4e-2)
+    for measured, is_backward in ((SPEEDS.attention, False), (SPEEDS.attention_backward, True)):
+        for dtype, some in measured.items():
+            for length, flops, seconds in some:
+                predicted = found.attention_seconds(flops, length, length, dtype, is_backward=is_backward)
+                assert predicted == pytest.approx(seconds, rel=0.02), "each dtype and pass has its own fit"
     for dtype, some in SPEEDS.products.items():
         for m, n, k, seconds in some:
             assert found.product_seconds(m, n, k, dtype) == pytest.approx(seconds, rel=0.02)

@@ -95,8 +95,10 @@ def _lines(found: Hardware, machine: str, path: Path) -> Iterator[str]:
         yield f"  products in {dtype}: {format_count(rate)}FLOP/s"
         yield f"    half of it at {format_count(products.half_area)} elements, or sums of {products.half_depth:.0f}"
         yield f"    attention: {attention.share:.0%} of that, half of it at {attention.half_length:.0f} keys"
-    memory = found.memory_bytes_per_second
-    yield f"  memory: {format_bytes(memory)}/s copied, of which other operators get {found.memory_share:.0%}"
+        backward = found.attention_backward_in.get(dtype, attention)
+        yield f"    its backward: {backward.share:.0%} of that, half of it at {backward.half_length:.0f} keys"
+    shares = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in found.memory_share_in.items())
+    yield f"  memory: {format_bytes(found.memory_bytes_per_second)}/s copied, of which other operators get {shares}"
     if found.fresh_blocks:
         block = 4 << 20
         yield f"  a new block of {format_bytes(block)} takes {format_seconds(fresh_seconds(found.fresh_blocks, block))}"

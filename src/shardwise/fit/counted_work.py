@@ -202,7 +202,8 @@ def _operation(
         area = max(1, made[0].numel())
         shape = (area, 1, max(1, flops // (2 * area)))
         return Operation("product", shape, dtype, flops, num_bytes, allocated_bytes=allocated)
-    return Operation("memory", num_bytes=num_bytes, allocated_bytes=allocated)
+    written = NAMES.get(made[0].dtype, "-") if made else dtype
+    return Operation("memory", dtype=written, num_bytes=num_bytes, allocated_bytes=allocated)
 
 
 def _allocated(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -243,4 +244,4 @@ def _attention(
     keys = key.shape[-2]
     flops = 4 * batch * heads * queries * keys * size * (BACKWARD_OF_ATTENTION if is_backward else 1)
     shape = (batch * heads, queries, keys, size)
-    return Operation("attention", shape, dtype, flops, num_bytes, allocated_bytes=allocated)
+    return Operation("attention", shape, dtype, flops, num_bytes, allocated_bytes=allocated, is_backward=is_backward)

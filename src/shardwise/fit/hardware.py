@@ -58,10 +58,12 @@ class Products(_Section):
 
 class AttentionShare(_Section):
     """The share of the peak rate that fused attention reaches: `share` if sequences are long, above 1 where a causal
-    mask lets it leave out much of what is counted. `half_length`: the number of keys at which half of that is lost."""
+    mask lets it leave out much of what is counted. `half_length`: the number of keys at which half of that is lost.
+    `half_scores`: the number of pairs of queries and keys at which half is lost to what each head costs by itself."""
 
     share: Rate = 0.5
     half_length: Size = 0
+    half_scores: Size = 0
 
 
 class Link(_Section):
@@ -109,7 +111,11 @@ class Hardware(_Section):
     products_in: dict[str, Products] = {}
     """By dtype, where it differs from `products`: units for narrow dtypes need larger products."""
     attention_in: dict[str, AttentionShare] = {}
+    attention_backward_in: dict[str, AttentionShare] = {}
+    """By dtype, where the backward gets another share than the forward."""
     memory_share: Share = 0.85
+    memory_share_in: dict[str, Share] = {}
+    """By dtype, where it differs from `memory_share`: processors convert bf16 to compute."""
     flat_share: Share | None = None
     """As `memory_share`, of copies, sums and updates of flat buffers, which are long; None: no more than others get."""
     fresh_blocks: FreshBlocks = ()
@@ -168,15 +174,19 @@ class Hardware(_Section):
         lost = 1 + products.half_area / area + products.half_depth / max(1.0, k)
         return 2.0 * batch * m * n * k * lost / (self.peak(dtype) * products.share)
 
-    def attention_seconds(self, flops: float, keys: float, dtype: str) -> float:
-        """`flops` of fused attention to `keys` positions."""
+    def attention_seconds(
+        self, flops: float, queries: float, keys: float, dtype: str, *, is_backward: bool = False
+    ) -> float:
+        """`flops` of fused attention of `queries` to `keys` positions, or of its backward."""
         attention = self.attention_in.get(dtype, self.attention)
-        lost = 1 + attention.half_length / max(1.0, keys)
+        if is_backward:
+            attention = self.attention_backward_in.get(dtype, attention)
+        lost = 1 + attention.half_length / max(1.0, keys) + attention.half_scores / max(1.0, queries * keys)
         return flops * lost / (self.peak(dtype) * attention.share)
 
-    def memory_seconds(self, num_bytes: float) -> float:
-        """`num_bytes` read or written."""
-        return num_bytes / (self.memory_bytes_per_second * self.memory_share)
+    def memory_seconds(self, num_bytes: float, dtype: str = "-") -> float:
+        """`num_bytes` read or written by operators whose results are in `dtype`."""
+        return num_bytes / (self.memory_bytes_per_second * self.memory_share_in.get(dtype, self.memory_share))
 
     def flat_seconds(self, num_bytes: float) -> float:
         """`num_bytes` of flat buffers read or written."""
@@ -191,13 +201,16 @@ class Hardware(_Section):
         """An operation that computes: the longer of its arithmetic and its memory, and what its results cost to
         allocate, without its launch."""
         allocating = sum(fresh_seconds(self.fresh_blocks, num_bytes) for num_bytes in operation.allocated_bytes)
-        moving = self.memory_seconds(operation.num_bytes)
+        moving = self.memory_seconds(operation.num_bytes, operation.dtype if operation.kind == "memory" else "-")
         match operation.kind:
             case "product":
                 m, n, k, *batch = operation.shape
                 computing = self.product_seconds(m, n, k, operation.dtype, batch[0] if batch else 1)
             case "attention":
-                computing = self.attention_seconds(operation.flops, operation.shape[2], operation.dtype)
+                _, queries, keys, _ = operation.shape
+                computing = self.attention_seconds(
+                    operation.flops, queries, keys, operation.dtype, is_backward=operation.is_backward
+                )
             case "memory":
                 computing = 0.0
             case _:

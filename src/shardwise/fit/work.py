@@ -24,14 +24,14 @@ class Operation:
 
     - `product`: a matrix product; `shape` is (m, n, k) or (m, n, k, batch) for a batch of m x k times k x n.
     - `attention`: `shape` is (batch x heads, queries, keys, head size).
-    - `memory`: whatever only reads and writes memory.
+    - `memory`: whatever only reads and writes memory; `dtype` is that of its result, where it is known.
     - a collective or `send` along the mesh axis `axis`, within the computation (tp, sp, ep). `num_bytes` are those of
       the whole buffer: what all ranks contribute to an `all_gather`, what one rank has before a `reduce_scatter`,
       `all_reduce` or `all_to_all`, and what is in the message of a `send`.
     - `evict`, `fetch`: activations that go to another tier, `axis`, and come back; beside the computation.
 
     `flops` counts a multiplication and an addition as two. `num_bytes` of what computes are those read and written, and
-    `allocated_bytes` the sizes of the blocks of memory that it allocates for its results.
+    `allocated_bytes` the sizes of the blocks of memory that it allocates for its results. `is_backward`: of attention.
     """
 
     kind: OperationKind
@@ -42,6 +42,7 @@ class Operation:
     kernels: int = 1
     axis: str = ""
     allocated_bytes: tuple[int, ...] = ()
+    is_backward: bool = False
 
     @property
     def communicates(self) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -35,6 +35,9 @@ SECONDS = 0.15
 REPEATS, MESSAGE_REPEATS = 5, 15
 COLD_BYTES = 2**26
 """Of all sets of operands together; see [Note: cold operands]."""
+
+AttentionRow = tuple[int, float, float]
+"""Length, FLOPs, seconds."""
 
 
 class Measuring:
@@ -66,7 +69,7 @@ class Measuring:
         found = []
         for m, n, k in LARGE_SHAPES if self.is_large else SHAPES:
             bias = self._random(n, dtype=dtype)
-            sets = self._cold([(m, k), (n, k), (k, n), (k, m)], dtype)
+            sets = cycle(self._cold([(m, k), (n, k), (k, n), (k, m)], dtype))
 
             def call(bias=bias, sets=sets) -> None:  # type: ignore[no-untyped-def]
                 left, right, back, turned = next(sets)
@@ -77,30 +80,36 @@ class Measuring:
             found.append((m, n, k, self.seconds(call) / 3))
         return found
 
-    def attention(self, dtype: torch.dtype) -> list[tuple[int, float, float]]:
-        """(length, FLOPs, seconds) of a forward and backward."""
-        found = []
+    def attention(self, dtype: torch.dtype) -> tuple[list[AttentionRow], list[AttentionRow]]:
+        """Of a forward, and of its backward."""
+        forward: list[AttentionRow] = []
+        backward: list[AttentionRow] = []
         for heads, length, size in ATTENTION:
             shape = (1, heads, length, size)
-            sets = self._cold([shape] * 3, dtype)
+            sets = [[one.requires_grad_() for one in some] for some in self._cold([shape] * 3, dtype)]
+            graphs = cycle([(_attend(some), some) for some in sets])
+            operands, grad = cycle(sets), self._random(*shape, dtype=dtype)
 
-            def call(sets=sets) -> None:  # type: ignore[no-untyped-def]
-                query, key, value = (one.requires_grad_() for one in next(sets))
-                mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-                torch.autograd.grad(mixed.sum(), (query, key, value))
+            def attend(operands=operands) -> None:  # type: ignore[no-untyped-def]
+                _attend(next(operands))
 
-            with CountedOperations() as counting:
-                call()
-            flops = sum(one.flops for one in counting.operations if one.kind == "attention")
-            found.append((length, flops, self.seconds(call)))
-        return found
+            def go_back(graphs=graphs, grad=grad) -> None:  # type: ignore[no-untyped-def]
+                mixed, some = next(graphs)
+                torch.autograd.grad(mixed, some, grad, retain_graph=True)
 
-    def memory(self) -> list[tuple[float, float]]:
+            for rows, call in ((forward, attend), (backward, go_back)):
+                with CountedOperations() as counting:
+                    call()
+                flops = sum(one.flops for one in counting.operations if one.kind == "attention")
+                rows.append((length, flops, self.seconds(call)))
+        return forward, backward
+
+    def memory(self, dtype: torch.dtype) -> list[tuple[float, float]]:
         """(bytes read and written, seconds) of the kinds of operators that models have between products."""
         found = []
         for numel in LARGE_ELEMENTS if self.is_large else ELEMENTS:
-            sets = self._cold([(numel // 256, 256)])
-            scale = torch.ones(256, device=self._device.device, requires_grad=True)
+            sets = cycle(self._cold([(numel // 256, 256)], dtype))
+            scale = torch.ones(256, device=self._device.device, dtype=dtype, requires_grad=True)
 
             def call(sets=sets, scale=scale) -> None:  # type: ignore[no-untyped-def]
                 (rows,) = next(sets)
@@ -150,12 +159,10 @@ class Measuring:
             found.append((full.nbytes, self.seconds(call, MESSAGE_REPEATS)))
         return found
 
-    def _cold(
-        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32
-    ) -> Iterator[list[torch.Tensor]]:
-        """Sets of operands of these shapes, in turn; see [Note: cold operands]."""
+    def _cold(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        """Sets of operands of these shapes, to be used in turn; see [Note: cold operands]."""
         count = COLD_BYTES // (sum(map(math.prod, shapes)) * dtype.itemsize)
-        return cycle([[self._random(*shape, dtype=dtype) for shape in shapes] for _ in range(1 + count)])
+        return [[self._random(*shape, dtype=dtype) for shape in shapes] for _ in range(1 + count)]
 
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, device=self._device.device, dtype=dtype)
@@ -165,6 +172,11 @@ class Measuring:
             self._device.accelerator.current_stream().synchronize()
 
 
+def _attend(operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    query, key, value = operands
+    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 def main(out: str, dtypes: Sequence[str]) -> None:
     """Rank 0 writes a `Speeds` as JSON."""
     with World.join(timeout_seconds=60) as world:
@@ -172,11 +184,13 @@ def main(out: str, dtypes: Sequence[str]) -> None:
         device = RankDevice.cpu() if accelerator is None else RankDevice.of(accelerator, world.rank)
         measuring = Measuring(world, device)
         named = {name: dtype for dtype, name in NAMES.items() if name in dtypes}
+        attention = {name: measuring.attention(dtype) for name, dtype in named.items()}
         speeds = Speeds(
             num_ranks=world.size,
             products={name: measuring.products(dtype) for name, dtype in named.items()},
-            attention={name: measuring.attention(dtype) for name, dtype in named.items()},
-            memory=measuring.memory(),
+            attention={name: forward for name, (forward, _) in attention.items()},
+            attention_backward={name: backward for name, (_, backward) in attention.items()},
+            memory={name: measuring.memory(dtype) for name, dtype in named.items()},
             copy_bytes_per_second=measuring.copied(),
             launch_seconds=measuring.launch(),
             messages=measuring.messages() if world.size > 1 else [],

@@ -10,13 +10,14 @@ from typing import Any
 @dataclass(frozen=True)
 class Speeds:
     """What one of `num_ranks` ranks gets of the machine while all work. By dtype, products are (m, n, k, seconds) and
-    attention (length, FLOPs, seconds); memory (bytes, seconds); messages (bytes of the whole buffer, seconds) of
-    all-gathers."""
+    attention (length, FLOPs, seconds), and memory (bytes, seconds); messages are (bytes of the whole buffer, seconds)
+    of all-gathers."""
 
     num_ranks: int
     products: Mapping[str, Sequence[tuple[int, int, int, float]]]
     attention: Mapping[str, Sequence[tuple[int, float, float]]]
-    memory: Sequence[tuple[float, float]]
+    attention_backward: Mapping[str, Sequence[tuple[int, float, float]]]
+    memory: Mapping[str, Sequence[tuple[float, float]]]
     copy_bytes_per_second: float
     launch_seconds: float
     messages: Sequence[tuple[int, float]]
