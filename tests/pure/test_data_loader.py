@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from shardwise.data import Loader, Mixture, Samples, Workers
-from shardwise.data.read_ahead import THREAD_NAME
+from shardwise.data.read_ahead import THREAD_NAME, abandon, run_ahead
 from shardwise.data.to_device import on_tensors
 from shardwise.errors import ConfigError, DataError
 
@@ -275,6 +275,32 @@ def test_no_thread_outlives_its_loader(leave: str) -> None:
             _fail_while_iterating(loader)
     del loader
     gc.collect()
+    for thread in reading_threads() - before:
+        assert leave != "close"  # nobody may wait for threads while garbage is collected
+        thread.join(60)
+    assert not reading_threads() - before
+
+
+def test_a_loader_that_is_collected_waits_for_no_thread() -> None:
+    """Whoever runs its finalizer may hold the lock without which no thread ends."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def blocked(sample: int) -> int:
+        begun.set()
+        assert may_end.wait(60)
+        return sample
+
+    before = reading_threads()
+    tasks = iter([lambda _: 0, lambda _: blocked(1)])
+    results = run_ahead(tasks, 1, 2)
+    assert next(results) == 0
+    assert begun.wait(60)
+    abandon(results)
+    left = reading_threads() - before
+    assert len(left) == 1
+    may_end.set()
+    for thread in left:
+        thread.join(60)
     assert not reading_threads() - before
 
 

@@ -13,7 +13,7 @@ from shardwise.data.feeding import Ranks, feed_of, made_and_pinned, pinning_of, 
 from shardwise.data.following import Following
 from shardwise.data.indexed import IndexedFeed
 from shardwise.data.processes import WorkerProcesses
-from shardwise.data.read_ahead import run_ahead
+from shardwise.data.read_ahead import abandon, run_ahead
 from shardwise.data.recipe import Made, Place, Recipe
 from shardwise.data.sampling import Draw, Share, check_numbers, check_rows
 from shardwise.data.settings import Samples, Workers, refuse_unknown
@@ -278,7 +278,7 @@ class Loader:
             if self._ahead is None:
                 self._ahead = self._start_reading()
                 # also runs at the end of a script, while what threads need in order to end still exists
-                self._end_reading = weakref.finalize(self, self._ahead.close)
+                self._end_reading = weakref.finalize(self, abandon, self._ahead)
             try:
                 self._held = next(self._ahead)
             except BaseException:  # the next iteration starts afresh at this place
@@ -312,7 +312,8 @@ class Loader:
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
-            self._end_reading()
+            self._end_reading.detach()
+            self._ahead.close()
         self._ahead = self._held = None
 
     def _end(self) -> int | None:

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -20,6 +21,10 @@ Made = TypeVar("Made")
 Task = Callable[[threading.Event], Made]
 
 THREAD_NAME = "shardwise-data"
+
+
+class _Collected(Exception):  # noqa: N818  # not an error either
+    """Raised in `run_ahead` by `abandon`."""
 
 
 class Abandoned(Exception):  # noqa: N818  # not an error, but how a task ends when its result is no longer needed
@@ -30,7 +35,8 @@ def run_ahead(tasks: Iterator[Task[Made]], workers: int, depth: int) -> Generato
     """The results of `tasks`, in order, with at most `depth` of them finished or running ahead.
 
     `workers` threads run them; with 0 the caller does, on demand. An exception is raised in place of the result. When
-    the caller leaves, running tasks are signalled by their event and waited for; no thread outlives this generator.
+    the caller leaves, running tasks are signalled by their event and waited for; no thread outlives this generator,
+    unless it is ended by `abandon`.
     """
     stop = threading.Event()
     if workers == 0:
@@ -39,12 +45,25 @@ def run_ahead(tasks: Iterator[Task[Made]], workers: int, depth: int) -> Generato
         return
     pool = ThreadPoolExecutor(workers, thread_name_prefix=THREAD_NAME)
     ahead: deque[Future[Made]] = deque()
+    waits = True
     try:
         ahead.extend(pool.submit(task, stop) for task in islice(tasks, depth))
         while ahead:
             made = ahead.popleft().result()
             ahead.extend(pool.submit(task, stop) for task in islice(tasks, 1))
             yield made
+    except _Collected:
+        waits = False
     finally:
         stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=waits, cancel_futures=True)
+
+
+def abandon(results: Generator[Made, None, None]) -> None:
+    """End `results` of `run_ahead` without waiting for its threads, which end by themselves.
+
+    For finalizers: a collection of garbage may run them in any thread, whatever lock it holds. One that joined threads
+    there waited forever for a lock of `threading` which its own thread held.
+    """
+    with suppress(_Collected, StopIteration):
+        results.throw(_Collected())
