@@ -71,22 +71,29 @@ def test_what_the_config_says_is_kept(tmp_path: Path) -> None:
     assert len(list((tmp_path / "bounded" / "exps").iterdir())) == 3
 
 
-def test_what_fits_no_device_is_listed_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(config: dict[str, Any]) -> str:
+    """What both ranks say."""
+    replicas = [Transformer() for _ in range(2)]
+
+    def rank(world: sw.World) -> str:
+        engine, *_ = initialize(model=replicas[world.rank], config={**ADAMW, MICRO: "auto", **config}, world=world)
+        with pytest.raises(ConfigError) as raised:
+            engine(*batches(1)[0])
+        return str(raised.value)
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    return first
+
+
+def test_results_that_cannot_be_written_are_an_error_of_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    section = {"exps_dir": str(tmp_path / "taken"), "max_train_micro_batch_size_per_gpu": 1}
+    assert str(tmp_path / "taken") in refused({"autotuning": section})
+
+
+def test_what_fits_no_device_is_listed_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotuning, "_limits", lambda *_: autotuning.Limits(2**20))
-
-    def refused(config: dict[str, Any]) -> str:
-        replicas = [Transformer() for _ in range(2)]
-
-        def rank(world: sw.World) -> str:
-            engine, *_ = initialize(model=replicas[world.rank], config={**ADAMW, MICRO: "auto", **config}, world=world)
-            with pytest.raises(ConfigError) as raised:
-                engine(*batches(1)[0])
-            return str(raised.value)
-
-        first, second = run_ranks(2, rank)
-        assert first == second
-        return first
-
     said = refused({})
     assert said.startswith("autotuning: no stage and micro-batch fits:\n  stage 0, micro-batch 1 x 1: ")
     assert "MiB too much" in said

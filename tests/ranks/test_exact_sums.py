@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.testing import run_ranks
 from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
-from tests.ranks.test_lost_ranks import PLANS, DiesAt
+from tests.ranks.test_lost_ranks import PLANS, DiesAt, update
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, sampled
 
@@ -35,13 +35,7 @@ def trained(world: World, plan: dict[str, Any], loop: str, deaths: dict[int, int
             while engine.num_steps < NUM_STEPS:
                 for batch in batches:
                     loss = loss_of(model(batch["index"], batch["x"]), batch["weight"])
-                    if loop == "engine":
-                        engine.backward(loss)
-                        engine.step()
-                    else:
-                        optimizer.zero_grad()
-                        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-                        optimizer.step()
+                    update(loop, engine, optimizer, loss)
                     if engine.num_steps == NUM_STEPS:
                         break
             found = engine.state_dict()

@@ -21,7 +21,7 @@ from shardwise.comm import World
 from shardwise.observe.run_view import read_run
 from shardwise.testing import fail_at
 from tests.ranks.test_buddies import HostDiesAt
-from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values
+from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values, update
 from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
 from tests.thorough import drawn, sampled
 
@@ -49,13 +49,7 @@ def take_step(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, ba
     if loop == "train_step":
         return engine.train_step(batch)
     loss: Tensor = engine.module(batch)
-    if loop == "engine":
-        engine.backward(loss)
-        engine.step()
-    else:
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        optimizer.step()
+    update(loop, engine, optimizer, loss)
     return loss
 
 

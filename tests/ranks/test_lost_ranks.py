@@ -185,6 +185,12 @@ def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: T
     if loop == "micro-batches":
         return micro_steps(engine, x, y)
     loss = loss_of(engine.module(x), y)
+    update(loop, engine, optimizer, loss)
+    return loss
+
+
+def update(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """From a loss to new parameters, by calls of the engine or as a plain loop does."""
     if loop == "engine":
         engine.backward(loss)
         engine.step()
@@ -192,7 +198,6 @@ def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: T
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
-    return loss
 
 
 def micro_steps(engine: sw.Engine, x: Tensor, y: Tensor) -> Tensor:

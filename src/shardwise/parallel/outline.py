@@ -28,12 +28,12 @@ from shardwise.runtime.activations import Treatments, treatments_for
 class Outline:
     """`boxes` are one rank's parts of parameters, if an axis cuts or copies them."""
 
-    choices: list[UnitChoice]
-    rows: dict[nn.Parameter, LabelledTable]
-    boxes: Boxes
-    split: ModelSplit | None = None
+    choices: list[UnitChoice] = field(repr=False)
+    rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
+    boxes: Boxes = field(repr=False)
+    split: ModelSplit | None = field(repr=False, default=None)
     """How the model itself is split along `tp`."""
-    experts: ExpertSplit | None = None
+    experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
     treatments: Treatments = field(default_factory=Treatments)
 

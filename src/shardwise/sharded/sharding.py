@@ -17,9 +17,7 @@ from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhe
 from shardwise.memory import (
     DiskMemory,
     HostMemory,
-    LabelledTable,
     Unit,
-    UnitChoice,
     in_own_precision,
     make_unit,
     open_disk,
@@ -37,9 +35,9 @@ from shardwise.parallel.model_axes import (
     carry_out_split,
     sequence_parts,
 )
-from shardwise.parallel.outline import outline
+from shardwise.parallel.outline import Outline, outline
 from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_warnings
+from shardwise.parallel.pipeline import StagedModel, has_pipeline, stage_warnings
 from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck
 from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
@@ -114,24 +112,13 @@ class Sharding:
         return replace(self, plan=plan, treatments=treatments, disk=disk)
 
 
-@dataclass(frozen=True)
-class Design:
-    """What a plan means for one model in one world. Nothing has been changed for it yet.
-
-    `boxes` are this rank's parts of parameters, if an axis cuts or copies them.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Design(Outline):
+    """What a plan means for one model in one world, for this rank. Nothing has been changed for it yet."""
 
     plan: Plan
     mesh: Mesh
     table: Table
-    choices: list[UnitChoice] = field(repr=False)
-    rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
-    boxes: Boxes = field(repr=False)
-    split: ModelSplit | None = field(repr=False, default=None)
-    """How the model itself is split."""
-    experts: ExpertSplit | None = field(repr=False, default=None)
-    stages: StageLayout | None = None
-    treatments: Treatments = field(default_factory=Treatments)
 
     def of_stages(self, staged: StagedModel) -> Design:
         """The part of it that concerns a rank with some stages of the model."""
@@ -212,18 +199,7 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     mesh = mesh_for(plan, world.size, world.local_size)
     parts, had = (None, None) if known is None else (known.boxes, known.experts)
     found = outline(model, plan, mesh, world.rank, parts=parts, had=had)
-    return Design(
-        plan,
-        mesh,
-        table_for(plan, mesh),
-        found.choices,
-        found.rows,
-        found.boxes,
-        found.split,
-        found.experts,
-        found.stages,
-        found.treatments,
-    )
+    return Design(**vars(found), plan=plan, mesh=mesh, table=table_for(plan, mesh))
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:

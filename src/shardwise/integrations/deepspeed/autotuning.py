@@ -186,7 +186,7 @@ class Tuner:
         if world.rank == 0:
             try:
                 self._write(tuned(self._twin, batch, self._config, world, self._name, self._auto))
-            except (ConfigError, ModelError) as error:
+            except (ConfigError, ModelError, OSError) as error:  # OSError: the folders of results
                 said = str(error)
         said = world.exchange(said.encode(), "autotuning")[0].decode()
         if said:
