@@ -163,6 +163,7 @@ class _Cast:
     def __iter__(self) -> Iterator[Named]:
         for name, tensor in self._whole:
             yield name, tensor.to(self.likes[name].dtype)
+            del tensor
 
 
 class _OfAllStages:
@@ -187,5 +188,6 @@ class _OfAllStages:
                 tensor = next(own)[1] if own is not None else None
                 if name in self._sent[pp_rank]:
                     yield self._ties.get(name, name), self._across.broadcast(pp_rank, tensor, like)
+                del tensor
             if own is not None:  # no tensor is left, but its last exchanges may be
                 next(own, None)

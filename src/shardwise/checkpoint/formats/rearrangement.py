@@ -62,11 +62,12 @@ class Rearrangement:
             group = self._group_of.get(name)
             if group is None:
                 yield name, tensor
-                continue
-            if any(one not in waiting for one in group.names if one != name):
+            elif any(one not in waiting for one in group.names if one != name):
                 waiting[name] = tensor.clone()
-                continue
-            waiting[name] = tensor
-            made = group.make({one: waiting.pop(one) for one in group.names})
-            for one in group.made:
-                yield one, made[one]
+            else:
+                waiting[name] = tensor
+                made = group.make({one: waiting.pop(one) for one in group.names})
+                for one in group.made:
+                    yield one, made[one]
+                del made
+            del tensor  # its unit is let go before the next is gathered
