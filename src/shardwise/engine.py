@@ -633,6 +633,33 @@ class Engine:
         as_dtype = None if dtype is None else formats.DTYPES[dtype]
         return weight_stream(self._sharded, names, as_dtype, merge_adapters=merge_adapters)
 
+    def publish(
+        self,
+        folder: str | Path,
+        *,
+        version: int | None = None,
+        keep: int = 2,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        merge_adapters: bool = True,
+    ) -> int:
+        """Write the weights into `folder`, for samplers that read them while training goes on. All ranks call.
+
+        Each `version` (by default the number of steps) is a Hugging Face folder of its own, in which adapters are
+        merged; it is announced when it is whole, and found by `sw.published(folder)` in any process. Older ones are
+        deleted, but for the newest `keep` and those that readers have acknowledged. Returns the version. Raises
+        `CheckpointError` on all ranks if rank 0 cannot write, and for a version that is not newer; readers stay with
+        the one before.
+        """
+        from shardwise.checkpoint.published import publish
+
+        def write(path: Path) -> None:
+            self.save_pretrained(path, dtype=dtype, merge_adapters=merge_adapters, overwrite=True)
+
+        self._require_open()
+        number = self.num_steps if version is None else version
+        publish(self.world, Path(folder), number, keep, write)
+        return number
+
     # -- whole tensors ------------------------------------------------------------------------------------
 
     def gathered(self, *names: str, write: bool = False) -> AbstractContextManager[None]:
