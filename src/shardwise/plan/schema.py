@@ -394,6 +394,12 @@ class Plan(Strict):
         description="leave out steps whose gradients are not finite, as fp16 always does; each step waits for the GPU",
     )
     sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
+    verify: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps from one comparison of checksums to the next, which finds flipped bits of parameters, "
+        "states and gradients; default: never",
+    )
     survive: Literal["host", "buddy", "checkpoint"] | None = Field(
         default=None,
         description="in an elastic job, where state that only one rank holds survives its loss: in its host's memory, "

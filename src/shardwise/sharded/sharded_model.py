@@ -251,6 +251,8 @@ class ShardedModel:
         self._note_drops()
         self._has_begun = False
         self.parts.unfreezing.note_zeroed()
+        if self.parts.verification is not None:
+            self.parts.verification.begin_step()
         self.parts.gradients.zero(keep=keep)
         if self.parts.optimizer is not None:
             self.parts.optimizer.updates.withdraw_gradients()
@@ -347,6 +349,7 @@ class ShardedModel:
         self.parts.runner.step.open_params()
         if self.plan.clip_grad_norm is not None:
             self.parts.gradients.clip_by_plan(self.plan.clip_grad_norm)
+        self._verify(member)
         self.before_update()
         self.world.journal.check()  # see [Note: garbage after a fault]
         optimizer.updates.begin(member)
@@ -375,11 +378,36 @@ class ShardedModel:
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()
             self.world.journal.num_steps += 1
+        if parts.verification is not None and self._is_next_verified:
+            parts.runner.step.take_checksums()
+            parts.verification.note()
+
+    # -- verified steps: docs/verify.md -----------------------------------------------------------------
+
+    @property
+    def _is_next_verified(self) -> bool:
+        every = self.plan.verify
+        return every is not None and (self.progress.num_steps + 1) % every == 0
+
+    def _verify(self, member: torch.optim.Optimizer) -> None:
+        """Before an update: if the step is a verified one, compare checksums. Raises `CorruptionError` on all ranks."""
+        verification = self.parts.verification
+        if verification is None:
+            return
+        if self._is_next_verified and member is self.require_optimizer().members[0]:
+            self.parts.runner.step.verify()
+        verification.forget(is_update=True)
+
+    def forget_checksums(self) -> None:
+        """Call before parameters or states are written other than by an update."""
+        if self._parts is not None and self._parts.verification is not None:
+            self._parts.verification.forget(is_update=False)
 
     def cast_inputs(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
+        self.parts.runner.verifies = self._is_next_verified
         if self.disk is not None:
             self.disk.require_whole()
             if torch.is_grad_enabled():
