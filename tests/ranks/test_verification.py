@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import CorruptionError
+from shardwise.errors import ConfigError, CorruptionError
 from shardwise.memory import Flat
 from shardwise.program import Action
 from shardwise.runtime import ParamMover
@@ -20,7 +20,7 @@ from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder
 from tests.ranks.twins import adamw, batches, plan_of
-from tests.thorough import sampled
+from tests.thorough import drawn, sampled, varies
 
 Tensor = torch.Tensor
 Place = Callable[[sw.Engine, random.Random], tuple[Tensor, str] | None]
@@ -151,17 +151,42 @@ PLANS = [
 
 
 @sampled
+@pytest.mark.parametrize("place", [a_param, a_master, a_state])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), PLANS)
-def test_a_flipped_bit_is_found_on_its_rank(preset: str, num_ranks: int, mesh: dict[str, int] | None) -> None:
+def test_a_flipped_bit_is_found_on_its_rank(
+    preset: str, num_ranks: int, mesh: dict[str, int] | None, place: Place
+) -> None:
     """Before the update, wherever it is, also in what no other rank has."""
-    for seed, place in enumerate((a_param, a_master, a_state)):
-        on_rank = seed % num_ranks
-        flipped = train(preset, num_ranks, mesh, at=(3, "forward"), on_rank=on_rank, place=place, seed=seed)
+    flipped = train(preset, num_ranks, mesh, at=(3, "forward"), on_rank=1, place=place)
+    for _, error in flipped:
+        assert error is not None
+        assert (error.ranks, error.is_certain, error.step) == ((1,), True, 3), error
+        assert error.tensor == flipped[1][0]
+        assert error.unit
+
+
+@varies
+def test_random_bits_of_random_tensors_are_found() -> None:
+    for seed in range(drawn(2, 60)):
+        numbers = random.Random(seed)
+        preset, num_ranks, mesh = numbers.choice(PLANS)
+        place, on_rank = numbers.choice((a_param, a_master, a_state)), numbers.randrange(num_ranks)
+        step, every = numbers.choice([(2, 1), (3, 1), (4, 2)])
+        flipped = train(
+            preset,
+            num_ranks,
+            mesh,
+            at=(step, "forward"),
+            on_rank=on_rank,
+            place=place,
+            seed=seed,
+            verify=every,
+            num_steps=4,
+        )
         for _, error in flipped:
-            assert error is not None
-            assert (error.ranks, error.is_certain, error.step) == ((on_rank,), True, 3), error
+            assert error is not None, (seed, preset, place)
+            assert (error.ranks, error.is_certain, error.step) == ((on_rank,), True, step), (seed, error)
             assert error.tensor == flipped[on_rank][0]
-            assert error.unit
 
 
 @pytest.mark.parametrize(("preset", "mesh"), [("ddp", None), ("hsdp", {"node": 3, "local": 1})])
@@ -169,6 +194,23 @@ def test_a_flipped_bit_of_a_gradient_is_found_where_ranks_have_copies(preset: st
     for name, error in (flipped := train(preset, 3, mesh, at=(2, "step"), on_rank=1, place=a_gradient)):
         assert error is not None, name
         assert (error.ranks, error.row, error.tensor) == ((1,), "due", flipped[1][0])
+
+
+def test_what_is_frozen_is_compared_with_what_it_was_at_first() -> None:
+    """No update writes it, so a bit may have flipped in any step since."""
+    model = Decoder(num_blocks=2)
+    model.blocks[0].requires_grad_(False)
+
+    def a_frozen_param(engine: sw.Engine, _: random.Random) -> tuple[Tensor, str]:
+        frozen = [flat for flat in inside.flats(engine) if not flat.spec.trainable]
+        pieces = [flat.param_piece(index) for flat in frozen for index in range(len(flat.slots))]
+        return next(piece for piece in pieces if piece.numel()), ""
+
+    for _, error in train(
+        "zero3", 3, at=(4, "forward"), on_rank=2, place=a_frozen_param, model=model, verify=3, num_steps=6
+    ):
+        assert error is not None
+        assert (error.ranks, error.row, error.step, error.unit) == ((2,), "param", 6, "blocks.0")
 
 
 @sampled
@@ -255,4 +297,90 @@ def test_data_writes_on_all_ranks_are_no_corruption() -> None:
 
 
 def test_a_plan_without_it_adds_nothing() -> None:
-    assert all(error is None for _, error in train("ddp", 2, at=(2, "forward"), place=a_param, verify=None))
+    assert all(error is None for _, error in train("ddp", 2, at=(2, "forward"), place=a_param, verify={}))
+
+
+class Broken(nn.Module):
+    """Computes wrong results in the passes `wrong` of this rank, counted from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: frozenset[int] = frozenset()
+        self.num_passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_passes += torch.is_grad_enabled()
+        return x * (1 + 2.0**-20) if self.num_passes - 1 in self.wrong else x
+
+
+def recompute(preset: str, num_ranks: int, wrong: frozenset[int], **plan: Any) -> list[CorruptionError | None]:
+    """Take a step that is verified by computing it elsewhere; rank 1 computes wrong results in some passes."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), Broken(), nn.Linear(32, 32), nn.Linear(32, 8))
+    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
+    settings = plan_of(preset, None, verify={"gradients": 2}, units=["0", "3", "4"], **plan)
+
+    def rank(world: sw.World) -> CorruptionError | None:
+        replica = replicas[world.rank]
+        with sw.shard(replica, settings, optimizer=adamw(replica), world=world) as engine:
+            for step in range(4):
+                numbers = torch.Generator().manual_seed(10 * step + world.rank)
+                x = torch.randn(6 + 2 * world.rank, 8, generator=numbers)
+                if step == 3 and world.rank == 1:
+                    replica[2].num_passes, replica[2].wrong = 0, wrong
+                try:
+                    engine.train_step(x, loss_fn=lambda output: output.square().mean())
+                except CorruptionError as error:
+                    return error
+            params = [part.clone() for part in engine.state_dict().values()]
+        kept.append(params)
+        return None
+
+    kept: list[list[Tensor]] = []
+    found = run_ranks(num_ranks, rank, shares_memory=False)
+    assert all(torch.equal(*pair) for one in kept for pair in zip(one, kept[0], strict=True))
+    return found
+
+
+@sampled
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "offload"])
+@pytest.mark.parametrize(
+    ("num_ranks", "wrong", "named"),
+    [(3, {0, 1, 2}, (1,)), (3, {0}, (1,)), (3, {1}, (1,)), (2, {0}, (1,)), (2, {0, 1, 2}, (0, 1)), (2, {}, ())],
+)
+def test_wrong_results_of_a_rank_are_found_by_another(
+    preset: str, num_ranks: int, wrong: set[int], named: tuple[int, ...]
+) -> None:
+    for error in recompute(preset, num_ranks, frozenset(wrong), accumulate=2):
+        assert (error.ranks if error is not None else ()) == named
+        if error is not None:
+            assert (error.row, error.step, error.is_certain) == ("gradient", 4, len(named) == 1)
+
+
+def test_recomputing_changes_nothing() -> None:
+    """Losses, running statistics and parameters are those of a run without it."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 8))
+
+    def train_with(verify: dict[str, int]) -> dict[str, Tensor]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> dict[str, Tensor]:
+            replica = replicas[world.rank]
+            plan = {"preset": "zero1", "verify": verify}
+            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+                for step in range(3):
+                    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + world.rank))
+                    engine.train_step(x, loss_fn=lambda output: output.square().mean())
+                return engine.state_dict()
+
+        return run_ranks(2, rank)[0]
+
+    plain, verified = train_with({}), train_with({"gradients": 1})
+    assert all(torch.equal(verified[name], value) for name, value in plain.items())
+
+
+def test_gradients_that_cannot_be_computed_again_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="because ranks along tp compute a micro-batch together"):
+        train("zero1", 2, {"dp": 1, "tp": 2}, verify={"gradients": 1})
+    assert all(error is None for _, error in train("zero1", 2, verify={"gradients": 2}))
+    assert "This loop computes its loss itself" in caplog.text

@@ -46,7 +46,7 @@ from shardwise.program import (
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import ImageBytes, image_bytes, why_no_images
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
-from shardwise.program.verification import build_verification, in_words
+from shardwise.program.verification import build_verification, in_words, why_not_recomputed
 from shardwise.system.calibration import Calibration
 from shardwise.system.units import format_bytes, format_seconds
 
@@ -177,9 +177,14 @@ class Explanation:
     @property
     def verification(self) -> str:
         """What is added to verified steps, if there are any: what is compared, what it costs, and the actions."""
-        every = self.plan.verify
+        every, gradients = self.plan.verify.every, self.plan.verify.gradients
+        again = []
+        if gradients is not None:
+            why = why_not_recomputed(self.mesh, is_elastic=False, is_deterministic=True)
+            what = f"refused, because {why}" if why else "one micro-batch of each rank, computed by two"
+            again = [f"before each {gradients}th step: {what}"]
         if every is None:
-            return ""
+            return "\n".join(again)
         program = build_verification(self.subject.units)
         lines = in_words(self.subject.units, every)
         if self.time is not None:
@@ -187,7 +192,7 @@ class Explanation:
             seconds = prices.verification(program, self.plan.accumulate)
             share = seconds / every / self.time.timeline.step_seconds
             lines.append(f"takes {format_seconds(seconds)} of such a step, {share:.2%} of the time of all")
-        return "\n".join(lines) + "\n" + shortened(render(program))
+        return "\n".join([*lines, *again, shortened(render(program))])
 
     @property
     def program(self) -> str:

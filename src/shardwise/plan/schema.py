@@ -330,6 +330,27 @@ class SlowRanks(Strict):
     leave: bool = Field(default=False, description="remove a slow rank from an elastic job")
 
 
+class Verify(Strict):
+    """How often ranks compare what must be the same on them, to find flipped bits. A number is `every`."""
+
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps from one comparison of parameters, states and reduced gradients to the next; default: never",
+    )
+    gradients: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps from one recomputation of a micro-batch on another rank to the next, in train_step; "
+        "default: never",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: object) -> object:
+        return {"every": value} if isinstance(value, int) else value
+
+
 class Plan(Strict):
     """How one model is trained: a table, a mesh, and how the table becomes a program."""
 
@@ -394,11 +415,8 @@ class Plan(Strict):
         description="leave out steps whose gradients are not finite, as fp16 always does; each step waits for the GPU",
     )
     sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
-    verify: int | None = Field(
-        default=None,
-        ge=1,
-        description="steps from one comparison of checksums to the next, which finds flipped bits of parameters, "
-        "states and gradients; default: never",
+    verify: Verify = Field(
+        default=Verify(), description="how often ranks compare what must be the same on them, to find flipped bits"
     )
     survive: Literal["host", "buddy", "checkpoint"] | None = Field(
         default=None,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import EXPERT_AXIS, Mesh
 from shardwise.plan.placement import Axes
 from shardwise.program.action import AFTER_STEP, ALL_FLATS, BEFORE_STEP, Action, Block, Moment, Program
 from shardwise.program.effects import Phase, Subject
@@ -110,6 +110,20 @@ def num_alike(mesh: Mesh, parting: Axes) -> int:
     for axis in parting:
         size //= mesh.size(axis)
     return size
+
+
+def why_not_recomputed(mesh: Mesh, *, is_elastic: bool, is_deterministic: bool) -> str:
+    """Why gradients of a micro-batch cannot be computed again on another rank; empty if they can be."""
+    others = [axis for axis in mesh.axes if mesh.size(axis) > 1 and (axis not in mesh.data_axes or axis == EXPERT_AXIS)]
+    if others:
+        return f"ranks along {' and '.join(others)} compute a micro-batch together"
+    if mesh.world_size == 1:
+        return "there is no other rank"
+    if is_elastic:
+        return "a rank could be lost meanwhile, and this is an elastic job"
+    if not is_deterministic:
+        return "kernels of a device may add in any order; call torch.use_deterministic_algorithms(True) before"
+    return ""
 
 
 def in_words(units: Sequence[UnitSpec], every: int) -> list[str]:

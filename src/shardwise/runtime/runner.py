@@ -249,6 +249,21 @@ class Runner:
         for flat in unit.flats:
             flat.lasts = not flat.spec.trainable
 
+    @contextmanager
+    def probing(self, probe: Callable[[Unit], None]) -> Iterator[None]:
+        """Inside, a forward and backward leave nothing: `probe` takes each unit's gradients where its backward ends.
+        Before the passes of a step; all ranks enter."""
+        passes = self.passes
+        before, passes.reduces = passes.reduces, False
+        owes, self._post_backward.probe = passes.owes_reductions, probe
+        try:
+            yield
+            for unit in self.units:  # what came after the end of its unit's backward
+                probe(unit)
+        finally:
+            passes.reduces, passes.owes_reductions, self._post_backward.probe = before, owes, None
+            passes.num_backwards -= 1
+
     # -- several micro-batches as one pass --------------------------------------------------------------
 
     def foresee_schedule(

@@ -9,7 +9,6 @@ and of the rows that differ the sums of single tensors, which name the tensor.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -35,9 +34,9 @@ _WORDS = {
     "master": "master weights of",
     "due": "gradient of",
     "full": "gathered parameter",
+    "gradient": "gradient of",
 }
 _MOST_NAMED = 4
-_log = logging.getLogger("shardwise")
 
 Row = tuple[str, Subject]
 """A flat buffer's name and the subject of the checksum."""
@@ -115,8 +114,12 @@ class Verification:
         )
 
     def note(self) -> None:
-        """What was taken is at rest, and has to be the same before the next update."""
-        self._noted.update(self._taken)
+        """What was taken is at rest, and has to be the same before the next update. Of what no update writes, the sums
+        that were taken first stay: they find what has changed in any step since."""
+        for row, sums in self._taken.items():
+            known = self._noted.get(row)
+            if known is None or known.versions != sums.versions:
+                self._noted[row] = sums
         self._taken = {}
 
     def are_as_noted(self, copies: Mapping[tuple[str, str], Tensor]) -> bool:
@@ -150,8 +153,9 @@ class Verification:
         kept = (row for row in self._noted if is_update and not self._flats[row[0]].spec.trainable)
         self._noted = {row: self._noted[row] for row in kept}
 
-    def compare(self, _: Action) -> None:
-        """Carry out a `compare`. All ranks call. Raises `CorruptionError`, on all of them."""
+    def compare(self, _: Action | None = None) -> None:
+        """Carry out a `compare`. All ranks call, also one that has no parameters, whose program has no such action.
+        Raises `CorruptionError`, on all of them."""
         step = self._num_steps() + 1
         taken, self._taken = self._taken, {}
         gathered, self._gathered = self._gathered, {}
@@ -168,7 +172,7 @@ class Verification:
             self._good = step
             return
         self._wrong = frozenset(one.where for one in findings if self._rank in one.ranks) - changed
-        raise self._error(findings, step)
+        raise corruption_error(findings, self._units, step, self._good)
 
     # -- what is summed -----------------------------------------------------------------------------------
 
@@ -262,34 +266,32 @@ class Verification:
         everyone = self._exchange(json.dumps(mine.to_json()).encode())
         return [Report.from_json(json.loads(message)) for message in everyone]
 
-    def _error(self, findings: Sequence[Finding], step: int) -> CorruptionError:
-        ranks, is_certain = culprits(findings)
-        first = findings[0]
-        if is_certain:
-            who = f"{_of(ranks)} wrong bits: {'; '.join(map(_in_words, findings[:_MOST_NAMED]))}"
-        else:
-            who = (
-                f"One of the ranks {' and '.join(map(str, ranks))} has wrong bits, and their sums cannot tell which: "
-                f"{'; '.join(map(_in_words, findings[:_MOST_NAMED]))}"
-            )
-        more = f"; and {len(findings) - _MOST_NAMED} more tensors" if len(findings) > _MOST_NAMED else ""
-        since = (
-            f"Before the update of step {self._good} all was well."
-            if self._good is not None
-            else "It is the first comparison of this engine."
-        )
-        where = first.where
-        return CorruptionError(
-            f"{who}{more}. No program has written that: memory, a processor or a message has failed. It was found "
-            f"before the update of step {step}. {since}\nThat update was not made. Start again from a checkpoint of a "
-            "time when all was well, without the machine of that rank (docs/verify.md).",
-            ranks=ranks,
-            unit=self._units.get(where.flat, ""),
-            tensor=where.tensor,
-            row=where.row,
-            step=step,
-            is_certain=is_certain,
-        )
+
+def corruption_error(
+    findings: Sequence[Finding], units: Mapping[str, str], step: int, good: int | None
+) -> CorruptionError:
+    """The error that all ranks raise before the update of `step`. `units`: the name of the unit of each flat buffer.
+    `good` is the last step before whose update the same comparison found nothing."""
+    ranks, is_certain = culprits(findings)
+    named = "; ".join(map(_in_words, findings[:_MOST_NAMED]))
+    if is_certain:
+        who = f"{_of(ranks)} wrong bits: {named}"
+    else:
+        who = f"One of the ranks {' and '.join(map(str, ranks))} has wrong bits, and nothing tells which: {named}"
+    more = f"; and {len(findings) - _MOST_NAMED} more tensors" if len(findings) > _MOST_NAMED else ""
+    since = "" if good is None else f" Before the update of step {good} all was well."
+    where = findings[0].where
+    return CorruptionError(
+        f"{who}{more}. No program has written that: memory, a processor or a message has failed. It was found before "
+        f"the update of step {step}.{since}\nThat update was not made. Start again from a checkpoint of a time when "
+        "all was well, without the machine of that rank (docs/verify.md).",
+        ranks=ranks,
+        unit=units.get(where.flat, ""),
+        tensor=where.tensor,
+        row=where.row,
+        step=step,
+        is_certain=is_certain,
+    )
 
 
 def _is_suspicious(messages: Sequence[bytes]) -> bool:

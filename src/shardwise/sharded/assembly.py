@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Collectives, DataGroup, World
+from shardwise.errors import ConfigError
 from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
@@ -276,7 +277,9 @@ class _Assembly:
         executor.provide("states", partial(_move_states, self._optimizer, by_name))
 
     def _verification(self, executor: Executor) -> Verification | None:
-        if self._plan.verify is None:
+        if self._plan.verify.gradients is not None:
+            self._require_recomputable()
+        if self._plan.verify.every is None:
             return None
         from shardwise.runtime.verification import Verification  # only plans that verify load it
 
@@ -294,6 +297,20 @@ class _Assembly:
         executor.provide_verb("checksum", verification.take)
         executor.provide_verb("compare", verification.compare)
         return verification
+
+    def _require_recomputable(self) -> None:
+        from shardwise.program.verification import why_not_recomputed  # only plans that verify load it
+
+        is_deterministic = on_host(self._sharding.device) or torch.are_deterministic_algorithms_enabled()
+        is_elastic = self._world.membership is not None
+        why = why_not_recomputed(self._mesh, is_elastic=is_elastic, is_deterministic=is_deterministic)
+        if self._sharding.converted.communicates:
+            why = why or "its modules exchange values in the forward"
+        if why:
+            raise ConfigError(
+                f"verify.gradients: a micro-batch cannot be computed again on another rank, because {why}. Leave "
+                f"verify.gradients out; verify.every works."
+            )
 
     def _runner(self, executor: Executor) -> Runner:
         plan, sharding = self._plan, self._sharding

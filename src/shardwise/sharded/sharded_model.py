@@ -100,9 +100,13 @@ class ShardedModel:
         """Holds the rows on a disk, if there are any."""
         self.converted = sharding.converted
         """Outlives `parts`: whoever closes the engine makes these modules plain again."""
+        self._is_updating = False
+        """Whether `before_change` is called for an update, which writes nothing that is frozen."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
         self._has_noted_use = self._has_noted_drops = False
+        self.has_recomputed = False
+        """Whether gradients have been verified by computing them again, in any step."""
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
         communicates = sharding.experts is not None or self.converted.communicates
@@ -350,7 +354,11 @@ class ShardedModel:
         if self.plan.clip_grad_norm is not None:
             self.parts.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self._verify(member)
-        self.before_update()
+        self._is_updating = True
+        try:
+            self.before_update()
+        finally:
+            self._is_updating = False
         self.world.journal.check()  # see [Note: garbage after a fault]
         optimizer.updates.begin(member)
         self.parts.runner.step.update_units()
@@ -386,21 +394,40 @@ class ShardedModel:
 
     @property
     def _is_next_verified(self) -> bool:
-        every = self.plan.verify
+        every = self.plan.verify.every
+        return every is not None and (self.progress.num_steps + 1) % every == 0
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the next step verifies gradients: see `recomputation.py`."""
+        return self._recomputes_now and not self.parts.gradients.exist()
+
+    @property
+    def _recomputes_now(self) -> bool:
+        every = self.plan.verify.gradients
         return every is not None and (self.progress.num_steps + 1) % every == 0
 
     def _verify(self, member: torch.optim.Optimizer) -> None:
         """Before an update: if the step is a verified one, compare checksums. Raises `CorruptionError` on all ranks."""
+        if self._recomputes_now and not self.has_recomputed:
+            self.has_recomputed = True
+            _log.warning(
+                "verify.gradients computes micro-batches of engine.train_step() and engine.forward_backward() again. "
+                "This loop computes its loss itself, so its gradients are not verified."
+            )
         verification = self.parts.verification
         if verification is None:
             return
         if self._is_next_verified and member is self.require_optimizer().members[0]:
-            self.parts.runner.step.verify()
+            if self.parts.flats:
+                self.parts.runner.step.verify()
+            else:
+                verification.compare()
         verification.forget(is_update=True)
 
     def forget_checksums(self) -> None:
         """Call before parameters or states are written other than by an update."""
-        if self._parts is not None and self._parts.verification is not None:
+        if self._parts is not None and self._parts.verification is not None and not self._is_updating:
             self._parts.verification.forget(is_update=False)
 
     def cast_inputs(
