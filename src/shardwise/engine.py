@@ -1019,6 +1019,7 @@ class Engine:
 
     def _before_change(self) -> None:
         self._session.before_change()
+        self._sharded.forget_checksums()
         self._state.saver.wait_for_copy()
 
     # -- the end ------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from shardwise.elastic.rebuild import make_plain, rebuilt, take_down
 from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
-from shardwise.errors import CommError, FaultError, SpareError, StateError, TurnedAwayError
+from shardwise.errors import CommError, CorruptionError, FaultError, SpareError, StateError, TurnedAwayError
 from shardwise.plan.replica_groups import group_size
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
@@ -219,6 +219,14 @@ class Recovery:
                 self._former_model, self._layout.flats = self._replanned.model, []
             self.recover(error)
         self._replanned = None
+
+    def leave_out(self, error: CorruptionError) -> FaultError:
+        """See `leave_out` in `corruption.py`."""
+        from shardwise.elastic.corruption import leave_out  # only then
+
+        verification = self._sharded.parts.verification
+        assert verification is not None
+        return leave_out(error, verification, self.survival, self.world)
 
     # -- from one world to the next -------------------------------------------------------------------------
 

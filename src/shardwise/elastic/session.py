@@ -44,7 +44,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -57,7 +57,7 @@ from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
-from shardwise.errors import CommError, ConfigError
+from shardwise.errors import CommError, ConfigError, CorruptionError
 from shardwise.optim.precision import Norm
 from shardwise.plan.replica_groups import num_groups
 from shardwise.runtime.fault_tolerant_backward import Tolerant
@@ -224,7 +224,7 @@ class ElasticSession(Session):
                 return None
             return self._end_void()
         try:
-            with self._steps.inside():
+            with self._steps.inside(), self._without_wrong_bits():
                 norm = self.sharded.step(is_last)
             if norm is None:
                 return None
@@ -238,6 +238,14 @@ class ElasticSession(Session):
         self._iterations.end()
         return norm
 
+    @contextmanager
+    def _without_wrong_bits(self) -> Iterator[None]:
+        """Inside, a rank that has wrong bits leaves, and the others raise the fault from which they recover."""
+        try:
+            yield
+        except CorruptionError as error:
+            raise self.recovery.leave_out(error) from error
+
     def _plain_step(self, step: Callable[[], Result], *, is_last: bool) -> Result | None:
         """`optimizer.step()`, called without the engine; the last of several optimizers ends the iteration."""
         self._handle_noted_fault()
@@ -246,7 +254,7 @@ class ElasticSession(Session):
         result, taken = None, 0
         if not self._iterations.is_void():
             try:
-                with self._steps.inside():
+                with self._steps.inside(), self._without_wrong_bits():
                     result = step()
                 if is_last:
                     self._commit()

@@ -78,6 +78,11 @@ class Session:
         sharded = self.sharded
         _require_whole_step(sharded)
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+        if sharded.recomputes:
+            from shardwise.sharded.recomputation import verify_gradients  # only plans that say so load it
+
+            verify_gradients(sharded, parts[0], loss_fn)
+            sharded.has_recomputed = True
         if sharded.parts.sequence is not None:
             sharded.parts.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
