@@ -362,9 +362,8 @@ class Recovery:
             if one.survival is not None
         }
         own = self.iterations
-        report = Report(
-            own.begun, own.ended, own.made, self._complete_label, steps, self.outside.results, self._num_layouts
-        )
+        begun, results = own.begun + own.is_prepared, self.outside.results
+        report = Report(begun, own.ended, own.made, self._complete_label, steps, results, self._num_layouts)
         regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)
         self.world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)

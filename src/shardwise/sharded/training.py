@@ -78,8 +78,7 @@ class Session:
         sharded = self.sharded
         _require_whole_step(sharded)
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        if sharded.parts.sequence is not None:
-            sharded.parts.sequence.note_micro_batches(batch, parts)
+        sharded.progress.split_batches.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
             mean = _through_stages(self, sharded.parts.pipeline, parts, loss_fn)
         else:
@@ -95,6 +94,20 @@ class Session:
     def _plan_memory(self) -> None:
         """Before the first forward of a step: see [Note: unfrozen later] in `sharded/unfreezing.py`."""
         self.sharded.progress.replan()
+
+    def splitting(self, split: Callable[[], T]) -> T:
+        """The result of `split`, which divides the batch of a forward to come among ranks that compare it."""
+        return split()
+
+    def computing(
+        self,
+        work: Callable[[], T],
+        *,
+        in_void: Callable[[], T] | None = None,  # noqa: ARG002
+    ) -> T:
+        """The result of `work`, which computes with what forwards have returned, together with other ranks. `in_void`
+        is called instead in an iteration that does not count, in which nothing may be sent."""
+        return work()
 
     # -- between steps --------------------------------------------------------------------------------------
 
@@ -233,8 +246,7 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
     """See `Engine.eval_step`."""
     with torch.no_grad():
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        if sharded.parts.sequence is not None:
-            sharded.parts.sequence.note_micro_batches(batch, parts)
+        sharded.progress.split_batches.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
             return sharded.parts.pipeline.evaluate(parts, loss_fn, sharded.parts.runner.begin_evaluation_of)
         return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)

@@ -5,6 +5,7 @@ from shardwise.parallel.sequence.parallel import SequenceParallel
 from shardwise.parallel.sequence.refusals import check_model
 from shardwise.parallel.sequence.rehearsed import rehearsed_by
 from shardwise.parallel.sequence.ring import ring_attention
+from shardwise.parallel.sequence.split_batches import SplitBatches
 from shardwise.parallel.sequence.token_layout import Layout
 from shardwise.parallel.sequence.ulysses import ulysses_attention
 from shardwise.parallel.sequence.visibility import Visibility
@@ -13,6 +14,7 @@ from shardwise.parallel.sequence.whole_outputs import WholeOutputs
 __all__ = [
     "Layout",
     "SequenceParallel",
+    "SplitBatches",
     "Visibility",
     "Weighing",
     "WholeOutputs",
