@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise import data, optim
     from shardwise.checkpoint import Keep
     from shardwise.checkpoint.formats import convert, inspect
+    from shardwise.checkpoint.published import published, versions_in_use
     from shardwise.comm import World
     from shardwise.engine import Engine, choose_plan, shard
     from shardwise.errors import ShardwiseError
@@ -44,8 +45,10 @@ __all__ = [
     "inspect",
     "load_plan",
     "optim",
+    "published",
     "shard",
     "tensor",
+    "versions_in_use",
 ]
 
 _HOMES = {
@@ -60,7 +63,9 @@ _HOMES = {
     "deferred_init": "shardwise.init",
     "inspect": "shardwise.checkpoint.formats",
     "load_plan": "shardwise.plan",
+    "published": "shardwise.checkpoint.published",
     "shard": "shardwise.engine",
+    "versions_in_use": "shardwise.checkpoint.published",
 }
 
 _PACKAGES = {

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.elastic.arrival import Arrival
     from shardwise.observe.run_log import RunLog
     from shardwise.runtime.rehearsal import Loss
+    from shardwise.sharded.weights import Names, WeightStream
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "choose_plan", "shard"]
 
@@ -584,26 +585,80 @@ class Engine:
         dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         max_file_bytes: int = 5 * 2**30,
         overwrite: bool = False,
+        merge_adapters: bool = False,
     ) -> None:
         """Write the model as a Hugging Face folder, for `from_pretrained`. All ranks call.
 
         Works unit by unit: no rank ever has the whole model; rank 0 writes. Parameters have the precision in which the
         optimizer keeps them, unless `dtype` asks for another. A model of the transformers library gets its
         configuration too; for any other module the folder has its state dict, as `model.safetensors`, split at
-        `max_file_bytes`. Raises `CheckpointError` on all ranks if `folder` is not empty and `overwrite` is not given.
+        `max_file_bytes`. Adapters of peft are merged into the weights with `merge_adapters`, and refused without it,
+        because peft has files of its own for them. Raises `CheckpointError` on all ranks if `folder` is not empty and
+        `overwrite` is not given.
         """
         self._require_open()
-        self._sharded.refuse_stages("save_pretrained()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
+        if hasattr(self.module, "peft_config") and not merge_adapters:
+            raise ModelError(
+                f"{type(self.module).__name__} has PEFT adapters, which have a file format of their own: "
+                f"model.save_pretrained(folder, state_dict=engine.state_dict(rank_0_only=True)) writes it. With "
+                f"merge_adapters=True they are merged into the weights that are written."
+            )
         formats.save_pretrained(
-            self.module,
-            self._sharded.parts.access.kept_params(),
-            self._sharded.parts.access.whole_params(),
+            formats.base_model(self.module),
+            self.weights(dtype=dtype, merge_adapters=merge_adapters),
             self.world,
             Path(folder),
-            dtype=None if dtype is None else formats.DTYPES[dtype],
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
         )
+
+    def weights(
+        self,
+        *,
+        names: Names = "hf",
+        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        merge_adapters: bool = True,
+    ) -> WeightStream:
+        """The model's weights as a stream of whole tensors, unit by unit, which can be iterated again. All ranks call.
+
+        `names`: "hf" as in files of Hugging Face (a tied weight once), "module" as in the model. `dtype`: of all
+        floating-point values; by default that in which the optimizer keeps them. With `merge_adapters`, adapters of
+        peft are merged into what they adapt, and names are those of the model without them; quantized weights, and
+        prompts, are refused then with a `ModelError`. The stream's `metadata()` comes from shapes. Every rank gets
+        every tensor, of any pipeline stage. No rank has more than a unit whole at a time.
+        """
+        from shardwise.sharded.weights import weight_stream  # with formats of files, which few jobs need
+
+        self._require_open()
+        as_dtype = None if dtype is None else formats.DTYPES[dtype]
+        return weight_stream(self._sharded, names, as_dtype, merge_adapters=merge_adapters)
+
+    def publish(
+        self,
+        folder: str | Path,
+        *,
+        version: int | None = None,
+        keep: int = 2,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        merge_adapters: bool = True,
+    ) -> int:
+        """Write the weights into `folder`, for samplers that read them while training goes on. All ranks call.
+
+        Each `version` (by default the number of steps) is a Hugging Face folder of its own, in which adapters are
+        merged; it is announced when it is whole, and found by `sw.published(folder)` in any process. Older ones are
+        deleted, but for the newest `keep` and those that readers have acknowledged. Returns the version. Raises
+        `CheckpointError` on all ranks if rank 0 cannot write, and for a version that is not newer; readers stay with
+        the one before.
+        """
+        from shardwise.checkpoint.published import publish
+
+        def write(path: Path) -> None:
+            self.save_pretrained(path, dtype=dtype, merge_adapters=merge_adapters, overwrite=True)
+
+        self._require_open()
+        number = self.num_steps if version is None else version
+        publish(self.world, Path(folder), number, keep, write)
+        return number
 
     # -- whole tensors ------------------------------------------------------------------------------------
 

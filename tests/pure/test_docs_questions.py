@@ -23,6 +23,7 @@ QUESTIONS = {
     "How do I resume on another number of GPUs, or with another plan?": "can read what any other wrote",
     "How do I read checkpoints of FSDP2?": "FSDP2",
     "How do I load weights of Hugging Face, and export them?": "from_pretrained",
+    "How do I hand weights to a sampler or server while I train?": "engine.publish(",
     "How do I build a model that no rank can hold?": "deferred_init",
     "How do I see memory, and predict it?": "engine.rehearse(",
     "What if it does not fit?": "`zero1`",

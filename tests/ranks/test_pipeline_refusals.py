@@ -182,7 +182,6 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
                 "gathered()": lambda: engine.gathered(),
                 "optimizer_state_dict()": lambda: engine.optimizer_state_dict(),
                 "optimizer.state_dict()": lambda: optimizer.state_dict(),
-                "save_pretrained()": lambda: engine.save_pretrained("nowhere"),
             }
             for what, call in refused.items():
                 with pytest.raises(StateError) as refusal:

@@ -151,6 +151,7 @@ class Access:
             whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
             for slot in flat.slots:
                 yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
+            del whole  # before the next is gathered
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load whole values, the same on all ranks, as `state_dict` returns them; see `Engine.load_state_dict`."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint
     from shardwise.checkpoint.formats.inspection import Inspection, dtype_word, inspect
     from shardwise.checkpoint.formats.live import save_pretrained
+    from shardwise.checkpoint.formats.merged_adapters import base_model
     from shardwise.checkpoint.formats.source import Source, Spec
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Inspection",
     "Source",
     "Spec",
+    "base_model",
     "carry_out",
     "convert",
     "dtype_word",
@@ -50,6 +52,7 @@ _HOMES = {
     "Inspection": "shardwise.checkpoint.formats.inspection",
     "Source": "shardwise.checkpoint.formats.source",
     "Spec": "shardwise.checkpoint.formats.source",
+    "base_model": "shardwise.checkpoint.formats.merged_adapters",
     "convert": "shardwise.checkpoint.formats.conversion",
     "inspect": "shardwise.checkpoint.formats.inspection",
     "carry_out": "shardwise.checkpoint.formats.conversion",

@@ -9,54 +9,20 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.checkpoint.formats.rearrangement import Group, Rearrangement
 from shardwise.init.converted import FAILURES
 
 Tensor = torch.Tensor
 Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Tensors of the model that are reverted together, and what files have of them: tensors without memory."""
-
-    names: tuple[str, ...]
-    made: dict[str, Tensor]
-
-
-class Reversal:
-    """Gives what can be written as tensors of the model arrive, in the order of `made`."""
-
-    def __init__(self, revert: Revert, groups: Iterable[Group], order: Iterable[str]) -> None:
-        self._revert = revert
-        self._group_of = {name: group for group in groups for name in group.names}
-        self._there: dict[str, Tensor] = {}
-        self.made: dict[str, Tensor] = {}
-        left = {name: set(group.names) for name, group in self._group_of.items()}
-        seen: set[str] = set()
-        for name in order:
-            seen.add(name)
-            if left[name] <= seen:
-                self.made |= self._group_of[name].made
-
-    def add(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What is complete with this tensor, by names in files."""
-        self._there[name] = tensor
-        group = self._group_of[name]
-        if not all(one in self._there for one in group.names):
-            self._there[name] = tensor.detach().clone()  # it is the caller's only until the next
-            return {}
-        made = self._revert({one: self._there.pop(one) for one in group.names})
-        return {one: made[one] for one in group.made}
-
-
-def reversal_of(model: nn.Module, likes: Mapping[str, Tensor]) -> Reversal | None:
+def reversal_of(model: nn.Module, likes: Mapping[str, Tensor]) -> Rearrangement | None:
     """For tensors with the names, shapes and dtypes of `likes`, which arrive in that order; `None` if files have the
     same as the model."""
     if not hasattr(model, "config") or not hasattr(model, "base_model_prefix"):
@@ -81,7 +47,7 @@ def reversal_of(model: nn.Module, likes: Mapping[str, Tensor]) -> Reversal | Non
     made = [name for group in groups for name in group.made]
     if len(made) != len(set(made)) or set(made) != set(whole):
         return None
-    return Reversal(revert, groups, likes)
+    return Rearrangement(groups, likes)
 
 
 def _groups(revert: Revert, metas: dict[str, Tensor], whole: dict[str, Tensor]) -> list[Group]:
@@ -113,4 +79,4 @@ def _fitting(revert: Revert, names: list[str], metas: dict[str, Tensor], whole: 
     except FAILURES:
         return None
     fits = made and all(name in whole and one.shape == whole[name].shape for name, one in made.items())
-    return Group(tuple(names), made) if fits else None
+    return Group(tuple(names), made, revert) if fits else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.formats.hf import CONFIG, read_config
+from shardwise.checkpoint.formats.rearrangement import Rearrangement, dropped, renamed
 from shardwise.checkpoint.formats.source import BUFFER, PARAM, Source, Spec
 from shardwise.errors import CheckpointError, nearest
 
@@ -38,16 +40,31 @@ class ModelNames:
         every = list(model.named_parameters(remove_duplicate=False))
         ties = {name: first[param] for name, param in every if first[param] != name}
         persistent = model.state_dict(keep_vars=True).keys()
-        targets = (
-            getattr(model, "all_tied_weights_keys", None) or {}
-        )  # transformers: {a further name: the one in files}
         return cls(
             params={name: tuple(param.shape) for param, name in first.items()},
             buffers={name: tuple(one.shape) for name, one in model.named_buffers() if name in persistent},
             ties=ties,
-            saved_as={ties[alias]: alias for alias in ties if ties[alias] in targets and alias not in targets},
+            saved_as=_saved_as(model, ties),
             prefix=getattr(model, "base_model_prefix", ""),
         )
+
+
+def as_in_files(model: nn.Module, ties: Mapping[str, str], likes: Mapping[str, torch.Tensor]) -> Rearrangement:
+    """The tensors of `model`, called `likes` there, under the names of its files. Those that `save_pretrained` of
+    transformers leaves out are left out. `ties` maps other names of a parameter to the one in `likes`."""
+    saved_as = _saved_as(model, ties)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    groups = [
+        dropped(name) if name in ignored else renamed(name, saved_as.get(name, name), like)
+        for name, like in likes.items()
+    ]
+    return Rearrangement(groups, likes)
+
+
+def _saved_as(model: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
+    # transformers has {a further name: the one in files}
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
+    return {ties[alias]: alias for alias in ties if ties[alias] in targets and alias not in targets}
 
 
 def names_of(folder: Path) -> ModelNames | None:

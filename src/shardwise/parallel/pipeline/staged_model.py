@@ -452,5 +452,6 @@ def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
     """In place of a model's `save_pretrained`: peft leaves out the adapters of layers that it does not find."""
     raise ModelError(
         "The adapters of other pipeline stages would be missing: peft writes those of the layers that this rank has. "
-        "Save with engine.save(), resume the checkpoint with a plan without pp, and call save_pretrained there."
+        "engine.save_pretrained(folder, merge_adapters=True) writes the merged model. For adapters alone, save with "
+        "engine.save(), resume the checkpoint with a plan without pp, and call save_pretrained there."
     )

@@ -96,6 +96,19 @@ class AcrossStages:
             if name in found or first.get(name) in found
         }
 
+    @property
+    def pp_rank(self) -> int:
+        return self._staged.pp_rank
+
+    def described(self, likes: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The `likes` of all ranks along the axis, by pipeline rank, as tensors without memory."""
+        layouts = self._exchanged({name: _layout_of(like) for name, like in likes.items()})
+        return [{name: _like(layout) for name, layout in of_rank.items()} for of_rank in layouts]
+
+    def broadcast(self, pp_rank: int, tensor: Tensor | None, like: Tensor) -> Tensor:
+        """The tensor of `pp_rank`, which has the form of `like`, on all ranks along the axis."""
+        return self._broadcast(pp_rank, tensor, _layout_of(like))
+
     def _exchanged(self, own_layouts: Mapping[str, object]) -> list[dict[str, object]]:
         """The messages of all ranks along the axis, by pipeline rank."""
         messages = self._collectives.exchange(json.dumps(own_layouts).encode(), self._line, "stages")
@@ -116,3 +129,8 @@ class AcrossStages:
 
 def _layout_of(tensor: Tensor) -> list[object]:
     return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+
+
+def _like(layout: object) -> Tensor:
+    assert isinstance(layout, list)
+    return torch.empty(layout[0], dtype=getattr(torch, layout[1]), device="meta")
