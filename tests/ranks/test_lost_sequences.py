@@ -162,6 +162,13 @@ def test_groups_on_several_hosts(hosts: str, preset: str, tmp_path: Path) -> Non
     assert sizes[2][-1] == 2
 
 
+def test_the_plan_may_leave_the_size_of_a_group_open(tmp_path: Path) -> None:
+    """What the other axes leave when the job begins is its size from then on."""
+    sizes = race_of(Sequences(), plan_of("zero1", dp=2, sp=-1), DiesAt({1: 60}), tmp_path, num_newcomers=1, least=4)
+    assert sizes.keys() == {0, 2, 3, 4}
+    assert {one[-1] for one in sizes.values()} == {4}
+
+
 def test_with_split_layers(tmp_path: Path) -> None:
     plan = plan_of("zero1", dp=2, sp=2, tp=2)
     plan["tensor"] = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}

@@ -4,7 +4,8 @@
 than one collective apart, but when one notices a fault in the forward of iteration 8, another may still be in the step
 of iteration 7, waiting to hear that it is complete. So each rank reports which iteration it has begun. Iterations after
 the last complete step, up to the newest that any rank has begun, are *void* on all ranks, begun or not. So all ranks
-take the next one together.
+take the next one together. To have split the batch of an iteration over ranks (`split_sequence`) counts as its
+beginning: that batch was read for the former world.
 
 In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*): parameters are whole as in
 `engine.inference()`, forwards compute no gradients, backwards and steps change nothing. Random numbers and buffers are
@@ -16,11 +17,12 @@ step taken. So this rank ends the step as taken too, and the loop hears that it 
 next call.
 
 [Note: where ranks join] The last commit, or regrouping after a fault, tells all ranks whether any wants to join or
-leave. They do so at the beginning of the next iteration, which becomes void. Every loop reaches the forward of a
-training step, whatever it does before, so there a new loop and those of the others are at the same point. No rank joins
-during recovery from a fault, since the fault may have hit the others anywhere: between a step and the next forward, or
-in the middle of an iteration. What a new rank exchanges before its first forward, by `resume`, `any_rank` and the like,
-is answered with what it received when it joined (`is_arriving`).
+leave. They do so at the beginning of the next iteration, which becomes void; if that is void already, of the one after
+it, since after a fault some ranks may have begun it before. Every loop reaches the forward of a training step, whatever
+it does before, so there a new loop and those of the others are at the same point. No rank joins during recovery from a
+fault, since the fault may have hit the others anywhere: between a step and the next forward, or in the middle of an
+iteration. What a new rank exchanges before its first forward, by `resume`, `any_rank` and the like, is answered with
+what it received when it joined (`is_arriving`).
 
 [Note: the commit] A step is complete when every rank has reported that it has written it, and no rank returns from the
 step before that. So no rank can have continued after a step that must be undone, with one exception. Copies to other
@@ -350,9 +352,8 @@ class ElasticSession(Session):
         self.sharded.progress.micro_steps.begin_step()
         recovery.outside.begin()
         recovery.take_edits()
-        if iterations.begun > iterations.void_until:  # in a void one, others may be at the beginning of the next
-            while recovery.changes_wanted:  # the batch was read for the former world: the iteration is void
-                recovery.recover(None)
+        if recovery.changes_wanted and iterations.begun > iterations.void_until:  # see [Note: where ranks join]
+            recovery.recover(None)  # the batch was read for the former world: the iteration is void
         if self.is_arriving:  # again: this rank was a spare meanwhile
             return
         if self._quiet.is_on and iterations.begun > iterations.void_until:

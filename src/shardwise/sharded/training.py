@@ -78,7 +78,8 @@ class Session:
         sharded = self.sharded
         _require_whole_step(sharded)
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        sharded.progress.split_batches.note_micro_batches(batch, parts)
+        if sharded.parts.sequence is not None:
+            sharded.parts.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
             mean = _through_stages(self, sharded.parts.pipeline, parts, loss_fn)
         else:
@@ -246,7 +247,8 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
     """See `Engine.eval_step`."""
     with torch.no_grad():
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        sharded.progress.split_batches.note_micro_batches(batch, parts)
+        if sharded.parts.sequence is not None:
+            sharded.parts.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
             return sharded.parts.pipeline.evaluate(parts, loss_fn, sharded.parts.runner.begin_evaluation_of)
         return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwise.parallel.sequence.whole_outputs import WholeOutputs, join, whole_
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime import in_backward
+from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.nested import tensors_in
 
 Tensor = torch.Tensor
@@ -110,6 +111,15 @@ class SequenceParallel:
                 "split, and there is none yet. Call the model first."
             )
         return join(part, self.line, self.attention.sample, dim)
+
+    def note_micro_batches(self, batch: object, parts: Sequence[MicroBatch]) -> None:
+        """Remember the samples of `parts`, which have the rows of `batch`, in order. Those of a list were split one by
+        one, and are known."""
+        is_cut = isinstance(batch, Tensor | tuple | Mapping)
+        sample = self.batches.sample_of(batch) if is_cut else None
+        if sample is not None and len(parts) > 1:
+            for place, part in enumerate(parts):
+                self.batches.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.errors import StateError
 from shardwise.parallel.sequence.attention import Sample
-from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.nested import tensors_in
 
 Tensor = torch.Tensor
@@ -41,15 +39,6 @@ class SplitBatches:
         whole = {id(tensor) for tensor in tensors_in(batch)}
         cut = [tensor for tensor in tensors_in(part) if id(tensor) not in whole]
         self._recent.extend((weakref.ref(tensor), sample) for tensor in cut)
-
-    def note_micro_batches(self, batch: object, parts: Sequence[MicroBatch]) -> None:
-        """Remember the samples of `parts`, which have the rows of `batch`, in order. Those of a list were split one by
-        one, and are known."""
-        is_cut = isinstance(batch, Tensor | tuple | Mapping)
-        sample = self.sample_of(batch) if is_cut else None
-        if sample is not None and len(parts) > 1:
-            for place, part in enumerate(parts):
-                self.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
 
     def note_copy(self, copy: object, of: object) -> None:
         """Remember the tensors of `copy`, which are those of `of` in the same order, with samples of their own."""
