@@ -837,14 +837,11 @@ class Engine:
         weight = self._sharded.progress.weighing.current
         if not weight:  # the rows stand in for none, and so do their tokens
             here = torch.zeros_like(here)
-
-        def mean(counted_by_all: torch.Tensor) -> torch.Tensor:
-            share = self._sharded.data_group.size / counted_by_all
-            if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
-                share = share / weight
-            return values.sum() * share.to(values.dtype)
-
-        return self._session.computing(lambda: mean(self._sharded.data_group.sum(here)), in_void=lambda: mean(here))
+        counted_by_all = self._session.adding_up(lambda: self._sharded.data_group.sum(here), alone=lambda: here)
+        share = self._sharded.data_group.size / counted_by_all
+        if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
+            share = share / weight
+        return self._session.computing(lambda: values.sum() * share.to(values.dtype))
 
     # -- memory and time ----------------------------------------------------------------------------------
 

@@ -200,13 +200,13 @@ class ElasticSession(Session):
             self._begin()
         return self.computing(partial(self._call, *args, **kwargs))
 
-    def computing(self, work: Callable[[], Result], *, in_void: Callable[[], Result] | None = None) -> Result:
+    def computing(self, work: Callable[[], Result]) -> Result:
         while True:
             self._handle_noted_fault()
             grads = torch.is_grad_enabled()
             try:
                 with torch.set_grad_enabled(grads and not self._quiet.is_on):
-                    output = in_void() if in_void is not None and self._quiet.is_on else work()
+                    output = work()
                 break
             except CommError as error:
                 self.recovery.recover(error)
@@ -220,6 +220,18 @@ class ElasticSession(Session):
         if self._iterations.is_alone or (is_evaluated and self._quiet.is_undefined):
             output = pytree.tree_map_only(torch.Tensor, _without_values, output)
         return _with_grads(output) if grads else output
+
+    def adding_up(self, work: Callable[[], torch.Tensor], alone: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """In a void iteration, as known to all ranks, nothing is sent. Between steps all ranks repeat it."""
+        if not self._iterations.is_open:
+            return self.asking(work, alone=alone)
+        self._handle_noted_fault()
+        if not self._quiet.is_on:
+            try:
+                return work()
+            except CommError as error:
+                self.recovery.recover(error)
+        return alone()
 
     def splitting(self, split: Callable[[], Result]) -> Result:
         """The batch is one for the world that it was read in: if a rank is lost, the iteration that it is for is void,

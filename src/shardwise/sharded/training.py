@@ -100,14 +100,12 @@ class Session:
         """The result of `split`, which divides the batch of a forward to come among ranks that compare it."""
         return split()
 
-    def computing(
-        self,
-        work: Callable[[], T],
-        *,
-        in_void: Callable[[], T] | None = None,  # noqa: ARG002
-    ) -> T:
-        """The result of `work`, which computes with what forwards have returned, together with other ranks. `in_void`
-        is called instead in an iteration that does not count, in which nothing may be sent."""
+    def computing(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which computes a loss from what forwards have returned, also with other ranks."""
+        return work()
+
+    def adding_up(self, work: Callable[[], Tensor], alone: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
+        """The result of `work`, a small sum over ranks for such a loss; that of `alone` where none is to be had."""
         return work()
 
     # -- between steps --------------------------------------------------------------------------------------
