@@ -8,6 +8,7 @@ tensors to `sharded/access.py`, reports for people to `sharded/engine_report.py`
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,11 +46,14 @@ from shardwise.system.units import bytes_of
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
     from shardwise.elastic.arrival import Arrival
+    from shardwise.observe.mismatch import Mismatch
     from shardwise.observe.run_log import RunLog
     from shardwise.runtime.rehearsal import Loss
     from shardwise.sharded.weights import Names, WeightStream
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "choose_plan", "shard"]
+
+_log = logging.getLogger("shardwise")
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -488,6 +492,44 @@ class Engine:
         self._require_open()
         num_bytes = None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)
         return inference(self._sharded, num_bytes)
+
+    def mismatch(
+        self,
+        samples: Mapping[str, torch.Tensor],
+        *,
+        version: int | None = None,
+        alarm: float | None = None,
+        rows: int = 8,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+    ) -> Mismatch:
+        """How far a sampler's probabilities are from this model's, for the tokens that it has sampled. All ranks call.
+
+        `samples`: `input_ids` `[rows, tokens]` of this rank, of which there may be none; `log_probs` of the same shape,
+        the sampler's log-probability of each token given those before it; and `counted`, true where a token was
+        sampled, which prompts and padding were not. With padding also `attention_mask`. Ranks that share a copy of the
+        model give the same samples. The model is called with `input_ids` and returns `logits`, `rows` rows at a time,
+        without dropout. The sampler's settings `temperature`, `top_k` and `top_p` are applied to its logits where they
+        were to what the sampler reports. `version` is the step whose weights the sampler had.
+
+        The result is logged with kind `mismatch`, if the plan has a `run`, and with a warning if its KL is above
+        `alarm` nats a token. Raises `ConfigError` for samples of other shapes.
+        """
+        from shardwise.observe.mismatch import Sampling, check_samples, of_all_ranks, totals_of
+
+        self._require_open()
+        sampling = Sampling(rows, temperature, top_k, top_p)
+        check_samples(samples)
+        with self.inference():
+            own = totals_of(self.module, samples, sampling)
+        behind = 0 if version is None else self.num_steps - version
+        found = of_all_ranks(self.world, self.data_ranks[0], own, behind)
+        if self.plan.run:
+            self.log({"kl": found.kl, "largest_ratio": found.largest_ratio}, kind="mismatch", mean=False)
+        if alarm is not None and not found.kl <= alarm and self.world.rank == 0:
+            _log.warning("The sampler does not agree with the trainer after step %d: %s.", self.num_steps, found)
+        return found
 
     # -- checkpoints --------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """Sequence parallelism: the tokens of a sample are split over the ranks along `sp`; Ulysses and ring attention."""
 
+from shardwise.parallel.sequence.batch import SplitBatches
 from shardwise.parallel.sequence.blocks import Weighing
 from shardwise.parallel.sequence.parallel import SequenceParallel
 from shardwise.parallel.sequence.refusals import check_model
 from shardwise.parallel.sequence.rehearsed import rehearsed_by
 from shardwise.parallel.sequence.ring import ring_attention
-from shardwise.parallel.sequence.split_batches import SplitBatches
 from shardwise.parallel.sequence.token_layout import Layout
 from shardwise.parallel.sequence.ulysses import ulysses_attention
 from shardwise.parallel.sequence.visibility import Visibility

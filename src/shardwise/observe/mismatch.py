@@ -1,0 +1,168 @@
+"""How far the probabilities of a sampler are from the trainer's, for the tokens that it has sampled.
+
+Policies are trained on what another engine has sampled, with other kernels, another precision, or weights of an earlier
+step. Importance ratios then are not 1 where they should be, and training drifts or collapses before a loss shows it.
+
+The divergence of the sampler q from the trainer p is estimated from q's tokens by `r - 1 - log r`, r = p/q, which has
+no bias, and is never negative (J. Schulman, "Approximating KL Divergence", 2020).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from shardwise.comm import World
+from shardwise.errors import ConfigError
+
+Tensor = torch.Tensor
+_MOST = 80.0
+"""Differences of log-probabilities beyond this are counted as this: exp would overflow."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Over all sampled tokens that count, of all ranks."""
+
+    num_tokens: int
+    kl: float
+    """The mean divergence per token, in nats."""
+    mean_difference: float
+    """Of the trainer's log-probability minus the sampler's."""
+    largest_ratio: float
+    """The largest of p/q and q/p."""
+    rank: int
+    row: int
+    position: int
+    """The rank, and in its samples the row and the token, where the ratio is largest."""
+    steps_behind: int = 0
+    """How many steps older the sampler's weights are, if it was said."""
+
+    def __str__(self) -> str:
+        behind = f", with weights of {self.steps_behind} steps before" if self.steps_behind else ""
+        return (
+            f"KL {self.kl:.3g} nats a token over {self.num_tokens} tokens{behind}; largest ratio "
+            f"{self.largest_ratio:.3g} (rank {self.rank}, row {self.row}, token {self.position})"
+        )
+
+
+@dataclass
+class Totals:
+    """What one rank has found."""
+
+    num_tokens: int = 0
+    kl: float = 0.0
+    difference: float = 0.0
+    largest: float = 0.0
+    row: int = 0
+    position: int = 0
+
+    def add(self, trainer: Tensor, sampler: Tensor, counted: Tensor, first_row: int) -> None:
+        """Count `[rows, tokens]` log-probabilities of the same tokens where `counted` is true."""
+        apart = torch.where(counted, trainer.double() - sampler.double(), 0.0).clamp(-_MOST, _MOST)
+        self.num_tokens += int(counted.sum())
+        self.kl += float((apart.expm1() - apart).sum())
+        self.difference += float(apart.sum())
+        largest = apart.abs().max() if apart.numel() else apart.new_zeros(())
+        if largest > self.largest:
+            place = int(apart.abs().argmax())
+            self.largest = float(largest)
+            self.row, self.position = first_row + place // apart.shape[1], place % apart.shape[1]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the sampler's log-probabilities were made of its logits, and how many rows are computed at a time."""
+
+    rows: int = 8
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.top_k < 0 or not self.temperature > 0 or not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"mismatch(rows={self.rows}, temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}): "
+                f"rows is at least 1, temperature above 0, top_k 0 (all) or more, top_p above 0 and at most 1."
+            )
+
+
+def totals_of(model: nn.Module, samples: Mapping[str, Tensor], sampling: Sampling) -> Totals:
+    """What this rank's samples show; see `Engine.mismatch`. The model's parameters are at hand."""
+    tokens, mask = samples["input_ids"], samples.get("attention_mask")
+    was_training = model.training
+    model.eval()
+    totals = Totals()
+    try:
+        with torch.no_grad():
+            for first in range(0, len(tokens), sampling.rows):
+                some = slice(first, first + sampling.rows)
+                given = {"input_ids": tokens[some]} | ({} if mask is None else {"attention_mask": mask[some]})
+                logits = model(**given).logits
+                trainer = torch.zeros_like(samples["log_probs"][some], dtype=torch.float32)
+                for row, of_row in enumerate(logits):  # row by row: in fp32 logits are the largest tensor there is
+                    trainer[row, 1:] = log_probs(of_row[:-1], tokens[first + row, 1:], sampling)
+                counted = samples["counted"][some].bool().clone()
+                counted[:, :1] = False  # nothing predicts the first
+                totals.add(trainer, samples["log_probs"][some], counted, first)
+    finally:
+        model.train(was_training)
+    return totals
+
+
+def check_samples(samples: Mapping[str, Tensor]) -> None:
+    missing = {"input_ids", "log_probs", "counted"} - set(samples)
+    if missing:
+        raise ConfigError(f"mismatch() needs {', '.join(sorted(missing))} among its samples, beside {sorted(samples)}.")
+    shapes = {name: list(one.shape) for name, one in samples.items()}
+    if samples["input_ids"].dim() != 2 or any(shape != shapes["input_ids"] for shape in shapes.values()):
+        raise ConfigError(f"mismatch() takes samples that all have the shape [rows, tokens], and got {shapes}.")
+
+
+def of_all_ranks(world: World, share: int, own: Totals, steps_behind: int) -> Mismatch:
+    """All ranks call. `share` is the part of the samples that this rank has; ranks with the same one count once."""
+    found: dict[int, tuple[int, Totals]] = {}
+    for rank, message in enumerate(world.exchange(json.dumps([share, asdict(own)]).encode(), "mismatch")):
+        place, totals = json.loads(message)
+        found.setdefault(place, (rank, Totals(**totals)))
+    return merged(dict(found.values()), steps_behind)
+
+
+def merged(found: Mapping[int, Totals], steps_behind: int) -> Mismatch:
+    """`found`: by rank, of those with samples of their own."""
+    num_tokens = sum(one.num_tokens for one in found.values())
+    if not num_tokens:
+        raise ConfigError("mismatch() got no token that counts, on any rank: `counted` is false everywhere.")
+    rank = max(found, key=lambda rank: found[rank].largest)
+    worst = found[rank]
+    return Mismatch(
+        num_tokens,
+        sum(one.kl for one in found.values()) / num_tokens,
+        sum(one.difference for one in found.values()) / num_tokens,
+        math.exp(worst.largest),
+        rank,
+        worst.row,
+        worst.position,
+        steps_behind,
+    )
+
+
+def log_probs(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities of `tokens` (any shape) by `logits` (with the vocabulary as a further dimension), as a sampler
+    has them: among what `top_k` and then `top_p` keep, divided by the sum of what is kept. A token that they do not
+    keep has minus infinity."""
+    logits = logits.float() / sampling.temperature
+    if sampling.top_k:
+        least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if sampling.top_p < 1.0:
+        ordered, places = logits.sort(descending=True)
+        probs = ordered.softmax(-1)
+        is_beyond = probs.cumsum(-1) - probs >= sampling.top_p
+        logits = logits.masked_fill(torch.zeros_like(is_beyond).scatter(-1, places, is_beyond), -math.inf)
+    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)

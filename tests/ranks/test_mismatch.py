@@ -1,0 +1,112 @@
+"""`engine.mismatch`: the distance between a sampler's probabilities and the trainer's, against a plain computation."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from small_transformers import VOCAB, llama
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.observe.mismatch import Mismatch, Sampling, log_probs
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+ROWS, TOKENS, PROMPT = 6, 9, 3
+
+
+def samples_of(model: nn.Module, noise: float = 0.0) -> dict[str, Tensor]:
+    """Tokens with the log-probabilities that `model` gives them, changed by `noise`."""
+    numbers = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (ROWS, TOKENS), generator=numbers)
+    with torch.no_grad():
+        told = model.eval()(input_ids=tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    told = nn.functional.pad(told, (1, 0)) + noise * torch.randn(tokens.shape, generator=numbers)
+    counted = torch.arange(TOKENS).expand(ROWS, -1) >= PROMPT
+    return {"input_ids": tokens, "log_probs": told, "counted": counted}
+
+
+def on_ranks(model: nn.Module, samples: dict[str, Tensor], plan: dict[str, Any], **more: Any) -> list[Mismatch]:
+    num_ranks = math.prod(plan["mesh"].values())
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Mismatch:
+        mine = models[world.rank].train()
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
+            share, shares = engine.data_ranks
+            cuts = [0, 1] if shares == 2 else []  # the first has one row, the second all others
+            parts = {name: one.tensor_split(cuts[1:])[share] for name, one in samples.items()}
+            found = engine.mismatch(parts, rows=2, **more)
+            assert mine.training
+            return found
+
+    return run_ranks(num_ranks, rank)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+def test_the_distance_is_that_of_a_plain_computation(mesh: dict[str, int]) -> None:
+    torch.manual_seed(5)
+    model = llama()
+    exact, noisy = samples_of(model), samples_of(model, noise=0.3)
+    apart = (exact["log_probs"] - noisy["log_probs"]).double()[noisy["counted"]]
+    for found in on_ranks(model, noisy, {"preset": "zero3", "mesh": mesh}):
+        assert found.num_tokens == ROWS * (TOKENS - PROMPT)
+        assert found.kl == pytest.approx(float((apart.exp() - 1 - apart).mean()), rel=1e-4)
+        assert found.mean_difference == pytest.approx(float(apart.mean()), abs=1e-5)
+        assert found.largest_ratio == pytest.approx(float(apart.abs().max().exp()), rel=1e-4)
+        row = found.row + (found.rank if "dp" in mesh else 0)  # rank 1 begins with the second
+        worst = (exact["log_probs"] - noisy["log_probs"])[row, found.position]
+        assert math.exp(abs(worst)) == pytest.approx(found.largest_ratio, rel=1e-4)
+    for found in on_ranks(model, exact, {"preset": "zero3", "mesh": mesh}):
+        assert found.kl < 1e-9
+        assert found.largest_ratio < 1 + 1e-4
+
+
+def test_an_alarm_and_the_age_of_the_weights_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(5)
+    model = llama()
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        found = on_ranks(model, samples_of(model, noise=0.5), {"mesh": {"dp": 2}}, alarm=0.01, version=-3)
+    assert {one.steps_behind for one in found} == {3}
+    told = [record.message for record in caplog.records if "does not agree" in record.message]
+    assert len(told) == 1
+    assert f"KL {found[0].kl:.3g} nats a token over {found[0].num_tokens} tokens, with weights of 3 steps" in told[0]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=5), Sampling(top_p=0.6), Sampling(temperature=0.5, top_k=3)])
+def test_what_a_sampler_keeps_sums_to_one(sampling: Sampling) -> None:
+    """As vLLM reports them: renormalized over what top_k and top_p keep; a token that is not kept cannot have been
+    sampled."""
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(2))
+    every = torch.arange(20).expand(4, -1)
+    kept = torch.stack([log_probs(logits, tokens, sampling) for tokens in every.T], -1)
+    assert torch.allclose(kept.exp().sum(-1), torch.ones(4))
+    number = (kept > -math.inf).sum(-1)
+    if sampling.top_k:
+        assert number.tolist() == [sampling.top_k] * 4
+    else:
+        probs = logits.softmax(-1).sort(descending=True).values.cumsum(-1)
+        assert number.tolist() == ((probs < sampling.top_p).sum(-1) + 1).tolist()
+    expected = (logits / sampling.temperature).masked_fill(kept == -math.inf, -math.inf).log_softmax(-1)
+    assert torch.allclose(kept, expected)
+
+
+def test_samples_of_other_shapes_are_refused() -> None:
+    model = llama()
+    good = samples_of(model)
+    for bad, words in (
+        ({"input_ids": good["input_ids"]}, "needs counted, log_probs among its samples"),
+        (good | {"log_probs": good["log_probs"][:, 1:]}, r"all have the shape \[rows, tokens\]"),
+        (good | {"counted": torch.zeros_like(good["counted"])}, "no token that counts"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            on_ranks(model, bad, {"mesh": {"tp": 1}})
+    with pytest.raises(ConfigError, match="temperature above 0"):
+        Sampling(temperature=0.0)
