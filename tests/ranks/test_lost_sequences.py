@@ -26,7 +26,7 @@ from tests.ranks.lost_groups import NUM_STEPS, ROWS, DiesBefore, race_of
 from tests.ranks.test_buddies import HostDiesAt
 from tests.ranks.test_lost_ranks import DiesAt, adamw, update
 from tests.ranks.threads_as_members import run_members
-from tests.thorough import drawn, sampled, varies
+from tests.thorough import drawn, sampled, thorough_only, varies
 
 Tensor = torch.Tensor
 PRESETS = ("ddp", "zero1", "zero2", "zero3")
@@ -152,6 +152,7 @@ def test_a_rank_dies_anywhere(tmp_path: Path) -> None:
         )
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "abcd"])
@@ -162,6 +163,7 @@ def test_groups_on_several_hosts(hosts: str, preset: str, tmp_path: Path) -> Non
     assert sizes[2][-1] == 2
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_plan_may_leave_the_size_of_a_group_open(tmp_path: Path) -> None:
     """What the other axes leave when the job begins is its size from then on."""
     sizes = race_of(Sequences(), plan_of("zero1", dp=2, sp=-1), DiesAt({1: 60}), tmp_path, num_newcomers=1, least=4)
@@ -169,6 +171,7 @@ def test_the_plan_may_leave_the_size_of_a_group_open(tmp_path: Path) -> None:
     assert {one[-1] for one in sizes.values()} == {4}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_with_split_layers(tmp_path: Path) -> None:
     plan = plan_of("zero1", dp=2, sp=2, tp=2)
     plan["tensor"] = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}
@@ -176,6 +179,7 @@ def test_with_split_layers(tmp_path: Path) -> None:
     assert sizes[0][-1] == 8
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole outputs"])
 def test_a_model_of_transformers_splits_its_batch_itself(whole: bool, tmp_path: Path) -> None:
     class Whole(Sequences):
@@ -205,6 +209,7 @@ def test_a_model_of_transformers_splits_its_batch_itself(whole: bool, tmp_path: 
     assert sizes[0][-1] == 4
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_what_is_evaluated_between_steps_is_right_or_nan(tmp_path: Path) -> None:
     """Ranks that have met a fault there compute nothing more with others until the next step, so they have no
     result."""
