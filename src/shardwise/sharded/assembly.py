@@ -18,7 +18,7 @@ from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
 from shardwise.parallel.pipeline import Pipeline, SharedGradients, has_pipeline
-from shardwise.parallel.sequence import SequenceParallel, WholeOutputs
+from shardwise.parallel.sequence import SequenceParallel, SplitBatches, WholeOutputs
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS
 from shardwise.program import Action
@@ -83,6 +83,7 @@ class Training(Protocol):
     num_steps: int
     unread: set[str]
     whole_outputs: WholeOutputs
+    split_batches: SplitBatches
 
     @property
     def replan(self) -> Callable[[], object]: ...
@@ -203,7 +204,7 @@ class _Assembly:
         )
         self._hooks.callback(unfreezing.close)
         pipeline = self._pipeline(runner, gradients)
-        sequence = self._sequence(progress.whole_outputs)
+        sequence = self._sequence(progress)
         treatment = ExitStack()
         self._hooks.callback(treatment.close)
         treatment.callback(_treat_activations(self._model, sharding, self._world, sequence))
@@ -348,13 +349,20 @@ class _Assembly:
         self._hooks.callback(pipeline.release)
         return pipeline
 
-    def _sequence(self, whole_outputs: WholeOutputs) -> SequenceParallel | None:
+    def _sequence(self, progress: Training) -> SequenceParallel | None:
         mesh = self._mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
         in_stages, device = has_pipeline(mesh), self._sharding.device
         sequence = SequenceParallel(
-            self._model, self._plan, mesh, self._world, device, whole_outputs, in_stages=in_stages
+            self._model,
+            self._plan,
+            mesh,
+            self._world,
+            device,
+            progress.whole_outputs,
+            progress.split_batches,
+            in_stages=in_stages,
         )
         self._hooks.callback(sequence.close)
         return sequence

@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.comm import DataGroup, Group, World
+from shardwise.comm import DataGroup, Group, Line, World
 from shardwise.comm.weighing import Weighing
 from shardwise.errors import StateError
 from shardwise.memory import torch_dtype
 from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.optim.precision import LossScaler, Norm, cast_floating
-from shardwise.parallel.sequence import WholeOutputs
+from shardwise.parallel.sequence import SplitBatches, WholeOutputs
 from shardwise.plan import Plan
 from shardwise.program import Activations
 from shardwise.runtime import NO_COPY, Inference
@@ -43,6 +43,7 @@ class Progress:
     weighing: Weighing = field(default_factory=Weighing)
     micro_steps: MicroSteps = field(default_factory=MicroSteps)
     whole_outputs: WholeOutputs = field(default_factory=WholeOutputs)
+    split_batches: SplitBatches = field(default_factory=SplitBatches)
     num_void: int = 0
     """How many steps were made void; their batches are to come again."""
     replan: Callable[[], object] = bool
@@ -133,6 +134,17 @@ class ShardedModel:
         if self._parts is None:
             raise StateError("This engine's memory has moved to another plan, so there is nothing left to read here.")
         return self._parts
+
+    @property
+    def lines(self) -> list[Line]:
+        """Along which modules of this rank's model send inside of forwards and backwards."""
+        found = [*self.converted.lines]
+        split = self.parts.sharding.split
+        if split is not None and split.line is not None:
+            found.append(split.line)
+        if self.parts.sequence is not None:
+            found.append(self.parts.sequence.line)
+        return found
 
     def find_states(self) -> None:
         """After a failed step: let tensors refer to the disk's rows again."""

@@ -101,6 +101,18 @@ class Session:
         """Before the first forward of a step: see [Note: unfrozen later] in `sharded/unfreezing.py`."""
         self.sharded.progress.replan()
 
+    def splitting(self, split: Callable[[], T]) -> T:
+        """The result of `split`, which divides the batch of a forward to come among ranks that compare it."""
+        return split()
+
+    def computing(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which computes a loss from what forwards have returned, also with other ranks."""
+        return work()
+
+    def adding_up(self, work: Callable[[], Tensor], alone: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
+        """The result of `work`, a small sum over ranks for such a loss; that of `alone` where none is to be had."""
+        return work()
+
     # -- between steps --------------------------------------------------------------------------------------
 
     def asking(
