@@ -11,8 +11,8 @@ from shardwise.sharded.sharded_model import ShardedModel
 
 class QuietMode:
     """Parameters are gathered as in `engine.inference()`, and nothing is sent. What layers compute that are split along
-    `tp` has the right shapes only, since each rank runs at its own pace, or not at all. Whether gradients are enabled
-    stays as the loop has it."""
+    `tp` has the right shapes only, since each rank runs at its own pace, or not at all. A model in pipeline stages does
+    not run: no stage has what it would receive. Whether gradients are enabled stays as the loop has it."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -22,7 +22,8 @@ class QuietMode:
         grads = torch.is_grad_enabled()
         self._inside = ExitStack()
         try:
-            self._inside.enter_context(sharded.inference(None))
+            members = sharded.peers.group if sharded.parts.pipeline is not None else None
+            self._inside.enter_context(sharded.inference(None, members))
             split = sharded.parts.sharding.split
             if split is not None and split.line is not None:
                 self._inside.enter_context(split.line.silent())
