@@ -126,10 +126,11 @@ def _ranks_die(preset: str, schedule: str, mesh: dict[str, int], folder: Path, d
     )
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_rank_ranks_die(preset: str, schedule: str, tmp_path: Path) -> None:
+def test_a_rank_dies_anywhere(preset: str, schedule: str, tmp_path: Path) -> None:
     for seed in range(drawn(1, 2)):
         draw = random.Random(f"{preset} {schedule} {seed}")
         _ranks_die(preset, schedule, {"dp": 2, "pp": 2}, tmp_path / str(seed), draw)
@@ -162,6 +163,7 @@ def test_a_spare_lets_go_of_memory_that_others_still_read(tmp_path: Path, monkey
     race_in_stages(plan_of("zero3"), DiesBefore(1, 1, "exchange of commit"), tmp_path)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_spares_with_the_same_stages_are_a_group(tmp_path: Path) -> None:
     """Without anybody new: one of them takes the other stages, of whose modules it had no values."""
     deaths = DiesAt({1: 60, 3: 150})
@@ -186,6 +188,7 @@ def test_a_mesh_with_two_data_axes(preset: str, tmp_path: Path) -> None:
     assert sizes[0][-1] == 6
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_stages_may_be_the_outer_axis(preset: str, tmp_path: Path) -> None:
@@ -194,6 +197,7 @@ def test_stages_may_be_the_outer_axis(preset: str, tmp_path: Path) -> None:
     assert {one[-1] for one in sizes.values()} == {4}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "abcd"])
@@ -252,6 +256,7 @@ def test_a_repeated_step_counts_once(rank: int, schedule: str, tmp_path: Path) -
         assert state["count"] == state["blocks.0.count"] == 2 * NUM_STEPS
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_frozen_is_there_afterwards(preset: str, tmp_path: Path) -> None:
@@ -272,6 +277,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("setting", SETTINGS)
