@@ -96,6 +96,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/optim": ("*/test_*optim*", "ranks/test_ada*", "ranks/test_unsplit*", "extras/test_*adafactor.py"),
     "src/shardwise/parallel/pipeline": (
         "ranks/test_pipeline*",
+        "ranks/test_lost_stages.py",
         "ranks/test_sequence_in_stages.py",
         "ranks/test_inference*",
     ),

@@ -38,7 +38,7 @@ from shardwise.sharded.engine_report import MemoryReport, describe, memory_of, r
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import lay
 from shardwise.sharded.state import State, reshard, trained_as_before, unshard
-from shardwise.sharded.training import Session, evaluate, inference
+from shardwise.sharded.training import Session, inference
 from shardwise.system.data_ranks import DataRanks, Reader
 from shardwise.system.units import bytes_of
 
@@ -424,7 +424,7 @@ class Engine:
         The model is called in its current mode: for dropout and batch norms call `model.eval()` before. All ranks call.
         """
         self._require_open()
-        return evaluate(self._sharded, batch, target, loss_fn)
+        return self._session.evaluate(batch, target, loss_fn)
 
     # -- what ranks say to each other between steps -------------------------------------------------------
 

@@ -20,9 +20,10 @@ from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("restarting_rank.py")
 NUM_STEPS, DIES_AT = 8, 5
+TENSOR = {"plan": {"0": "column", "2": "row"}}
 PLANS: dict[str, dict[str, Any]] = {
-    "tp": {"preset": "zero1", "mesh": {"tp": 4}, "tensor": {"plan": {"0": "column", "2": "row"}}},
-    "pp": {"preset": "zero1", "mesh": {"pp": 2, "dp": 2}, "accumulate": 2},
+    "tp": {"preset": "zero1", "mesh": {"tp": 4}, "tensor": TENSOR},
+    "pp": {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": TENSOR},
     "sp": {"preset": "zero3", "mesh": {"sp": 2}},
     "ep": {"preset": "zero2", "mesh": {"dp": 2, "ep": 2}},
     "disk": {"preset": "infinity"},

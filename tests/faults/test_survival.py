@@ -201,13 +201,24 @@ def split(preset: str) -> str:
     return json.dumps({"preset": preset, "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}})
 
 
+def in_stages(preset: str, schedule: str) -> str:
+    mesh = {"dp": 2, "pp": 2}
+    return json.dumps({"preset": preset, "mesh": mesh, "accumulate": 2, "pipeline": {"schedule": schedule}})
+
+
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
-    ("preset", "loop", "kill"),
-    [("zero2", "engine", "1:3:backward"), ("zero3", "plain", "2:4:7"), ("ddp", "train_step", "0:2:forward")],
+    ("plan", "loop", "kill"),
+    [
+        (split("zero2"), "engine", "1:3:backward"),
+        (split("zero3"), "plain", "2:4:7"),
+        (split("ddp"), "train_step", "0:2:forward"),
+        (in_stages("zero1", "1f1b"), "train_step", "1:3:4"),
+        (in_stages("zero3", "zb-h1"), "train_step", "2:4:8"),
+    ],
 )
-def test_a_replica_group_leaves(preset: str, loop: str, kill: str, tmp_path: Path) -> None:
-    job = started(tmp_path, split(preset), loop, 10, [kill], retries="0:10")
+def test_a_replica_group_leaves(plan: str, loop: str, kill: str, tmp_path: Path) -> None:
+    job = started(tmp_path, plan, loop, 10, [kill], retries="0:10")
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=1)
     assert "2 ranks continue after step" in said
@@ -216,11 +227,20 @@ def test_a_replica_group_leaves(preset: str, loop: str, kill: str, tmp_path: Pat
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize(("preset", "loop"), [("zero1", "engine"), ("zero3", "train_step"), ("ddp", "plain")])
-def test_a_replica_group_comes_back(preset: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("plan", "loop"),
+    [
+        (split("zero1"), "engine"),
+        (split("zero3"), "train_step"),
+        (split("ddp"), "plain"),
+        (in_stages("zero2", "gpipe"), "train_step"),
+        (in_stages("zero3", "1f1b"), "train_step"),
+    ],
+)
+def test_a_replica_group_comes_back(plan: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same process that was its spare; only the one that was killed is replaced."""
     monkeypatch.setenv("PAUSE_SECONDS", "0.02")
-    job = started(tmp_path, split(preset), loop, 10**6, ["2:3:backward" if loop != "train_step" else "2:3:9"], "3:600")
+    job = started(tmp_path, plan, loop, 10**6, ["2:3:backward" if loop != "train_step" else "2:3:9"], "3:600")
     await_members(job, tmp_path, 5)
     (tmp_path / "enough").touch()
     said, _ = job.communicate(timeout=120)

@@ -261,9 +261,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["job"]["recovery"] != "restart"
     assert told["job"]["leave_together"] == 2
-    split[-2] = "mesh={dp: 32, pp: 2}"
+    split[-2] = "mesh={pp: 2, tp: 32}"
     assert main([*split, "--set", "accumulate=2"]) == 0
-    assert "splits models or samples along pp" in json.loads(capsys.readouterr().out)["restarts_because"]
+    assert "splits models or samples along pp, tp" in json.loads(capsys.readouterr().out)["restarts_because"]
 
 
 MODEL = """

@@ -22,7 +22,7 @@ import torch
 
 from shardwise.checkpoint.content import kept_span, written_span
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of, encode
-from shardwise.comm import Collectives, World
+from shardwise.comm import Collectives, DataGroup, World
 from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat, let_go, torch_dtype
 from shardwise.optim import AdoptedOptimizer
@@ -144,6 +144,8 @@ class TrainingState:
         if former != set(range(next(iter(self._homes.values())).spec.mesh.world_size)):
             self._homes = {name: replace(home, givers=frozenset(former)) for name, home in self._homes.items()}
         self._new_homes: dict[str, _Home] = {}
+        self._group = world.everybody
+        """The ranks of the new layout with the same list of parameters as this one."""
         self._tensors = held.tensors
         self._rows = held.rows
         self._buffers = held.buffers
@@ -157,11 +159,13 @@ class TrainingState:
 
     def learn_new(self, flats: Sequence[Flat]) -> None:
         """Set the new layout, which has no memory yet. All ranks call."""
+        mesh = flats[0].spec.mesh
+        self._group = DataGroup(self._world, mesh, mesh.params_axes).group
         self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats])
 
     def move_into(self, flat: Flat, collectives: Collectives) -> States:
-        """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call, in the same
-        order.
+        """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call that have these
+        parameters, in the same order.
 
         What has been moved is dropped here.
         """
@@ -304,7 +308,7 @@ class TrainingState:
         of the device, and the flat buffer to fill."""
         world, (collectives, flat), device = self._world, by, by[1].device
         sent, arrived, targets = [], [], []
-        for other in range(world.size):
+        for other in self._group.ranks:
             goes = [
                 self._own(thing, former, span.within(self._homes[thing.name].kept(former))).to(device)
                 for thing, former, span in self._passing(things, homes, world.rank, other)
@@ -314,7 +318,7 @@ class TrainingState:
             sent.append(torch.cat(goes) if goes else torch.empty(0, dtype=dtype, device=device))
             arrived.append(torch.empty(num_comes, dtype=dtype, device=device))
             targets.append(comes)
-        collectives.all_to_all(arrived, sent, world.everybody, "reshard").wait()
+        collectives.all_to_all(arrived, sent, self._group, "reshard").wait()
         for message, comes in zip(arrived, targets, strict=True):
             start = 0
             for thing, _, span in comes:

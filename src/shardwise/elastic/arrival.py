@@ -25,12 +25,12 @@ from shardwise.errors import StateError
 from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import convert
-from shardwise.parallel.model_axes import Boxes, rows_for
+from shardwise.parallel.model_axes import rows_for
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import table_for
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
-from shardwise.sharded.sharding import Sharding, Updates, check_device, design
+from shardwise.sharded.sharding import Design, Sharding, Updates, check_device, design
 from shardwise.sharded.state import Former
 from shardwise.system.telemetry import ByteMeter
 
@@ -90,9 +90,10 @@ def arrive(
     vet(optimizers, model)
     world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
     messages = [json.loads(one) for one in world.exchange(b"{}", RECOVERY)]
-    sent = next((one for one in messages if one.get("came")), None)
-    if sent is None:
+    every = [one for one in messages if one.get("came")]  # several, if ranks have different pipeline stages
+    if not every:
         raise StateError("This rank has joined a running job, but no other rank sent it the state of the training.")
+    sent = every[0]
     state = sent["came"]
     if plan.preset == "auto":  # the others have searched for it
         plan = in_own_precision(Plan(**state["plan"]), model)
@@ -101,12 +102,17 @@ def arrive(
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     plan = with_group_sizes(plan, mesh)
     device = next(model.parameters()).device
-    trained = TrainedParams(**state["trained"])
+    trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in every])
     trained.plan_in(model)
     trained.add_groups(model, optimizers)
-    updates = vet(optimizers, model)
+    updates: Updates = vet(optimizers, model)
     here = plan_on(plan, world.size, world.local_size)
-    units = _units(model, plan, mesh, updates, device, design(model, here, world).boxes)
+    designed = design(model, here, world)
+    if designed.stages is not None:
+        designed = designed.in_stages(model, optimizers, world.rank, keeps_others=True)
+        converted = converted.within(model)
+    updates = designed.own(updates)
+    units = _units(model, plan, mesh, updates, device, designed)
     specs = [(flat.spec, flat.slots) for unit in units for flat in unit.flats]
     held = Held(specs, tuple(map(tuple, state["stands_for"])))
     progress = progress or Progress(scaler=scaler_for(plan))
@@ -116,8 +122,12 @@ def arrive(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, settings in zip(groups, state["groups"], strict=True):
         group.update({key: decode(value) for key, value in settings.items()})
-    _load_buffers(model, decode(state["buffers"]))
+    for one in every:
+        _load_buffers(model, decode(one["came"]["buffers"]))
     bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter(), converted=converted)
+    if designed.staged is not None:
+        designed.staged.free_others(device)
+        bare = replace(bare, stage_design=designed, treatments=designed.treatments)
     trained.rest_in(model)
     former = Former(model, optimizers, bare, progress, before_change)
     sharded = rebuilt(former, plan, held, world)
@@ -127,12 +137,15 @@ def arrive(
 
 
 def _units(
-    model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: torch.device, boxes: Boxes
+    model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: torch.device, designed: Design
 ) -> list[Unit]:
-    """The units and flat buffers that the others had before, those with the same `boxes`, computed from the model; they
-    allocate no memory."""
-    rows = rows_for(model, plan, mesh, None)
-    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
+    """The units and flat buffers that the others had before, on another mesh than `designed`, computed from the model;
+    they allocate no memory."""
+    if designed.staged is None:
+        chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, None)
+    else:  # the model has no other stages any more, and tables name axes, not their sizes
+        chosen, rows = designed.choices, designed.rows
+    choices = [replace(choice, boxes=designed.boxes) for choice in chosen]
     specs = unit_specs(choices, rows, mesh, updates)
     units = [
         make_unit(choice, spec, rows, mesh.coordinate(0), ByteMeter(), device)
@@ -144,4 +157,5 @@ def _units(
 def _load_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            buffer.copy_(values[name])
+            if name in values:  # else it is of another pipeline stage
+                buffer.copy_(values[name])

@@ -274,6 +274,12 @@ class Layout:
         mesh, one = self.specs[0][0].mesh, self.ranks[reader]
         return one is not None and all(not axes or one in mesh.among(rank, axes) for axes in wanted)
 
+    def is_first_of_list(self, rank: int) -> bool:
+        """Whether `rank` of the present world is the first that was part of this layout with its list of parameters."""
+        mesh, own = self.specs[0][0].mesh, self.ranks[rank]
+        same = () if own is None else mesh.among(own, mesh.params_axes)
+        return rank == next((one for one, former in enumerate(self.ranks) if former in same), None)
+
     # -- reading ------------------------------------------------------------------------------------------
 
     def complete(self, rank: int, images: Sequence[Image], step: int) -> None:

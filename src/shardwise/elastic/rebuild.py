@@ -13,7 +13,6 @@ from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.plan.replica_groups import mesh_over
 from shardwise.sharded.sharded_model import ShardedModel
-from shardwise.sharded.sharding import design
 from shardwise.sharded.state import Former, move, trained_as_before
 
 
@@ -34,8 +33,11 @@ def make_plain(former: Former) -> None:
         if split is not None:
             split.undo()
     sharding.converted.undo()
+    sharding.shared_buffers.clear()
     for flat in (flat for unit in sharding.units for flat in unit.flats):
         give_back_shapes(flat)
+    if sharding.staged is not None:
+        sharding.staged.undo()
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)
 
@@ -53,7 +55,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
     if split is not None:
         split.undo()  # it communicates in the former world
     with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
-        designed = design(former.model, plan, world, known=former.sharding if split is not None else None)
+        designed = former.sharding.design_on(former.model, plan, world)
         belongings = TrainingState(held, world)
         fitted = (former.sharding.fitted, former.sharding.budget)
         renewed = move(former, designed, belongings, world, fitted=fitted)

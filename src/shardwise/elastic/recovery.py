@@ -383,7 +383,8 @@ class Recovery:
         return reports
 
     def _check_agreement(self, layout: Layout, version: int, readers: dict[int, int]) -> None:
-        """Check that all continue from the same state; the first rank that was there sends it to those that join."""
+        """Check that all continue from the same state; the first rank that was there sends it to those that join, and
+        so does the first with each pipeline stage."""
         sent: dict[str, Any] = {
             "label": self._num_layouts,
             "of": layout.label,
@@ -392,7 +393,7 @@ class Recovery:
             "void_until": self.iterations.void_until,
         }
         there = [rank for rank, origin in enumerate(layout.ranks) if origin is not None]
-        if self.world.rank == there[0] and len(there) < self.world.size:
+        if len(there) < self.world.size and layout.is_first_of_list(self.world.rank):
             sent["came"] = self._for_newcomers(layout, readers, self.iterations.num_steps[version])
         check_agreement(self.world, sent, there)
 

@@ -11,6 +11,10 @@ In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*)
 `engine.inference()`, forwards compute no gradients, backwards and steps change nothing. Random numbers and buffers are
 restored afterwards. For exchanges outside a step (`engine.mean`, `save`) see `between_steps.py`.
 
+[Note: stages] Of a model in pipeline stages, loops call whole steps only. A fault anywhere in the micro-batches ends
+them, and comes out of the schedule; so nothing is caught inside of it, in forwards and in backwards, which are ours. No
+stage can run at its own pace: in a void iteration the model does not run, and the loss is nan.
+
 [Note: ended elsewhere] A rank may hear in the commit of a step that the step is undone, when others have ended it and
 are in a call after it, such as `engine.mean`. That call, and what their loops did before it, they have made with the
 step taken. So this rank ends the step as taken too, and the loop hears that it is undone where the others' do: in the
@@ -78,8 +82,9 @@ _CANNOT_SKIP = (
 )
 
 
-class _CameBackError(Exception):
-    """In an exchange, this rank was a spare, and has joined the others again elsewhere."""
+class _AloneError(Exception):
+    """In an exchange, this rank has come to run at its own pace: it was a spare, and has joined the others again
+    elsewhere, or its iteration has become void."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +143,18 @@ class ElasticSession(Session):
     # -- interception ---------------------------------------------------------------------------------------
 
     def wrap(self, sharded: ShardedModel) -> None:
-        """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first."""
-        self.sharded = sharded
-        self._model.__dict__["_compiled_call_impl"] = self._forward
+        """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first. Not in a
+        pipeline: see [Note: stages]."""
+        self.sharded, self._lines = sharded, sharded.lines
         sharded.before_update = self._before_update
-        sharded.parts.runner.let_report(Tolerant(sharded.parts.runner, self._note_fault))
-        self._lines = sharded.lines
-        for line in self._lines:
-            line.on_fault = self._note_fault_of_layer
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
+        if sharded.parts.pipeline is not None:
+            return
+        self._model.__dict__["_compiled_call_impl"] = self._forward
+        sharded.parts.runner.let_report(Tolerant(sharded.parts.runner, self._note_fault))
+        for line in self._lines:
+            line.on_fault = self._note_fault_of_layer
 
     def unwrap(self) -> None:
         self._model.__dict__.pop("_compiled_call_impl", None)
@@ -243,6 +250,34 @@ class ElasticSession(Session):
                 return split()
             except CommError as error:
                 self._recover_outside(error)
+
+    def forward_backward(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+        """See [Note: stages]."""
+        if self.sharded.parts.pipeline is None:
+            return super().forward_backward(batch, target, loss_fn)
+        if not self._iterations.is_open:
+            self._begin()
+        if not self._iterations.is_void():
+            try:
+                return super().forward_backward(batch, target, loss_fn)
+            except CommError as error:
+                self.recovery.recover(error)
+        self.sharded.progress.micro_steps.are_all_run = True
+        return torch.tensor(math.nan)
+
+    def evaluate(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+        """With pipeline stages an exchange between steps, which all ranks repeat."""
+        if self.sharded.parts.pipeline is None:
+            return super().evaluate(batch, target, loss_fn)
+        compute = partial(super().evaluate, batch, target, loss_fn)
+
+        def work() -> torch.Tensor:
+            if self._iterations.is_void():
+                raise _AloneError
+            self._quiet.leave()  # between iterations nobody is at a pace of its own
+            return compute()
+
+        return self.asking(work, alone=partial(torch.tensor, math.nan), is_small=False)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         if self._iterations.is_void():
@@ -431,11 +466,11 @@ class ElasticSession(Session):
         def recover(error: CommError) -> None:
             self._recover_outside(error)
             if self.is_arriving:
-                raise _CameBackError
+                raise _AloneError
 
         try:
             return self.recovery.outside.call(self._iterations.begun, work, confirm, recover)
-        except _CameBackError:
+        except _AloneError:
             return alone() if alone is not None else refuse_to_arriving("this call")
 
     def before_change(self) -> None:

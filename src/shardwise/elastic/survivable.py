@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 from shardwise.comm.generation import Membership
@@ -39,6 +40,8 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
         membership.needs_all()
         return False
     why = _why_not(sharded, membership)
+    if sharded.parts.pipeline is not None and not sharded.world.is_newcomer:
+        why = _why_not_any(sharded, why)
     if why and (wish is not None or sharded.plan.bad_batch == "skip"):
         asked = "bad_batch: skip" if wish is None else f"survive: {wish}"
         raise ConfigError(f"{asked} is not possible: {why}. Remove it: {_RESTART.lower()}")
@@ -101,6 +104,14 @@ def _why_not(sharded: ShardedModel, membership: Membership) -> str:
     if shards and membership.folder is None and (not several or sharded.plan.survive == "host"):
         return "there is no memory that outlives a rank (/dev/shm)"
     return _of_optimizer(sharded)
+
+
+def _why_not_any(sharded: ShardedModel, why: str) -> str:
+    """The first reason that any pipeline stage has: they have different parameters. All ranks call."""
+    kept = sorted({axes for spec in _specs(sharded) if (axes := kept_axes(spec))})
+    told = [json.loads(one) for one in sharded.world.exchange(json.dumps([why, kept]).encode(), "survival")]
+    differ = any(axes != told[0][1] for _, axes in told)
+    return next((reason for reason, _ in told if reason), "pipeline stages are sharded differently" if differ else "")
 
 
 def _of_optimizer(sharded: ShardedModel) -> str:

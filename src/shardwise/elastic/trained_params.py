@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +53,16 @@ class TrainedParams:
         groups = [list(map(listed, member.param_groups)) for member in members]
         return cls(planned, [name for name in planned if not params[name].requires_grad], groups)
 
+    @classmethod
+    def union(cls, every: Sequence[TrainedParams]) -> TrainedParams:
+        """Of the whole model, from ranks with different pipeline stages."""
+        optimizers = zip(*(one.groups for one in every), strict=True)
+        groups = [
+            [None if None in parts else _union(part or () for part in parts) for parts in zip(*of_each, strict=True)]
+            for of_each in optimizers
+        ]
+        return cls(_union(one.planned for one in every), _union(one.resting for one in every), groups)
+
     def facts(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
@@ -68,10 +79,11 @@ class TrainedParams:
             param.requires_grad_(name in planned)
 
     def rest_in(self, model: nn.Module) -> None:
-        """Freeze those that are frozen on the other ranks."""
-        params = dict(model.named_parameters())
-        for name in self.resting:
-            params[name].requires_grad_(False)
+        """Freeze those parameters of `model` that are frozen on the other ranks."""
+        resting = set(self.resting)
+        for name, param in model.named_parameters():
+            if name in resting:
+                param.requires_grad_(False)
 
     def add_groups(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Add the groups that the others' optimizers have, and these do not."""
@@ -80,3 +92,7 @@ class TrainedParams:
             for names in groups[len(optimizer.param_groups) :]:
                 if names is not None:
                     optimizer.add_param_group({"params": [params[name] for name in names]})
+
+
+def _union(every: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(chain(*every)))

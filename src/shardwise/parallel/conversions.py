@@ -91,8 +91,11 @@ class Converted:
         return self._lines
 
     def within(self, model: nn.Module) -> Converted:
-        """Those that a rank with some stages of the model has."""
+        """Those that a rank with some stages of the model has; the others become plain again."""
         present = set(model.modules())
+        for one in self.modules:
+            if one.module not in present:
+                one.undo()
         return Converted(tuple(one for one in self.modules if one.module in present))
 
     def of_copy(self, model: nn.Module) -> Converted:

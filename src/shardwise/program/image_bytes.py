@@ -10,8 +10,8 @@ from shardwise.plan.replica_groups import num_groups
 from shardwise.program.footprint import optim_bytes_of
 from shardwise.program.spec import FlatSpec
 
-_OF_GROUPS = ("tp", "sp")
-"""The axes inside of replica groups of which the others can continue without one."""
+_OF_GROUPS = ({"tp", "pp"}, {"tp", "sp"})
+"""The axes that replica groups may have, some or all of one set, so that others can continue without one."""
 ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
 
 
@@ -49,7 +49,7 @@ def image_bytes(
 def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec]) -> str:
     """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
-    if any(axis not in _OF_GROUPS for axis in axes) or (axes and num_groups(mesh) == 1):
+    if not any(together.issuperset(axes) for together in _OF_GROUPS) or (axes and num_groups(mesh) == 1):
         return f"the mesh splits models or samples along {', '.join(axes)}, and the remaining ranks cannot form it"
     if any(flat.tier_of(row) == "disk" for flat in flats for row in ("param", "master")):
         return "parameters or states are kept on a disk"

@@ -66,8 +66,9 @@ class Sharding:
     meter: ByteMeter
     boxes: Boxes = field(default_factory=dict)
     """This rank's parts of parameters, if an axis splits or replicates them."""
-    staged: StagedModel | None = None
-    """The pipeline stages of this rank, if there is a pipeline."""
+    stage_design: Design | None = None
+    """If there is a pipeline, the design of this rank's stages: the model, without the others, would not give it
+    again."""
     split: ModelSplit | None = None
     """How the model itself is split, if the mesh has an axis `tp`."""
     experts: ExpertSplit | None = None
@@ -94,6 +95,19 @@ class Sharding:
     def device(self) -> torch.device:
         return self.units[0].flats[0].device
 
+    @property
+    def staged(self) -> StagedModel | None:
+        """The pipeline stages of this rank, if there is a pipeline."""
+        return None if self.stage_design is None else self.stage_design.staged
+
+    def design_on(self, model: nn.Module, plan: Plan, world: World) -> Design:
+        """The design of the same `model` for `plan` on a `world` in which ranks were lost or have joined, and this one
+        has the same place in its replica group."""
+        if self.stage_design is None:
+            return design(model, plan, world, known=self if self.split is not None else None)
+        mesh = mesh_for(plan, world.size, world.local_size)
+        return replace(self.stage_design, plan=plan, mesh=mesh, table=table_for(plan, mesh))
+
     def connect_converted(self, world: World) -> None:
         """Let converted modules send to the ranks of this mesh. All ranks call."""
         collectives = world.collectives(self.device)
@@ -119,8 +133,22 @@ class Design(Outline):
     plan: Plan
     mesh: Mesh
     table: Table
+    staged: StagedModel | None = field(repr=False, default=None)
+    """If it is of a rank with some stages."""
 
-    def of_stages(self, staged: StagedModel) -> Design:
+    def in_stages(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, *, keeps_others: bool
+    ) -> Design:
+        """The part of it that concerns `rank`. Leaves its stages in `model`, and their parameters in `optimizers`; for
+        `keeps_others` see `StagedModel`."""
+        assert self.stages is not None
+        parts = sequence_parts(self.split, self.mesh, self.stages)
+        place = self.mesh.coordinate(rank)[STAGES]
+        staged = StagedModel(model, self.stages, place, parts, keeps_others=keeps_others)
+        staged.take_from(optimizers)
+        return self._of_stages(staged)
+
+    def _of_stages(self, staged: StagedModel) -> Design:
         """The part of it that concerns a rank with some stages of the model."""
         own = staged.params
         present = set(staged.model.modules())
@@ -137,7 +165,14 @@ class Design(Outline):
                 choices.append(replace(choice, name=name, params=shared, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
         treatments = self.treatments.within(staged.model)
-        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes), treatments=treatments)
+        boxes = staged.boxes(self.boxes)
+        return replace(self, choices=choices, rows=rows, boxes=boxes, treatments=treatments, staged=staged)
+
+    def own(self, updates: Updates) -> Updates:
+        """Those of the parameters that this rank has."""
+        if self.staged is None:
+            return updates
+        return {param: update for param, update in updates.items() if param in self.staged.params}
 
     def open_disk(
         self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
@@ -187,7 +222,8 @@ class Design(Outline):
             flat.keep_below(host, disk)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
-        return replace(laid, experts=self.experts, disk=disk, treatments=self.treatments)
+        stage_design = None if self.staged is None else self
+        return replace(laid, stage_design=stage_design, experts=self.experts, disk=disk, treatments=self.treatments)
 
 
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
@@ -250,7 +286,7 @@ def _lay_converted(
     peers = DataGroup(world, mesh, mesh.params_axes)
     plan = settle(plan, world, device)
     table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
-    updates = vet(optimizers, model)
+    updates: Updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
     plan = in_own_precision(plan, model)
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
@@ -265,21 +301,19 @@ def _lay_converted(
     disk = designed.open_disk(world, model, device, updates)
     log_fitted(fitted, world)
     views = _view_check(model, designed)
-    staged = None
     if designed.stages is not None:
         world.collectives(device).prepare(mesh)
         values.give_to_stages(world)
-        parts = sequence_parts(designed.split, mesh, designed.stages)
         for warning in stage_warnings(model, designed.stages) if world.rank == 0 else ():
             _log.warning("%s", warning)
-        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[STAGES], parts)
-        staged.take_from(optimizers)
-        designed = designed.of_stages(staged)
-        updates = {param: update for param, update in updates.items() if param in staged.params}
+        designed = designed.in_stages(model, optimizers, world.rank, keeps_others=world.membership is not None)
+    updates = designed.own(updates)
     try:
         sharding = designed.carry_out(world, device, updates, disk)
-        sharding = replace(sharding, staged=staged, split=designed.split, fitted=fitted.summary, budget=budget)
+        sharding = replace(sharding, split=designed.split, fitted=fitted.summary, budget=budget)
         values.apply(sharding.units)
+        if designed.staged is not None:
+            designed.staged.free_others(device)
     except BaseException:
         if disk is not None:
             disk.close()

@@ -86,11 +86,23 @@ class Session:
         if sharded.parts.sequence is not None:
             sharded.parts.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
-            mean = _through_stages(self, sharded.parts.pipeline, parts, loss_fn)
+            mean = _through_stages(sharded, sharded.parts.pipeline, parts, loss_fn)
         else:
             mean = mean_loss([self._trained(part, loss_fn) for part in parts], parts)
         sharded.progress.micro_steps.are_all_run = True
         return mean
+
+    def evaluate(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
+        """See `Engine.eval_step`."""
+        sharded = self.sharded
+        with torch.no_grad():
+            parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+            if sharded.parts.sequence is not None:
+                sharded.parts.sequence.note_micro_batches(batch, parts)
+            if sharded.parts.pipeline is not None:
+                return sharded.parts.pipeline.evaluate(parts, loss_fn, sharded.parts.runner.begin_evaluation_of)
+            losses = [part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts]
+            return mean_loss(losses, parts)
 
     def _trained(self, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:
         loss = part.loss(self.sharded.model(*part.args, **part.kwargs), loss_fn)
@@ -173,9 +185,8 @@ def _require_whole_step(sharded: ShardedModel) -> None:
 
 
 def _through_stages(
-    session: Session, pipeline: Pipeline, parts: list[MicroBatch], loss_fn: LossFunction | None
+    sharded: ShardedModel, pipeline: Pipeline, parts: list[MicroBatch], loss_fn: LossFunction | None
 ) -> Tensor:
-    sharded = session.sharded
     if sharded.parts.gradients.exist() and sharded.parts.gradients.are_prepared:
         raise StateError(
             "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
@@ -187,7 +198,7 @@ def _through_stages(
         ask_before_first_step(sharded, parts[0], loss_fn)
     runner = sharded.parts.runner
     with runner.over_schedule():
-        mean = pipeline.train(parts, loss_fn, _StageTrainer(session, parts), sharded.parts.timeline)
+        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, parts), sharded.parts.timeline)
     if sharded.parts.sequence is not None:
         sharded.parts.sequence.check_was_asked(pipeline.line)
     runner.passes.owes_reductions = True  # what an op has left is found before the step, or the verdict would be early
@@ -202,9 +213,8 @@ class _StageTrainer:
     the same unit by unit.
     """
 
-    def __init__(self, session: Session, parts: Sequence[MicroBatch]) -> None:
-        self._session = session
-        self._sharded = sharded = session.sharded
+    def __init__(self, sharded: ShardedModel, parts: Sequence[MicroBatch]) -> None:
+        self._sharded = sharded
         self._parts = parts
         self._micro_batch = 0
         self._reduces = sharded.parts.runner.passes.reduces
@@ -233,7 +243,7 @@ class _StageTrainer:
         assert not left, f"gradients of {', '.join(left)} were put aside and not brought"
 
     def backward(self, loss: Tensor) -> None:
-        self._session.backward(loss, self._parts[self._micro_batch].weight)
+        self._sharded.backward(loss, self._parts[self._micro_batch].weight)
 
     def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         runner = self._sharded.parts.runner
@@ -244,17 +254,6 @@ class _StageTrainer:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         else:  # nothing of this stage is trained, but it still counts as a backward
             runner.end_of_backward()
-
-
-def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
-    """See `Engine.eval_step`."""
-    with torch.no_grad():
-        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-        if sharded.parts.sequence is not None:
-            sharded.parts.sequence.note_micro_batches(batch, parts)
-        if sharded.parts.pipeline is not None:
-            return sharded.parts.pipeline.evaluate(parts, loss_fn, sharded.parts.runner.begin_evaluation_of)
-        return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)
 
 
 def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:

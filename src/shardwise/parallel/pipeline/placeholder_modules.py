@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.parallel.pipeline.placeholder_values import TensorFacts
@@ -162,10 +163,13 @@ class _InForward(dict[str, Any]):
         return dict(self.items()).values()
 
 
-def refuse_states(module: nn.Module) -> None:
-    """Refuse the module's own `state_dict` and `load_state_dict`, because it is not whole on this rank."""
-    module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
+def refuse_states(module: nn.Module) -> list[RemovableHandle]:
+    """Refuse the module's own `state_dict` and `load_state_dict`, because it is not whole on this rank. Until what is
+    returned is removed."""
+    return [
+        module.register_state_dict_pre_hook(_refuse_state),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
+    ]
 
 
 def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001  # as torch calls it

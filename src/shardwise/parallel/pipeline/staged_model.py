@@ -79,25 +79,35 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a module is registered: `holder[key]`. `own` is the module itself if it belongs to this rank."""
+    """Where a module is registered: `holder[key]`. `own` is the module itself if it belongs to this rank, `other` if it
+    belongs to another one and can be put back."""
 
     name: str
     holder: dict[str, nn.Module | None]
     key: str
     own: nn.Module | None
+    other: nn.Module | None
     absent: PlaceholderModule
 
 
 class StagedModel:
     """Removes the modules of other ranks' stages from `model` when it is constructed.
 
-    `sequence_parts`: by stage, into how many parts the sequence that it receives is split, if it is.
+    `sequence_parts`: by stage, into how many parts the sequence that it receives is split, if it is. With
+    `keeps_others` the removed modules are kept, so that `undo` can put them back; `free_others` frees their memory.
     """
 
     def __init__(
-        self, model: nn.Module, layout: StageLayout, pp_rank: int, sequence_parts: Mapping[int, int] | None = None
+        self,
+        model: nn.Module,
+        layout: StageLayout,
+        pp_rank: int,
+        sequence_parts: Mapping[int, int] | None = None,
+        *,
+        keeps_others: bool = False,
     ) -> None:
         self.model = model
+        self._keeps_others = keeps_others
         self._sequence_parts = dict(sequence_parts or {})
         self.layout = layout
         self.stages = layout.at(pp_rank)
@@ -114,13 +124,15 @@ class StagedModel:
         self.group_names: list[list[str]] = []
         """The names of the parameters in each optimizer group before other stages' parameters were removed."""
         self._name_of = {param: name for name, param in model.named_parameters()}
+        self._whole_groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        """The optimizers' groups with all their parameters, if other stages can be put back."""
         self._slots = [self._placed(model, number, name, modules, own) for number, name in enumerate(self._names)]
         self._firsts = {stage: self._names.index(layout.stages[stage][0]) for stage in self.stages}
         self._lasts = {stage: self._names.index(layout.stages[stage][-1]) for stage in self.stages}
         for one in self._slots:
             if one.own is None:
                 one.holder[one.key] = one.absent
-        refuse_states(model)
+        self._refusals = refuse_states(model)
         self._dtypes = {param.dtype: param for param in model.parameters()}
         """An own parameter by its dtype, which may change."""
         self.answer: Answer | None = None
@@ -139,7 +151,8 @@ class StagedModel:
         module = modules[name]
         is_own = name in own
         absent = PlaceholderModule(name, number, module, self, set() if is_own else self.params)
-        return _Slot(name, holder, key, module if is_own else None, absent)
+        kept = module if self._keeps_others and not is_own else None
+        return _Slot(name, holder, key, module if is_own else None, kept, absent)
 
     @contextmanager
     def receiving_whole_sequences(self) -> Iterator[None]:
@@ -196,6 +209,8 @@ class StagedModel:
         """Remove the parameters of other ranks' stages from the optimizers; groups stay, even if they are empty."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
+                if self._keeps_others:
+                    self._whole_groups.append((group, list(group["params"])))
                 self.group_names.append([self._name_of[param] for param in group["params"] if param in self._name_of])
                 for param in group["params"]:
                     if param not in self.params:
@@ -237,6 +252,29 @@ class StagedModel:
         self._handles.clear()
         for module in self.wholes:
             module.__dict__.pop("forward", None)
+
+    def free_others(self, device: torch.device) -> None:
+        """Give kept parameters of other stages one zero on `device` in place of their values, and kept buffers memory
+        there if they have none yet."""
+        for module in (inner for one in self._slots if one.other is not None for inner in one.other.modules()):
+            for param in module._parameters.values():
+                if param is not None and param not in self.params:
+                    param.data = torch.zeros((), dtype=param.dtype, device=device).expand(param.shape)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.untyped_storage().nbytes() < buffer.nbytes:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+
+    def undo(self) -> None:
+        """Put the modules of other stages back, and their parameters into the optimizers' groups: shapes without
+        values. For a model that was made with `keeps_others`, after `release`."""
+        assert self._keeps_others
+        for one in self._slots:
+            one.holder[one.key] = one.own if one.own is not None else one.other
+        for refusal in self._refusals:
+            refusal.remove()
+        self.model.__dict__.pop("save_pretrained", None)
+        for group, params in self._whole_groups:
+            group["params"] = params
 
     # -- running one stage ------------------------------------------------------------------------------
 
