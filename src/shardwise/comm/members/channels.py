@@ -46,6 +46,7 @@ from shardwise.system.job_token import Seal
 
 _NUM_SENT = "num-sent"
 _ALWAYS = datetime.timedelta(days=365)
+_TWIN_SECONDS = datetime.timedelta(seconds=300)
 _PAUSE_SECONDS = 0.1
 """Between two looks at a forged announcement."""
 _LOOK_SECONDS = 0.05
@@ -324,7 +325,7 @@ class MemberChannel:
     def store_of(self, generation: int) -> Store:
         """The store in which its members meet, over a connection of its own."""
         with self._changed:
-            return PrefixStore(generation_prefix(self._attempt, generation), compat.twin(self._root))
+            return PrefixStore(generation_prefix(self._attempt, generation), _twin(self._root))
 
     def stores_of(self, generation: int) -> Callable[[], Store | None]:
         """The same, each time that it is called after another launcher has taken over; else `None`."""
@@ -362,7 +363,7 @@ class MemberChannel:
                 try:
                     if store is None:
                         with self._changed:
-                            store = compat.twin(self._root)
+                            store = _twin(self._root)
                     for announcement in self._announcements(store, number, pause):
                         number += 1
                         if not read(announcement):
@@ -405,7 +406,7 @@ class MemberChannel:
                     self._use(store)
                     for sent in self._unconfirmed:
                         self._put(sent)
-                    twin = compat.twin(store)
+                    twin = _twin(store)
                     self._num_stores += 1
                     self._changed.notify_all()
                     return twin
@@ -413,6 +414,13 @@ class MemberChannel:
                 if self._changed.wait_for(lambda: self._is_closed, _LOOK_SECONDS):
                     return None
         return None
+
+
+def _twin(store: Store) -> Store:
+    """The same store over a connection of its own, which is as patient as torch's are."""
+    twin = compat.twin(store)
+    twin.set_timeout(_TWIN_SECONDS)
+    return twin
 
 
 def _is_genuine(store: SealedStore, key: str) -> bool:

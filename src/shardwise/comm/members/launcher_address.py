@@ -21,7 +21,7 @@ from shardwise.system import plain_data
 from shardwise.system.job_folder import LAUNCHER
 from shardwise.system.process_rank import ProcessRank, address_of
 
-_TRY_SECONDS, _ALL_SECONDS, _ANSWER_SECONDS = 5.0, 300.0, 300.0
+_TRY_SECONDS, _ALL_SECONDS = 5.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class LauncherConnection:
         return None if self._folder is None else LauncherAddress.read(self._folder)
 
     def _connected(self, address: LauncherAddress, seconds: float) -> TCPStore:
+        # the timeout is also that of connections which are cloned from it, to a launcher that may be dead by then
         store = TCPStore(
             address.host,
             address.port,
@@ -99,6 +100,5 @@ class LauncherConnection:
             wait_for_workers=False,
             timeout=datetime.timedelta(seconds=seconds),
         )
-        store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
         self._number = address.number
         return store
