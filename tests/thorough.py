@@ -13,24 +13,27 @@ from tests.covering import Chooser, with_every_value
 
 Test = TypeVar("Test", bound=Callable[..., object])
 
-THOROUGH = bool(os.environ.get("THOROUGH"))
-_SHARE = {"": "test", "1": "thorough", "all": "exhaustive", "soak": "soak"}[os.environ.get("THOROUGH", "")]
+MUTATIONS = "mutations"
+_SHARE = {"": "test", "1": "thorough", "all": "exhaustive", "soak": "soak", MUTATIONS: MUTATIONS}[
+    os.environ.get("THOROUGH", "")
+]
+THOROUGH = _SHARE not in ("test", MUTATIONS)
 EXHAUSTIVE = _SHARE == "exhaustive"
 SOAK = _SHARE == "soak"
 
 
 def drawn(usually: int, exhaustively: int) -> int:
     """How many examples a test draws; `make thorough` and `make soak` are halfway between."""
-    return {"test": usually, "exhaustive": exhaustively}.get(_SHARE, (usually + exhaustively) // 2)
+    return {"test": usually, MUTATIONS: usually, "exhaustive": exhaustively}.get(_SHARE, (usually + exhaustively) // 2)
 
 
 sampled = pytest.mark.sampled
-"""For modules or tests that have many cases. `make test` runs one of each test's, and one more for each forty that it
+"""For modules or tests that have many cases. `make test` runs one of each test's, and one more for each eighty that it
 has, so chosen that those of one file have as many different values, and pairs of values, as they can. `make thorough`
 runs those that add every value of each parameter of each test, and `make exhaustive` all others."""
 each_value = pytest.mark.sampled(each_value=True)
 """The same, for the few tests on which all others rest: of these `make test` runs every value of each parameter."""
-_CASES_PER_ONE_MORE = 40
+_CASES_PER_ONE_MORE = 80
 
 
 def varies(test: Test) -> Test:
@@ -52,12 +55,16 @@ def soak(why: str) -> pytest.MarkDecorator:
 
 
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Which of `items` are run now, and which the other time."""
-    shares = _shares_of_sampled(items)
-    now, later = [], []
-    for item in items:
-        (now if _SHARE in (shares.get(item.nodeid) or _shares(item)) else later).append(item)
-    return now, later
+    """Which of `items` are run now, and which the other time. `make mutations` runs what `make test` does, and then
+    what `make thorough` adds."""
+    sampled_shares = _shares_of_sampled(items)
+    shares = {item.nodeid: sampled_shares.get(item.nodeid) or _shares(item) for item in items}
+    wanted = ("test", "thorough") if _SHARE == MUTATIONS else (_SHARE,)
+    now = [item for item in items if not set(wanted).isdisjoint(shares[item.nodeid])]
+    if _SHARE == MUTATIONS:
+        now.sort(key=lambda item: "test" not in shares[item.nodeid])
+    chosen = {item.nodeid for item in now}
+    return now, [item for item in items if item.nodeid not in chosen]
 
 
 def _shares_of_sampled(items: Sequence[pytest.Item]) -> dict[str, tuple[str, ...]]:

@@ -26,8 +26,10 @@ from benchmarks.device.rows import Rows
 from benchmarks.device.speed import num_params_of
 from benchmarks.device.test_reports import TestReports
 from benchmarks.fresh import ROOT, environment
+from tests.thorough import thorough_only
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs(part: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

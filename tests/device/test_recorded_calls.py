@@ -23,6 +23,7 @@ from twins import MakeOptimizer, adamw, batches, share_of
 import shardwise as sw
 from shardwise.launch.port import listen
 from tests.models import Transformer
+from tests.thorough import thorough_only
 
 pytestmark = pytest.mark.device
 VERBS = {"gather", "gather together", "reduce_scatter", "swap_chunks", "all_reduce", "all_to_all", "broadcast"}
@@ -63,6 +64,7 @@ def trained(
     return recorded(math.prod(mesh.values()), work)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.timeout(300)
 def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path) -> None:
     """Presets one after the other, each with groups of its own, as one job makes them."""

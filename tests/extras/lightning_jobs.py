@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,18 @@ def resumed(plan: Any, folder: str, checkpoint: str, *, settings: Any = None, sa
     if save:
         trainer.save_checkpoint(save)
     return {"losses": module.losses, "state": values(module), "rate": trainer.optimizers[0].param_groups[0]["lr"]}
+
+
+def fitted_twice(plan: Any, folder: str) -> Any:
+    """Two fits of one Trainer, the second with another engine in the world of the first."""
+    module = Module()
+    trainer = trainer_of(plan, folder, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module, Data())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, Data())
+    gc.collect()
+    found = trainer.validate(module, Data(), verbose=False)
+    return {"losses": module.losses, "val": found[0]["val"], "state": values(module)}
 
 
 def by_ddp(folder: str) -> Any:

@@ -111,6 +111,14 @@ def test_precisions(tmp_path: Path) -> None:
         same(run, full, "losses", within=0.1)
 
 
+def test_a_trainer_may_fit_twice(tmp_path: Path) -> None:
+    """The first engine, when it is collected, leaves the world to the second one."""
+    plain = begin(2, jobs.fitted_twice, None, str(tmp_path / "plain"))
+    ours = on_ranks(2, jobs.fitted_twice, "zero3", str(tmp_path / "ours"))
+    for found, expected in zip(ours, plain(), strict=True):
+        same(found, expected, "losses", "val", "state")
+
+
 def test_two_optimizers_by_hand(tmp_path: Path) -> None:
     plain = begin(2, jobs.by_hand, None, str(tmp_path))
     (tmp_path / "ours").mkdir()

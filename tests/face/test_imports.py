@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from shardwise.cli.main import COMMANDS
+from tests.thorough import sampled
 
 SCRIPT = """
 import json, sys
@@ -63,6 +64,7 @@ def test_what_has_not_been_asked_for_yet_costs_nothing(then: str) -> None:
     assert packages - sys.stdlib_module_names == {"shardwise"}
 
 
+@sampled
 @pytest.mark.parametrize("verb", ["launch", "deepspeed", "horovodrun", "accelerate"])
 def test_the_launcher_reports_mistakes_before_torch_is_imported(verb: str) -> None:
     assert "torch" not in brought_in("", f"import shardwise.cli.main, shardwise.cli.{verb}")
@@ -74,6 +76,7 @@ PLANS = {"pydantic", "yaml"}
 """What reads plans. `explain` has options for what a plan may say."""
 
 
+@sampled
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help_imports_nothing_that_takes_long(command: str | None) -> None:
     words = ["--help"] if command is None else [command, "--help"]

@@ -25,6 +25,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @varies
 @pytest.mark.timeout(240)
 def test_faults_of_one_process(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_surviving_ranks_continue(tmp_path: Path, samples: str, faults: list[str
         assert "killed by SIGKILL" in output
 
 
+@sampled
 @pytest.mark.parametrize("samples", ["plain", "sampler"])
 def test_new_ranks_replace_dead_ones(tmp_path: Path, samples: str) -> None:
     """Rank 0 is one of the dead. New ranks begin with the others' state."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from tests.thorough import soak
+from tests.thorough import sampled, soak, thorough_only
 
 TRAIN = Path(__file__).with_name("train.py")
 # What was measured is a tenth of it (docs/faults.md); tests share their machine with other work.
@@ -81,6 +81,7 @@ def in_use(process: Path) -> Iterator[str]:
                 yield str(descriptor.readlink())
 
 
+@sampled
 @pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=soak("more ranks than cores"))])
 def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: Path) -> None:
     before = set(Path("/dev/shm").glob("*"))
@@ -96,6 +97,7 @@ def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: P
         assert codes[rank] == 1
 
 
+@sampled
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_stage_that_is_killed_in_the_middle_of_a_step_is_named(victim: int, tmp_path: Path) -> None:
     """Its neighbours wait for its messages, and the others for theirs."""
@@ -111,6 +113,7 @@ def test_a_stage_that_is_killed_in_the_middle_of_a_step_is_named(victim: int, tm
         assert codes[rank] == 1
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_first_stage_that_is_killed_with_the_store_is_named(tmp_path: Path) -> None:
     """The last stage has no link to the first, and its neighbour ends because of it."""
     codes = run_plainly(3, "stage 0", tmp_path)
@@ -124,6 +127,7 @@ def test_a_first_stage_that_is_killed_with_the_store_is_named(tmp_path: Path) ->
     assert seconds < 2 * SOON_SECONDS
 
 
+@sampled
 @pytest.mark.parametrize(
     ("fault", "expected", "words"),
     [

@@ -18,6 +18,7 @@ import shardwise as sw
 import warm
 from shardwise.comm import StartupBarrier
 from shardwise.errors import CommError, FaultError
+from tests.thorough import thorough_only
 
 Connect = Callable[[], TCPStore]
 
@@ -187,6 +188,7 @@ with sw.World.join(60) as world:
 """
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.timeout(240)
 def test_ranks_meet_again_in_the_same_processes(tmp_path: Path) -> None:
     """After a fault in each world before: no rank connects to what another one had in an earlier world, and closed."""

@@ -168,6 +168,7 @@ def main(words: list[str]) -> int:
         print(*(f"{fault.name}  ({' '.join(fault.tests)})" for fault in chosen), sep="\n")
         return 0
     os.chdir(ROOT)
+    os.environ["THOROUGH"] = "mutations"  # see `divided` in tests/thorough.py
     sys.path[:0] = [str(SOURCE), str(ROOT)]
     import_tests(chosen)
     counts: Counter[str] = Counter()

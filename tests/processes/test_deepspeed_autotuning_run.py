@@ -9,6 +9,7 @@ from pathlib import Path
 
 import warm
 from shardwise.integrations.deepspeed.autotuning import MICRO, OPTIMAL
+from tests.thorough import thorough_only
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 SCRIPT = f"""
@@ -29,6 +30,7 @@ print("TRAINED", engine.global_steps, engine.train_micro_batch_size_per_gpu(), e
 """
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_run_trains_with_what_was_found(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     section = {"enabled": True, "max_train_micro_batch_size_per_gpu": 4}

@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler
 import warm
 from shardwise.integrations.deepspeed.schedules import WarmupLR
 from tests.processes.deepspeed_scripts import nets
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 SCRIPTS = Path(__file__).with_name("deepspeed_scripts")
@@ -108,6 +109,7 @@ def classified(model: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Lo
     return losses, [int(right.sum()), len(tested)]
 
 
+@sampled
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 2), ("bf16", 3), ("fp16", 1)])
 def test_a_classifier_of_pictures(dtype: str, stage: int, tmp_path: Path) -> None:
     """Within four times what the plain model's own rounding changes."""
@@ -160,6 +162,7 @@ class PlainMoENet(nn.Module):
         return self.fc4(self.mixtures(self.features(x)))
 
 
+@sampled
 @pytest.mark.parametrize(("stage", "top_k", "kind"), [(0, 1, "standard"), (2, 2, "standard"), (1, 1, "residual")])
 def test_a_classifier_with_experts(stage: int, top_k: int, kind: str, tmp_path: Path) -> None:
     words = ["--moe", "--moe-param-group", "--ep-world-size", "2", "--num-experts", "2", "4", "--top-k", str(top_k)]
@@ -181,6 +184,7 @@ def language_model() -> nn.Module:
     return model
 
 
+@sampled
 @pytest.mark.parametrize("stages", [(3, 3), (2, 3), (3, 1)])
 def test_a_model_built_in_parts_resumes_on_other_ranks(stages: tuple[int, int], tmp_path: Path) -> None:
     """Three steps of two ranks, then three of one rank, with the same global batch of eight samples."""
@@ -233,6 +237,7 @@ class PlainLayers(nn.Module):
         return nets.logits_of(self.tokens, self.norm(self.layers(self.tokens(ids)) * 0.5))
 
 
+@sampled
 @pytest.mark.parametrize(
     ("stages", "zero", "partition", "is_seeded"),
     [(2, 1, "parameters", False), (2, 0, "type:layer", True), (2, 1, "uniform", False), (1, 2, "best", False)],

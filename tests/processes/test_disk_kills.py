@@ -97,6 +97,7 @@ def numbers() -> range:
     return range(4, 4 + 3 * drawn(1, len(PHASES)), 3)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @varies
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", numbers())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from tests.thorough import thorough_only
 
 TRAINS = """
 import ctypes, resource, sys, threading
@@ -80,6 +81,7 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, check=False, timeout=120, capture_output=True, text=True)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_trains_in_less_memory_than_its_states_take(script: Path) -> None:
     """192 MiB for 16 M parameters are on the disk. Private memory may grow by less than that in training, for gradients

@@ -129,6 +129,7 @@ def test_one_import_of_torch_serves_doctor_and_both_ranks(monkeypatch: pytest.Mo
     assert children() <= before
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_ranks_that_never_connect_are_ended() -> None:
     started, before = time.monotonic(), children()
     meeting = run_loopback(0.5, (sys.executable, "-c", "import time; time.sleep(600)"))

@@ -10,7 +10,7 @@ import pytest
 from launching import launch
 
 import warm
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 RACE = Path(__file__).with_name("preset_races.py")
 
@@ -23,6 +23,7 @@ def test_presets_race_over_gloo(num_ranks: int, num_cases: int) -> None:
     assert run.stdout.count(": same") == num_cases
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_collectives_on_devices_over_torchs_own_groups() -> None:
     run = launch(RACE.with_name("device_groups.py"), 2)
     assert run.returncode == 0, run.stderr
@@ -45,6 +46,7 @@ for step in range(1000):
 """
 
 
+@sampled
 @pytest.mark.parametrize(
     ("what", "words", "code"),
     [

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from tests.thorough import soak
+from tests.thorough import sampled, soak, thorough_only
 
 
 def command(*, is_warm: bool) -> list[str]:
@@ -183,6 +183,7 @@ class TestSuccess:
             assert (place / "stdout.log").read_text() == "out\n"
             assert (place / "stderr.log").read_text() == "err\n"
 
+    @thorough_only("slow; smaller tests beside it cover the same code")
     def test_ranks_continue_when_the_output_has_no_reader(self, bench: Bench) -> None:
         bench.write("train.py", "print('a line', flush=True)\nopen('done', 'w').close()")
         launcher = bench.start("--log-dir", "logs", "train.py", is_warm=False)
@@ -441,6 +442,7 @@ class TestFailure:
         assert bench.run("train.py").returncode == 1
         wait_until(lambda: not is_alive(bench.pid("child")), "the child lives on")
 
+    @sampled
     @pytest.mark.parametrize("group", ["prefixed", "plain"])
     def test_restart_comes_back(self, bench: Bench, group: str) -> None:
         """With a prefix per attempt, as this library does it, and as any script does it."""
@@ -501,6 +503,7 @@ SAVES = (
 
 
 class TestSignals:
+    @sampled
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
     @pytest.mark.parametrize("leave", ["", "sys.exit(130)"], ids=["plainly", "as-after-ctrl-c"])
     def test_ranks_end_by_themselves(self, bench: Bench, number: signal.Signals, status: int, leave: str) -> None:

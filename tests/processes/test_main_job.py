@@ -71,6 +71,7 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
     assert [(line["step"], line["world_size"]) for line in resumed] == [(6, 1)]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(("plan", "nproc"), [("3d", 8), ("tp", 4), ("pp", 4)])
 def test_the_plans_of_the_example_train_as_one_process_does(plan: str, nproc: int, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_a_second_job_in_the_same_folder_touches_nothing(tmp_path: Path) -> None
     lock.release()
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     many = ("--steps", "5000", "--save-every", "100000", "--validate-every", "100000")

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import warm
 from tests.pure.test_plan_command import MODEL
+from tests.thorough import thorough_only
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_best_is_run_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(MODEL)
     words = ["--model", f"{tmp_path}/tiny.py:Model", "--batch", f"{tmp_path}/tiny.py:batch", "--hardware", "cpu"]

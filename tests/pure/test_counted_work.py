@@ -17,6 +17,7 @@ from shardwise.fit.work import Worked, flops_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
+from tests.thorough import sampled
 
 WIDTH, TOKENS, ROWS, HEADS, WORDS = 64, 32, 3, 4, 100
 POSITIONS = ROWS * TOKENS
@@ -124,6 +125,7 @@ def test_stages_of_a_pipeline_compute_together_what_the_whole_model_does() -> No
     assert found[0].message_bytes == {0: POSITIONS * WIDTH * 4}
 
 
+@sampled
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_each_micro_batch_of_a_schedule_is_timed_with_all_its_work(schedule: str) -> None:
     plan = Plan(preset="zero1", mesh={"pp": 2, "dp": 2}, accumulate=4, pipeline={"schedule": schedule})

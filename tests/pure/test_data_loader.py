@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import pytest
@@ -302,6 +302,41 @@ def test_a_loader_that_is_collected_waits_for_no_thread() -> None:
     for thread in left:
         thread.join(60)
     assert not reading_threads() - before
+
+
+class Worker:
+    """Stands for a worker process that gives no batch."""
+
+    calls: ClassVar[list[str]] = []
+    is_alive = True
+
+    def __init__(self, *_: object) -> None:
+        self.ask = self.forget = lambda *_: None
+
+    def answer(self, *_: object) -> NoReturn:
+        raise DataError("no batch")
+
+    def close_pipe(self) -> None:
+        self.calls.append("close_pipe")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("leave", ["close", "collect"])
+def test_who_closes_a_loader_waits_for_its_processes_and_who_collects_it_does_not(
+    leave: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.data.processes._Worker", Worker)
+    monkeypatch.setattr(Worker, "calls", [])
+    loader = Loader(range(8), batch_rows=4, workers=Workers(processes=True))
+    with pytest.raises(DataError, match="no batch"):
+        next(iter(loader))
+    if leave == "close":
+        loader.close()
+    del loader
+    gc.collect()
+    assert Worker.calls == (["close_pipe", "end"] if leave == "close" else ["close_pipe"])
 
 
 def _fail_while_iterating(loader: Loader) -> None:

@@ -23,6 +23,7 @@ from shardwise.parallel.outline import outline
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from tests.models import Decoder, Gpt, Mixture, Stack
+from tests.thorough import sampled, thorough_only
 
 H100 = hardware("h100-sxm")
 ONE = Mesh(("dp",), (1,))
@@ -73,6 +74,7 @@ def counted(policy: str, rows: int = 2) -> Callable[[nn.Module], Counted]:
     return lambda model: count_step(model, tokens(rows), plan, ONE, counts_work=True, on_cpu=False)[0]
 
 
+@sampled
 @pytest.mark.parametrize("policy", ["keep", "selective", "recompute", "offload"])
 def test_equal_blocks_are_counted_once(policy: str) -> None:
     """All that a rehearsal of the whole model finds, to the byte and the operation."""
@@ -99,6 +101,7 @@ def test_equal_blocks_are_counted_once(policy: str) -> None:
     assert rehearsed == [few], "for other samples it is known that few blocks tell"
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_blocks_that_are_not_alike_are_rehearsed_one_by_one() -> None:
     """Where a block differs in a number, a shape or a tensor that it shares, there are no equal ones. Where what they
     do depends on how many there are, copies with few do not tell."""
@@ -140,6 +143,7 @@ def searched(model: nn.Module, batch: Any, axis: str, world_size: int = 4) -> Fo
     return search(subject, world_size, ROOMY, base=subject.base, space=space)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(
     ("axis", "build", "batch"),
     [("sp", Gpt, (torch.zeros(2, 16, dtype=torch.long), torch.arange(16).repeat(2, 1))), ("ep", Mixture, tokens())],
@@ -161,6 +165,7 @@ class Reads(Gpt):
         self.near = nn.Conv1d(32, 32, 3, padding=1)
 
 
+@sampled
 @pytest.mark.parametrize(
     ("axis", "build"), [("sp", Reads), ("ep", Gpt), ("tp", Gpt)], ids=["convolution", "no experts", "no plan"]
 )
@@ -225,6 +230,7 @@ def test_a_plan_for_devices_counts_their_memory() -> None:
     assert all(mark.live_bytes % 512 == 0 and mark.heap_bytes == 0 for mark in on_device.marks)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_what_does_not_fit_leaves_the_device_in_part() -> None:
     """As little as a budget would take, and the rest of the host's limit goes to a disk."""
     subject = ModelSubject(on_meta(Decoder, num_blocks=12, width=128), tokens(), H100, 8, Plan(), on_cpu=False)
@@ -255,6 +261,7 @@ def test_what_does_not_fit_leaves_the_device_in_part() -> None:
     assert "of the states on a disk" in str(candidate)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_what_a_plan_computes_at_least() -> None:
     """For any preset, and in equal parts for ranks that share a model; never more than a step takes."""
     subject = ModelSubject(on_meta(Decoder, num_blocks=4), tokens(), H100, 16, Plan(), on_cpu=False)

@@ -30,7 +30,7 @@ from shardwise.program import (
 )
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.program.schedule import SCHEDULES, schedule_of
-from tests.thorough import soak
+from tests.thorough import sampled, soak, thorough_only
 
 GIB = 2**30
 
@@ -170,6 +170,7 @@ def test_divisors() -> None:
     )
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_no_bound_is_above_what_is_found() -> None:
     """Or a candidate could be pruned that is the best."""
     blocks = Blocks(num=8, width=1024, length=1024, num_rows=64)
@@ -208,6 +209,7 @@ def test_the_best_of_a_small_space_is_found() -> None:
     assert few.best[0].found.seconds <= 1.05 * fastest
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_less_memory_chooses_more_sharding_and_no_memory_says_what_would_do() -> None:
     blocks = Blocks(num=4, num_rows=32)
     roomy = found(blocks, 16, space=SMALL)
@@ -225,6 +227,7 @@ def test_less_memory_chooses_more_sharding_and_no_memory_says_what_would_do() ->
     assert " ranks (zero3" in said
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_objectives() -> None:
     blocks = Blocks(num=4, num_rows=16)
     fast, small, cheap = (found(blocks, 8, space=SMALL, objective=one).best[0] for one in ("time", "memory", "cost"))
@@ -259,6 +262,7 @@ def test_a_mesh_of_the_plan_is_kept() -> None:
     assert all(dict(one.candidate.sizes) == {"dp": 8, "tp": 2} for one in chosen.best)
 
 
+@sampled
 @pytest.mark.parametrize(("world_size", "num_rows"), [(1024, 4096), (100_000, 400_000)])
 def test_large_worlds_ask_for_no_more_than_small_ones(world_size: int, num_rows: int) -> None:
     blocks = Blocks(num=4, width=12288, num_rows=num_rows)

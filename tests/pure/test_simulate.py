@@ -24,6 +24,7 @@ from shardwise.fit.simulate import (
     replay,
     simulate,
 )
+from tests.thorough import sampled, thorough_only
 
 RANK, HOST = Cause("rank", 0.0), Cause("host", 0.0, "host", "silence")
 JOB = Job(
@@ -168,6 +169,7 @@ def test_one_seed_one_outcome_and_the_same_failures_whatever_is_done_about_them(
     )
 
 
+@sampled
 @pytest.mark.parametrize("mean_hours", [1.0, 8.0])
 def test_the_best_interval_is_youngs_and_dalys(mean_hours: float) -> None:
     """Where a checkpoint stops the job and a restart costs as much as a checkpoint, theirs is the optimum, and goodput
@@ -185,6 +187,7 @@ def test_the_best_interval_is_youngs_and_dalys(mean_hours: float) -> None:
     assert best.goodput == pytest.approx(expected, abs=0.012)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_llama_3_405b_trained_for_over_90_percent_of_the_time() -> None:
     """54 days on 16,384 GPUs, 466 interruptions of which 419 were unexpected. How long a restart took is not published;
     with 10 minutes all but a tenth is useful, and with 5 more."""
@@ -203,6 +206,7 @@ def test_llama_3_405b_trained_for_over_90_percent_of_the_time() -> None:
     assert 0.94 < goodput[5] < 0.97
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_100_000_gpus_that_restart_or_lose_a_replica() -> None:
     """FT-HSDP (arXiv:2602.00277): a failure every 18 minutes, 10 minutes until all train again: 44 % of the time are
     useful; if only the replica leaves, the others stand for 3 minutes: 80 %."""

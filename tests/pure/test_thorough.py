@@ -33,7 +33,7 @@ def names(items: list[Any]) -> list[str]:
 
 
 def test_every_case_runs_somewhere_once_and_one_of_each_test_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (1, 2, 5, 6, 30, 90)
+    sizes = (1, 2, 5, 6, 60, 170)
     items = [case(f"test_{size}", place=place) for size in sizes for place in range(size)]
     items.append(case("test_alone"))
     shares = {share: run_as(share, items, monkeypatch) for share in ("test", "thorough", "exhaustive")}
@@ -90,6 +90,13 @@ def test_what_races_time_is_run_by_make_soak_alone_and_all_of_it(monkeypatch: py
     items = [*racing, case("test_alone", mark=None)]
     shares = {share: names(run_as(share, items, monkeypatch)) for share in ("test", "thorough", "exhaustive", "soak")}
     assert shares == {"test": ["a.py::test_alone"], "thorough": [], "exhaustive": [], "soak": names(racing)}
+
+
+def test_faults_are_looked_for_in_make_test_and_then_in_make_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = [case("test_slow", place=place, only=True) for place in range(3)]
+    items = [*slow, *(case("test", place=place) for place in range(3)), case("test_alone", mark=None)]
+    first, then = (run_as(share, items, monkeypatch) for share in ("test", "thorough"))
+    assert names(run_as("mutations", items, monkeypatch)) == names([*first, *sorted(then, key=items.index)])
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])

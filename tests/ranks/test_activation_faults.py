@@ -63,6 +63,7 @@ class Breaking(SystemCalls):
         return super().read(handle, into, offset)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,6 +217,7 @@ def test_room_is_asked_for_before_the_first_step(case: str, tmp_path: Path, monk
     assert "are needed: 1 B too little. Make room there, or name a folder on a larger disk." in told[0]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("offload", [{"optim": 0.3}, {"optim": 1.0}, {"optim": 0.6, "param": 0.3}])
 def test_stages_ask_for_room_once_whatever_share_each_has_on_the_host(

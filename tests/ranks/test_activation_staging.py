@@ -15,7 +15,7 @@ from shardwise.fit import stage_rehearsal
 from shardwise.runtime.activations import on_disk
 from shardwise.testing import run_ranks
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 PLANS: dict[str, dict[str, Any]] = {
     "all": {"preset": "zero3"},
@@ -31,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
 LIMITS = {"enough": 2**28, "little": 2**18}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("case", PLANS)

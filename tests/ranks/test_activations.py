@@ -30,7 +30,7 @@ from shardwise.runtime.rehearsal import rehearse
 from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -302,6 +302,7 @@ def test_a_storage_that_every_block_saves_leaves_once() -> None:
         assert store.now == 2 * own[0] + wide.nbytes
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_decoders_that_fill_caches(name: str) -> None:
     model = getattr(small_transformers, name)()

@@ -26,7 +26,7 @@ from shardwise.errors import CommError
 from shardwise.memory import HostMemory
 from shardwise.runtime.activations import activation_offload, stores
 from tests.models import Decoder, Gpt, Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -144,6 +144,7 @@ def test_trains_the_same_whenever_copies_are_done(when: When) -> None:
     assert not is_found(when)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
 def test_trains_the_same_whenever_copies_from_and_to_pages_of_files_are_done(
     when: When, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,6 +160,7 @@ def test_the_program_has_both_messages_with_their_bytes() -> None:
     assert sent["norms"] == 2 * len(params) // 2 * 2 * 4
 
 
+@sampled
 @pytest.mark.parametrize("axis", SPLIT)
 def test_with_stages_and_beside_split_layers(axis: str) -> None:
     """Of split layers AdamW updates the weights; parameters that both ranks along `tp` have count once."""

@@ -16,7 +16,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.parallel.experts import MoE
 from tests.models import VOCAB, WIDTH, Lora
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 Mesh = dict[str, int]
@@ -145,6 +145,7 @@ def test_one_split(preset: str, mesh: Mesh) -> None:
     race(Adapted(), preset, mesh)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(("preset", "mesh"), PRODUCTS, ids=name_of)
 def test_products_of_splits(preset: str, mesh: Mesh) -> None:
@@ -152,6 +153,7 @@ def test_products_of_splits(preset: str, mesh: Mesh) -> None:
     race(Adapted(), preset, mesh)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(("preset", "mesh"), WITH_EXPERTS, ids=name_of)
 def test_beside_frozen_experts(preset: str, mesh: Mesh) -> None:
@@ -177,6 +179,7 @@ def test_matrices_that_are_parameters_of_the_wrapper(preset: str, mesh: Mesh) ->
     race(Adapted(LoraOfParameters, has_experts="ep" in mesh), preset, mesh)
 
 
+@sampled
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
 def test_schedules(schedule: str) -> None:
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from shardwise.fit.model_subject import ModelSubject
 from shardwise.sharded import auto
 from shardwise.testing import run_ranks
 from tests.models import Decoder, Transformer
+from tests.thorough import sampled, thorough_only
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,8 @@ def run(model: nn.Module, data: Any, plan: dict[str, Any], num_ranks: int = 2) -
     return results[0]
 
 
-@pytest.mark.parametrize("kind", ["transformer", "wide"])
+@sampled
+@pytest.mark.parametrize("kind", ["wide", "transformer"])
 def test_what_is_chosen_fits_and_trains_as_the_plain_loop(kind: str) -> None:
     """With much memory nothing is sharded or recomputed that need not be; with less, as little as possible."""
     torch.manual_seed(0)
@@ -96,6 +98,7 @@ def test_what_is_chosen_fits_and_trains_as_the_plain_loop(kind: str) -> None:
         torch.testing.assert_close(param, plain.params[name], atol=1e-5, rtol=1e-4)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_plan_of_an_elastic_job_fits_when_ranks_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharding saves nothing on the rank that remains."""
     torch.manual_seed(0)
@@ -135,6 +138,8 @@ def wrapped_by_a_function(model: nn.Module) -> None:
     model.register_forward_hook(lambda _, __, output: output + 0 * model.positions.weight.sum())  # type: ignore[operator,union-attr]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
+@sampled
 @pytest.mark.parametrize("wrap", [wrapped_forward, wrapped_by_a_function])
 def test_a_forward_that_calls_the_former_one_is_rehearsed_on_the_copy(wrap: Callable[[nn.Module], None]) -> None:
     plain, model = Transformer(), Transformer()
@@ -159,6 +164,7 @@ def test_what_the_plan_says_is_kept() -> None:
     assert (chosen.activations.policy, chosen.clip_grad_norm, chosen.accumulate) == ("recompute", 1.0, 2)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_what_is_derived_is_what_a_rehearsal_finds() -> None:
     """Other sizes of micro-batches exactly, and stages of a pipeline nearly: these are rehearsed before they count."""
     with torch.device("meta"):

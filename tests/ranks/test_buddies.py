@@ -39,7 +39,7 @@ from tests.ranks.test_lost_ranks import (
     trained_alone,
 )
 from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
-from tests.thorough import drawn, sampled
+from tests.thorough import drawn, sampled, thorough_only
 
 HOSTS = {"2 2": "aabb", "1 2 1": "abbc", "3 1": "aaab", "1 1 1 1": "abcd", "mixed": "abab"}
 
@@ -140,6 +140,7 @@ def test_a_second_host_dies_while_the_others_recover(tmp_path: Path) -> None:
     assert len(void) == 2, "two hosts were lost"
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("portion", list(range(16, 36)))
 def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -> None:
@@ -148,6 +149,7 @@ def test_a_step_is_undone_that_was_void_at_first(portion: int, tmp_path: Path) -
     assert len(void) == 2, "two hosts were lost"
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("hosts", ["1 2 1", "3 1", "1 1 1 1", "mixed"])
 @pytest.mark.parametrize("name", ["zero2", "zero3", "hsdp", "hpz"])
@@ -244,12 +246,14 @@ def test_without_copies_a_step_ends_when_all_have_its_update(survive: str, tmp_p
     assert all(found == [False, survive == "buddy", survive == "buddy"] for found in results.values())
 
 
+@sampled
 @pytest.mark.parametrize("name", ["ddp", "hsdp"])
 def test_nothing_is_sent_where_other_hosts_have_it(name: str, tmp_path: Path) -> None:
     found = metered(PLANS[name], HOSTS["2 2"], tmp_path)
     assert all(meter.num_copies == 0 and report.kept_bytes == 0 for meter, report, _ in found.values())
 
 
+@sampled
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hpz"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_copies_cost_what_is_promised(name: str, frozen: bool, tmp_path: Path) -> None:
@@ -286,6 +290,7 @@ def metered(
     return run_members(NUM_RANKS, work, folder, hosts=hosts)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_copies_are_in_memory_of_the_process_where_no_other_outlives_it(tmp_path: Path) -> None:
     """On hosts without /dev/shm, copies are in the processes' own memory. The loss of a host is survived."""
     deaths = HostDiesAt({1: 40})
@@ -346,6 +351,7 @@ def test_with_host_alone_a_whole_host_is_not_survived_and_the_cure_is_said(tmp_p
     assert said.endswith("With survive: buddy a whole host may be lost. Start again from the last checkpoint.")
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_with_host_alone_a_rank_may_be_lost_while_its_host_lives(tmp_path: Path) -> None:
     plan = {**PLANS["zero3"], "survive": "host"}
     race(plan, HostDiesAt({1: 40}, as_host=False), tmp_path, hosts=HOSTS["2 2"])
@@ -365,6 +371,7 @@ def test_on_one_host_a_buddy_is_refused_with_the_cure(tmp_path: Path) -> None:
     }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("portion", [17, 20, 21, 25, 27, 28, 29, 35])
 @pytest.mark.parametrize("asks", [False, True])

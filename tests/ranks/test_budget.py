@@ -109,6 +109,7 @@ def test_units_on_different_tiers_train_together(case: str, tmp_path: Path, *, s
     assert not list(tmp_path.iterdir())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(("preset", "share", "room"), [("zero3", 0.8, 0.9), ("zero2", 2.2, 0.9), ("zero3", 0.8, 0.66)])
 def test_a_disk_takes_what_the_host_has_no_room_for(
     preset: str, share: float, room: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -153,6 +154,7 @@ def said_of_budget(caplog: pytest.LogCaptureFixture, **beside_device: Any) -> li
     return "\n".join(caplog.messages).splitlines()
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_it_says_how_long_a_step_takes_at_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -340,6 +342,7 @@ def test_later_micro_batches_hold_what_those_before_them_do(
     assert len(held) == 1
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("axis", SPLIT)
 def test_models_that_are_split_have_a_budget(axis: str) -> None:
     """The rank that holds most fits the budget; with one unit less offloaded it would not. Training is unchanged."""

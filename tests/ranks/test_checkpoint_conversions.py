@@ -24,7 +24,7 @@ from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import drawn, thorough_only, varies
+from tests.thorough import drawn, sampled, thorough_only, varies
 
 IN_MEMORY = sorted(name for name, one in PRESETS.items() if one.optim.tier != "disk")
 ROWS = 24  # divisible by 1, 2, 3, 4 and 8 ranks
@@ -128,6 +128,7 @@ def test_every_preset_reads_every_preset(tmp_path: Path) -> None:
         on_ranks(4, plan, read)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_run_that_grows_and_shrinks(tmp_path: Path) -> None:
     """Legs of two steps on 1, 2, 3, 8, 4 and 1 ranks have the losses of one run."""
     data = batches(12, rows=ROWS)
@@ -164,6 +165,7 @@ def settings_of(draw: Any) -> tuple[int, dict[str, Any]]:
     return num_ranks, plan
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @varies
 @settings(max_examples=drawn(6, 30), deadline=None)
 @given(wrote=settings_of(), reads=settings_of(), wait=st.booleans())
@@ -221,6 +223,7 @@ def test_each_rank_reads_and_holds_what_it_needs(tmp_path: Path) -> None:
         assert peak_bytes <= held + 4 * 2**20 + 2**17
 
 
+@sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_over_a_state_that_is_there(precision: str, tmp_path: Path) -> None:
     """Resuming into an engine with states restores everything; a damaged checkpoint changes nothing."""

@@ -19,13 +19,14 @@ from shardwise.errors import ConfigError
 from shardwise.runtime.compiled import _compiled
 from shardwise.testing import run_ranks
 from tests.models import Transformer
-from tests.thorough import thorough_only
+from tests.thorough import sampled, thorough_only
 
 NUM_RANKS = 2 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13" else 1
 """Torch 2.11 cannot trace in two threads at once: it takes the other thread's trace for a surrounding one."""
 BACKEND = "aot_eager"  # traces forward and backward like inductor, and needs no C++ compiler
 
 
+@sampled
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads .grad of an input that is no leaf
 @pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", NUM_RANKS), ("zero2", NUM_RANKS)])
 def test_compiled_units_train_like_the_plain_model(preset: str, num_ranks: int) -> None:

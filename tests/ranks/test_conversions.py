@@ -25,7 +25,7 @@ from shardwise.plan import load_plan
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.ranks.test_lost_ranks import DiesAt, Net, race
-from tests.thorough import each_value
+from tests.thorough import sampled, thorough_only
 
 WIDTH = 16
 
@@ -66,7 +66,7 @@ def running(engine: sw.Engine) -> dict[str, Any]:
     return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
 
 
-@each_value
+@sampled
 @pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}], ids=str)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(
@@ -169,6 +169,7 @@ def test_modules_stay_the_users_own_and_are_plain_again_afterwards(end: Callable
     assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_changed_plan_and_inference_keep_batch_norms_right() -> None:
     """After reshard they sum along the new mesh; inside inference() ranks run at their own pace, and nothing is
     sent."""
@@ -281,6 +282,7 @@ class Chain(nn.Module):
         return result
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_batch_norms_of_a_stage_take_the_rows_of_the_ranks_that_have_it_too() -> None:
     data, model = batches(4, rows=12), Chain(synced())
 
@@ -311,6 +313,7 @@ class NormedNet(Net):
         self.norm = nn.SyncBatchNorm(32)
 
 
+@sampled
 @pytest.mark.parametrize("plan", [{"preset": "zero3"}, {"preset": "ddp"}], ids=str)
 def test_batch_norms_take_the_rows_of_the_ranks_that_are_left(plan: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -328,6 +331,7 @@ def batch():
 """
 
 
+@sampled
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"node": 2, "local": 2}], ids=str)
 def test_conversions_are_explained_with_what_they_send(
     mesh: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import torch
 from twins import assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
 
 from tests.models import Transformer
-from tests.thorough import each_value
+from tests.thorough import sampled
 
 MESH = {"node": 2, "local": 2}
 BOTH, LOCAL = {"shard": ["node", "local"]}, {"shard": ["local"]}
@@ -26,7 +26,7 @@ ROWS = {
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROWS)
-@each_value
+@sampled
 def test_rows_between_the_presets_train_like_the_plain_model(name: str, precision: Any) -> None:
     torch.manual_seed(0)
     model = Transformer()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 Use = Callable[[Tensor, Tensor], Any]
@@ -268,6 +269,7 @@ def result_of(model: nn.Module, use: Use) -> tuple[Tensor, Tensor]:
     return made, loss
 
 
+@sampled
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("are_gathered", [False, True])
 def test_every_use_of_logits_is_that_of_whole_logits(
@@ -415,6 +417,7 @@ def test_functions_hooks_and_second_derivatives() -> None:
     over(2, work)
 
 
+@sampled
 @pytest.mark.parametrize("use", ["z-loss", "causal loss"])
 def test_a_rehearsal_counts_the_parts(use: str) -> None:
     """Of the bytes that all logits would take. What is gathered is counted, too."""
@@ -465,6 +468,7 @@ class Around(nn.Module):
         return loss
 
 
+@sampled
 @pytest.mark.parametrize("activations", ["recompute", "selective", "offload"])
 def test_losses_inside_of_a_unit(activations: str) -> None:
     torch.manual_seed(0)
@@ -487,6 +491,7 @@ def test_losses_inside_of_a_unit(activations: str) -> None:
     run_ranks(2, rank)
 
 
+@sampled
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_models_of_transformers_compute_their_own_losses(kind: str) -> None:
     """With labels, and as the Trainer does with `label_smoothing_factor` and metrics of the logits."""

@@ -17,7 +17,7 @@ from twins import Run, adamw, assert_same, full_params
 import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.models import LENGTH, VOCAB, Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 BATCH_ROWS, STEPS = 12, 6
 
@@ -150,6 +150,7 @@ def test_a_run_goes_on_at_another_world_size_as_if_never_stopped(
     assert_same(both, twin, loss=1e-5, param=2e-5, norm=1e-4)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_going_on_at_the_same_layout_is_bit_exact(tmp_path: Path) -> None:
     whole = trained(replicas(2), "map", tmp_path / "whole")[0]
     first = trained(replicas(2), "map", tmp_path / "run", most=3)[0]

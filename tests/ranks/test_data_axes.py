@@ -24,7 +24,7 @@ from shardwise.plan.placement import PRESETS, Slot
 from shardwise.sharded import sharding
 from shardwise.testing import run_ranks
 from tests import inside
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 MESH = Mesh(("dp", "parts"), (2, 2))
 ONE_AXIS = sorted(name for name, one in PRESETS.items() if len(one.axes) == 1 and one.optim.tier != "disk")
@@ -69,6 +69,7 @@ def trained(world: sw.World, preset: str, model: nn.Module, data_place: int) -> 
         return {"losses": losses, "params": params, "buffers": buffers, "writes": writes}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("preset", ONE_AXIS)
 @sampled

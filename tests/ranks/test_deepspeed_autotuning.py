@@ -18,6 +18,7 @@ from shardwise.integrations.deepspeed.autotuning import MICRO, OPTIMAL, STEPS, V
 from shardwise.integrations.deepspeed.initialization import initialize
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.thorough import thorough_only
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
@@ -61,6 +62,7 @@ def test_stage_and_size_are_chosen_by_the_metric(tmp_path: Path, capsys: pytest.
     assert quick[MICRO] == 1
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_what_the_config_says_is_kept(tmp_path: Path) -> None:
     fixed = tuned(tmp_path, {WHOLE: 16, "zero_optimization": {"stage": 2, "overlap_comm": True}})
     assert fixed["zero_optimization"] == {"stage": 2, "overlap_comm": True}
@@ -86,6 +88,7 @@ def refused(config: dict[str, Any]) -> str:
     return first
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_results_that_cannot_be_written_are_an_error_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     section = {"exps_dir": str(tmp_path / "taken"), "max_train_micro_batch_size_per_gpu": 1}

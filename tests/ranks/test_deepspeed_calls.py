@@ -185,6 +185,7 @@ def test_backwards_of_other_kinds(stage: int) -> None:
     run_ranks(RANKS, rank_of)
 
 
+@sampled
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_backwards_whose_gradients_are_summed_once(stage: int) -> None:
     """Two backwards in `coalesce_grad_reduction` leave the sum of their gradients, and the step takes it."""
@@ -263,6 +264,7 @@ def test_fp16_counts_what_it_skipped() -> None:
     run_ranks(RANKS, rank_of)
 
 
+@sampled
 @pytest.mark.parametrize(("stage", "skips"), [(0, False), (1, True), (2, True), (3, False)])
 def test_bf16_skips_gradients_that_are_not_finite_where_deepspeed_does(stage: int, skips: bool) -> None:
     """One rank's loss is NaN in the first step. Where it is skipped, the schedule does not advance."""
@@ -491,6 +493,7 @@ def test_loaders_shuffle_what_is_trained_on(route: str) -> None:
     assert run_ranks(RANKS, rank_of) == [route == "eval"] * RANKS
 
 
+@sampled
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parts_of_a_checkpoint_are_loaded(stage: int, tmp_path: Path) -> None:
     """Weights alone, into an engine with another optimizer; or all but the optimizer, or all but the schedule."""
@@ -572,6 +575,7 @@ def losses_of(model: nn.Module, steps: Tensor) -> list[float]:
     return losses
 
 
+@sampled
 @pytest.mark.parametrize("grid", [None, topology.PipeDataParallelTopology(num_pp=2, num_dp=1)])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_list_of_layers_trains_in_stages(stages: int, grid: topology.ProcessTopology | None, tmp_path: Path) -> None:
@@ -790,6 +794,7 @@ def one_step(world: sw.World, model: nn.Module, section: dict[str, int]) -> tupl
     return calls, [loss.item(), engine.get_global_grad_norm()]
 
 
+@sampled
 @pytest.mark.parametrize(("interval", "section"), [(1, {}), (2, {}), (9, {"activation_checkpoint_interval": 2})])
 def test_runs_of_layers_are_computed_again(interval: int, section: dict[str, int]) -> None:
     """On each of two stages, once for each of two micro-batches, and once more in its backward."""

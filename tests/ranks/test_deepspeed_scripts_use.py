@@ -31,6 +31,7 @@ from shardwise.integrations.deepspeed import (
 from shardwise.integrations.deepspeed.stored import get_fp32_state_dict_from_zero_checkpoint
 from shardwise.testing import run_ranks
 from tests.models import VOCAB, Transformer
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 RANKS = 2
@@ -59,6 +60,7 @@ def assert_weights(found: dict[str, Tensor], wanted: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+@sampled
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_may_be_away_for_a_while(stage: int) -> None:
     """Between steps, and also in a step, which goes on from the host."""
@@ -96,6 +98,7 @@ def test_states_may_be_away_for_a_while(stage: int) -> None:
         assert_weights(found, twin)
 
 
+@sampled
 @pytest.mark.parametrize("stage", [0, 3])
 def test_initialize_again_goes_on_with_the_weights(stage: int) -> None:
     """With a new optimizer, whether the script has kept its first engine or not."""

@@ -22,6 +22,7 @@ from shardwise.init.deferred import Deferred
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
+from tests.thorough import sampled
 
 
 def deferred(build: Callable[[], nn.Module], num: int, seed: Callable[[int], int] = lambda _: 0) -> list[nn.Module]:
@@ -50,6 +51,7 @@ def num_bytes(model: nn.Module) -> int:
     return sum(param.untyped_storage().nbytes() for param in model.parameters())
 
 
+@sampled
 @pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 1), ("zero3", 3), ("zero1", 2), ("ddp", 2)])
 def test_any_constructor_gives_the_same_values(preset: str, num_ranks: int) -> None:
     twin = plain(Odd)
@@ -70,6 +72,7 @@ def test_any_constructor_gives_the_same_values(preset: str, num_ranks: int) -> N
     assert torch.equal(torch.get_rng_state(), after)
 
 
+@sampled
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "mesh"),
     [("zero3", 2, None), ("zero2", 2, None), ("hsdp", 4, {"node": 2, "local": 2}), ("hpz", 4, {"node": 2, "local": 2})],
@@ -160,6 +163,7 @@ SHARED: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
 }
 
 
+@sampled
 @pytest.mark.parametrize("take", SHARED)
 def test_views_that_outlive_it_refuse_to_be_computed_with(take: str) -> None:
     """Their memory never gets values: reading it used to end the process."""
@@ -387,6 +391,7 @@ MADE: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
+@sampled
 @pytest.mark.parametrize(
     ("first", "other"), [("with values", "with values"), ("deferred", "deferred"), *itertools.permutations(MADE, 2)]
 )

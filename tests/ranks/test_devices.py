@@ -39,6 +39,7 @@ from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -271,6 +272,7 @@ def test_pages_are_locked_as_they_are_and_unlocked_when_they_go() -> None:
     assert unlocked.about == (locked.about[0], True), "pages are unlocked while they are there"
 
 
+@sampled
 @pytest.mark.parametrize("locks_pages", [True, False])
 def test_rows_on_the_host_take_the_pages_they_need(locks_pages: bool) -> None:
     accelerator = FakeAccelerator()

@@ -202,6 +202,7 @@ def test_a_tower_where_there_are_images(preset: str, units: str) -> None:
         Job(plan_for(preset, units=TOWERS[units]), ways, shares_memory=ways is AS_THEY_COME).run()
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "zero3-offload"])
 def test_images_that_come_later(preset: str) -> None:
     """Where parameters are whole that needs no setting; where they are gathered, a program must not expect them."""

@@ -24,6 +24,7 @@ from shardwise.system.disk.calls import SystemCalls
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
+from tests.thorough import sampled
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}
 ON_DISK = {"param": DISK, "optim": DISK, "grad": HOST}
@@ -62,6 +63,7 @@ def trained(model: nn.Module, plan: dict[str, Any], num_ranks: int) -> list[tupl
     return run_ranks(num_ranks, rank)
 
 
+@sampled
 @pytest.mark.parametrize(("num_ranks", "precision"), [(2, "bf16"), (1, "fp32")])
 def test_frozen_tied_and_unused_ones_and_buffers(
     num_ranks: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +172,7 @@ def rank_of(handle: int) -> int:
     return int(prefix.rpartition("-")[2])
 
 
+@sampled
 @pytest.mark.parametrize("when", ["forward", "backward", "inference"])
 def test_a_disk_that_fails_in_a_pass_raises_on_all_ranks(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

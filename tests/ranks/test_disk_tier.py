@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.memory import disk_memory
 from shardwise.testing import run_ranks
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}
 ON_DISK = {"param": DISK, "optim": DISK, "grad": HOST}
@@ -171,6 +171,7 @@ def locked(descriptor: int, num_bytes: int) -> mmap.mmap:
     return mapped
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 def test_everything_that_reads_and_writes_states(

@@ -31,6 +31,7 @@ def model_of() -> Transformer:
     return Transformer()
 
 
+@sampled
 @pytest.mark.parametrize("loop", ["engine", "plain", "accumulated"])
 def test_a_step_finds_what_it_updates_first_in_memory(loop: str, tmp_path: Path) -> None:
     model, data = model_of(), batches(3, rows=12)

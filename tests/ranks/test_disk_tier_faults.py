@@ -27,7 +27,7 @@ from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 
 def bf16_states(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,6 +89,7 @@ def test_what_is_not_built_is_refused_before_anything_changes(case: str, tmp_pat
     assert not list(tmp_path.glob("scratch/*"))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_folder_of_another_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
     """Whether its ranks have the same numbers as ours or others."""
     for number in (1, 8):
@@ -132,6 +133,7 @@ def test_a_calibration_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch:
     assert str(path) in told[0]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_relative_folder_and_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra, for one, changes the working directory. The folder stays the same, for new files and for a new plan."""
     monkeypatch.chdir(tmp_path)

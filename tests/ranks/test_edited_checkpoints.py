@@ -427,7 +427,7 @@ def edited(draw: Any, original: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-FUZZ = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def tensors(source: Any) -> dict[str, torch.Tensor]:

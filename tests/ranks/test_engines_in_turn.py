@@ -13,7 +13,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.models import Decoder
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 STAGES = {"mesh": {"pp": 2, "dp": 2}}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -23,6 +23,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_engine_after_one_with_stages_trains_like_the_plain_model(name: str) -> None:

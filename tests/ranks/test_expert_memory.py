@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,14 @@ from experts_models import mixture
 from test_experts import expert_decoder
 from test_split_products import CUT, net
 from torch import nn
-from twins import adamw
+from twins import adamw, peak_of_third_step
 
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError
 from shardwise.parallel.experts import Router
 from shardwise.program import Footprint
-from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
-from tests import inside
 from tests.models import VOCAB, Gpt
 from tests.thorough import sampled, thorough_only
 
@@ -53,16 +50,7 @@ def promised_and_made(
                 engine.step()
 
             promised = engine.rehearse(batch, expert_load=expert_load)
-            step()
-            step()
-            world.barrier()
-            there = [one for one in gc.get_objects() if type(one) is Tensor]
-            there += [flat.full for flat in inside.flats(engine) if flat.full is not None]
-            world.barrier()
-            living = LivingBytes(there)
-            with living:
-                step()
-            return promised, living.peak_bytes
+            return promised, peak_of_third_step(engine, step)
 
     return run_ranks(NUM_RANKS, rank)
 
@@ -118,6 +106,7 @@ def test_experts_with_a_capacity_that_lie_whole_are_rehearsed_too() -> None:
         assert 0.75 * held(promised) <= made <= 1.05 * held(promised)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_model_of_transformers_is_rehearsed_without_a_message() -> None:
     """Its tokens are not distributed evenly, so `expert_load` bounds how many a rank gets."""
     model = small_transformers.mixtral()

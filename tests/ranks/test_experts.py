@@ -73,6 +73,7 @@ def test_every_preset_trains_as_the_whole_model(
     assert_same(run, twin)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize(("preset", "mesh", "of_experts"), [case[:3] for case in MESHES], ids=IDS)
@@ -144,12 +145,14 @@ def test_loops(kind: str, preset: str) -> None:
 OFFLOADED = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(("preset", "rows"), [("zero3", OFFLOADED), ("zero1", {"optim": {"tier": "host"}})])
 def test_experts_rest_on_the_host_too(preset: str, rows: dict[str, Any]) -> None:
     race(mixture(balance_loss=0.05), preset, {"dp": 2, "ep": 2}, rows=rows)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_muon_updates_the_matrices_beside_experts(preset: str) -> None:
@@ -241,6 +244,7 @@ def _summed(model: Mixture, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten(), reduction="sum")
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_near(precision: str) -> None:
@@ -265,6 +269,7 @@ def expert_decoder(**settings: Any) -> Decoder:
     return Decoder(tied=True, block=lambda _, width: ExpertBlock(width, **settings))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(
     ("preset", "schedule", "mesh"),
@@ -337,6 +342,7 @@ class SplitMixture(nn.Module):
         return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) + auxiliary_loss(self)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(
     ("preset", "mesh"),
@@ -428,6 +434,7 @@ def test_a_checkpoint_goes_between_numbers_of_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_whole_tensors_are_read_and_written() -> None:
     model = mixture(num_experts=5)
     data = batches(4, 8)

@@ -58,6 +58,7 @@ def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.Monke
     assert run_ranks(1, rank)[0] == pytest.approx(run_ranks(1, kept)[0], abs=1e-6)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits are the plan's budget or others, for devices, hosts and disks. A refusal changes nothing."""
     found: dict[str, list[Choice]] = {

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import ModelError, StateError
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 NUM_STEPS = 5
@@ -177,6 +178,7 @@ def assert_same_states(state: dict[str, Any], twin: dict[str, Any]) -> None:
             assert torch.allclose(state["state"][number][key], value, atol=1e-5), key
 
 
+@sampled
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_whole_parameters_where_ranks_have_them(num_ranks: int, model: Transformer) -> None:
     race(model, estimating, "ddp", num_ranks)
@@ -217,6 +219,7 @@ def test_a_change_of_plan_that_would_cut_them_is_refused(model: Transformer) -> 
     work_on_ranks(2, work, "ddp", lambda: copy.deepcopy(model), estimating)
 
 
+@sampled
 @pytest.mark.parametrize(
     ("make", "plans"),
     [(estimating, ("ddp", "ddp")), (schedule_free, ("zero3", "zero1")), (schedule_free, ("zero2", "ddp"))],
@@ -248,6 +251,7 @@ def test_a_resumed_run_is_the_same(
         assert torch.allclose(params[name], param, rtol=0, atol=1e-5), name
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "zero3-offload"])
 def test_schedule_free_parameters_are_where_the_plain_loop_has_them(preset: str, model: Transformer) -> None:
     race(model, schedule_free, preset, 3 if preset == "zero3" else 2, evaluates=True)
@@ -285,6 +289,7 @@ def test_switching_ends_with_the_engine(model: Transformer) -> None:
     assert "eval" not in vars(optimizer)
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["zero1", "offload", "zero3-offload"])
 def test_steps_counted_in_attributes_and_new_settings_are_counted_once(preset: str, model: Transformer) -> None:
     race(model, lambda net: Counting(net.parameters()), preset, 2)

@@ -18,7 +18,7 @@ from torch import nn
 from twins import Run, assert_as_near, plain_run
 
 from tests.models import WIDTH, Gpt
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -45,6 +45,7 @@ def assert_trains_in_fp16(run: Any, model: nn.Module, twin: Run, wide: Run) -> N
     assert 4 * rounding < moved / 10
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [("zero1", {"dp": 2, "tp": 2}), ("zero3", {"dp": 1, "tp": 2}), ("zero1", {"pp": 2, "tp": 2})],

@@ -21,7 +21,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.views import View, difference
 from shardwise.testing import run_ranks
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 WIDTH, HEADS, SIZE = 24, 4, 6
@@ -175,6 +175,7 @@ def test_a_hard_coded_number_of_heads_is_refused_at_the_first_batch(
         run(partial(model, heads), tensor)
 
 
+@sampled
 @pytest.mark.parametrize("length", [1, 7])
 def test_it_is_refused_too_if_the_first_batch_is_one_of_inference_that_tensor_sequence_cannot_divide(
     length: int,
@@ -191,6 +192,7 @@ def test_it_is_refused_too_if_the_first_batch_is_one_of_inference_that_tensor_se
         run_ranks(2, rank)
 
 
+@sampled
 @pytest.mark.parametrize("is_on_meta", [False, True], ids=["deferred", "meta"])
 @pytest.mark.parametrize("is_right", [False, True], ids=["literal", "width"])
 def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_right: bool) -> None:
@@ -229,6 +231,7 @@ def test_a_forward_that_derives_its_number_of_heads_is_accepted(
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
     """Each of two neighbours has the key head that belongs to its query heads; a checkpoint has it once."""
     expected, twin = alone(grouped)

@@ -14,6 +14,7 @@ import shardwise as sw
 import shardwise.integrations.horovod.torch as hvd
 from shardwise.testing import run_ranks
 from tests.ranks.horovod_ranks import on_ranks
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 RANKS, ROWS, STEPS = 3, 4, 5
@@ -112,6 +113,7 @@ def distributed(
     return [param.detach() for param in model.parameters()], grads
 
 
+@sampled
 @pytest.mark.parametrize(
     ("make", "passes", "clip", "options"),
     [

@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Run, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
+from twins import (
+    Run,
+    assert_rounds_like_the_plain_model,
+    assert_same,
+    batches,
+    ledger_of_a_step,
+    plain_run,
+    sharded_run,
+)
 
 import shardwise as sw
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -47,13 +55,7 @@ def twin(model: Transformer) -> Run:
 
 
 def held(engine: sw.Engine) -> dict[str, Any]:
-    ledger = inside.ledger(engine)
-    x, y = batches(1, rows=4 * engine.world.size)[0]
-    engine.world.barrier()
-    ledger.clear()
-    engine.backward(engine(x, y))
-    engine.step()
-    planned = inside.program(engine)
+    ledger, planned = ledger_of_a_step(engine), inside.program(engine)
     return {"report": engine.memory(), "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes())}
 
 
@@ -79,6 +81,7 @@ def test_trains_like_the_plain_model_and_holds_what_was_promised(
     assert 0.95 <= report.measured_on_host["optim"] / report.promised_on_host["optim"] <= 1.01
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh", "rows"), CASES[::2], ids=IDS[::2])
 def test_bf16_and_accumulation(
     preset: str, num_ranks: int, mesh: Any, rows: dict[str, Any], model: Transformer

@@ -13,7 +13,7 @@ from twins import Batch, assert_same, batches, plain_run, sharded_run
 import shardwise as sw
 from shardwise.errors import CommError
 from shardwise.memory import Copied, Flat, HostMemory
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -107,6 +107,7 @@ def test_master_weights_that_are_written_while_they_are_fetched_are_found(monkey
     assert is_found("zero3-offload")
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_memory_that_is_used_again_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cast is still being fetched when the next update reuses its memory."""
     honest = HostMemory.give_back

@@ -20,7 +20,7 @@ from shardwise.memory import Flat
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -234,6 +234,7 @@ def test_whole_tensors_checkpoints_and_other_plans(rows: dict[str, Any], tmp_pat
             torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("preset", ["zero3-offload", "offload"])
 def test_generation_rehearsal_and_timelines(preset: str, tmp_path: Path) -> None:
     """Also with parameters on the host."""

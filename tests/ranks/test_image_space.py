@@ -20,6 +20,7 @@ from shardwise.elastic import image_space, survival
 from shardwise.elastic.state_image import Directory, Image
 from shardwise.errors import StateError
 from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import sampled
 
 
 def trains(steps: int, dies_at: int = -1) -> Callable[[World, int], str]:
@@ -54,6 +55,7 @@ def has_no_space(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path], bool])
     monkeypatch.setattr(survival.Image, "create", and_fail)
 
 
+@sampled
 @pytest.mark.parametrize("moment", ["at the start", "in the first step", "in recovery"])
 def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space for one rank's image is refused, while the others have got space for theirs."""

@@ -42,13 +42,13 @@ from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks
 from tests import inside
 from tests.models import Decoder, Transformer
-from tests.thorough import drawn, sampled, varies
+from tests.thorough import drawn, sampled, thorough_only, varies
 
 Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
 ON_HOST = [("offload", 2, None), ("zero3-offload", 2, None)]
 CASES = [(name, 2, None) if len(preset.axes) == 1 else (name, 4, GRID) for name, preset in PRESETS.items()]
-NUM_MODELS = drawn(5, 200)
+NUM_MODELS = drawn(3, 200)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
 Params = dict[str, Tensor]
 Reader = Callable[[sw.Engine], Params]
@@ -132,6 +132,7 @@ def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
     assert_same(run_on_devices(Devices(when), model, data, case, step=step), plain_run(model, data))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None), *ON_HOST], ids=lambda case: case[0])
@@ -156,6 +157,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hsdp", 4, GRID)], ids=["zero3", "hsdp"])
 @sampled
@@ -394,6 +396,7 @@ def test_parameters_read_inside_a_transform(preset: str, when: When) -> None:
     assert_same(run_on_devices(Devices(when), model, data, (preset, 2, None), step=step), plain_run(model, data))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("can_split", [True, False])
 @sampled

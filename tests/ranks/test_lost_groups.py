@@ -23,7 +23,7 @@ from shardwise.testing import fail_at
 from tests.ranks.test_buddies import HostDiesAt
 from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values, update
 from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
-from tests.thorough import drawn, sampled
+from tests.thorough import drawn, sampled, thorough_only
 
 Tensor = torch.Tensor
 ROWS, NUM_STEPS = 4, 6
@@ -168,6 +168,7 @@ POINTS = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("preset", PRESETS)
@@ -179,6 +180,7 @@ def test_a_rank_dies_before(point: str, preset: str, rank: int, tmp_path: Path) 
     assert all(one[-1] == (4 if rank % 2 else 2) for one in sizes.values())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
@@ -201,6 +203,7 @@ def test_a_rank_dies_anywhere(preset: str, loop: str, shares_memory: bool, tmp_p
         )
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_spares_of_two_groups_are_a_group(tmp_path: Path) -> None:
     """Without anybody new: both had the same part of the model, and one takes the other part."""
     sizes = race(plan_of("zero2", dp=3, tp=2), DiesAt({1: 40, 3: 90}), tmp_path, num_ranks=6)
@@ -208,12 +211,14 @@ def test_spares_of_two_groups_are_a_group(tmp_path: Path) -> None:
     assert {one[-1] for one in sizes.values()} == {4}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_two_groups_are_lost_at_once(tmp_path: Path) -> None:
     sizes = race(plan_of("zero3", dp=3, tp=2), DiesAt({0: 50, 3: 50}), tmp_path, num_ranks=6)
     assert {4, 5} < sizes.keys()
     assert sizes[4][-1] == 4
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", ["hsdp", "hpz"])
 def test_a_mesh_with_two_data_axes(preset: str, tmp_path: Path) -> None:
@@ -222,6 +227,7 @@ def test_a_mesh_with_two_data_axes(preset: str, tmp_path: Path) -> None:
     assert sizes[0][-1] == 6
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "abcd"])
@@ -236,6 +242,7 @@ def test_groups_on_several_hosts(preset: str, hosts: str, as_host: bool, tmp_pat
     assert sizes[2][-1] == 2
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_layers_may_be_split_over_the_outer_axis(preset: str, tmp_path: Path) -> None:
     """Then whoever comes next in the order of ranks has another part of the model, and cannot read a lost image."""
@@ -254,6 +261,7 @@ class Frozen(Transformer):
                 param.requires_grad_(False)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_frozen_is_there_afterwards(preset: str, tmp_path: Path) -> None:
@@ -261,6 +269,7 @@ def test_what_is_frozen_is_there_afterwards(preset: str, tmp_path: Path) -> None
     assert sizes.keys() == {1, 2, 3, 4}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_parts_of_different_sizes(tmp_path: Path) -> None:
     """Three ranks share four heads: their flat buffers differ in size, so that each is read by one with the same."""
     plan = plan_of("zero1", dp=2, tp=3)
@@ -279,6 +288,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -295,6 +305,7 @@ def test_with_other_settings_of_a_plan(setting: str, rank: int, tmp_path: Path) 
     assert sizes[3 - rank][-1] == 4
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_record_has_each_step_once_though_who_writes_it_is_a_spare(tmp_path: Path) -> None:
     run, images = tmp_path / "run", tmp_path / "images"
     images.mkdir()

@@ -368,6 +368,7 @@ def test_what_was_not_copied_yet_is_found_elsewhere(
     race(PLANS[name], DiesAt({2: 45}), tmp_path, shares_memory=shares_memory)
 
 
+@sampled
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_record_says_how_many_go_on(lost: int, tmp_path: Path) -> None:
     run, images = tmp_path / "run", tmp_path / "images"

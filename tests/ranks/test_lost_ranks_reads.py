@@ -16,7 +16,7 @@ from shardwise.errors import StateError
 from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer_of
 from tests.ranks.test_lost_ranks import PLANS
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, sampled
+from tests.thorough import drawn, sampled, thorough_only
 
 Tensor = torch.Tensor
 NUM_RANKS, NUM_STEPS = 3, 4
@@ -137,6 +137,7 @@ def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, 2, lambda _: range(7, 40, drawn(13, 1)))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.timeout(600)
 @sampled
 @pytest.mark.parametrize("name", PLANS)
@@ -145,6 +146,7 @@ def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: 
     check(name, tmp_path, NUM_STEPS, lambda num_sent: range(num_sent - drawn(3, num_sent), num_sent))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.timeout(600)
 @sampled
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "ddp"])
@@ -153,6 +155,7 @@ def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_pa
     check(name, tmp_path, 2, lambda num_sent: range(0, min(num_sent, drawn(8, 40)), drawn(3, 1)), read_plainly)
 
 
+@sampled
 @pytest.mark.parametrize("name", ["zero3", "zero1"])
 def test_the_last_rank_has_plain_parameters_in_the_middle_of_a_read(name: str, tmp_path: Path) -> None:
     """One operand of the sum has been gathered by then, or none. Once, the sum asked a plain parameter for its home."""
@@ -163,6 +166,7 @@ def test_the_last_rank_has_plain_parameters_in_the_middle_of_a_read(name: str, t
         assert all((read[key].double() == whole).all() for key, whole in params[1].items() if key in read), left
 
 
+@sampled
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("name", ["zero3", "zero1"])
 def test_one_that_comes_reads_what_the_others_have_and_cannot_change_it(

@@ -86,6 +86,7 @@ def test_what_is_logged_in_a_void_iteration_is_not_written(lost: int, early: boo
     assert [line["world_size"] for line in read_record(path).lines if line["kind"] == "resume"] == [NUM_RANKS - 1]
 
 
+@sampled
 @pytest.mark.parametrize("at", [("step", 1), ("step", 3), ("validation", 2), ("step", NUM_STEPS)])
 def test_what_rank_0_did_not_come_to_write_the_next_one_does(
     at: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +105,7 @@ def test_what_rank_0_did_not_come_to_write_the_next_one_does(
     assert not deaths
 
 
+@sampled
 @varies
 @pytest.mark.parametrize("early", [False, True])
 def test_wherever_a_rank_dies_each_step_is_there_once(early: bool, tmp_path: Path) -> None:

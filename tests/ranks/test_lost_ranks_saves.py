@@ -16,7 +16,7 @@ from tests.faults.exact_training import Model, alone, loader, loss_of, optimizer
 from tests.ranks.test_lost_ranks import PLANS
 from tests.ranks.test_lost_ranks_reads import num_ranks_of
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 """The writing thread ends with `SystemExit`, as if its rank had ended."""
@@ -93,6 +93,7 @@ def test_what_a_lost_rank_has_not_finished_is_written_again(
                 assert (value.double() == params[name]).all(), name
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("victim", [0, 2])

@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError
 from tests import inside
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
 from tests.ranks.threads_as_members import run_members
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 
@@ -128,6 +128,7 @@ def test_muon(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
     race(PLANS[name], DiesAt(deaths), tmp_path, make=lambda model: muon(model)[0], bound=2e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 50}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
@@ -140,6 +141,7 @@ def test_adafactor(name: str, deaths: dict[int, int], tmp_path: Path) -> None:
     race(PLANS[name], DiesAt(deaths), tmp_path, make=adafactor, bound=2e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("deaths", [{3: 12}, {1: 25}, {0: 41, 2: 50}], ids=str)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
@@ -152,6 +154,7 @@ def test_fp16_while_its_scale_is_found(name: str, deaths: dict[int, int], tmp_pa
     compare(trained(plan, one, deaths, tmp_path), whole, 2e-2)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 55}, {3: 34}], ids=str)
 @pytest.mark.parametrize("loop", ["engine", "plain"])
@@ -161,6 +164,7 @@ def test_two_optimizers(name: str, loop: str, deaths: dict[int, int], tmp_path: 
     compare(trained(PLANS[name], two, deaths, tmp_path, loop=loop), whole, 2e-6)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("deaths", [{1: 30}, {0: 41, 2: 62}, {3: 50}, {0: 25}], ids=str)
 @pytest.mark.parametrize("name", PLANS)

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.models import Hidden, Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
@@ -269,6 +269,7 @@ def test_a_model_without_blocks(preset: str) -> None:
         assert torch.allclose(params["weight"], twin.weight, atol=1e-6)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_what_was_initialised_in_place_is_read_from_elsewhere(preset: str) -> None:
     """A parameter was changed in place before `shard`. If the model's own forward uses its unit, this must not count as
     a write in that forward."""

@@ -19,6 +19,7 @@ from twins import (
     assert_rounds_like_the_plain_model,
     assert_same,
     batches,
+    ledger_of_a_step,
     plain_run,
     plan_of,
     sharded_run,
@@ -35,7 +36,7 @@ from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -88,14 +89,9 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
     assert 0 <= report.measured["optim"] - report.promised["optim"] < 4 * 60, "but for step counters"
-    ledger, planned = inside.ledger(engine), inside.program(engine)
-    coordinate = engine.mesh.coordinate(engine.world.rank)
+    planned, coordinate = inside.program(engine), engine.mesh.coordinate(engine.world.rank)
     held = watch_update(engine)
-    x, y = batches(1, rows=4 * engine.world.size)[0]
-    engine.world.barrier()
-    ledger.clear()
-    engine.backward(engine(x, y))
-    engine.step()
+    ledger = ledger_of_a_step(engine)
     sent, promised = sum(ledger.sent_bytes.values()), planned.sent_bytes(1, coordinate)
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
@@ -252,6 +248,7 @@ def test_resume_is_bit_exact_and_another_mesh_can_read_it(name: str, model: Tran
             assert (read[key] - value).abs().max() <= PARAM_TOLERANCE.get(name, 1e-5), key
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("wait", [True, False])
 def test_narrow_states_are_saved_narrow_and_read_by_any(model: Transformer, tmp_path: Path, wait: bool) -> None:
     """bf16 states take two bytes each on disk. torch's AdamW reads the same values in fp32, and ours also in 8 bits."""
@@ -304,6 +301,7 @@ def test_states_by_name_can_be_read_and_written(model: Transformer) -> None:
             assert torch.equal(exp_avg_sq, torch.full((128, 32), 0.25))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_steps_taken_before_sharding_count(model: Transformer) -> None:
     for name in ("muon", "adamw-int8", "lamb", "adafactor"):
 
@@ -360,6 +358,7 @@ def test_a_matrix_that_nobody_used_is_left_alone() -> None:
             assert torch.allclose(state[key], value, atol=1e-5), key
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_narrow_states_follow_torchs_adamw(model: Transformer) -> None:
     """With fp32 states equal to it; bf16 and int8 stay close, over as many steps as the loss needs to fall."""
     data = batches(1, rows=6) * 25
@@ -468,6 +467,7 @@ COPIED = {kind: {"shard": []} for kind in ("param", "held", "grad", "optim")}
 LOCAL = {kind: {"shard": ["local"]} for kind in ("param", "held", "grad", "optim")}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("name", ["lamb", "muon", "adamw-bf16"])
 def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transformer) -> None:
     """Parameters whose states are on more ranks than others' count only once in norms."""
@@ -508,6 +508,7 @@ def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, A
     return measure
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("name", ["lamb", "muon", "adamw-int8"])
 def test_in_half_precision(name: str, model: Transformer) -> None:
     """bf16 is close to the plain model. In fp16, a step that overflows on one rank is skipped on all."""

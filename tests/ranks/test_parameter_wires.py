@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from twins import MakeOptimizer, Run, adamw, assert_same, batches, plain_run, sharded_run
+from twins import MakeOptimizer, Run, adamw, assert_same, batches, ledger_of_a_step, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import PlacementError
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import each_value
+from tests.thorough import sampled
 
 CASES = [
     ("zero1", 2, None),
@@ -58,7 +58,7 @@ def twin(model: Transformer) -> Run:
     return rounded_run(model, batches(4, rows=12))
 
 
-@each_value
+@sampled
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES, ids=IDS)
 def test_trains_like_a_plain_model_that_computes_with_rounded_parameters(
@@ -67,13 +67,7 @@ def test_trains_like_a_plain_model_that_computes_with_rounded_parameters(
     """And sends and holds what its program says."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = inside.ledger(engine)
-        x, y = batches(1, rows=4 * engine.world.size)[0]
-        engine.world.barrier()
-        ledger.clear()
-        engine.backward(engine(x, y))
-        engine.step()
-        planned = inside.program(engine)
+        ledger, planned = ledger_of_a_step(engine), inside.program(engine)
         return {"sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()), "report": engine.memory()}
 
     run = sharded_run(
@@ -127,6 +121,7 @@ def test_refused(preset: str, plan: dict[str, Any], why: str, model: Transformer
         sharded_run(model, batches(1), preset, 2, None, **plan)
 
 
+@sampled
 @pytest.mark.parametrize(
     ("preset", "plan"),
     [
@@ -143,6 +138,7 @@ def test_with_other_settings(preset: str, plan: dict[str, Any], model: Transform
     assert_same(run, twin)
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_resumes_exactly(preset: str, model: Transformer, twin: Run, tmp_path: Any) -> None:
     """A checkpoint has the exact values, and rounds like the run that wrote it, on another number of ranks too."""

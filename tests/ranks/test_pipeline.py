@@ -18,7 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -156,6 +156,7 @@ def test_forwards_that_use_other_stages_results_are_refused(kind: type[Decoder],
         pipelined(kind(), {"pp": 2}, batches(1, 8), preset="zero1", pipeline={"schedule": schedule})
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_may_checkpoint_its_own_blocks(reentrant: bool, schedule: str) -> None:
@@ -222,6 +223,7 @@ def test_four_stages(schedule: str, tied: bool) -> None:
     assert sum(map(len, held)) == len(set.union(*held)) + tied
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_checkpoint_goes_from_stages_to_other_stages_and_to_one_process_and_back(tmp_path: Any) -> None:
     """Each job resumes from the previous one, takes a step, and saves. Together they train like the twin."""
     torch.manual_seed(0)
@@ -257,6 +259,7 @@ def test_a_checkpoint_goes_from_stages_to_other_stages_and_to_one_process_and_ba
         torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_resuming_the_same_stages_is_exact(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = Decoder()
@@ -319,6 +322,7 @@ def test_evaluation_and_shapes_that_change_from_batch_to_batch() -> None:
             torch.testing.assert_close(told.params[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(("kind", "tolerance"), [("Lamb", 1e-4), ("Muon", 3e-3)])
 def test_optimizers_that_look_at_whole_parameters(kind: str, tolerance: float) -> None:
     """Muon orthogonalizes matrices in bf16, which enlarges rounding differences."""
@@ -337,6 +341,7 @@ def test_optimizers_that_look_at_whole_parameters(kind: str, tolerance: float) -
     assert_same(runs, unsplit(model, data, clip=CLIP, make_optimizer=make), tolerance)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_rules_late_sums_and_units_of_two_go_with_stages() -> None:
     torch.manual_seed(0)
     model = Decoder()

@@ -21,13 +21,14 @@ from shardwise.errors import DataError, StateError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Mesh = dict[str, int]
 KEEP = {"none": 0, "some": 20_000}
 PAIRS: Mesh = {"pp": 2, "dp": 2}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ def test_pipelines_generate_different_numbers_of_tokens(
     race(build(kind), plan_of(mesh, preset, **changes), generate, KEEP[keep])
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize(
     ("kind", "preset", "mesh"),
@@ -91,6 +93,7 @@ def test_parameters_on_the_host_or_a_disk_stream(kind: str, tier: str, mesh: Mes
     race(build(kind), plan_of(mesh, "zero3", rows=rows, disk=str(tmp_path)), generate)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_fewer_bytes_are_held() -> None:
     """At most two units at a time, and nothing afterwards; then training goes on."""
     start = Decoder()

@@ -20,7 +20,7 @@ from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -80,6 +80,7 @@ def promised_and_made(
     return run_ranks(num_ranks, rank)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(
     ("schedule", "mesh", "preset"),
     [

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.parallel.pipeline.weight_grads import WeightGrads, backward_of_weights
 from shardwise.testing import run_ranks
 from tests.models import VOCAB, WIDTH, Block, Decoder
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -218,6 +218,7 @@ def test_buffers_of_a_stage_are_kept_the_same_along_data_axes_and_saved_once(tmp
         assert all(torch.equal(value, told[0][name]) for name, value in engine.state_dict().items())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_first_values_are_those_of_rank_0_whoever_has_the_stage() -> None:
     models = [Decoder(tied=True) for _ in range(3)]
     expected = {name: value.clone() for name, value in models[0].state_dict().items()}
@@ -280,6 +281,7 @@ def test_whole_tensors_are_read_and_written_on_whichever_stage_they_are() -> Non
     run_ranks(2, rank)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_presets_of_two_axes_inside_of_stages() -> None:
     torch.manual_seed(0)
     model = Decoder(num_blocks=2)

@@ -18,7 +18,7 @@ from shardwise.program import parse
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import WIDTH, Block, Decoder
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -160,6 +160,7 @@ def test_a_step_does_what_its_program_says_and_trains_like_the_unsplit_model(
             assert measured <= promised, kind
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 @pytest.mark.parametrize("name", ["zero3", "kept", "zero2"])

@@ -166,6 +166,7 @@ def test_a_decoder_in_stages_trains_like_the_whole(
     race(model, {"preset": preset, "mesh": mesh, "pipeline": {"schedule": schedule}})
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "1f1b"), (4, "gpipe"), (2, "interleaved")])
 def test_a_vision_transformer_in_stages(num_ranks: int, schedule: str) -> None:
     """Its forward reads the dtype of a weight of the first stage."""
@@ -184,6 +185,7 @@ def test_a_vision_transformer_in_stages(num_ranks: int, schedule: str) -> None:
     race(model, {"preset": "zero1", "mesh": {"pp": num_ranks}, "pipeline": {"schedule": schedule}}, data=data)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "opt", "falcon", "bert"])
 def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) -> None:

@@ -21,7 +21,7 @@ from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
 from loops_verdicts import OPEN, ORDER, REFUSED, REFUSED_WHERE_SHARDED, sentence_of
 
-from tests.thorough import EXHAUSTIVE, THOROUGH, drawn, varies
+from tests.thorough import EXHAUSTIVE, THOROUGH, drawn, thorough_only, varies
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -78,7 +78,7 @@ def places_for(name: str) -> list[tuple[str, bool]]:
     return PLACES[turn % 3 :: 3] if THOROUGH else [some[turn * 3 % len(some)]]
 
 
-TRIED = NAMES if EXHAUSTIVE else NAMES[::2] if THOROUGH else NAMES[1::5]
+TRIED = NAMES if EXHAUSTIVE else NAMES[::2] if THOROUGH else NAMES[1::12]
 
 
 def marked(name: str) -> Any:
@@ -107,6 +107,7 @@ NUM_ORDERS = drawn(5, 60)
 TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @varies
 @pytest.mark.timeout(1200)
 @given(

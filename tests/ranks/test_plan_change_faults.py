@@ -23,7 +23,7 @@ from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Losses = Callable[[sw.World], list[float]]
 
@@ -99,6 +99,7 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
 }
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("case", MOVES)
 def test_a_disk_that_fails_while_values_move_loses_nothing_that_a_checkpoint_has(

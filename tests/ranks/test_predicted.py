@@ -20,6 +20,7 @@ from shardwise.observe.differences import BETWEEN, compared, seconds_by_action
 from shardwise.observe.run_view import read_run
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.thorough import thorough_only
 
 NUM_STEPS = 16
 
@@ -94,6 +95,7 @@ def test_a_run_shows_what_was_predicted_and_what_explains_the_difference(
     assert f"{tmp_path} has taken" in " ".join(capsys.readouterr().out.split())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_micro_batches_are_counted_as_the_loop_accumulates_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_micro_batches_are_counted_as_the_loop_accumulates_them(
         assert five["actions"][name] == pytest.approx(5 * one["actions"][name], rel=0.2)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_without_a_description_of_the_hardware_nothing_is_rehearsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from twins import (
     assert_same,
     batches,
     engine_step,
+    ledger_of_a_step,
     plain_run,
     sharded_run,
 )
@@ -25,7 +26,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import each_value, sampled
+from tests.thorough import each_value, sampled, thorough_only
 
 pytestmark = sampled
 
@@ -63,13 +64,7 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
     """What is counted is one more step after training."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = inside.ledger(engine)
-        x, y = batches(1, rows=4 * engine.world.size)[0]
-        engine.world.barrier()
-        ledger.clear()
-        engine.backward(engine(x, y))
-        engine.step()
-        planned = inside.program(engine)
+        ledger, planned = ledger_of_a_step(engine), inside.program(engine)
         calls = [
             action.verb.replace("agree", "all_reduce")
             for block in (*planned.micro_batch, *planned.step)
@@ -179,6 +174,7 @@ def test_what_is_sent_narrower_than_it_lies_takes_memory_for_its_casts(
     assert followed[0] == followed[1]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_rows_can_be_edited(model: Transformer) -> None:
     """HSDP with gradients and states sharded over both axes, or with its sum across nodes deferred."""
     mesh = {"node": 2, "local": 2}

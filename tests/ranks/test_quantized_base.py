@@ -25,7 +25,7 @@ from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder, Transformer
 from tests.ranks.test_lost_ranks import PLANS, TIERS, DiesAt, Net, race
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 BLOCK = 16
@@ -350,6 +350,7 @@ def test_stages_of_a_base_in_four_bits_train_like_the_plain_model(preset: str, m
             assert all(torch.equal(run.params[name], codes) for run in runs), name
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_stages_of_a_base_in_four_bits_are_saved_and_resumed_without_stages(tmp_path: Path) -> None:
     def train(engine: sw.Engine) -> None:
         engine.forward_backward(token_batches(1, 4)[0])

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.errors import StateError
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import each_value, sampled, thorough_only
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -65,7 +65,6 @@ class Breaking(Transformer):
         return self.head(self.norm(hidden))
 
 
-@each_value
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any], where: str) -> None:
     """In the first step, which is recorded, and in later ones, which follow the program."""

@@ -31,7 +31,7 @@ from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import LENGTH, Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -320,6 +320,7 @@ def test_what_a_module_keeps_is_not_replaced() -> None:
     assert all(param.grad is None and type(param) is nn.Parameter for param in model.parameters())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_watchdog_that_asks_where_the_rank_is_changes_no_count() -> None:
     """Reading a frame keeps its variables alive, and so their memory. It must not read the model's frames."""
     with sw.shard(Transformer(), "zero1", optimizer=None) as engine:

@@ -36,7 +36,7 @@ from tests.ranks.test_lost_ranks import (
     trained_alone,
 )
 from tests.ranks.threads_as_members import Killed, run_members
-from tests.thorough import drawn, sampled, varies
+from tests.thorough import drawn, sampled, thorough_only, varies
 
 Point = Callable[[sw.Engine, int, int, str], None]
 
@@ -116,6 +116,7 @@ def trained(
     return [sizes for _, _, sizes in results.values()]
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("point", ["begin", "forward", "backward", "step", "log", "save"])
 def test_one_that_comes_with_a_death_comes_where_the_others_begin(point: str, tmp_path: Path) -> None:
@@ -129,6 +130,8 @@ def test_one_that_comes_with_a_death_comes_where_the_others_begin(point: str, tm
     assert sorted(map(len, sizes))[0] < sorted(map(len, sizes))[-1] == NUM_STEPS
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
+@sampled
 @pytest.mark.parametrize("preset", ["zero3", "ddp"])
 def test_one_comes_after_a_death_while_another_was_let_in(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +154,7 @@ def test_one_comes_after_a_death_while_another_was_let_in(
     assert ranks.count(0) >= 3
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_one_that_comes_computes_in_the_precision_that_the_others_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +171,7 @@ def test_one_that_comes_computes_in_the_precision_that_the_others_have(
     assert [found[-1] for found in sizes] == [NUM_RANKS] * NUM_RANKS
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_one_that_comes_takes_the_plan_that_the_others_have_searched_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +191,7 @@ def test_one_that_comes_takes_the_plan_that_the_others_have_searched_for(
     assert f"it fits with 1 of {NUM_RANKS} ranks too" in said[0]
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["offload", "zero3-offload"])
 def test_one_that_comes_gets_rows_on_the_host(preset: str, tmp_path: Path) -> None:
     def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
@@ -196,6 +202,7 @@ def test_one_that_comes_gets_rows_on_the_host(preset: str, tmp_path: Path) -> No
     assert [found[-1] for found in sizes] == [NUM_RANKS] * NUM_RANKS
 
 
+@sampled
 @pytest.mark.parametrize("point", ["forward", "log"])
 def test_too_few_take_no_step_until_one_has_come(point: str, tmp_path: Path) -> None:
     def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
@@ -207,6 +214,7 @@ def test_too_few_take_no_step_until_one_has_come(point: str, tmp_path: Path) -> 
     assert {size for found in sizes for size in found} == {NUM_RANKS}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @varies
 def test_wherever_ranks_die_and_others_come(tmp_path: Path) -> None:
     for number in range(drawn(2, 12)):
@@ -227,6 +235,7 @@ class LossOf(nn.Module):
         return loss_of(self.net(rows[:, :16]), rows[:, 16:])
 
 
+@sampled
 @pytest.mark.parametrize(("point", "draws"), [("begin", False), ("backward", False), ("begin", True)])
 def test_loaders_hand_out_each_batch_to_all_who_are_there(point: str, draws: bool, tmp_path: Path) -> None:
     """Two iterations are void, one with the death and one with the newcomer; their batch is handed out again. With

@@ -107,6 +107,7 @@ def test_one_run_through_many_plans(names: list[str]) -> None:
     assert_same(runs[0], plain_run(start(), data))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_precision_there_and_back() -> None:
     """Master weights do not change; computations use their cast. Back in fp32, the first losses are those of fp32."""
     replicas = [start() for _ in range(2)]

@@ -230,6 +230,7 @@ def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(checkpoints_in(tmp_path)) == [1, 2]
 
 
+@sampled
 @pytest.mark.parametrize("surfaces", ["save", "resume", "wait_for_save", "close"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_behind_the_back_comes_to_light(

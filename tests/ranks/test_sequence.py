@@ -18,7 +18,7 @@ from shardwise.optim import Muon
 from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests.models import Gpt
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -40,6 +40,7 @@ def test_every_preset_trains_as_the_whole_model(preset: str, mesh: dict[str, int
     assert_same(run, whole_run(model, data))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("preset", ["hsdp", "hpz"])
 def test_beside_two_data_axes(preset: str) -> None:
     model, data = gpt(), batches(2)
@@ -91,6 +92,7 @@ def lamb(model: torch.nn.Module) -> torch.optim.Optimizer:
     return sw.optim.Lamb(model.parameters(), lr=1e-2, eps=1e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("make_optimizer", [muon, lamb])
 def test_optimizers_that_look_at_whole_parameters(make_optimizer: MakeOptimizer) -> None:
     """Results equal those over data axes alone."""
@@ -99,6 +101,7 @@ def test_optimizers_that_look_at_whole_parameters(make_optimizer: MakeOptimizer)
     assert_same(split_run(model, data, "zero3", BOTH, make_optimizer=make_optimizer), alone, tolerance=5e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize(
     "plan",
     [{"resident_below": 100}, {"rules": {"norms": {"classes": ["LayerNorm"], "rows": {"param": {"shard": []}}}}}],
@@ -109,6 +112,7 @@ def test_with_other_rows_for_some_parameters(plan: dict[str, Any]) -> None:
     assert_same(run, whole_run(model, data))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_in_bf16(attention: str) -> None:
     """The difference from fp32 is about as large as for bf16 on one rank."""
@@ -134,6 +138,7 @@ def trained(engine: sw.Engine, data: list[Batch]) -> list[float]:
     return losses
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
     """One run on meshes that split sequences over four, two and one ranks, with and without data parallelism."""
     model, data = gpt(), batches(8)
@@ -170,6 +175,7 @@ class Limited(Allocations):
         return result
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_a_sequence_that_does_not_fit_one_rank_trains_over_four(attention: str) -> None:
     """The limit is two fifths of what a step allocates on one rank, as counted in torch."""

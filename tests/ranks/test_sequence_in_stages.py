@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.models import Gpt
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -46,6 +46,7 @@ def staged_run(model: nn.Module, data: list[Batch], mesh: dict[str, int], train:
     return run_ranks(num_ranks, rank)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     ("build", "preset", "mesh", "schedule", "attention"),

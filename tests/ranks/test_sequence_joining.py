@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
 from tests.models import Gpt
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 IGNORED = -100
@@ -100,6 +101,7 @@ def own_loss(model: Any, batch: Batch) -> Tensor:
     return model(**batch).loss
 
 
+@sampled
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("loss_of", [from_logits, own_loss])
 def test_losses_of_the_whole_are_trained(loss_of: Callable[[Any, Batch], Tensor], attention: str) -> None:
@@ -151,6 +153,7 @@ def test_a_plan_taken_later_gives_wholes_too() -> None:
     assert on_ranks({"dp": 2}, work) == pytest.approx([plain, plain], abs=1e-5)
 
 
+@sampled
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("mesh", [{"sp": 2}, {"dp": 2, "sp": 2}])
 def test_own_models_join_by_hand(mesh: dict[str, int], attention: str) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import small_transformers
 import torch
 from torch import nn
-from twins import adamw
+from twins import adamw, peak_of_third_step
 
 import shardwise as sw
 from shardwise.program import Footprint
-from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.testing import run_ranks
-from tests import inside
 from tests.models import VOCAB, Gpt
 from tests.thorough import sampled, thorough_only
 
@@ -46,16 +43,7 @@ def promised_and_made(model: nn.Module, attention: str, batch: dict[str, Tensor]
                 engine.step()
 
             promised = engine.rehearse(part, loss=None if "labels" in batch else loss_of)
-            step()
-            step()
-            world.barrier()
-            there = [one for one in gc.get_objects() if type(one) is Tensor]
-            there += [flat.full for flat in inside.flats(engine) if flat.full is not None]
-            world.barrier()
-            living = LivingBytes(there)
-            with living:
-                step()
-            return promised, living.peak_bytes
+            return promised, peak_of_third_step(engine, step)
 
     return run_ranks(NUM_RANKS, rank)
 

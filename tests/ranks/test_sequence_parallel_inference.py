@@ -15,7 +15,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 transformers = pytest.importorskip("transformers")
 pytestmark = sampled
@@ -101,6 +101,7 @@ def test_calls_and_generation_are_those_of_the_unsplit_model(preset: str, mesh: 
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("is_split", [False, True], ids=["tensor", "sequence"])
 def test_verify_compares_a_call_of_generate_and_leaves_its_cache_alone(is_split: bool) -> None:
     model = llama()

@@ -93,7 +93,7 @@ SHAPES = st.builds(
 
 
 @varies
-@settings(max_examples=drawn(4, 40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=drawn(2, 40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     shape=SHAPES,
     mesh=st.sampled_from(MESHES),

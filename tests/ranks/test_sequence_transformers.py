@@ -17,7 +17,7 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
 
@@ -162,6 +162,7 @@ def test_padding_anywhere(build: Any, where: str, attention: str) -> None:
     assert_same(run, whole_run(model, data, loss_of=own_loss))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_left_padding_with_positions_over_four_ranks() -> None:
     model, data = built(llama), padded("left")
     for batch in data:
@@ -171,6 +172,7 @@ def test_left_padding_with_positions_over_four_ranks() -> None:
     assert_same(run, whole_run(model, data, loss_of=own_loss))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_eager_attention_has_its_own_result_for_padding_that_sees_nothing() -> None:
     model, data = built(lambda: llama(attn_implementation="eager")), padded("left")
     plan = {"sequence": {"attention": "ring"}, "loss_of": own_loss}
@@ -199,6 +201,7 @@ def test_other_models(build: Any) -> None:
         assert_same(run, twin)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "Esm"])
 def test_a_model_that_looks_both_ways(kind: str) -> None:
     """The loss over masked tokens is computed from logits. RoBERTa and ESM number tokens from the padding index + 1."""
@@ -269,6 +272,7 @@ def test_packed_documents(attention: str) -> None:
     assert abs(twin.losses[0] - whole_run(model, unpacked, loss_of=own_loss).losses[0]) > 1e-4
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_in_bf16() -> None:
     """Compared with bf16 training without splitting: the difference is about that of bf16 rounding."""
     model, data = built(llama), batches(2)
@@ -412,6 +416,7 @@ def test_by_itself_a_plan_takes_ulysses_where_heads_divide(mesh: dict[str, int],
     assert run_ranks(num_ranks, rank)[0] is is_ring
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("mesh", [{"tp": 2, "sp": 2}, {"sp": 2, "tp": 2}], ids=["tp-sp", "sp-tp"])
 def test_beside_tensor_parallelism(mesh: dict[str, int], attention: str) -> None:

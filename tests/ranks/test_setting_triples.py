@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from tests.covering import covering
 from tests.models import Decoder
-from tests.thorough import soak
+from tests.thorough import sampled, soak
 
 NUM_RANKS, NUM_STEPS, ROWS, CLIP = 2, 3, 8, 0.5
 SPLIT = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row", "tokens": "vocabulary", "head": "vocabulary"}}
@@ -126,6 +126,7 @@ def test_whole_parameters_do_not_lie_on_a_disk_with_their_states(whole: dict[str
     assert all("on a disk both lie in one file" in one for one in told)
 
 
+@sampled
 @WHOLE
 def test_they_do_where_nothing_is_sharded(whole: dict[str, Any], tmp_path: Path) -> None:
     """It was refused, as if the single rank along `dp` had a part of the states."""
@@ -133,6 +134,7 @@ def test_they_do_where_nothing_is_sharded(whole: dict[str, Any], tmp_path: Path)
     assert_as_unsplit(outcome(plan), plan)
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_stages_with_activations_on_a_disk_and_a_share_of_the_update_on_the_host(

@@ -71,6 +71,7 @@ def test_trains_as_the_unsplit_model(preset: str, schedule: str, mesh: dict[str,
     assert_same(runs, unsplit(model, data, clip=CLIP))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_sums_beside_products_in_stages(schedule: str) -> None:
     """Ranks along `tp` are on two hosts, and several micro-batches are between their forward and their backward."""
@@ -80,6 +81,7 @@ def test_sums_beside_products_in_stages(schedule: str) -> None:
     assert_same(runs, unsplit(model, data, clip=CLIP))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_parts_of_sequences_between_stages(schedule: str) -> None:
     model, data = net(tied=False), batches(NUM_STEPS, 16)
@@ -156,6 +158,7 @@ def test_a_checkpoint_goes_between_products_and_one_process(tmp_path: Any) -> No
             torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_whole_tensors_are_read_and_written() -> None:
     model = net(tied=True)
     names = [name for name, _ in model.named_parameters()]

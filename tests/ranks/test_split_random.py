@@ -105,7 +105,7 @@ def runs(draw: Any) -> tuple[Shape, dict[str, Any]]:
 @varies
 @pytest.mark.timeout(900)
 @settings(
-    max_examples=drawn(3, 30),
+    max_examples=drawn(2, 30),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -119,6 +119,7 @@ ATTENTION = "input input input sum weight weight weight sumed"
 MLP = "input sum weight sumed"
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("where", ["hosts", "devices"])
 def test_parameters_are_differentiated_between_the_start_of_a_sum_and_its_end(
     order: dict[int, list[str]], where: str
@@ -188,6 +189,7 @@ class Transposed(Transformer):
             block.up = Conv1D(block.up.out_features, block.up.in_features)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_transposed_weights() -> None:
     assert_equal(sharded(Transposed, "zero2", TENSOR, hosts="abab"), plain(seeded(Transposed), 2))
 
@@ -216,6 +218,7 @@ class Adapted(Apart):
             block.attn.q, block.attn.v = Lora(block.attn.q), Lora(block.attn.v)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 def test_adapters_do_not_end_the_region_of_their_base(order: dict[int, list[str]], hosts: str) -> None:
     """The input gradient of queries, keys and values is summed once, although adapters open regions of their own."""
@@ -338,6 +341,7 @@ def test_activations_that_are_recomputed_or_offloaded(tensor: dict[str, Any], po
     assert_equal(runs, plain(seeded(Apart), 2))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("tp", [2, 3])
 def test_uneven_parts(tp: int) -> None:
     assert_equal(sharded(Uneven, "zero2", UNEVEN, dp=1, tp=tp, hosts="abc"[:tp]), plain(seeded(Uneven)))
@@ -445,6 +449,7 @@ def test_two_backwards_with_retain_graph(tensor: dict[str, Any]) -> None:
             assert torch.allclose(grads[name], param.grad, rtol=1e-4, atol=1e-6), name
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_gradients_of_some_tensors_alone() -> None:
     """`torch.autograd.grad` of an input, and of a bias without its weight."""
     models = [seeded(Apart) for _ in range(2)]

@@ -196,6 +196,7 @@ def test_sequences_that_do_not_divide_are_refused() -> None:
         run_ranks(2, lambda world: sw.shard(uneven[world.rank], other, world=world))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("tensor", [TENSOR, {**TENSOR, "sequence": True}], ids=["tensor", "sequence"])
 def test_on_devices_whenever_collectives_act(tensor: dict[str, Any], when: When) -> None:
@@ -272,6 +273,7 @@ class CutLogits(Transformer):
         return sw.tensor.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), targets.flatten(), self.head)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("tp", [2, 4])
 def test_split_logits(tp: int) -> None:
     """In the twin the head is whole, and the same function calls torch's."""
@@ -384,6 +386,7 @@ def test_verify_refuses_dropout_before_a_disk_folder_is_locked(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_bf16_stays_near_the_unsplit_model() -> None:
     """fp16: `test_fp16_splits.py`."""
     runs = sharded(Transformer, "zero3", TENSOR, precision="bf16")
@@ -394,6 +397,7 @@ def test_bf16_stays_near_the_unsplit_model() -> None:
         assert run["norms"] == pytest.approx(twin["norms"], rel=5e-2)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_scale_that_overflows_in_fp16_changes_nothing() -> None:
     scale = {"initial": 2.0**40, "hysteresis": 1}
     runs = sharded(Transformer, "zero1", TENSOR, precision="fp16", loss_scale=scale)
@@ -403,6 +407,7 @@ def test_a_scale_that_overflows_in_fp16_changes_nothing() -> None:
         assert all(torch.equal(run["params"][name], value) for name, value in seeded(Transformer).state_dict().items())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_rehearsal_and_an_evaluation() -> None:
     models = [seeded(Transformer) for _ in range(4)]
     expected = seeded(Transformer)(tokens(0)).item()
@@ -422,6 +427,7 @@ def test_a_rehearsal_and_an_evaluation() -> None:
         assert (in_inference, outside) == pytest.approx((expected, expected), rel=1e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_recomputed_blocks() -> None:
     class Recomputing(Transformer):
         def forward(self, batch: Tensor) -> Tensor:
@@ -434,6 +440,7 @@ def test_recomputed_blocks() -> None:
     assert_equal(sharded(Recomputing, "zero3", TENSOR), plain(seeded(Recomputing), 2))
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_lamb_and_the_norms_of_whole_parameters() -> None:
     def lamb(model: nn.Module) -> torch.optim.Optimizer:
         return sw.optim.Lamb(model.parameters(), lr=1e-2, eps=1e-3)
@@ -630,6 +637,7 @@ def test_a_missing_summed_style_is_detected() -> None:
         sharded(Uneven, "zero1", asked, dp=1)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_preset_changes_during_training() -> None:
     twin = plain(seeded(Transformer), 2)
     models = [seeded(Transformer) for _ in range(4)]

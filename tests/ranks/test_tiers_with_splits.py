@@ -24,7 +24,7 @@ import shardwise as sw
 from shardwise.system.disk import TierFolder
 from shardwise.testing import run_ranks
 from tests.models import Gpt
-from tests.thorough import drawn, sampled, varies
+from tests.thorough import drawn, sampled, thorough_only, varies
 
 CLIP, NUM_STEPS, ACCUMULATE = 0.5, 3, 2
 Train = Callable[[sw.Engine, Batch], Tensor]
@@ -143,6 +143,7 @@ def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory
     return run_ranks(split.num_ranks, rank, shares_memory=shares_memory)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("case", CASES)
 def test_trains_as_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from tests.models import LENGTH, VOCAB, Decoder, Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 STEPS, CLIP = 4, 0.5
@@ -115,6 +115,7 @@ def transformer() -> nn.Module:
 class TestOnDataRanks:
     pytestmark = sampled
 
+    @sampled
     @pytest.mark.parametrize(("batch_rows", "accumulate"), [(8, 1), (8, 2), (8, 4), (2, 1), (7, 2)])
     @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
     @pytest.mark.parametrize("loop", LOOPS)
@@ -134,6 +135,7 @@ def test_with_partial_gradients_and_two_data_axes() -> None:
     assert_exact(trained(transformer(), 4, with_backward, 9, plan), twin_of(transformer(), 9))
 
 
+@sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_narrow_precisions(precision: str) -> None:
     """Close to the plain model in the same precision."""
@@ -167,6 +169,7 @@ def test_experts_have_the_tokens_of_all_ranks() -> None:
         trained(model, 2, plain, 5, plan)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_even_batches_are_as_they_were() -> None:
     """Bit-identical: a loader that follows the engine changes nothing if all ranks have equally many samples."""
     plan = {"preset": "zero3", "accumulate": 2}

@@ -297,6 +297,7 @@ def test_wherever_the_next_forward_is(build: Build, loop: Any) -> None:
     raced("zero3", build, loop)
 
 
+@sampled
 @pytest.mark.parametrize("plan", [{"activations": {"policy": "recompute"}}, {"compile": "aot_eager"}])
 def test_with_what_replaces_forwards(plan: dict[str, Any]) -> None:
     raced({"preset": "zero3", **plan}, adam_of_trained, in_whole_steps)
@@ -338,6 +339,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return sw.optim.Muon(grouped([param for param in model.parameters() if param.requires_grad]), lr=0.01)
 
 
+@sampled
 @pytest.mark.parametrize("build", [lamb, muon])
 def test_groups_for_optimizers_that_look_at_whole_parameters(build: Build) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer, rows: slice, engine: sw.Engine | None) -> list[list[float]]:

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import run_ranks
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 
@@ -68,6 +68,7 @@ def test_a_state_is_that_of_the_unsplit_model(preset: str, shares_memory: bool) 
         assert_same(state, states[0])
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_a_state_of_the_unsplit_model_is_loaded(preset: str) -> None:
@@ -101,6 +102,7 @@ def test_a_state_of_the_unsplit_model_is_loaded(preset: str) -> None:
         assert loss == pytest.approx(twin(tokens(0)).item(), rel=1e-5)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_averages_of_states_are_those_of_the_unsplit_model() -> None:
     """An exponential average of `state_dict()` values, as loops write it."""
     models = [build(tied=False) for _ in range(4)]

@@ -20,6 +20,7 @@ from shardwise.init.files import WeightFiles
 from shardwise.plan.placement import Span
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.thorough import sampled
 
 
 def empty(build: Callable[[], nn.Module], how: str, num: int) -> list[nn.Module]:
@@ -30,6 +31,7 @@ def empty(build: Callable[[], nn.Module], how: str, num: int) -> list[nn.Module]
     return models
 
 
+@sampled
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("how", ["meta", "deferred"])
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
@@ -56,6 +58,7 @@ def test_folders_of_transformers(build: Any, how: str, shard_size: str, tmp_path
         assert torch.equal(logits, expected)
 
 
+@sampled
 @pytest.mark.parametrize("build", [mixtral, vit, qwen_moe])
 @pytest.mark.parametrize("how", ["meta", "deferred"])
 def test_what_transformers_converts_while_loading(build: Any, how: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.sharded import sharding
 from shardwise.testing import run_ranks
+from tests.thorough import sampled
 
 STAGES = Mesh(("dp", "parts"), (2, 2))
 COPIES = Mesh(("dp", "tp"), (2, 2))
@@ -75,6 +76,7 @@ def test_the_norm_is_that_of_all_stages(preset: str, monkeypatch: pytest.MonkeyP
     assert told[0] == pytest.approx((largest, expected, 1.0), rel=1e-5)
 
 
+@sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 def test_copies_count_once(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, expected3 = (plain_norms(stages()[1:], kind)[-1] for kind in (2.0, 3.0))

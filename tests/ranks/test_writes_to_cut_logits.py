@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.ranks.test_cut_logits import LENGTH, PLAN, ROWS, VOCAB, numbers, seeded, tokens
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 Write = Callable[[Tensor], Any]
@@ -232,6 +233,7 @@ def loss_of(logits: Tensor) -> Tensor:
     return (logits.log_softmax(-1) * numbers(ROWS, LENGTH, VOCAB, seed=7)).sum()
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 def test_right_writes() -> None:
     """Values, and gradients of what was there before."""
     expected = {}
@@ -258,6 +260,7 @@ def test_right_writes() -> None:
     over_two(work)
 
 
+@sampled
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_other_writes_are_refused(mode: Any) -> None:
     """With what to do instead, and before anything is written."""
@@ -274,6 +277,7 @@ def test_other_writes_are_refused(mode: Any) -> None:
     over_two(work)
 
 
+@sampled
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_writes_without_gradients(mode: Any) -> None:
     def found(model: nn.Module, write: Write) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.runtime.rehearsal.live_bytes import LivingBytes
+from shardwise.system.telemetry import Ledger
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import LENGTH, VOCAB
@@ -202,6 +205,30 @@ def engine_step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Te
     engine.backward(loss)
     engine.step()
     return loss
+
+
+def ledger_of_a_step(engine: sw.Engine) -> Ledger:
+    """What this rank sends in one more step. All ranks call."""
+    ledger = inside.ledger(engine)
+    x, y = batches(1, rows=4 * engine.world.size)[0]
+    engine.world.barrier()
+    ledger.clear()
+    engine.backward(engine(x, y))
+    engine.step()
+    return ledger
+
+
+def peak_of_third_step(engine: sw.Engine, step: Callable[[], None]) -> int:
+    """The most bytes that the third `step` on this rank's thread allocates beside what was there. All ranks call."""
+    step()
+    step()
+    engine.world.barrier()
+    there = [one for one in gc.get_objects() if type(one) is Tensor]
+    there += [flat.full for flat in inside.flats(engine) if flat.full is not None]
+    engine.world.barrier()
+    with LivingBytes(there) as living:
+        step()
+    return living.peak_bytes
 
 
 @dataclass

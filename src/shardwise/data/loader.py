@@ -261,7 +261,8 @@ class Loader:
         """Stop reading ahead. May be called twice; iterating again is allowed."""
         self._stop_reading()
         if self._processes is not None:
-            self._end_processes()
+            self._abandon_processes.detach()
+            self._processes.close()
             self._processes = None
 
     def __enter__(self) -> Loader:
@@ -307,7 +308,7 @@ class Loader:
         if self._processes is None:
             assert isinstance(self._feed, IndexedFeed)
             self._processes = WorkerProcesses(self._feed, self.workers.number)
-            self._end_processes = weakref.finalize(self, self._processes.close)
+            self._abandon_processes = weakref.finalize(self, self._processes.abandon)
         return self._processes
 
     def _stop_reading(self) -> None:

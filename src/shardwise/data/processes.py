@@ -66,10 +66,14 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """End all processes. May be called twice."""
-        for worker in self._workers:
-            worker.close_pipe()
+        self.abandon()
         for worker in self._workers:
             worker.end()
+
+    def abandon(self) -> None:
+        """Let all processes end by themselves, and do not wait: for finalizers, as `abandon` in `read_ahead.py`."""
+        for worker in self._workers:
+            worker.close_pipe()
 
 
 class _Worker:

@@ -8,7 +8,7 @@ from shardwise.memory.disk_reads import DiskRead
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.flat import ABSENT, GATHERING, READY, Flat, FullState, give_back_shapes, let_go
 from shardwise.memory.flat_gradients import FlatGradients
-from shardwise.memory.fresh import FreshGradients
+from shardwise.memory.fresh import FreshGradients, place
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.memory.memory_kind import is_dense, on_host
 from shardwise.memory.select import UnitChoice, choose_units, whole_numel
@@ -50,6 +50,7 @@ __all__ = [
     "open_disk",
     "owners_of",
     "part_of",
+    "place",
     "put_part",
     "require_room",
     "share",

@@ -56,8 +56,10 @@ class FlatGradients:
         self.have_come = False
         """Whether any gradient has come since this was set to false; used when several backwards are reduced
         together."""
-        self._arrived: set[int] = set()
-        """Parameters whose gradient has come in the running backward."""
+        self._num_slots = self._num_to_come = len(slots)
+        """The number of parameters, and of those whose gradient is still to come in the running backward."""
+        self._has_come = [False] * len(slots)
+        """Which parameters' gradients have come in it."""
         self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
         """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements."""
         self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
@@ -95,23 +97,34 @@ class FlatGradients:
 
     # -- what a backward leaves -------------------------------------------------------------------------
 
-    def arrive(self, index: int, grad: Tensor, *, is_last: bool = True) -> bool:
+    def arrive(self, index: int, grad: Tensor, is_last: bool = True) -> bool:
         """Store the gradient of parameter `index` among the fresh ones, cast and averaged over ranks in one pass.
 
         `is_last`: no further gradient of this parameter comes in this backward. Returns `complete()`.
+
+        [Note: once for each gradient] With small parameters a step spends as long on calls from Python as on sums. So
+        this calls nothing but the one operation, of which the plainest is taken: 0.7 us for a copy of 64 elements and
+        1.1 for a product, 1.0 for a sum and 1.3 for one with a factor.
         """
         view = (self.fresh or self._opened_fresh()).views[index]
-        if self._scale == 0.0:  # a stand-in's gradient counts for nothing, whatever it is: nan times zero is nan
+        scale = self._scale
+        if scale == 1.0:
+            if self._in_fresh[index]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+        elif scale == 0.0:  # a stand-in's gradient counts for nothing, whatever it is: nan times zero is nan
             if not self._in_fresh[index]:
                 view.zero_()
         elif self._in_fresh[index]:
-            view.add_(grad, alpha=self._scale)
+            view.add_(grad, alpha=scale)
         else:
             torch.mul(grad, self._factor, out=view)
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
-        if is_last:
-            self._arrived.add(index)
-        return len(self._arrived) == len(self._slots)
+        if is_last and not self._has_come[index]:
+            self._has_come[index] = True
+            self._num_to_come -= 1
+        return not self._num_to_come
 
     def _opened_fresh(self) -> FreshGradients:
         """Memory for fresh gradients. New memory is undefined, but zero between parameters."""
@@ -143,11 +156,13 @@ class FlatGradients:
 
     def complete(self) -> bool:
         """Whether every parameter's gradient of this backward has come."""
-        return len(self._arrived) == len(self._slots)
+        return not self._num_to_come
 
     def expect_all(self) -> None:
         """A new backward begins: all its gradients are still to come."""
-        self._arrived.clear()
+        if self._num_to_come < self._num_slots:
+            self._num_to_come = self._num_slots
+            self._has_come = [False] * self._num_slots
 
     def has_fresh(self) -> bool:
         """Whether there are fresh gradients that should have been reduced by now."""

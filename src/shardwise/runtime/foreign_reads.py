@@ -16,7 +16,13 @@ from torch import nn
 from shardwise.memory import FullState, Unit
 from shardwise.runtime.hooks import changed_inside
 from shardwise.runtime.nested import argument_tensors
-from shardwise.system.torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, asks_device, storage_id
+from shardwise.system.torch_private import (
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    UncompiledMode,
+    asks_device,
+    storage_id,
+)
 
 
 class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -69,6 +75,10 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         with DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
             found = [self._units.get(storage_id(tensor.untyped_storage())) for tensor in argument_tensors(values)]
         return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.GATHERING)]
+
+
+class RehearsedReach(Reach, UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
+    """The same for a rehearsal, which nothing compiles."""
 
 
 class Callers:

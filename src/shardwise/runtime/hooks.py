@@ -344,11 +344,11 @@ class Hooks:
         self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
-        grads, use, halves = flat.grads, self._uses[unit.name], self._halves
+        guard, arrive, use, halves = flat.guard, flat.grads.arrive, self._uses[unit.name], self._halves
         for index, param in enumerate(flat.params):
 
-            def arrived(param: Tensor, index: int = index) -> None:
-                if flat.guard.is_resting:
+            def arrived(param: Tensor, index: int = index) -> None:  # [Note: once for each gradient]
+                if guard.is_resting:
                     grad = _taken_at_rest(param)
                 else:
                     grad, param.grad = param.grad, None
@@ -361,7 +361,7 @@ class Hooks:
                 if halves.units and halves.keep(unit, flat, index, grad):
                     return
                 is_last = use.backward is None or use.backward >= graph_task()  # [Note: a backward inside]
-                if grads.arrive(index, grad, is_last=is_last):
+                if arrive(index, grad, is_last):
                     self._close_backward(unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own

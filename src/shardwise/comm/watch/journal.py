@@ -29,8 +29,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import torch
 
@@ -68,7 +70,7 @@ _Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...], _Kind]
 class LineRecord:
     """What this rank has entered along one line of ranks."""
 
-    __slots__ = ("axis", "count", "name", "num_marks", "ranks", "recent", "tag")
+    __slots__ = ("axis", "count", "name", "num_marks", "ranks", "recent", "reported", "tag")
 
     def __init__(self, group: Group) -> None:
         self.axis = group.axis
@@ -77,6 +79,8 @@ class LineRecord:
         self.count = self.num_marks = 0
         self.tag = zlib.crc32(group.name.encode()) & _TAGS
         self.recent: deque[_Record] = deque(maxlen=NUM_REMEMBERED)
+        self.reported = Track(0)
+        """What the watchdog has said of it last. A rank that waits need not be described anew again and again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -129,6 +133,8 @@ class Journal:
         """What the clock had counted when this rank entered its last collective."""
         self._trace: list[Moment] = []
         self._num_passes = 0
+        self._reported_path = PassPath()
+        """As `LineRecord.reported`."""
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
         self._num_marks = self._marked = self._marked_of_part = 0
         self.whole_model_axes: frozenset[str] = frozenset()
@@ -286,10 +292,14 @@ class Journal:
         )
 
     def _path(self) -> PassPath:
-        trace = self._trace
-        start = max(0, len(trace) - _NUM_MOMENTS)
-        moments = tuple((str(moment), moment.unit) for moment in trace[start : start + _NUM_MOMENTS])
-        return PassPath(self._num_passes, start, moments, self.part)
+        trace, num_passes = self._trace, self._num_passes
+        end = len(trace)
+        reported = self._reported_path
+        if (reported.num_passes, reported.start + len(reported.moments), reported.part) != (num_passes, end, self.part):
+            start = max(0, end - _NUM_MOMENTS)
+            moments = tuple((str(moment), moment.unit) for moment in trace[start:end])
+            self._reported_path = PassPath(num_passes, start, moments, self.part)
+        return self._reported_path
 
 
 def in_words(error: BaseException) -> str:
@@ -327,22 +337,25 @@ class Awaited:
 
 
 def _track(line: LineRecord) -> Track:
-    records = tuple(line.recent)
-    return Track(
-        line.count,
-        tuple(
-            Entered(
-                number,
-                tag,
-                f"'{action}'" if action is not None else call,
-                numel,
-                num_backwards,
-                marks if number > line.count - _NUM_MARKED else (),
-                f"{kind[0]} of {kind[1]}" if action is None else "",
-            )
-            for number, tag, action, call, numel, num_backwards, marks, kind in records
-        ),
-    )
+    count = line.count
+    if line.reported.count != count:
+        records = tuple(line.recent)
+        line.reported = Track(
+            count,
+            tuple(
+                Entered(
+                    number,
+                    tag,
+                    f"'{action}'" if action is not None else call,
+                    numel,
+                    num_backwards,
+                    marks if number > count - _NUM_MARKED else (),
+                    f"{kind[0]} of {kind[1]}" if action is None else "",
+                )
+                for number, tag, action, call, numel, num_backwards, marks, kind in records
+            ),
+        )
+    return line.reported
 
 
 def _call() -> str:
@@ -360,15 +373,23 @@ def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:
 
     The way leads through torch where it calls us back (an optimizer's hooks).
     """
-    call = ""
+    name = ""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(_PACKAGE):
-            call = call if code.co_name == "<lambda>" else f"{code.co_name}()"
-        elif not code.co_filename.startswith((_TORCH, *_STANDARD, "<")):
+        whose = _whose(code.co_filename)
+        if whose == "the user's":
             break
+        if whose == "ours" and code.co_name != "<lambda>":
+            name = code.co_name
         frame = frame.f_back
-    return call, frame
+    return f"{name}()" if name else "", frame
+
+
+@lru_cache(4096)  # asked for dozens of frames at each message between stages
+def _whose(file_name: str) -> Literal["ours", "the user's", "others'"]:
+    if file_name.startswith(_PACKAGE):
+        return "ours"
+    return "others'" if file_name.startswith((_TORCH, *_STANDARD, "<")) else "the user's"
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Ranks, devices, launching and communication are those of Fabric's DDPStrategy.
 from __future__ import annotations
 
 import math
-import weakref
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,6 +20,7 @@ from shardwise.integrations.lightning_parts import fabric_states
 from shardwise.integrations.lightning_parts.precision import refuse_scaler
 from shardwise.integrations.lightning_parts.settings import PRECISIONS, rank_environment, refuse_settings
 from shardwise.integrations.lightning_parts.strategy import StrategyMixin
+from shardwise.integrations.lightning_parts.worlds import WORLDS
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad
 from shardwise.integrations.plans import PlanLike, data_share, require_no_stages, resolved_plan
 
@@ -79,8 +79,7 @@ class FabricStrategyMixin(_Base):
     def world(self) -> sw.World:
         """The world of ranks, joined at first use."""
         if self._own_world is None:
-            self._own_world = sw.World.join(environment=rank_environment(self))
-            weakref.finalize(self, self._own_world.close)  # also at interpreter exit
+            self._own_world = WORLDS.join(rank_environment(self), self)
         return self._own_world
 
     def engine_of(self, model: nn.Module) -> sw.Engine | None:
@@ -147,6 +146,7 @@ class FabricStrategyMixin(_Base):
         refuse_scaler(self.precision, plan)
         device = None if self.root_device.type == "cpu" else self.root_device
         engine = sw.shard(module, plan, optimizer=optimizers, world=self.world, device=device)
+        WORLDS.use(self.world, engine)
         self._engines[module] = engine
         patch_zero_grad(module, engine)
         if engine.scaler is not None:

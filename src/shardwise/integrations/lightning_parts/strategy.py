@@ -6,7 +6,6 @@ Checkpoints are sharded folders, or single files like those of DDP.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from shardwise.integrations.lightning_parts.finetuning import add_saved_groups, 
 from shardwise.integrations.lightning_parts.precision import refuse_scaler, with_engine
 from shardwise.integrations.lightning_parts.settings import plan_for, rank_environment, refuse_settings
 from shardwise.integrations.lightning_parts.uneven_evaluation import UnevenEvaluation
+from shardwise.integrations.lightning_parts.worlds import WORLDS
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad, unpatch_zero_grad
 from shardwise.integrations.plans import PlanLike, data_share, require_no_stages
 
@@ -109,7 +109,7 @@ class StrategyMixin(_Base):
     def world(self) -> sw.World:
         """The world of ranks, joined at first use."""
         if self._own_world is None:
-            self._own_world = sw.World.join(environment=rank_environment(self))
+            self._own_world = WORLDS.join(rank_environment(self), self)
         return self._own_world
 
     def setup(self, trainer: Any) -> None:
@@ -143,7 +143,7 @@ class StrategyMixin(_Base):
         mine = [one for one in self.optimizers if own & param_ids(one)]  # without one, Lightning has a dummy
         device = None if self.root_device.type == "cpu" else self.root_device
         engine = sw.shard(module, plan, optimizer=mine or None, world=self.world, device=device)
-        weakref.finalize(engine, self.world.close)  # also at interpreter exit
+        WORLDS.use(self.world, engine)
         module.__dict__[ENGINE] = engine
         patch_zero_grad(module, engine)
 

@@ -33,7 +33,7 @@ from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
 
 if TYPE_CHECKING:
-    from shardwise.runtime.rehearsal import Take, Twin, Work
+    from shardwise.runtime.rehearsal import Twin
 
 Shape = tuple[int, ...]
 _VIEWS = frozenset(
@@ -150,33 +150,25 @@ def _groups(source: Shape, target: Shape) -> list[tuple[slice, slice]]:
 def _views(
     model: nn.Module,
     units: Sequence[Unit],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     device: torch.device,
     compute: Dtype,
 ) -> list[View]:
     """The views that a forward of `model` takes. Raises `ModelError` if it reads values."""
-    from shardwise.runtime.rehearsal import rehearse_work  # only jobs with a plan of their own for tp load it
+    from shardwise.runtime.micro_batches import MicroBatch
+    from shardwise.runtime.rehearsal import rehearse_forward  # only jobs with a plan of their own for tp load it
 
     found: list[View] = []
-    num_args, names = len(args), list(kwargs)
 
-    def prepare(twin: Twin) -> Work:
+    def prepare(twin: Twin) -> _RecordViews:
         stack: list[str] = []
         for path, module in twin.model.named_modules():
             module.register_forward_pre_hook(_push(stack, path), prepend=True)
             module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True)
+        return _RecordViews(found, stack)
 
-        def work(take: Take, _: object) -> None:
-            found.clear()
-            stack.clear()
-            given, _none = take()
-            with torch.no_grad(), _RecordViews(found, stack):
-                twin.model(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
-
-        return work
-
-    rehearse_work(prepare, model, units, (*args, *kwargs.values()), device=device, compute=compute)
+    rehearse_forward(prepare, model, units, MicroBatch(args, kwargs), device=device, compute=compute)
     return found
 
 

@@ -14,6 +14,7 @@ from shardwise.runtime.rehearsal.rehearse import (
     Work,
     nothing_around,
     rehearse,
+    rehearse_forward,
     rehearse_work,
 )
 from shardwise.runtime.rehearsal.twin import Twin
@@ -29,5 +30,6 @@ __all__ = [
     "nothing_around",
     "rebind",
     "rehearse",
+    "rehearse_forward",
     "rehearse_work",
 ]

@@ -44,6 +44,8 @@ class Integers(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(isinstance(one, torch.Tensor) and not _has_values(one) for one in args):
+            return func(*args, **(kwargs or {}))  # as most do: nothing more need be looked at
         is_drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if is_drawn or not all(_has_values(tensor) for tensor in _tensors((args, kwargs))):
             return func(*args, **(kwargs or {}))

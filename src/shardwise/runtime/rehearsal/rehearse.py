@@ -7,8 +7,8 @@ soon as autograd produces them. Recomputation (activation checkpointing) needs n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from shardwise.runtime.activations import (
     TreatedSites,
     Treatments,
 )
-from shardwise.runtime.foreign_reads import Callers, Reach
+from shardwise.runtime.foreign_reads import Callers, RehearsedReach
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.rehearsal.grouped import GroupedProducts
@@ -153,12 +153,10 @@ def rehearse_work(  # noqa: PLR0913  # likewise
 ) -> Activations:
     """As `rehearse`, for another kind of forward and backward: `prepare` makes the work for the copy of `model`, once
     its hooks are registered. The work may run several times."""
-    args, kwargs = _arguments(batch)
     on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
-    fakes, products = FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts()
+    products = GroupedProducts()
     elsewhere_kernels = OfAccelerators() if device.type == "cpu" and not on_cpu else nullcontext()
-    with fakes, Integers(), products, elsewhere_kernels, torch.enable_grad():
-        twin = Twin(model, units, device)
+    with _without_bytes(model, units, _arguments(batch), device, products) as (twin, fake), elsewhere_kernels:
         stage = _Stage(twin, on_cpu, watch)
         work = prepare(twin)
         on_host = RehearsedStore(None if watch is None else partial(_copied, watch, "host"))
@@ -171,8 +169,6 @@ def rehearse_work(  # noqa: PLR0913  # likewise
             }
             by_site = {twin.copied(site): treatment for site, treatment in treatments.by_site.items()}
             TreatedSites(by_site, keepers).install()
-        given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
         for _ in range(MAX_PASSES):
             for store in elsewhere.values():
                 store.begin_peaks()
@@ -195,6 +191,49 @@ def rehearse_work(  # noqa: PLR0913  # likewise
         unit_bytes=on_disk.peak_unit_bytes,
         peak_heap_bytes=stage.peak_heap_bytes if on_cpu else 0,
     )
+
+
+def rehearse_forward(
+    prepare: Callable[[Twin], AbstractContextManager[object]],
+    model: nn.Module,
+    units: Sequence[Unit],
+    batch: MicroBatch,
+    *,
+    device: torch.device,
+    compute: Dtype,
+) -> None:
+    """Run a forward without gradients, for its shapes alone: no memory is counted. `prepare` makes what is entered
+    around it, for the copy of `model`. Raises `ModelError` as `rehearse` does."""
+    with _without_bytes(model, units, (batch.args, batch.kwargs), device, GroupedProducts()) as (twin, fake):
+        args, kwargs = _cast(fake, compute)
+        try:
+            with torch.no_grad(), prepare(twin):
+                twin.model(*args, **kwargs)
+        except Exception as error:
+            raise refusal(error, model) from error
+
+
+@contextmanager
+def _without_bytes(
+    model: nn.Module,
+    units: Sequence[Unit],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    device: torch.device,
+    products: GroupedProducts,
+) -> Iterator[tuple[Twin, tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The twin of `model`, and arguments like those given. Inside, they compute without bytes or arithmetic."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        twin = Twin(model, units, device)  # outside of the other modes, which it does not need, and which take time
+        given = {id(leaf): like(leaf, device) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
+        fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], arguments)
+        with Integers(), products:
+            yield twin, fake
+
+
+def _cast(batch: tuple[Any, Any], compute: Dtype) -> tuple[Any, Any]:
+    dtype = torch_dtype(compute) if compute in ("bf16", "fp16") else None
+    cast: tuple[Any, Any] = batch if dtype is None else cast_floating(batch, dtype)
+    return cast
 
 
 def _copied(watch: Watch, tier: str, verb: str, num_bytes: int) -> None:
@@ -256,11 +295,10 @@ class _Stage:
         self.marks, self.is_wiser = [], False
         self._open.clear()
         self._reached.clear()
-        dtype = torch_dtype(compute) if compute in ("bf16", "fp16") else None
         watching = nullcontext() if self._watch is None else self._watch.during(self._resting)
         with LivingBytes(self._resting, on_cpu=self._on_cpu) as self._living, watching:
             self._living.count(batch)
-            work(lambda: batch if dtype is None else cast_floating(batch, dtype), self._living)
+            work(partial(_cast, batch, compute), self._living)
         self._forget_callers()
         for unit, site in self._reached:
             unit.sites.append(site)
@@ -271,7 +309,7 @@ class _Stage:
     def enter_root(self) -> None:
         self._forget_callers()
         self._callers = Callers(self._twin.model)
-        self._reach = Reach(self._twin.units, self._reach_for)
+        self._reach = RehearsedReach(self._twin.units, self._reach_for)
         self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def leave_root(self, *, raised: bool) -> None:  # noqa: ARG002  # marks are not used then

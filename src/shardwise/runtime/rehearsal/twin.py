@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.memory import Flat, FlatGradients, FullState, Unit, torch_dtype
+from shardwise.memory import Flat, FlatGradients, FullState, Unit, place, torch_dtype
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.rebound import rebind
@@ -30,10 +30,11 @@ OURS = f"{__name__.partition('.')[0]}."
 class TwinGradients(FlatGradients):
     """Records that gradients arrived, without storing them."""
 
-    def arrive(self, index: int, grad: torch.Tensor, *, is_last: bool = True) -> bool:  # noqa: ARG002  # not stored
+    def arrive(self, index: int, grad: torch.Tensor, is_last: bool = True) -> bool:  # noqa: ARG002  # not stored
         self.touched_here[index] = True
-        if is_last:
-            self._arrived.add(index)
+        if is_last and not self._has_come[index]:
+            self._has_come[index] = True
+            self._num_to_come -= 1
         return self.complete()
 
 
@@ -48,7 +49,7 @@ class TwinFlat(Flat):
 
     def _twin_of(self, index: int) -> nn.Parameter:
         slot, original = self.slots[index], self.params[index]
-        view = self.full[slot.start : slot.span.stop].view(slot.shape)
+        view = self.full.as_strided(*place(slot))
         param = nn.Parameter(view, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)  # some models keep attributes on their parameters
         return param
