@@ -110,7 +110,8 @@ def follow_launchers(environment: dict[str, str] | os._Environ[str]) -> None:
                 )
             time.sleep(_LOOK_SECONDS)
         _say_once(folder / _SAID_OVER, f"this job has had no launcher for {seconds} s. Its ranks end.")
-        (folder / ENDING).touch()
+        with contextlib.suppress(OSError):  # somebody has removed it, and the ranks must end all the same
+            (folder / ENDING).touch()
         command = [sys.executable, "-m", "shardwise.launch.orphans", str(folder), str(os.getpid()), grace]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
