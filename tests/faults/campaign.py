@@ -15,6 +15,7 @@ from pathlib import Path
 
 import warm
 from tests.faults.campaign_rank import FOREVER, SAVE_EVERY
+from tests.processes.launching import end
 
 SCRIPT = Path(__file__).with_name("campaign_rank.py")
 NUM_RANKS = 4
@@ -62,9 +63,7 @@ class Campaign:
         return self.text()
 
     def end(self) -> None:
-        if self.job.poll() is None:
-            self.job.kill()
-        self.job.wait()
+        end(self.job)
         self.said.close()
 
     # -- what is known of the job -----------------------------------------------------------------------

@@ -74,6 +74,8 @@ class SlowRequests:
         thread.start()
         return thread
 
+    def close(self) -> None: ...
+
     def send(self, message: MemberMessage, report: bytes | None = None) -> None:
         if message.kind == "leaving":
             self._is_ready.wait(0.3)

@@ -365,3 +365,38 @@ def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_di
     assert losses.keys() == set(range(1, len(losses) + 1))
     wrong = [step for step, loss in losses.items() if abs(loss - wanted[step]) > 1e-6 * wanted[step]]
     assert len(wrong) <= 1, wrong  # a rank that dies while it tells its loss is not in the mean of it
+
+
+@pytest.mark.timeout(600)
+def test_the_main_job_loses_its_launcher_and_a_rank_and_has_the_losses_of_one_that_did_not(tmp_path: Path) -> None:
+    killed, whole, said, logs = (tmp_path / name for name in ("killed", "whole", "said", "logs"))
+    job = begun(killed, said, "--elastic", "1:3", "--log-dir", str(logs))
+
+    def wait_for(is_so: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not is_so():
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+
+    def wait_for_steps(num_steps: int) -> None:
+        wait_for(lambda: (killed / "record.jsonl").exists() and len(losses_of(killed)) > num_steps)
+
+    wait_for_steps(20)
+    job.kill()
+    job.wait()
+    wait_for(lambda: "has taken over" in said.read_text())
+    launcher = int(said.read_text().partition("has taken over")[0].split()[-1])
+    wait_for_steps(len(losses_of(killed)) + 20)
+    assert "continue after step" not in said.read_text(), "nobody has noticed"
+    os.kill(read_record(killed / "record.jsonl").header["process"]["pid"], signal.SIGKILL)  # rank 0, which writes it
+    wait_for(lambda: "3 ranks continue after step" in said.read_text())
+    wait_for_steps(len(losses_of(killed)) + 20)
+    os.kill(launcher, signal.SIGINT)
+    wait_for((logs / "exit-status").exists)
+    assert (logs / "exit-status").read_text() == "130\n"
+    assert "Stopped and saved after step" in said.read_text()
+    losses, undisturbed = losses_of(killed), tmp_path / "said by the other"
+    wanted = stopped_after(begun(whole, undisturbed), whole, undisturbed, len(losses))
+    assert losses.keys() == set(range(1, len(losses) + 1))
+    wrong = [step for step, loss in losses.items() if abs(loss - wanted[step]) > 1e-6 * wanted[step]]
+    assert len(wrong) <= 1, wrong  # a rank that dies while it tells its loss is not in the mean of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -34,3 +35,14 @@ def launch(
         env={**os.environ, **(warm.RANKS_TOO if by_forks else {}), "OMP_NUM_THREADS": "1"},
         check=False,
     )
+
+
+def end(launcher: subprocess.Popen[str]) -> None:
+    """End an elastic job, if it has not ended: where a launcher is killed, another process takes over."""
+    for _ in range(2):  # the second signal kills the ranks
+        if launcher.poll() is None:
+            launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(timeout=2)
+    launcher.kill()
+    launcher.wait()

@@ -331,17 +331,19 @@ class TestMembers:
         launcher, member = LauncherChannel(store, "0", Seal("token")), MemberChannel(store, "0", 2, Seal("token"))
         place = "shardwise/members-0/report-of/2"
         member.send(self.READY, b"step 5")
-        launcher.read([2])
         old = bytes(store.get(f"{place}/0"))
+        launcher.read([2])
         member.send(self.READY, b"step 9")
         member.send(self.READY)  # the generation in between was never formed
         launcher.read([2])
         launcher.share_reports(1, [2], [2])
         assert member.reports(1) == (b"step 9",)
-        assert not store.check([f"{place}/0"])  # and what is no longer read is not kept
-        store.set(f"{place}/1", old)
+        assert not store.check([f"{place}/0"])  # and what has been read is not kept there
+        assert not store.check([f"{place}/1"])
+        member.send(self.READY, b"step 10")
+        store.set(f"{place}/3", old)
         with pytest.raises(CommError, match="not written by a member"):
-            launcher.share_reports(2, [2], [2])
+            launcher.read([2])
 
 
 @pytest.mark.parametrize("key", ["who/0", "size", "fault"])

@@ -33,6 +33,10 @@ EXAMPLES = """examples:
   shardwise launch --shardwise zero3 finetune.py            an unmodified Trainer or Accelerate script"""
 
 
+_STANDBY = "shardwise.launch.elastic.standby"
+"""Run by the process that takes over when the launcher of an elastic job is killed."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `shardwise launch`; those after the script are the script's."""
     parser.usage = "%(prog)s [options] script [arguments of the script]"
@@ -100,6 +104,19 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         metavar="N[:SECONDS]",
         help="start at most N replacements of lost ranks within SECONDS (default: 3:600)",
     )
+    option(
+        "--launcher-timeout",
+        type=float,
+        metavar="S",
+        help="on this machine: if the launcher and the process that takes over from it are killed, ranks end after S "
+        "seconds (default: 60)",
+    )
+    option(
+        "--takeover",
+        action="store_true",
+        help="be the launcher of a job that has lost it; in the place of the script, give the folder that its ranks "
+        "have named",
+    )
     launch_places.add_elastic_arguments(option)
 
 
@@ -124,6 +141,8 @@ def _run_tuned(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.takeover:
+        return launch.take_over(Path(args.command[0]), _STANDBY)
     _read_as_deepspeed(args)
     if args.profile is not None:
         steps = re.fullmatch(r"(\d+):(\d+)(:.+)?", args.profile)
@@ -147,6 +166,11 @@ def _run(args: argparse.Namespace) -> int:
 
         return run_on_one(job, args.machines, args.dry_run)
     if place != "local":
+        if args.launcher_timeout is not None:
+            raise LaunchError(
+                "--launcher-timeout is for ranks on this machine, which outlive their launcher. Remove it, or the "
+                "hosts."
+            )
         if job.elastic is not None and place == "mpi":
             raise LaunchError(
                 "--elastic does not work with --where mpi: an MPI job ends with its first dead rank. Remove --where "
@@ -163,7 +187,7 @@ def _run(args: argparse.Namespace) -> int:
             print(describe(job, on_cpu=num_gpus == 0, bound=bound, seats=job.seats(launch.device_kind(), os.environ)))
             return 0
         if job.elastic is not None:
-            return launch.supervise_elastic(job, listener, on_cpu=num_gpus == 0, bound=bound)
+            return launch.supervise_elastic(job, listener, on_cpu=num_gpus == 0, bound=bound, standby=_STANDBY)
         return launch.supervise(job, listener, on_cpu=num_gpus == 0, bound=bound)
 
 
@@ -226,6 +250,8 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
 def _elastic(args: argparse.Namespace) -> Elastic | None:
     """The values of `--elastic` and `--retries`."""
     if args.elastic is None:
+        if args.launcher_timeout is not None:
+            raise LaunchError("--launcher-timeout is for elastic jobs. Add --elastic MIN:MAX.")
         if args.retries is not None:
             raise LaunchError("--retries is for elastic jobs. Add --elastic MIN:MAX, or use --max-restarts instead.")
         return None
@@ -235,8 +261,16 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     retries = re.fullmatch(r"(\d+)(?::(\d+(?:\.\d+)?))?", "3:600" if args.retries is None else args.retries)
     if retries is None:
         raise LaunchError(f"--retries {args.retries}: give a number, or a number and seconds, such as 3:600.")
+    seconds = 60.0 if args.launcher_timeout is None else args.launcher_timeout
+    if not 1 <= seconds < 1e6:
+        raise LaunchError(f"--launcher-timeout is {seconds:g}: give 1 second or more.")
     return Elastic(
-        int(limits[1]), int(limits[2]), int(retries[1]), float(retries[2] or 600), **launch_places.host_limits(args)
+        int(limits[1]),
+        int(limits[2]),
+        int(retries[1]),
+        float(retries[2] or 600),
+        launcher_timeout_seconds=seconds,
+        **launch_places.host_limits(args),
     )
 
 

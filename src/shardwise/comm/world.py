@@ -401,7 +401,8 @@ def _join_as_member(
         assert opened.transport is not None
         size = len(opening.members)
         seal = Seal.of(env).within(scope_of(opening.generation))
-        watched = Watched.by(board_of(size, seal, timeout_seconds), timeout_seconds, patience_seconds)
+        board = board_of(size, seal, timeout_seconds, stores=opening.stores)
+        watched = Watched.by(board, timeout_seconds, patience_seconds)
         world = World(opening.rank, size, opened.transport, device=opened.device, watched=watched)
         world.belong(opening.generation, opening.members, membership, opening.hosts)
         if env is os.environ:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.launch.devices import count_gpus, device_kind
     from shardwise.launch.elastic.supervise_elastic import supervise as supervise_elastic
+    from shardwise.launch.elastic.supervise_elastic import take_over
     from shardwise.launch.environment import Attempt, rank_environment
     from shardwise.launch.job import Job
     from shardwise.launch.port import listen
@@ -28,6 +29,7 @@ __all__ = [
     "rank_environment",
     "supervise",
     "supervise_elastic",
+    "take_over",
 ]
 
 _MODULES = {
@@ -40,6 +42,7 @@ _MODULES = {
     "rank_environment": "shardwise.launch.environment",
     "supervise": "shardwise.launch.supervision",
     "supervise_elastic": "shardwise.launch.elastic.supervise_elastic",
+    "take_over": "shardwise.launch.elastic.supervise_elastic",
 }
 _NAMES = {"supervise_elastic": "supervise"}
 """Names that differ in their module."""

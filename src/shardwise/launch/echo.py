@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -28,15 +29,22 @@ class Echo:
     """
 
     def __init__(
-        self, files: Iterable[RankFiles], screens: Callable[[int], tuple[Screen, Screen]] | None = None
+        self,
+        files: Iterable[RankFiles],
+        screens: Callable[[int], tuple[Screen, Screen]] | None = None,
+        *,
+        from_end: bool = False,
     ) -> None:
-        """`screens` maps the index of a rank in `files` to the streams used instead of stdout and stderr."""
+        """`screens` maps the index of a rank in `files` to the streams used instead of stdout and stderr. `from_end`
+        leaves out what is there already."""
         self._tails: list[_Tail] = []
         for index, rank in enumerate(files):
             out, err = (sys.stdout.buffer, sys.stderr.buffer) if screens is None else screens(index)
             for path, screen in ((rank.stdout, out), (rank.stderr, err)):
                 if path is not None:
-                    self._tails.append(_Tail(path.open("rb"), screen))
+                    source = path.open("rb")
+                    source.seek(0, os.SEEK_END if from_end else os.SEEK_SET)
+                    self._tails.append(_Tail(source, screen))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="shardwise-echo", daemon=True)
         if self._tails:

@@ -32,6 +32,8 @@ class Elastic:
     """No process is started for this long on a host with faults of its own."""
     host_timeout_seconds: float = 15
     """A host that sends nothing for this long is lost."""
+    launcher_timeout_seconds: float = 60
+    """Ranks of one host end after this long without a launcher, or a process that takes over from it."""
 
     @property
     def policy(self) -> Policy:

@@ -105,6 +105,8 @@ def describe_failure(outcome: Outcome) -> str:
     if outcome.wanted is not None:
         is_interrupt = outcome.summary.startswith(_INTERRUPT)
         return "was interrupted by SIGINT" if is_interrupt else f"ended with exit code {outcome.wanted}"
+    if outcome.is_status_lost:
+        return "ended without a record, so it was killed (by what is unknown: its first launcher had been killed too)"
     if outcome.exit_code < 0:
         name = _name(-outcome.exit_code)
         return f"was killed by {name}{'' if outcome.sent is not None else _HINTS.get(name, '')}"

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+ENDED = ".ended"
+"""Added to the name of a rank's error file: a file that the rank writes when its interpreter ends."""
+
 # Exit codes of a script that ended because it was asked to, by whichever signal.
 _STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -37,6 +40,9 @@ class Outcome:
     at_fault: tuple[int, ...] = ()
     batch: str = ""
     """A description of the samples that a rank had when it raised, if known."""
+    is_status_lost: bool = False
+    """Whether the launcher that started the rank was killed before the rank ended. Only a parent learns its child's
+    exit status, so a rank that left no record then is taken for killed."""
     lost_with: str = ""
     """If the rank was lost with its host: how the host was lost. How the rank itself ended is not known then."""
 
@@ -83,6 +89,16 @@ class Outcome:
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
 
 
+_CRASHES = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Illegal instruction": signal.SIGILL,
+    "Floating point exception": signal.SIGFPE,
+}
+"""The first line that `faulthandler` writes."""
+
+
 # [Note: who failed first]
 # When one rank dies, its peers fail within milliseconds because their connection to it broke. A rank that raises
 # records the time itself. One that is killed cannot: the launcher notices at its next poll. Taking the last poll at
@@ -100,6 +116,17 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     blamed = [by_rank[rank] for rank in first.at_fault if rank in by_rank]
     guilty = [one for one in blamed if one.failed] or [one for one in blamed if one.ended_early]
     return min(guilty, key=lambda one: one.time, default=first)
+
+
+def recorded_exit_code(error_file: Path) -> int | None:
+    """The exit code of a rank that has ended, by the files that it left; `None` if it left none."""
+    outcome = read_outcome(0, 0, None, 0.0, error_file)
+    if outcome.recorded:
+        return 1 if outcome.wanted is None else outcome.wanted
+    for words, number in _CRASHES.items():
+        if words in outcome.traceback:
+            return -number
+    return 0 if Path(f"{error_file}{ENDED}").exists() else None
 
 
 def read_outcome(

@@ -7,19 +7,36 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
-from shardwise.launch.outcome import Outcome, read_outcome
+from shardwise.launch.adopted import AdoptedProcess, RankRecord
+from shardwise.launch.outcome import ENDED, Outcome, read_outcome
 
 POLL_SECONDS = 0.05
 
 
+class RankProcess(Protocol):
+    """A rank's process; `returncode` is that of the last `poll` or `wait`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     error_file: Path
     last_alive: float
     sent: signal.Signals | None = None
@@ -41,7 +58,7 @@ class RankFiles:
     def prepare(self) -> None:
         """Create the directory, and remove files of an earlier run."""
         self.error.parent.mkdir(parents=True, exist_ok=True)
-        for stale in (self.error, Path(f"{self.error}.fault")):
+        for stale in (self.error, Path(f"{self.error}.fault"), Path(f"{self.error}{ENDED}")):
             stale.unlink(missing_ok=True)
 
 
@@ -67,6 +84,19 @@ class Ranks:
                     stream.close()
         self._ranks.append(_Rank(process, files.error, time.time()))
         return process.pid
+
+    def records(self) -> list[RankRecord]:
+        """What a launcher that takes over needs to know about the ranks, in the order of their starts."""
+        return [
+            RankRecord(rank.process.pid, rank.process.poll(), rank.error_file, rank.last_alive, rank.sent, rank.sent_at)
+            for rank in self._ranks
+        ]
+
+    def adopt(self, records: Sequence[RankRecord], found: Mapping[int, int]) -> None:
+        """Take over the ranks of a launcher that was killed. `found` are those that live: their process ids."""
+        for number, record in enumerate(records):
+            process = AdoptedProcess(found.get(number), record)
+            self._ranks.append(_Rank(process, record.error_file, record.last_alive, record.sent, record.sent_at))
 
     def any_alive(self) -> bool:
         """Poll every rank, and note the time for those that are alive."""
@@ -102,14 +132,17 @@ class Ranks:
     def outcome(self, number: int) -> Outcome:
         """The outcome of a rank that has ended."""
         rank = self._ranks[number]
-        return read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file, rank.sent_at)
+        code = rank.process.wait()
+        outcome = read_outcome(number, code, rank.sent, rank.last_alive, rank.error_file, rank.sent_at)
+        is_lost = isinstance(rank.process, AdoptedProcess) and rank.process.is_status_lost
+        return replace(outcome, is_status_lost=is_lost)
 
     def kill_one(self, number: int) -> None:
         """Kill one rank, with all its children."""
         rank = self._ranks[number]
         if rank.alive:
             rank.sent, rank.sent_at = signal.SIGKILL, min(rank.sent_at, time.time())
-        _kill_session(rank.process.pid)
+        kill_session(rank.process.pid)
 
     def lingers(self, number: int, patience_seconds: float) -> bool:
         """Whether a rank has recorded a failure and still not ended after `patience_seconds`."""
@@ -137,7 +170,7 @@ class Ranks:
         living = [rank for rank in self._ranks if rank.alive]
         for rank in living:
             rank.sent, rank.sent_at = signal.SIGKILL, min(rank.sent_at, time.time())
-            _kill_session(rank.process.pid)
+            kill_session(rank.process.pid)
         for rank in living:
             rank.process.wait()
         return len(living)
@@ -146,7 +179,7 @@ class Ranks:
         """Kill processes left behind by ranks that failed or were ended; call it soon after."""
         for rank in self._ranks:
             if rank.process.returncode:
-                _kill_session(rank.process.pid)
+                kill_session(rank.process.pid)
 
     def outcomes(self) -> list[Outcome]:
         """The outcome of each rank; all must have ended."""
@@ -164,7 +197,8 @@ def _open(path: Path | None) -> IO[bytes] | None:
     return None if path is None else path.open("wb")
 
 
-def _kill_session(pid: int) -> None:
+def kill_session(pid: int) -> None:
+    """Kill a process and its children."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -6,6 +6,8 @@ library: torch is imported when the script does, except in elastic jobs.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -20,6 +22,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from shardwise.launch.orphans import follow_launchers
+from shardwise.launch.outcome import ENDED
 from shardwise.launch.topology import parse_cores
 from shardwise.system.fast_exit import skip_last_collection
 
@@ -30,8 +34,11 @@ def main() -> None:
     """Run the script named on the command line; does not return after a failure."""
     skip_last_collection()
     _die_with_launcher()
+    follow_launchers(os.environ)
     _bind_to_cores()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if "SHARDWISE_MEMBER" in os.environ and error_file:
+        atexit.register(_record_end, error_file)  # registered early, so it is done late
     _write_whole_lines()
     _record_crashes(error_file)
     if error_file:
@@ -142,6 +149,12 @@ def _record(error_file: str, error: BaseException, text: str, wanted: int | None
     except OSError:
         return False
     return True
+
+
+def _record_end(error_file: str) -> None:
+    """Tell a launcher that is not this process's parent that it has not been killed."""
+    with contextlib.suppress(OSError):
+        Path(f"{error_file}{ENDED}").touch()
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:

@@ -8,6 +8,11 @@ begins.
 Every key is written once, and its name is part of what is sealed: an old message or report cannot be repeated in the
 place of a new one.
 
+[Note: launchers that take over] A launcher that is killed takes its store along, and the next one has an empty one. So
+it publishes the last announcements again, under their numbers, and each member sends again what the launcher may not
+have acted on: all since the last generation that was formed, because a launcher writes down which messages it has
+acted on before it publishes anything. What is sent twice has the same key, and is read once.
+
 [Note: forged messages] What a stranger writes where the next message will be, such as a copy of an earlier one, is not
 there for the reader: the genuine one will replace it. Only if that has been sent before, and so was overwritten, can
 the job not go on without it.
@@ -16,11 +21,15 @@ the job not go on without it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shardwise.comm import compat
 from shardwise.comm.compat import PrefixStore, Store
@@ -37,9 +46,16 @@ from shardwise.system.job_token import Seal
 
 _NUM_SENT = "num-sent"
 _ALWAYS = datetime.timedelta(days=365)
+_TWIN_SECONDS = datetime.timedelta(seconds=300)
 _PAUSE_SECONDS = 0.1
 """Between two looks at a forged announcement."""
+_LOOK_SECONDS = 0.05
+"""Between two looks whether another launcher has taken over."""
+_NUM_KEPT = 64
+"""Announcements that a launcher which takes over publishes again. A living member that has not read one of these is
+given up long before."""
 _log = logging.getLogger("shardwise")
+Answer = TypeVar("Answer")
 
 
 def prefix_of(attempt: str) -> str:
@@ -82,26 +98,57 @@ class Forged:
             )
 
 
+@dataclass
+class ChannelMemory:
+    """What a launcher that takes over needs of the last one's channel: see [Note: launchers that take over]."""
+
+    recent: deque[Announcement] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    """The last announcements."""
+    num_announcements: int = 0
+    num_acted_on: dict[int, int] = field(default_factory=dict)
+    """By member: the number of its messages that the launcher has acted on."""
+    reports: dict[int, bytes] = field(default_factory=dict)
+    """By member: its latest report, as it was sent."""
+    shared: tuple[int, str] | None = None
+    """The last generation to which reports were published, and these."""
+
+
 class LauncherChannel:
     """The launcher's side. Used by one thread. The store's `RuntimeError` is not translated."""
 
-    def __init__(self, store: Store, attempt: str, seal: Seal) -> None:
+    def __init__(self, store: Store, attempt: str, seal: Seal, memory: ChannelMemory | None = None) -> None:
+        """`memory` is that of a launcher that died in this attempt; what it had published is published again."""
         self._root = store
         self._attempt = attempt
         self._seal = seal
         self._store = SealedStore(prefix_of(attempt), store, seal)
-        self._num_read: dict[int, int] = {}
-        self._report_keys: dict[int, str] = {}
+        self.memory = ChannelMemory() if memory is None else memory
+        self._num_read = dict(self.memory.num_acted_on)
         self._num_sent = 0
         self._forged = Forged()
-        self.num_announcements = 0
+        if self.memory.shared is not None:
+            self._store.set(f"reports/{self.memory.shared[0]}", self.memory.shared[1])
+        first = self.num_announcements - len(self.memory.recent)
+        for number, announcement in enumerate(self.memory.recent, first):
+            self._store.set(f"news/{number}", announcement.to_json())
 
-    def publish(self, announcement: Announcement) -> None:
-        self._store.set(f"news/{self.num_announcements}", announcement.to_json())
-        self.num_announcements += 1
+    @property
+    def num_announcements(self) -> int:
+        """Announcements of this attempt so far; the number of the next one."""
+        return self.memory.num_announcements
+
+    def publish(self, *announcements: Announcement, first: Callable[[], object] = lambda: None) -> None:
+        """Publish announcements. `first` is called when `memory` has them and no member can have read them."""
+        number = self.num_announcements
+        self.memory.recent.extend(announcements)
+        self.memory.num_announcements += len(announcements)
+        first()
+        for one in announcements:
+            self._store.set(f"news/{number}", one.to_json())
+            number += 1
 
     def read(self, members: Iterable[int]) -> list[MemberMessage]:
-        """New messages of `members`, each member's in their order.
+        """New messages of `members`, each member's in their order. Call `act_on` for each.
 
         Raises `CommError` for a message that is none, or was overwritten: see [Note: forged messages].
         """
@@ -125,6 +172,11 @@ class LauncherChannel:
             self._forged.ignore(key)
         return found
 
+    def act_on(self, message: MemberMessage) -> None:
+        """Count a message as acted on, so that a launcher which takes over does not read it again."""
+        acted_on = self.memory.num_acted_on
+        acted_on[message.member] = acted_on.get(message.member, 0) + 1
+
     def _message_of(self, member: int, key: str) -> MemberMessage:
         try:
             message = MemberMessage.from_json(self._store.get(key))
@@ -135,17 +187,17 @@ class LauncherChannel:
         return message
 
     def _note_report(self, member: int) -> None:
-        """Only the report that came with the latest message that had one is read, and only that one is kept."""
+        """Only the report that came with the latest message that had one is kept."""
         if self._store.check([key := _report_key(member, self._num_read.get(member, 0))]):
-            if former := self._report_keys.get(member):
-                self._store.delete_key(former)
-            self._report_keys[member] = key
+            self.memory.reports[member] = self._store.get(key)
+            self._store.delete_key(key)
 
     def share_reports(self, generation: int, members: Iterable[int], former: Iterable[int]) -> None:
         """Publish to a generation the reports of its `members`, by rank; only `former` members have one."""
         has_report = set(former)
-        reports = [self._report_of(member) if member in has_report else b"" for member in members]
-        self._store.set(f"reports/{generation}", reports_as_text(reports))
+        text = reports_as_text([self._report_of(member) if member in has_report else b"" for member in members])
+        self.memory.shared = generation, text
+        self._store.set(f"reports/{generation}", text)
 
     def last_status(self, rank: int, generation: int) -> str:
         """What a rank that is gone last reported in a generation; empty if nothing, or if the store is gone."""
@@ -164,91 +216,211 @@ class LauncherChannel:
         self._store.delete_key(f"reports/{generation}")
 
     def _report_of(self, member: int) -> bytes:
-        key = self._report_keys.get(member)
         try:
-            return base64.b85decode(self._store.get(key)) if key and self._store.check([key]) else b""
+            return base64.b85decode(self.memory.reports.get(member, b""))
         except ValueError as error:
             raise CommError(f"The report of member {member} is damaged: {error}.") from error
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message that a member may have to send again."""
+
+    number: int
+    message: MemberMessage
+    report: str | None
 
 
 class MemberChannel:
     """One member's side."""
 
-    def __init__(self, store: Store, attempt: str, member: int, seal: Seal) -> None:
-        """`store` must not be used by other code; it can be cloned."""
+    def __init__(
+        self,
+        store: Store,
+        attempt: str,
+        member: int,
+        seal: Seal,
+        another: Callable[[], Store | None] | None = None,
+    ) -> None:
+        """`store` must not be used by other code; it can be cloned. `another` returns the store of a launcher that has
+        taken over from the one of the last store, or `None` as long as there is none; without it, nobody takes over.
+        """
         self.member = member
         self._attempt = attempt
         self._seal = seal
-        self._root = store
-        self._store = SealedStore(prefix_of(attempt), store, seal)
+        self._another = another
+        self._use(store)
+        self._num_stores = 1
         self._num_sent = 0
-        self._lock = threading.Lock()
+        self._unconfirmed: list[_Sent] = []
+        """See [Note: launchers that take over]."""
+        self._changed = threading.Condition(threading.RLock())
+        self._is_closed = False
+
+    def _use(self, store: Store) -> None:
+        self._root = store
+        self._store = SealedStore(prefix_of(self._attempt), store, self._seal)
 
     def has_sent(self) -> bool:
-        """Whether a process with this number has sent a message before."""
-        return self._store.check([f"from/{self.member}/0"])
+        """Whether a process with this number has sent a message before. Call it before `listen`."""
+        while True:
+            try:
+                return self._store.check([f"from/{self.member}/0"])
+            except RuntimeError:
+                if self._follow_the_next() is None:
+                    raise
 
     def send(self, message: MemberMessage, report: bytes | None = None) -> None:
         """Send `message`, after storing a `report` for the other members. From any thread, but not from a signal
-        handler."""
-        with self._lock:
-            if report is not None:
-                self._store.set(_report_key(self.member, self._num_sent), base64.b85encode(report).decode())
-            self._store.set(f"from/{self.member}/{self._num_sent}", message.to_json())
+        handler. While there is no launcher, the next one gets it."""
+        with self._changed:
+            text = None if report is None else base64.b85encode(report).decode()
+            sent = _Sent(self._num_sent, message, text)
             self._num_sent += 1
-            self._store.add(_NUM_SENT, 1)
+            self._unconfirmed.append(sent)
+            try:
+                self._put(sent)
+            except RuntimeError:
+                if self._another is None:
+                    raise
+
+    def _put(self, sent: _Sent) -> None:
+        if sent.report is not None:
+            self._store.set(_report_key(self.member, sent.number), sent.report)
+        self._store.set(f"from/{self.member}/{sent.number}", sent.message.to_json())
+        self._store.add(_NUM_SENT, 1)
+
+    def confirm(self, generation: int) -> None:
+        """`generation` was formed, so the launcher has acted on what this member sent until it entered it."""
+        with self._changed:
+            for index, sent in enumerate(self._unconfirmed):
+                if sent.message.kind == "opened" and sent.message.generation == generation:
+                    del self._unconfirmed[: index + 1]
+                    return
 
     def reports(self, generation: int) -> tuple[bytes, ...]:
         """The reports of the members of `generation`, by rank."""
-        with self._lock:
-            try:
-                return reports_of_text(self._store.get(f"reports/{generation}"))
-            except ValueError as error:
-                raise CommError(f"The reports to generation {generation} are damaged: {error}.") from error
+        text = self._asked(lambda: self._store.get(f"reports/{generation}"))
+        try:
+            return reports_of_text(text)
+        except ValueError as error:
+            raise CommError(f"The reports to generation {generation} are damaged: {error}.") from error
+
+    def _asked(self, question: Callable[[], Answer]) -> Answer:
+        """The answer of the launcher's store, or of that of the launcher that takes over."""
+        with self._changed:
+            while True:
+                number = self._num_stores
+                try:
+                    return question()
+                except CommError:
+                    raise
+                except RuntimeError:
+                    if self._another is None:
+                        raise
+                    self._changed.wait_for(lambda: self._is_closed or self._num_stores != number)  # noqa: B023
+                    if self._is_closed:
+                        raise
 
     def store_of(self, generation: int) -> Store:
         """The store in which its members meet, over a connection of its own."""
-        with self._lock:
-            return PrefixStore(generation_prefix(self._attempt, generation), compat.twin(self._root))
+        with self._changed:
+            return PrefixStore(generation_prefix(self._attempt, generation), _twin(self._root))
+
+    def stores_of(self, generation: int) -> Callable[[], Store | None]:
+        """The same, each time that it is called after another launcher has taken over; else `None`."""
+        last = 0
+
+        def next_store() -> Store | None:
+            nonlocal last
+            with self._changed:
+                if self._num_stores == last:
+                    return None
+                store, last = self.store_of(generation), self._num_stores
+                return store
+
+        return next_store
+
+    def close(self) -> None:
+        """Follow no launcher that takes over from here on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def listen(
         self, first: int, read: Callable[[Announcement], bool], pause: Callable[[], object] = _pause
     ) -> threading.Thread:
         """Start a thread that calls `read` with each announcement from number `first` on, until that returns false.
-        `pause` is called before a forged one is read again.
+        `pause` is called before a forged one is read again. The thread follows launchers that take over.
 
         [Note: threads at exit] A thread that returns from torch's store while Python shuts down ends the process
         (`terminate called`). So this thread must end before; the last announcement to a member serves that purpose.
         """
-        prefix, twin = prefix_of(self._attempt), compat.twin(self._root)
-        plain, store = PrefixStore(prefix, twin), SealedStore(prefix, twin, self._seal)
-
-        forged = Forged()
 
         def follow() -> None:
-            number, goes_on = first, True
-            try:
-                while goes_on:
-                    plain.wait([key := f"news/{number}"], _ALWAYS)
-                    is_overwritten = plain.check([f"news/{number + 1}"])  # asked first: the launcher writes in order
-                    try:
-                        announcement = Announcement.from_json(store.get(key))
-                    except NotOfJobError:
-                        if is_overwritten and _is_genuine(store, f"news/{number + 1}"):
-                            raise
-                        forged.ignore(key)
-                        pause()
-                        continue
-                    goes_on = read(announcement)
-                    number += 1
-            except (CommError, ValueError) as error:  # forged: what follows cannot be trusted either
-                read(Announcement("end", -1, text=str(error)))
-            except RuntimeError:
-                return  # the launcher is gone, and this process will not be there for long
+            number, store = first, None
+            while True:
+                try:
+                    if store is None:
+                        with self._changed:
+                            store = _twin(self._root)
+                    for announcement in self._announcements(store, number, pause):
+                        number += 1
+                        if not read(announcement):
+                            return
+                except (CommError, ValueError) as error:  # forged: what follows cannot be trusted either
+                    read(Announcement("end", -1, text=str(error)))
+                    return
+                except RuntimeError:  # the launcher is gone
+                    store = self._follow_the_next()
+                    if store is None:
+                        return
 
         thread = threading.Thread(target=follow, name=f"shardwise-news-{self.member}", daemon=True)
         thread.start()
         return thread
+
+    def _announcements(self, twin: Store, number: int, pause: Callable[[], object]) -> Iterator[Announcement]:
+        prefix, forged = prefix_of(self._attempt), Forged()
+        plain, store = PrefixStore(prefix, twin), SealedStore(prefix, twin, self._seal)
+        while True:
+            plain.wait([key := f"news/{number}"], _ALWAYS)
+            is_overwritten = plain.check([f"news/{number + 1}"])  # asked first: the launcher writes in order
+            try:
+                announcement = Announcement.from_json(store.get(key))
+            except NotOfJobError:
+                if is_overwritten and _is_genuine(store, f"news/{number + 1}"):
+                    raise
+                forged.ignore(key)
+                pause()
+                continue
+            yield announcement
+            number += 1
+
+    def _follow_the_next(self) -> Store | None:
+        """Send the launcher that takes over what the last one may not have acted on. Returns a connection to its store;
+        `None` if none takes over, or this channel is closed. Waits without a limit: `launch/orphans.py` has one."""
+        while self._another is not None:
+            if (store := self._another()) is not None:
+                with contextlib.suppress(RuntimeError), self._changed:  # that one may die too
+                    self._use(store)
+                    for sent in self._unconfirmed:
+                        self._put(sent)
+                    twin = _twin(store)
+                    self._num_stores += 1
+                    self._changed.notify_all()
+                    return twin
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, _LOOK_SECONDS):
+                    return None
+        return None
+
+
+def _twin(store: Store) -> Store:
+    """The same store over a connection of its own, which is as patient as torch's are."""
+    twin = compat.twin(store)
+    twin.set_timeout(_TWIN_SECONDS)
+    return twin
 
 
 def _is_genuine(store: SealedStore, key: str) -> bool:

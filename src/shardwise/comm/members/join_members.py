@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from shardwise.comm import compat
 from shardwise.comm.bootstrap import LATER_SECONDS, MEMBER, Opened, agreed_device, open_groups
-from shardwise.comm.compat import TCPStore
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.departure import DEPARTURE
+from shardwise.comm.members.launcher_address import LauncherConnection
 from shardwise.comm.members.membership import Opening, StoreMembership
 from shardwise.comm.regrouping import W
 from shardwise.errors import CommError
 from shardwise.system.job_token import Seal
-from shardwise.system.process_rank import ProcessRank, address_of, process_rank_of
+from shardwise.system.process_rank import ProcessRank, process_rank_of
 
 _LEFT_AFTER_SECONDS = 0.1
 """How long an opening that was nearly done may still take. See [Note: abandoned openings]."""
@@ -46,8 +46,11 @@ def join_members(
 
     images = env.get("SHARDWISE_IMAGES", "")
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    launcher = LauncherConnection(env)
+    store = launcher.connect()
+    another = launcher.again if launcher.is_renewed else None
     membership = StoreMembership(
-        MemberChannel(launchers_store(env), attempt, int(env[MEMBER]), Seal.of(env)),
+        MemberChannel(store, attempt, int(env[MEMBER]), Seal.of(env), another),
         open_world,
         folder=Path(images) if images else None,
         first_announcement=int(env.get("SHARDWISE_FIRST_ANNOUNCEMENT", "0")),
@@ -57,15 +60,6 @@ def join_members(
     entered = membership.enter()
     DEPARTURE.follow(membership)
     return entered
-
-
-def launchers_store(env: Mapping[str, str]) -> TCPStore:
-    """A connection to the store of an elastic launcher. Raises `CommError` if it does not answer."""
-    host, port = address_of(env, ProcessRank())
-    try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False)
-    except RuntimeError as error:
-        raise CommError(f"The launcher does not answer at {host}:{port}: {error}.") from error
 
 
 def open_generation(process: ProcessRank, opening: Opening[W], timeout_seconds: float) -> Opened:

@@ -43,6 +43,9 @@ class Opening(Generic[W]):
     """By rank: the host of each member; empty if all are on one."""
     store: Store
     """Its keys are used by this generation only, its connection by this opening only."""
+    stores: Callable[[], Store | None]
+    """The same keys over another connection, for the board: at first, and when a launcher has taken over; else
+    `None`."""
     watch_over: Callable[[W], None]
     """Must be called with the world as soon as it can be interrupted, before ranks wait for each other in it."""
     answers: SimpleQueue[object] = field(default_factory=SimpleQueue)
@@ -184,6 +187,7 @@ class StoreMembership(Generic[W]):
         if os.getpid() == self._pid:
             self.end(getattr(sys, "last_value", None))
             self._thread.join(_BYE_SECONDS)
+            self._channel.close()
 
     # -- from generation to generation ------------------------------------------------------------------
 
@@ -210,8 +214,14 @@ class StoreMembership(Generic[W]):
         """The world of a generation; or `None` and the error, if it is over already or could not be opened."""
         number, members = entering.generation, entering.members
         rank = members.index(self.member)
-        store = self._channel.store_of(number)
-        opening = Opening(number, members, rank, entering.hosts, store, self._watch_over)
+        try:
+            store = self._channel.store_of(number)
+        except (RuntimeError, OSError) as error:  # the launcher is gone, and the next one begins another generation
+            with self._changed:
+                self._generation = number
+            return None, error
+        stores = self._channel.stores_of(number)
+        opening = Opening(number, members, rank, entering.hosts, store, stores, self._watch_over)
         with self._changed:
             self._generation, self._opening = number, opening
             if number in self._over:
@@ -319,6 +329,7 @@ class StoreMembership(Generic[W]):
                     self._announcements.append(announcement)
                 case "formed":
                     self._formed = announcement.generation
+                    self._channel.confirm(announcement.generation)
                 case "wanted":
                     self._wanted = announcement.generation
                 case "over":

@@ -62,22 +62,32 @@ class StoreStatusBoard:
     Values that no member of the job has written are ignored: see [Note: whom ranks believe] in `sealed_store.py`.
     """
 
-    def __init__(self, store: Store, size: int, seal: Seal | None = None, number: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        size: int,
+        seal: Seal | None = None,
+        number: int | None = None,
+        another: Callable[[], Store | None] = lambda: None,
+    ) -> None:
         """`store` must not be used by any other code. All `size` ranks of a world create their boards together.
 
-        `number` is that of the world, the same on all ranks; the default is counted in the store.
+        `number` is that of the world, the same on all ranks; the default is counted in the store. `another` returns
+        the store that has replaced one that is gone, or `None`.
         """
         store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
         if number is None:
             number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
-        self._store = SealedStore(f"{KEY}/{number}", store, seal or Seal())
+        self._prefix, self._seal, self._another = f"{KEY}/{number}", seal or Seal(), another
+        self._store = SealedStore(self._prefix, store, self._seal)
+        self._is_gone = False
 
     @property
     def outlives_ranks(self) -> bool:
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 usually keeps it
 
     def publish(self, status: Status) -> None:
-        _answered(lambda: self._store.set(f"{_STATUS}/{status.rank}", status.to_json()))
+        self._answered(lambda: self._store.set(f"{_STATUS}/{status.rank}", status.to_json()))
 
     def read(self, rank: int) -> Status | None:
         return self._read(f"{_STATUS}/{rank}", Status.from_json)
@@ -88,35 +98,42 @@ class StoreStatusBoard:
     def claim(self, fault: Fault) -> Fault:
         text = fault.to_json()
         try:
-            return Fault.from_json(_answered(lambda: self._store.compare_set(_FAULT, "", text)))
+            return Fault.from_json(self._answered(lambda: self._store.compare_set(_FAULT, "", text)))
         except (CommError, ValueError):  # written by a stranger
-            _answered(lambda: self._store.set(_FAULT, text))
+            self._answered(lambda: self._store.set(_FAULT, text))
             return fault
 
     def leave(self, size: int) -> None:
-        if _answered(lambda: self._store.add(_LEFT, 1)) < size:
+        if self._answered(lambda: self._store.add(_LEFT, 1)) < size:
             return
         for key in (_FAULT, _LEFT, *(f"{_STATUS}/{rank}" for rank in range(size))):
-            _answered(partial(self._store.delete_key, key))
+            self._answered(partial(self._delete, key))
+
+    def _delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def _answered(self, question: Callable[[], Answer]) -> Answer:
+        """The store's answer. A question to one that is gone is asked once; the next one goes to what replaces it."""
+        try:
+            if self._is_gone and (store := self._another()) is not None:
+                store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
+                self._store, self._is_gone = SealedStore(self._prefix, store, self._seal), False
+            return question()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            self._is_gone = True
+            raise BoardError(str(error)) from error
 
     def _read(self, key: str, parse: Callable[[bytes], Answer]) -> Answer | None:
         def ask() -> bytes | None:
             return self._store.get(key) if self._store.check([key]) else None
 
         try:
-            content = _answered(ask)
+            content = self._answered(ask)
             return None if content is None else parse(content)
         except (CommError, ValueError):  # written by a stranger
             return None
-
-
-def _answered(question: Callable[[], Answer]) -> Answer:
-    try:
-        return question()
-    except CommError:
-        raise
-    except RuntimeError as error:
-        raise BoardError(str(error)) from error
 
 
 def last_status(store: Store, rank: int, prefix: str, seal: Seal | None = None) -> str:
@@ -132,11 +149,23 @@ def last_status(store: Store, rank: int, prefix: str, seal: Seal | None = None) 
         return ""
 
 
-def board_of(size: int, seal: Seal, timeout_seconds: float, number: int | None = None) -> StoreStatusBoard | None:
+def board_of(
+    size: int,
+    seal: Seal,
+    timeout_seconds: float,
+    number: int | None = None,
+    stores: Callable[[], Store | None] | None = None,
+) -> StoreStatusBoard | None:
     """A board in the store at which torch's process group met; `None` if that store has only one connection. `number`
-    as for `StoreStatusBoard`."""
-    store = compat.another_connection()
+    as for `StoreStatusBoard`. `stores` returns that store, and later each that replaces it."""
+
+    def another() -> Store | None:
+        store = compat.another_connection() if stores is None else stores()
+        if store is not None:
+            end_silence(compat.port_of(store), timeout_seconds)
+        return store
+
+    store = another()
     if store is None:
         return None
-    end_silence(compat.port_of(store), timeout_seconds)
-    return StoreStatusBoard(store, size, seal, number)
+    return StoreStatusBoard(store, size, seal, number, (lambda: None) if stores is None else another)

@@ -160,6 +160,11 @@ class Watchdog:
                 self._give_up(error)
 
     def _check(self) -> None:
+        moved = self._journal.progress()  # noted first: it counts where the board is gone for a while, too
+        is_still = moved == self._progress
+        if not is_still:
+            self._progress, self._since = moved, time.monotonic()
+            self._warn_after_seconds, self._circle = self.patience_seconds, None
         fault = self._board.fault()
         if fault is not None:
             self._deliver(fault)
@@ -169,11 +174,6 @@ class Watchdog:
             self._publish_end(getattr(sys, "last_value", None) if is_script else None)
             self._closing = True
             return
-        moved = self._journal.progress()
-        is_still = moved == self._progress
-        if not is_still:
-            self._progress, self._since = moved, time.monotonic()
-            self._warn_after_seconds, self._circle = self.patience_seconds, None
         mine = self._publish()
         if self._lost is not None:
             fault = self._trace(mine, self._lost)

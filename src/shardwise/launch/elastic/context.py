@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.comm.compat import Store
 from shardwise.launch.elastic.slots import Slots
+from shardwise.launch.elastic.succession import Succession
 from shardwise.launch.elastic.workers import Workers
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.log_folder import Folder
@@ -30,3 +31,5 @@ class Context:
     say: Callable[[str], None]
     token: str = ""
     """By which ranks know each other; `""` is a new one."""
+    succession: Succession | None = None
+    """How another launcher can take over; `None` where none does."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from shardwise.comm.members import LauncherChannel
+from shardwise.comm.members import ChannelMemory, LauncherChannel
 from shardwise.elastic.causes import Classifier
 from shardwise.launch.elastic.changes import change_of, change_report
 from shardwise.launch.elastic.context import Context
@@ -26,13 +28,33 @@ from shardwise.launch.job_report import describe_failure
 from shardwise.launch.outcome import Outcome
 from shardwise.system.job_token import Seal, new_token
 
+_REMEMBERED = (
+    "attempt",
+    "outcomes",
+    "num_killed",
+    "why_lost",
+    "is_final",
+    "_slots",
+    "_num_started",
+    "_hosts",
+    "_reasons",
+    "_num_before",
+    "_ended_ranks",
+    "_pending_cause",
+    "_before_joining",
+    "_has_reported_cause",
+    "_rendezvous",
+    "_num_forgotten",
+)
+"""What a launcher that takes over needs of this one's `ElasticAgent`, besides its channel's memory."""
 _BUSY_MILLISECONDS, _STARTING_MILLISECONDS, _IDLE_MILLISECONDS = 1, 10, 50
 
 
 class ElasticAgent:
     """Runs a job's ranks; `outcomes` are those of the last ranks, by rank."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, memory: Mapping[str, Any] | None = None) -> None:
+        """`memory` is that of a launcher that was killed."""
         self.outcomes: list[Outcome] = []
         self.attempt = -1
         self.num_killed = 0
@@ -52,14 +74,40 @@ class ElasticAgent:
         """The number of ranks before the last loss."""
         self._ended_ranks = EndedRanks(Classifier(context.elastic.policy), context.workers.notes)
         self._pending_cause = PendingCause(self._ended_ranks, context.slots, context.elastic.exclude_seconds)
-        self._begin()
+        self._is_resumed = memory is not None
+        if memory is None:
+            self._begin()
+        else:
+            self._resume(memory)
+
+    def _resume(self, memory: Mapping[str, Any]) -> None:
+        """Go on where the launcher was killed that had this memory."""
+        for name in _REMEMBERED:
+            setattr(self, name, memory[name])
+        self._context.slots = self._slots
+        self._rendezvous.attach(self._can_grow, self._workers.is_stopped)
+        self._connect(memory["channel"])
+        self._rendezvous.taken_over(time.monotonic())
+        if memory["signal"] is not None:
+            self._context.signals.received.insert(0, memory["signal"])
+
+    def _remember(self) -> None:
+        """Write down what is decided: see [Note: what is written down] in `succession.py`."""
+        if self._context.succession is not None:
+            memory = {name: getattr(self, name) for name in _REMEMBERED}
+            received = self._context.signals.received
+            signal_received = received[0] if received else None
+            self._context.succession.keep({**memory, "channel": self._channel.memory, "signal": signal_received})
 
     # -- for the supervisor -----------------------------------------------------------------------------
 
     def run(self) -> bool:
         """Run one attempt to its end; return whether it succeeded. A signal ends it early."""
-        self._slots.begin(time.monotonic())
+        if not self._is_resumed:
+            self._slots.begin(time.monotonic())
+        self._is_resumed = False
         self._start_due(time.monotonic())
+        self._act()
         while self._goes_on() and not self._context.signals.received and self._rendezvous.state != "lost":
             self._sleep()
             self._look()
@@ -97,14 +145,18 @@ class ElasticAgent:
         elastic = self._context.elastic
         self._has_reported_cause = False
         self._before_joining = BeforeJoining(self._ended_ranks)
-        self._seal = Seal(self._token, str(self.attempt))
-        self._channel = LauncherChannel(self._context.store, str(self.attempt), self._seal)
         self._rendezvous = Rendezvous(
             elastic.least, elastic.most, can_grow=self._can_grow, is_stopped=self._workers.is_stopped
         )
+        self._num_forgotten = 0
+        self._connect()
+
+    def _connect(self, memory: ChannelMemory | None = None) -> None:
+        """Prepare for the messages of this attempt's processes."""
+        seal = Seal(self._token, str(self.attempt))
+        self._channel = LauncherChannel(self._context.store, str(self.attempt), seal, memory)
         self._draining = Draining(self._context, self._rendezvous, self._end_one)
         self._disconnections = Disconnections(self._rendezvous, self._pending_cause)
-        self._num_forgotten = 0
 
     def _start(self, slot: Slot) -> None:
         number, context = self._num_started, self._context
@@ -121,6 +173,7 @@ class ElasticAgent:
         self._hosts[number] = slot.host
         self._slots.started(number, slot)
         self._rendezvous.started(number, slot.host)
+        self._remember()
 
     def _start_due(self, now: float) -> None:
         while (slot := self._slots.next(now)) is not None:
@@ -143,12 +196,15 @@ class ElasticAgent:
     def _look(self) -> None:
         """Handle all messages and events since the last call."""
         now = time.monotonic()
+        if self._context.succession is not None:
+            self._context.succession.tend()
         messages = self._channel.read(list(self._workers.living))
         events = self._workers.events()
         for event in events:
             self._take(event, now)
             self._act()
         for one in messages:
+            self._channel.act_on(one)
             self._disconnections.note(one, now)
             self._rendezvous.receive(one, now)
             self._act()
@@ -194,6 +250,7 @@ class ElasticAgent:
             reason, host = self._reasons.get(number, ""), self._hosts[number]
             step = self._rendezvous.step
             self._ended_ranks.add(outcome, loss.rank, step, reason, host=host, ran_out=event.ran_out)
+        self._remember()
 
     def _classify_before_joining(self, number: int, outcome: Outcome) -> None:
         """End the job if all its processes raised the same before they joined."""
@@ -250,15 +307,16 @@ class ElasticAgent:
 
     def _publish(self) -> bool:
         """Publish the rendezvous' announcements. Returns whether one says that a generation was formed."""
-        announcements = self._rendezvous.announcements
+        announcements = list(self._rendezvous.announcements)
+        if not announcements:
+            return False
         for announcement in announcements:
             if announcement.kind == "entering":
                 self._classify()
                 self._channel.share_reports(announcement.generation, announcement.members, announcement.before)
-            self._channel.publish(announcement)
-        has_formed = any(announcement.kind == "formed" for announcement in announcements)
-        announcements.clear()
-        return has_formed
+        self._rendezvous.announcements.clear()
+        self._channel.publish(*announcements, first=self._remember)
+        return any(announcement.kind == "formed" for announcement in announcements)
 
     def _classify(self) -> None:
         """Classify the losses before the next generation is entered, so that its members know of a batch to skip, and
@@ -293,9 +351,11 @@ class ElasticAgent:
                 f"{number.name}: passed on to the ranks, which have {grace:g} s to end; a second signal kills them."
             )
             self._rendezvous.requests.stop_together()
+        self._remember()
         already = len(signals)
         self._workers.end_job()
         self._workers.send(passed_on)
+        self._remember()
         self._workers.wait_for_end(grace, lambda: self._answer_last() or len(signals) > already)
         self.num_killed = self._workers.kill()
         self._conclude()
@@ -304,6 +364,7 @@ class ElasticAgent:
         """Let ranks that regroup while the job ends come to an agreement, so that they can save. Returns false."""
         if self._rendezvous.requests.is_stopping:
             for message in self._channel.read(list(self._workers.living)):
+                self._channel.act_on(message)
                 if message.kind not in ("leaving", "raised"):
                     self._rendezvous.receive(message, time.monotonic())
             self._publish()

@@ -212,6 +212,25 @@ class Rendezvous:
             elif why := too_late(process, seconds, has_heard=has_heard):
                 self._give_up(process, why)
 
+    def taken_over(self, now: float) -> None:
+        """Another launcher goes on with this object. A generation that members were entering is over: what they had
+        told each other was in the store of the last launcher."""
+        self._since = now
+        for process in self.processes.values():
+            process.is_dying_since = None if process.is_dying_since is None else now
+        if self.state == "entering":
+            self._end_generation(
+                (), "The launcher was killed while the ranks met, and another one has taken over.", now
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        """All but what the launcher's process has to give: see `attach`."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("can_grow", "is_stopped")}
+
+    def attach(self, can_grow: Callable[[], bool], is_stopped: Callable[[int, int], bool]) -> None:
+        """Restore what is not written down."""
+        self.can_grow, self.is_stopped = can_grow, is_stopped
+
     def stop(self, why: str) -> None:
         """End the job."""
         self.state, self.why_lost = "lost", why

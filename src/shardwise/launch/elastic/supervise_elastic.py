@@ -4,48 +4,158 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from shardwise.comm.members import LauncherAddress
 from shardwise.errors import LaunchError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.image_folder import Images
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.slots import Slots
+from shardwise.launch.elastic.succession import JobState, Succession, start_standby
 from shardwise.launch.elastic.workers import LocalWorkers
 from shardwise.launch.job import Job
 from shardwise.launch.job_report import failure_summary, first_status, report_stop, restart_line, say
 from shardwise.launch.log_folder import Folder
+from shardwise.launch.orphans import forget_orphans
+from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
+from shardwise.system.job_token import new_token
 
 _LOOK_SECONDS = 0.1
 
 
-def supervise(job: Job, listener: socket.socket, on_cpu: bool, bound: list[dict[str, str]] | None = None) -> int:
+def supervise(
+    job: Job, listener: socket.socket, on_cpu: bool, bound: list[dict[str, str]] | None = None, standby: str = ""
+) -> int:
     """Like `shardwise.launch.supervise`, for a job with `elastic`.
 
     The status is 0 if all ranks of the last generation ended with 0, or left because they had asked to; that of the
     rank that failed first if too few were left. Ranks lost before, whose work the others took over, do not count.
+
+    If this process is killed, another one takes over, which runs the module `standby`; see "When the launcher dies" in
+    docs/elastic-protocol.md.
     """
     assert job.elastic is not None
-    address, port = listener.getsockname()[:2]
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    with SignalLog() as signals, Folder(job.log_dir) as folder, Images() as images:
-        shares = bound or [{} for _ in range(job.nproc)]
-        slots = Slots(job.nproc, Budget(job.elastic.retries, job.elastic.retry_seconds))
-        slots.ready("", job.nproc, time.monotonic())
-        workers = LocalWorkers(job, folder, images, on_cpu=on_cpu, bound=shares)
+    with SignalLog() as signals, Images() as images, Folder(job.log_dir, images.folder) as folder:
         run_id = f"{os.getpid()}-{int(time.time())}"
-        return run_attempts(
-            Context(job, job.elastic, store, address, port, run_id, folder, workers, slots, signals, say)
-        )
+        shares = bound or [{} for _ in range(job.nproc)]
+        state = JobState(job, on_cpu, shares, run_id, new_token())
+        workers = LocalWorkers(job, folder, images, on_cpu=on_cpu, bound=shares)
+        succession = Succession(images.folder, state, workers.memory, say, _starter(standby))
+        return _run_here(state, _store_at(listener), images, folder, workers, signals, succession)
 
 
-def run_attempts(context: Context) -> int:
-    """Run attempts until one succeeds or none is left; return the exit status, as `supervise` does."""
-    agent = ElasticAgent(context)
+def take_over(place: Path, standby: str = "", *, since: float | None = None, standby_lock: int | None = None) -> int:
+    """Go on with the job of the folder `place`, whose launcher was killed; returns the job's exit status. The ranks
+    must be processes of this host and user. `standby` is as for `supervise`. `since` is when the launcher was killed,
+    by `time.monotonic`, if that is known. `standby_lock` is closed once this process has its own standby process.
+
+    Raises `LaunchError` if the job is over, or has a launcher. Call it from the main thread.
+    """
+    JobState.read(place)  # raises before anything is locked, or removed, in a folder that is no job's
+    with SignalLog() as signals, Images.taken_over(place) as images, ExitStack() as stack:
+        state = JobState.read(place)
+        job, killed = state.job, state.pid
+        os.environ.clear()
+        os.environ.update(state.environment)
+        os.chdir(state.directory)
+        state.number, state.pid = state.number + 1, os.getpid()
+        folder = stack.enter_context(Folder(job.log_dir, place))
+        workers = LocalWorkers(job, folder, images, on_cpu=state.on_cpu, bound=state.bound)
+        succession = Succession(place, state, workers.memory, say, _starter(standby))
+        stack.callback(succession.dismiss)
+        stack.callback(workers.close)  # the ranks end with a launcher that fails
+        num_ranks = workers.adopt(state.workers, state.run_id)
+        succession.tend()
+        if standby_lock is not None:
+            os.close(standby_lock)
+        store = _store_at(_listen_again(job.port))
+        forget_orphans(place)
+        say(_taken_over(killed, num_ranks, None if since is None else time.monotonic() - since))
+        status = _run_here(state, store, images, folder, workers, signals, succession)
+        say(f"the job has ended with status {status}.")
+        folder.write_status(status)
+        return status
+
+
+def _starter(standby: str) -> Callable[[Path], subprocess.Popen[bytes]] | None:
+    return partial(start_standby, standby) if standby else None
+
+
+def _taken_over(killed: int, num_ranks: int, seconds: float | None) -> str:
+    me, after = os.getpid(), "" if seconds is None else f" after {seconds:.1f} s"
+    go_on = "1 rank goes on" if num_ranks == 1 else f"{num_ranks} ranks go on"
+    killed_one = f"the launcher (process {killed}) was killed."
+    return f"{killed_one} Process {me} has taken over{after}: {go_on}. `kill {me}` ends the job."
+
+
+def _store_at(listener: socket.socket) -> TCPStore:
+    address, port = listener.getsockname()[:2]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _listen_again(port: int | None) -> socket.socket:
+    """At the port that the user has asked for, if it can be had again."""
+    try:
+        return listen(port)
+    except LaunchError:
+        return listen(None)
+
+
+def _run_here(
+    state: JobState,
+    store: TCPStore,
+    images: Images,
+    folder: Folder,
+    workers: LocalWorkers,
+    signals: SignalLog,
+    succession: Succession,
+) -> int:
+    """Run a job on this host from its beginning, or from what was written down."""
+    elastic = state.job.elastic
+    assert elastic is not None
+    slots = Slots(state.job.nproc, Budget(elastic.retries, elastic.retry_seconds))
+    slots.ready("", state.job.nproc, time.monotonic())
+    place = None if images.folder is None else LauncherAddress(state.number, store.host, store.port)
+    context = Context(
+        state.job,
+        elastic,
+        store,
+        store.host,
+        store.port,
+        state.run_id,
+        folder,
+        workers,
+        slots,
+        signals,
+        say,
+        state.token,
+        succession,
+    )
+    try:
+        succession.keep(state.agent)
+        succession.tend()
+        agent = ElasticAgent(context, state.agent)
+        if images.folder is not None and place is not None:
+            place.write(images.folder)
+        return run_attempts(context, agent)
+    finally:
+        succession.dismiss()
+
+
+def run_attempts(context: Context, agent: ElasticAgent | None = None) -> int:
+    """Run attempts until one succeeds or none is left; return the exit status, as `supervise` does. `agent` is one that
+    goes on with an attempt."""
+    agent = ElasticAgent(context) if agent is None else agent
     try:
         return _run(agent, context)
     except OSError as error:
@@ -56,6 +166,9 @@ def run_attempts(context: Context) -> int:
 
 def _run(agent: ElasticAgent, context: Context) -> int:
     budget = Budget(context.elastic.retries, context.elastic.retry_seconds)
+    succession = context.succession
+    if succession is not None and succession.state.restarts is not None:
+        budget = succession.state.restarts
     while not agent.run():
         logs = context.folder.place(agent.attempt)
         if context.signals.received:
@@ -69,6 +182,8 @@ def _run(agent: ElasticAgent, context: Context) -> int:
             say(why + failure_summary(agent.outcomes, logs))
             return first_status(agent.outcomes)
         say(restart_line(agent.outcomes, agent.attempt + 1, many, used))
+        if succession is not None:
+            succession.state.restarts = budget
         agent.begin_again()
     return 0
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardwise.launch.adopted import RankRecord, find_ranks
 from shardwise.launch.echo import Echo
 from shardwise.launch.elastic.image_folder import Images
 from shardwise.launch.elastic.job_notes import FolderNotes, Notes, OomKills
@@ -16,8 +18,9 @@ from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.launch.job import Job
 from shardwise.launch.log_folder import Folder
+from shardwise.launch.orphans import VARIABLE as ORPHAN_SECONDS
 from shardwise.launch.outcome import Outcome
-from shardwise.launch.ranks import Ranks
+from shardwise.launch.ranks import Ranks, kill_session
 from shardwise.system.job_folder import ENDING
 from shardwise.system.machine import is_stopped
 
@@ -125,6 +128,16 @@ class Workers(Protocol):
         ...
 
 
+@dataclass
+class WorkersMemory:
+    """What a launcher that takes over needs to know about the processes of this host."""
+
+    records: Sequence[RankRecord] = ()
+    """By number."""
+    living: frozenset[int] = frozenset()
+    """Those whose end the launcher has not acted on."""
+
+
 class LocalWorkers:
     """The processes of this host; an end is noticed within a millisecond."""
 
@@ -139,12 +152,38 @@ class LocalWorkers:
         self._oom_kills = OomKills()
         self._poll = select.poll()
         self._lives: dict[int, int] = {}
-        """By number: the pidfd of each living process."""
+        """By number: the pidfd of each living process; -1 for one that has ended, and whose end nobody has heard."""
         self._echoes: list[Echo] = []
 
     @property
     def living(self) -> Collection[int]:
         return self._lives.keys()
+
+    def memory(self) -> WorkersMemory:
+        """What a launcher that takes over gets by `adopt`."""
+        return WorkersMemory(self._ranks.records(), frozenset(self._lives))
+
+    def adopt(self, memory: WorkersMemory, run_id: str) -> int:
+        """Take over the processes of a launcher that was killed. Returns how many of them live.
+
+        Processes that it has started and not written down are killed: their slots are free.
+        """
+        found = find_ranks(run_id)
+        for number in [number for number in found if number >= len(memory.records)]:
+            kill_session(found.pop(number))
+        self._ranks.adopt(memory.records, found)
+        for number in memory.living:
+            self._lives[number] = -1
+            if number in found:
+                self._follow(number, found[number])
+                files = self._folder.files_beside(memory.records[number].error_file)
+                self._echoes.append(Echo([files], from_end=True))
+        return len(memory.living & found.keys())
+
+    def _follow(self, number: int, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._lives[number] = os.pidfd_open(pid)
+            self._poll.register(self._lives[number], select.POLLIN)
 
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
         files = self._folder.files(attempt.number, number)
@@ -157,13 +196,18 @@ class LocalWorkers:
             on_cpu=self._on_cpu,
             error_file=str(files.error),
         )
-        own = {"SHARDWISE_LAUNCHER_PID": str(os.getpid())}
-        if self._images.folder is not None:
-            own["SHARDWISE_IMAGES"] = str(self._images.folder)
+        if self._images.folder is None:
+            own = {"SHARDWISE_LAUNCHER_PID": str(os.getpid())}  # nobody could take over
+        else:
+            assert self._job.elastic is not None
+            seconds = f"{self._job.elastic.launcher_timeout_seconds:g}:{self._job.grace_seconds:g}"
+            own = {"SHARDWISE_IMAGES": str(self._images.folder), ORPHAN_SECONDS: seconds}
+            # torch's store prints twenty lines of C++ frames, several times a second, when the launcher dies
+            own["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         whole = os.environ | environment | self._bound[slot.local] | own | settings
         pid = self._ranks.start(self._job.rank_command(), whole, files)
-        self._lives[number] = os.pidfd_open(pid)
-        self._poll.register(self._lives[number], select.POLLIN)
+        self._lives[number] = -1
+        self._follow(number, pid)
         self._echoes.append(Echo([files]))
 
     def wait(self, milliseconds: int) -> None:
@@ -221,5 +265,6 @@ class LocalWorkers:
 
     def _forget(self, number: int) -> None:
         descriptor = self._lives.pop(number)
-        self._poll.unregister(descriptor)
-        os.close(descriptor)
+        if descriptor >= 0:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)

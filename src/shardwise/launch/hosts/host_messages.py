@@ -33,7 +33,7 @@ _OUTCOME = {
     **dict.fromkeys(("summary", "traceback", "last_status", "batch", "lost_with"), str),
     "time": float,
     "sent_at": _SECONDS,
-    "recorded": bool,
+    **dict.fromkeys(("recorded", "is_status_lost"), bool),
     "at_fault": [int],
 }
 _JOB = {
