@@ -3,6 +3,7 @@
 from shardwise.comm.members.channels import LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.member_messages import TAKEN_FOR_LOST, Announcement, MemberMessage, axes_of_text
+from shardwise.comm.members.pace import Pace
 
 __all__ = [
     "DEPARTURE",
@@ -10,6 +11,7 @@ __all__ = [
     "Announcement",
     "LauncherChannel",
     "MemberMessage",
+    "Pace",
     "axes_of_text",
     "generation_prefix",
     "scope_of",
