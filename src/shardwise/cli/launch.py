@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from shardwise import launch
 from shardwise.cli import launch_places
 from shardwise.cli.autotuning import NOT_ON_HOSTS, run_tuned
 from shardwise.errors import LaunchError
+from shardwise.launch.autoscale import parse_policy
 from shardwise.launch.cores import BINDINGS
 from shardwise.launch.job import Elastic, Job, describe
 
@@ -100,6 +102,11 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         metavar="N[:SECONDS]",
         help="start at most N replacements of lost ranks within SECONDS (default: 3:600)",
     )
+    option(
+        "--autoscale",
+        metavar="POLICY",
+        help="ask for more and fewer ranks by itself: fill, gain:0.7 (while a rank is that fast) or schedule:FILE",
+    )
     launch_places.add_elastic_arguments(option)
 
 
@@ -153,6 +160,11 @@ def _run(args: argparse.Namespace) -> int:
                 "mpi, and name the hosts with --hosts, --hostfile or --host-discovery-script."
             )
         return launch_places.run_elsewhere(place, args, job)
+    if job.elastic is not None and job.elastic.autoscale is not None:
+        raise LaunchError(
+            "--autoscale needs hosts to grow to, and this machine alone has none. Name them with --hosts or "
+            "--hostfile, or use --where slurm or k8s."
+        )
     job.check()
     with launch.listen(job.port) as listener:  # both before torch is imported, so that a mistake is reported at once
         num_gpus = launch.count_gpus()
@@ -226,6 +238,8 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
 def _elastic(args: argparse.Namespace) -> Elastic | None:
     """The values of `--elastic` and `--retries`."""
     if args.elastic is None:
+        if args.autoscale is not None:
+            raise LaunchError("--autoscale is for elastic jobs. Add --elastic MIN:MAX, the limits of their size.")
         if args.retries is not None:
             raise LaunchError("--retries is for elastic jobs. Add --elastic MIN:MAX, or use --max-restarts instead.")
         return None
@@ -235,9 +249,9 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     retries = re.fullmatch(r"(\d+)(?::(\d+(?:\.\d+)?))?", "3:600" if args.retries is None else args.retries)
     if retries is None:
         raise LaunchError(f"--retries {args.retries}: give a number, or a number and seconds, such as 3:600.")
-    return Elastic(
-        int(limits[1]), int(limits[2]), int(retries[1]), float(retries[2] or 600), **launch_places.host_limits(args)
-    )
+    elastic = Elastic(int(limits[1]), int(limits[2]), int(retries[1]), float(retries[2] or 600))
+    policy = None if args.autoscale is None else parse_policy(args.autoscale)
+    return replace(elastic, autoscale=policy, **launch_places.host_limits(args))
 
 
 def _run_by(args: argparse.Namespace) -> tuple[str, ...]:

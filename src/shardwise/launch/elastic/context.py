@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.comm.compat import Store
+from shardwise.launch.elastic.scaling import Scaling
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.workers import Workers
 from shardwise.launch.job import Elastic, Job
@@ -30,3 +31,5 @@ class Context:
     say: Callable[[str], None]
     token: str = ""
     """By which ranks know each other; `""` is a new one."""
+    scaling: Scaling | None = None
+    """With `--autoscale`."""
