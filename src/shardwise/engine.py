@@ -35,7 +35,6 @@ from shardwise.program import Footprint, render
 from shardwise.runtime.micro_batches import LossFunction
 from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.engine_report import MemoryReport, describe, memory_of, rehearsed, write_timeline
-from shardwise.sharded.fitting import Limits, fit_activations
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import lay
 from shardwise.sharded.state import State, reshard, trained_as_before, unshard
@@ -927,8 +926,8 @@ class Engine:
         `host` how much the ranks of a host may hold in its memory besides. They default to the plan's `budget`.
 
         If activations fit, they are kept. Otherwise each choice is rehearsed: recomputed selectively or completely, on
-        the host, and on a disk if the plan names a folder. Of those that fit the cheapest is taken, by the operations
-        that are recomputed and by what `shardwise bench` has measured on this machine; without measurements, the first.
+        the host, and on a disk if the plan names a folder. Of those that fit the fastest is taken, as the clock times a
+        step (docs/planner.md) on this machine as `shardwise calibrate` has measured it, else by its device's profile.
         Returns a sentence that says what was chosen and why. `batch`, `loss` and `expert_load` are those of `rehearse`.
 
         Under a pipeline `batch` is a micro-batch, those in flight are counted, and all stages take the same choice; it
@@ -949,6 +948,9 @@ class Engine:
         limit_of_host = allowed.host if host is None else bytes_of("host of fit_activations()", host)
         if limit is None:
             raise ConfigError("Say how much each device may hold: fit_activations(batch, '10GiB'), or budget.device.")
+        from shardwise.fit.search import Limits  # only these jobs load the planner
+        from shardwise.sharded.fitting import fit_activations
+
         limits = Limits(limit, limit_of_host)
         fitted = fit_activations(self._sharded, batch, loss, limits, expert_load)
         if fitted.plan.activations != self._sharded.plan.activations:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import accelerate_jobs
+import fabric_jobs
+import lightning_jobs
 import pytest
 import torch
 import trainer_jobs
@@ -17,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import shardwise as sw
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.integrations.sample_batch import sample_batch
 from tests.thorough import sampled
 
@@ -172,3 +174,108 @@ def test_the_batch_is_of_the_longest_samples_and_nothing_else_changes() -> None:
         sample_batch(Padded(), DataLoader([{"pixels": torch.zeros(3)}], 1))
     with pytest.raises(ConfigError, match="is empty"):
         sample_batch(Padded(), DataLoader([], 1))
+
+
+class Stepped(lightning_jobs.Module):
+    """Its step logs, and calls its own forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self._loss(batch["rows"])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.all_gather(outputs["loss"]).mean().item())
+
+
+class Loaded(lightning_jobs.Data):
+    """Counts how often it is asked, and draws random numbers for it."""
+
+    num_asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.num_asked += 1
+        order = torch.randperm(48).tolist()
+        rows = lightning_jobs.Rows(48)
+        return {"rows": DataLoader([rows[place] for place in order], batch_size=2)}
+
+
+def stepped(plan: Any, folder: str, *, kind: type[Any] = Stepped, **settings: Any) -> dict[str, Any]:
+    """An evaluation comes first."""
+    torch.manual_seed(3)
+    module, data = kind(), Loaded()
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1}
+    trainer = lightning_jobs.trainer_of(plan, folder, enable_checkpointing=False, settings=settings, **arguments)
+    val = trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    engine = getattr(trainer.strategy, "engine", None)
+    chosen = None if engine is None else engine.plan.model_dump(mode="json", exclude_unset=True)
+    assert not [name for name in vars(module) if name.startswith("_shardwise_own")]
+    return {"losses": module.losses, "norms": module.norms, "val": val[0]["val"], "plan": chosen}
+
+
+def test_trainer_of_lightning_takes_a_plan_for_its_training_step(tmp_path: Path) -> None:
+    waited = begin(2, stepped, None, str(tmp_path))
+    first, second = on_ranks(2, stepped, {"preset": "auto", "run": str(tmp_path / "run")}, str(tmp_path))
+    expected = waited()[0]
+    assert len(first["losses"]) == 12
+    assert first["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert first["norms"] == pytest.approx(expected["norms"], abs=1e-5)
+    assert first["val"] == pytest.approx(expected["val"], abs=1e-5)
+    assert first["plan"] == second["plan"]
+    assert first["plan"]["preset"] != "auto"
+    assert "2 x 2 rows" in (tmp_path / "run" / "plan.yaml").read_text()
+
+
+class Talks(Stepped):
+    """Its step needs its Trainer; its forward does not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.strategy.reduce(loss.detach())
+        return loss
+
+
+def stepped_wrongly(folder: str) -> str:
+    with pytest.raises(ModelError) as raised:
+        stepped("auto", folder, kind=Talks)
+    given = stepped("auto", folder, kind=Talks, batch=(torch.zeros(2, 4, dtype=torch.long),))
+    assert len(given["losses"]) == 24
+    return str(raised.value)
+
+
+def test_a_step_that_cannot_be_rehearsed_has_a_cure(tmp_path: Path) -> None:
+    said = on_ranks(1, stepped_wrongly, str(tmp_path))[0]
+    assert "without a Trainer" in said
+    assert "ShardwiseStrategy(plan='auto', batch=" in said
+
+
+def by_fabric(plan: Any) -> list[float]:
+    fabric = fabric_jobs.fabric_of(plan)
+    loader = fabric.setup_dataloaders(DataLoader(lightning_jobs.Rows(24), batch_size=2))
+    model, optimizer, _ = fabric_jobs.made(fabric, is_apart=True)
+    losses = []
+    for batch in loader:
+        loss = fabric_jobs.loss_of(model, batch)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach()).item())
+    return losses
+
+
+def fabric_without_loader() -> str:
+    fabric = fabric_jobs.fabric_of("auto")
+    with pytest.raises(ConfigError) as raised:
+        fabric_jobs.made(fabric)
+    given = fabric_jobs.fabric_of("auto", settings={"batch": torch.zeros(2, 4, dtype=torch.long)})
+    model, *_ = fabric_jobs.made(given)
+    assert given.strategy.engine_of(model).plan.preset != "auto"
+    return str(raised.value)
+
+
+def test_a_loop_of_fabric_is_chosen_for_by_its_loader() -> None:
+    waited = begin(2, by_fabric, None)
+    ours = on_ranks(2, by_fabric, "auto")[0]
+    assert ours == pytest.approx(waited()[0], abs=1e-5)
+    assert "fabric.setup_dataloaders(loader) before" in on_ranks(1, fabric_without_loader)[0]

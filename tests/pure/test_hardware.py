@@ -74,7 +74,7 @@ def test_collectives_within_a_node_between_nodes_and_over_both() -> None:
     # one rank of each node; the other three pairs use the cards too, so that each gets a quarter of 20
     assert PLAIN.collective_seconds("all_gather", 400, between) == pytest.approx(400 / 2 / 5 + 10)
     # four ranks of a node have all of its cards
-    assert PLAIN.collective_seconds("all_gather", 400, both) == pytest.approx(400 / 2 / 20 + 3 + 10)
+    assert PLAIN.collective_seconds("all_gather", 400, both) == pytest.approx(400 / 2 / 20 + 6 + 10), "a flat ring"
     assert PLAIN.collective_seconds("send", 400, (3, 4)) == pytest.approx(400 / 5 + 10)
     assert PLAIN.collective_seconds("all_reduce", 400, within) == pytest.approx(2 * (400 / 100 + 2))  # the tree
     assert PLAIN.collective_seconds("all_gather", 400, range(1)) == 0
@@ -178,6 +178,7 @@ SPEEDS = Speeds(
     copy_bytes_per_second=1e10,
     launch_seconds=3e-6,
     messages=[(2**13, 2e-5), (2**25, 2e-5 + 2**24 / 4e9)],
+    exchanges=[(2**13, 4e-5), (2**25, 4e-5 + 2**24 / 1e9)],
 )
 
 
@@ -191,6 +192,7 @@ def test_a_profile_follows_from_measurements() -> None:
     assert found.ranks_per_node == 2
     assert found.memory_share == pytest.approx(0.5)
     assert found.collective_seconds("all_gather", 2**25, range(2)) == pytest.approx(2e-5 + 2**24 / 4e9, rel=0.01)
+    assert found.collective_seconds("all_to_all", 2**25, range(2)) == pytest.approx(4e-5 + 2**24 / 1e9, rel=0.01)
     assert found.memory_seconds(1e8, "fp32") == pytest.approx(2e-2)
     assert found.memory_seconds(1e8, "bf16") == pytest.approx(4e-2)
     for measured, is_backward in ((SPEEDS.attention, False), (SPEEDS.attention_backward, True)):

@@ -184,6 +184,7 @@ def test_runs_that_were_not_fitted_are_predicted(changed: dict[str, str], measur
         ({"seq_len": "-3"}, "seq_len is '-3', which is not a whole number from 1 on"),
         ({"heads": "many"}, "heads is 'many', which is not a number"),
         ({"pp": "64", "tp": "1"}, "global_batch_seqs 64"),
+        ({"gpu": "H100", "precision": ""}, "precision is not given, and the device computes in fp8 as well as in bf16"),
     ],
 )
 def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reason: str) -> None:
@@ -205,6 +206,12 @@ def test_names_stand_for_shapes_and_a_rows_own_figures_win() -> None:
     assert named.no_memory
     own = read_run(row(layers="4", model="Llama 3.1 405B", vpp="1", pp="4", dp="2", vocab="7"))
     assert (own.job.model.num_layers, own.job.model.vocab) == (4, 7)
+
+
+def test_eager_models_have_a_kernel_for_each_step_of_attention() -> None:
+    how = read_run(row(source="DeepSpeedExamples/training/autotuning/hf/gpt2/README.md")).job.how
+    assert (how.attention, how.passes) == ("plain", 3.0)
+    assert read_run(row()).job.how.attention == "fused"
 
 
 def test_out_of_memory_is_said_with_its_amount() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,25 +16,28 @@ from twins import adamw, batches, train
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, StateError
+from shardwise.fit.hardware import Host, hardware
+from shardwise.fit.search import Evaluated
 from shardwise.plan import PolicyName
 from shardwise.sharded import fitting
-from shardwise.sharded.fitting import Choice
-from shardwise.system.calibration import Calibration, HostFigures
 from shardwise.testing import run_ranks
 from tests.models import Decoder, Transformer
 from tests.thorough import sampled, thorough_only
 
 MIB = 2**20
-FAST = Calibration("here", {}, HostFigures(1e15, 1e9, 1, ""))
+CPU = hardware("cpu")
+FAST = CPU.model_copy(
+    update={"host": Host(memory_bytes=2**40, memory_bytes_per_second=1e15, adam_elements_per_second=1e9)}
+)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cheapest policy that fits is chosen by rehearsal, with a calibration in which copies cost nothing. Its
-    predicted memory is within the limit."""
+def test_the_fastest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest policy that fits is chosen by rehearsal, on hardware where copies cost nothing. Its predicted memory
+    is within the limit."""
     torch.manual_seed(0)
     model, data = Transformer(), batches(2, rows=32)
-    monkeypatch.setattr(fitting, "readable_calibration", lambda: FAST)
+    monkeypatch.setattr(fitting, "hardware_here", lambda _: FAST)
     replicas, plain = [copy.deepcopy(model)], [copy.deepcopy(model)]
 
     def kept(world: sw.World) -> list[float]:
@@ -49,7 +53,7 @@ def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.Monke
             said = engine.fit_activations(data[0], limit)
             assert engine.plan.activations.policy == "offload", said
             lines = said.splitlines()
-            assert lines[0].startswith("activations: offload, the cheapest of those that fit in ")
+            assert lines[0].startswith("activations: offload, the fastest of those that fit in ")
             assert [line.split()[0] for line in lines[1:]] == ["keep", "selective", "recompute", "offload"]
             assert lines[1].endswith(": too much")
             assert engine.rehearse(data[0]).total <= limit
@@ -61,12 +65,12 @@ def test_the_cheapest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.Monke
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits are the plan's budget or others, for devices, hosts and disks. A refusal changes nothing."""
-    found: dict[str, list[Choice]] = {
-        "keep": [Choice(90 * MIB, 0, 0, 0.0), Choice(120 * MIB, 0, 0, 0.0)],
-        "selective": [Choice(80 * MIB, 0, 0, 3.0), Choice(80 * MIB, 0, 0, 5.0)],
-        "recompute": [Choice(60 * MIB, 0, 0, 6.0), Choice(60 * MIB, 0, 0, 6.0)],
-        "offload": [Choice(70 * MIB, 30 * MIB, 0, 4.0), Choice(70 * MIB, 30 * MIB, 0, 4.0)],
-        "disk": [Choice(70 * MIB, 0, 30 * MIB, None), Choice(70 * MIB, 0, 30 * MIB, None)],
+    found: dict[str, list[Evaluated]] = {
+        "keep": [Evaluated(0.0, 90 * MIB), Evaluated(0.0, 120 * MIB)],
+        "selective": [Evaluated(3.0, 80 * MIB), Evaluated(5.0, 80 * MIB)],
+        "recompute": [Evaluated(6.0, 60 * MIB)] * 2,
+        "offload": [Evaluated(4.0, 70 * MIB, host_bytes=60 * MIB)] * 2,
+        "disk": [Evaluated(math.inf, 70 * MIB, disk_bytes=60 * MIB)] * 2,
     }
     replicas = [Transformer() for _ in range(2)]
 
@@ -89,7 +93,7 @@ def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytes
             assert chosen(65 * MIB) == "recompute"
             before = engine.plan
             with pytest.raises(
-                ConfigError, match=r"at least 10.0 MiB more than the 50.0 MiB of .*: keep 120.0 MiB; sel"
+                ConfigError, match=r"at least 10.0 MiB more than the 50.0 MiB of .*: keep 120.0 MiB, .*; selective 80"
             ):
                 chosen(50 * MIB)
             assert engine.plan == before
@@ -101,7 +105,7 @@ def test_ranks_agree_on_what_fits_all_of_them(tmp_path: Path, monkeypatch: pytes
             assert chosen() == "disk"
             train(engine, batches(1))
 
-    mine_of: dict[int, dict[str, Choice]] = {}
+    mine_of: dict[int, dict[str, Evaluated]] = {}
     room_of: dict[int, int] = {}
     run_ranks(2, rank)
 
@@ -139,13 +143,13 @@ def test_stages_of_a_pipeline_take_the_same_choice(
     torch.manual_seed(0)
     model, data = Decoder(num_blocks=4), stage_batches(2, 8)
     own = fitting._rehearsed
-    promises: dict[int, dict[str, Choice]] = {}
+    promises: dict[int, dict[str, Evaluated]] = {}
 
-    def forced(*args: Any) -> dict[PolicyName, Choice]:
+    def forced(*args: Any) -> dict[PolicyName, Evaluated]:
         """Rehearse all policies, but let only one of them fit."""
         found = own(*args)
         promises[threading.get_ident()] = dict(found)
-        return {name: replace(one, device=0 if name == policy else 2**40) for name, one in found.items()}
+        return {name: replace(one, device_bytes=0 if name == policy else 2**40) for name, one in found.items()}
 
     monkeypatch.setattr(fitting, "_rehearsed", forced)
 
@@ -161,7 +165,7 @@ def test_stages_of_a_pipeline_take_the_same_choice(
                 if fits:
                     said = engine.fit_activations(micro_batch, "1GiB")
                     assert engine.plan.activations.policy == policy, said
-                    promise = promises[threading.get_ident()][policy].device
+                    promise = promises[threading.get_ident()][policy].device_bytes
                 else:
                     promise = engine.rehearse(micro_batch).total
                 losses = [engine.train_step(batch).item() for batch in data]

@@ -16,12 +16,16 @@ from twins import adamw, batches, plain_run
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.elastic import pace_meter
+from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import Hardware, hardware
+from shardwise.fit.step_time import step_time
 from shardwise.observe import prediction, read_record
 from shardwise.observe.differences import BETWEEN, compared, seconds_by_action
 from shardwise.observe.run_view import read_run
+from shardwise.plan import load_plan
+from shardwise.plan.mesh import Mesh
 from shardwise.testing import run_ranks
-from tests.models import Transformer
+from tests.models import Gpt, Mixture, Transformer
 from tests.thorough import thorough_only
 
 NUM_STEPS = 16
@@ -162,7 +166,7 @@ def test_micro_batches_are_counted_as_the_loop_accumulates_them(
 def test_without_a_description_of_the_hardware_nothing_is_rehearsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prediction, "rehearse", None)
+    monkeypatch.setattr(prediction, "rehearse_step", None)
     trained(tmp_path, None, monkeypatch)
     assert read_run(tmp_path).prediction is None
 
@@ -170,11 +174,51 @@ def test_without_a_description_of_the_hardware_nothing_is_rehearsed(
 def test_a_prediction_that_fails_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prediction, "rehearse", None)
+    monkeypatch.setattr(prediction, "rehearse_step", None)
     with caplog.at_level(logging.INFO, logger="shardwise"):
         trained(tmp_path, hardware("cpu"), monkeypatch)
     assert read_run(tmp_path).prediction is None
     assert any("is not predicted" in record.message for record in caplog.records)
+
+
+TOKENS = torch.arange(32).view(2, 16)
+WIDE = {"tensor": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}}
+SPLIT: dict[str, tuple[Any, dict[str, Any], tuple[torch.Tensor, ...]]] = {
+    "tp": (Transformer, WIDE, batches(1)[0]),
+    "sp": (Gpt, {}, (TOKENS, TOKENS % 16)),
+    "ep": (Mixture, {}, batches(1)[0]),
+}
+
+
+@pytest.mark.parametrize("axis", SPLIT)
+def test_a_split_model_is_predicted_as_before_it_was_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: str
+) -> None:
+    """With what it computes and sends within its layers, though no other rank is asked."""
+    described = hardware("cpu")
+    monkeypatch.setattr(prediction, "described_hardware", lambda _: described)
+    build, more, batch = SPLIT[axis]
+    values = {"preset": "zero3", "mesh": {"dp": 1, axis: 2} if axis != "ep" else {"ep": 2}, **more}
+
+    def rank(world: sw.World) -> None:
+        model = build()
+        with sw.shard(model, {"run": str(tmp_path), **values}, optimizer=adamw(model), world=world) as engine:
+            part = engine.split_sequence(batch) if axis == "sp" else batch
+            engine.backward(engine(*part).sum())
+            engine.step()
+            engine.log({"loss": 0.0})
+
+    run_ranks(2, rank)
+    found = read_run(tmp_path).prediction
+    assert found is not None
+    plan, mesh, model = load_plan(values), Mesh(tuple(values["mesh"]), tuple(values["mesh"].values())), build()
+    (units,) = rank_units(model, plan, mesh, optimizer="adamw")
+    part = tuple(one[:, :8] for one in batch) if axis == "sp" else batch
+    (counted,) = count_step(model, part, plan, mesh, counts_work=True)
+    expected = step_time([units.program(plan, counted)], described.with_ranks(2), mesh, num_micro_batches=1)
+    assert found["parts"][f"waiting along {axis}"] > 0
+    assert found["parts"] == pytest.approx(expected.breakdown)
+    assert found["seconds"] == pytest.approx(expected.timeline.step_seconds)
 
 
 def span(name: str, begin: float, end: float, track: str = "units") -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
 SUBJECT = "activations"
+LEDGER_OF_COPIES = object()
+"""In the memo of a deep copy, under the identity of this: a ledger of what copies of lines would send."""
 
 
 class Line:
@@ -38,9 +41,9 @@ class Line:
         self.on_fault: Callable[[CommError], None] | None = None
         """Called with a fault between ranks. If it returns, the result is undefined, and nobody may use it."""
 
-    def __deepcopy__(self, memo: object) -> Line:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
         """A deep copy of a model is for a rehearsal: a sharded model itself cannot be copied."""
-        return Line(None, self.group, self._ledger)
+        return Line(None, self.group, self._ledger or memo.get(id(LEDGER_OF_COPIES)))
 
     @property
     def num_ranks(self) -> int:

@@ -108,7 +108,7 @@ class CountedWork:
 
     def __init__(self, num_ranks: Mapping[str, int] | None = None) -> None:
         self.worked: list[Worked] = []
-        self.ledger = _CountingLedger(self._note_message)
+        self.ledger: Ledger = _CountingLedger(self._note_message)
         self._counting: CountedOperations | None = None
         self._num_ranks = dict(num_ranks or {})
         self._known: dict[tuple[Operations, Operations, Operations], tuple[Operations, Operations, Operations]] = {}

@@ -1,12 +1,13 @@
 """A model of many equal blocks, rehearsed as one that has few of them.
 
 [Note: equal blocks] Most of a large model is a list of blocks that do the same, and a rehearsal of all of them finds
-the same again and again. So copies with `few` and with one more of them are rehearsed. If the record of the larger copy
-is that of the smaller one with its middle block once more, a further block adds what the one before it has added, and
-the record of the model follows. What holds for one treatment of activations holds for it with other samples too, for
-which the smaller copy is enough. Where it does not hold (skips between distant blocks, blocks that free what others
-hold), the model is rehearsed as it is. What a process of a CPU keeps in its heap is a peak that may lie elsewhere with
-more blocks: there, and for disks, whose staging is limited, models are rehearsed as they are too.
+the same again and again. So a copy with `FEW` of them is rehearsed. If two inner blocks next to each other have done
+the same in it, a further block between them adds what each of them has added, and the record of the model follows.
+Whether what is done outside of blocks depends on their number, a second copy with one block less tells, once for a
+model. What holds for one treatment of activations holds for it with other samples too, for which that many blocks less
+one are enough. Where it does not hold (skips between distant blocks, blocks that free what others hold), the model is
+rehearsed as it is. What a process of a CPU keeps in its heap is a peak that may lie elsewhere with more blocks: there,
+and for disks, whose staging is limited, models are rehearsed as they are too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -26,8 +28,10 @@ from shardwise.plan import Plan
 from shardwise.program import Mark, Moment
 from shardwise.runtime.rehearsal import is_small_integers, rebind
 
-FEW = (3, 5)
-"""Blocks of the smaller copy; the second where a block frees what the one before it holds."""
+FEW = (4, 5, 6)
+"""Blocks of a copy; more than four where a block frees what the one before or behind it holds."""
+LEAST = 6
+"""Of which it is worth it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def equal_blocks(model: nn.Module) -> EqualBlocks | None:
     """The longest list of equal blocks in `model`, if there is one that is worth it."""
     found: EqualBlocks | None = None
     for path, module in model.named_modules():
-        least = 2 * FEW[0] if found is None else found.num + 1
+        least = LEAST if found is None else found.num + 1
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= least:
             first, *others = module
             if all(_are_alike(first, other, place) for place, other in enumerate(others, start=1)):
@@ -77,8 +81,11 @@ class FewBlocks:
     model: nn.Module
     blocks: EqualBlocks | None
     _copies: dict[int, nn.Module] = field(default_factory=dict)
-    _tell: dict[tuple[object, int], bool] = field(default_factory=dict)
-    """By treatment and number of blocks, whether so few tell what more of them do."""
+    _known: dict[object, tuple[int, int] | None] = field(default_factory=dict)
+    """By treatment, how many blocks told what more of them do, and which of them is as the one behind it; `None` if
+    none did."""
+    _is_checked: bool = False
+    """Whether what is done outside of blocks has been seen not to depend on their number."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FewBlocks:
@@ -98,20 +105,36 @@ class FewBlocks:
     def count(self, count: Callable[[nn.Module], Counted], treatment: object = None) -> Counted | None:
         """What `count` would find for the whole model; `None` if copies with few blocks do not tell. How many tell
         depends on the `treatment` of activations."""
+        if self.blocks is None:
+            return None
+        counted = cache(lambda num: count(self.with_blocks(num)))
+        try:
+            if treatment not in self._known:
+                self._known[treatment] = None
+                self._known[treatment] = found = self._learnt(self.blocks, counted)
+            else:
+                found = self._known[treatment]
+                found = None if found is None else (found[0] - 1, found[1])  # one less is enough
+            if found is None:
+                return None
+            num, place = found
+            return _with_more(self.blocks, counted(num), num, place, self.blocks.num - num)
+        except ModelError:  # such as one that takes its number of blocks from its config
+            return None
+
+    def _learnt(self, blocks: EqualBlocks, counted: Callable[[int], Counted]) -> tuple[int, int] | None:
         for num in FEW:
-            if self.blocks is None or num + 2 > self.blocks.num:
+            if num >= blocks.num:
                 return None
-            if self._tell.get((treatment, num)) is False:
-                continue
-            try:
-                few = count(self.with_blocks(num))
-                if (treatment, num) not in self._tell:
-                    more = count(self.with_blocks(num + 1))
-                    self._tell[treatment, num] = _with_more(self.blocks, few, num, 1) == more
-            except ModelError:  # such as one that takes its number of blocks from its config
-                return None
-            if self._tell[treatment, num]:
-                return _with_more(self.blocks, few, num, self.blocks.num - num)
+            record = counted(num)
+            for place in range(1, num - 2):
+                fewer = _with_more(blocks, record, num, place + 1, -1)
+                if fewer is None or _with_more(blocks, fewer, num - 1, place, 1) != record:
+                    continue
+                if not self._is_checked and fewer != counted(num - 1):
+                    return None
+                self._is_checked = True
+                return num, place
         return None
 
 
@@ -120,12 +143,17 @@ def without_values(model: nn.Module) -> nn.Module:
     look things up, keep their values."""
     memo: dict[int, object] = {}
     for param in model.parameters():
-        memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        memo[id(param)] = nn.Parameter(_on_meta(param), param.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach() if is_small_integers(buffer) else buffer.detach().to("meta")
+        memo[id(buffer)] = buffer.detach() if is_small_integers(buffer) else _on_meta(buffer)
     copied = copy.deepcopy(model, memo)
     rebind(copied, memo)
     return copied
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """From what is known of `tensor`, which may have been built inside `deferred_init` and have no values to move."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _are_shared(model: nn.Module, found: EqualBlocks) -> bool:
@@ -195,14 +223,14 @@ def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 # -- records ----------------------------------------------------------------------------------------------
 
 
-def _with_more(blocks: EqualBlocks, counted: Counted, num: int, times: int) -> Counted | None:
-    """What was counted with `num` blocks, with the middle one `times` more; `None` if blocks do not follow each
-    other."""
-    found = _repeated(blocks, counted, num, times)
+def _with_more(blocks: EqualBlocks, counted: Counted, num: int, place: int, times: int) -> Counted | None:
+    """What was counted with `num` blocks, with the one at `place` `times` more, or without it (-1); `None` if blocks do
+    not follow each other."""
+    found = _repeated(blocks, counted, num, place, times)
     if found is None:
         return None
     marks, worked = found
-    own = [one for part in counted.worked if blocks.place_of(part.moment.unit) == num // 2 for one in part.operations]
+    own = [one for part in counted.worked if blocks.place_of(part.moment.unit) == place for one in part.operations]
     every = [one for part in counted.worked for one in part.operations]
     on_host = sum(int(one.num_bytes) for one in own if (one.kind, one.axis) == ("evict", "host"))
     sent = {}
@@ -222,9 +250,9 @@ Record = tuple[Mark, Worked | None]
 
 
 def _repeated(
-    blocks: EqualBlocks, counted: Counted, num: int, times: int
+    blocks: EqualBlocks, counted: Counted, num: int, middle: int, times: int
 ) -> tuple[tuple[Mark, ...], tuple[Worked, ...]] | None:
-    """The record of `num` blocks with the middle one `times` more; `None` if blocks do not follow each other."""
+    """As `_with_more`, of the block `middle`: its record."""
     marks, worked = counted.activations.marks, counted.worked
     if [mark.moment for mark in marks] != [one.moment for one in worked]:
         return None
@@ -239,7 +267,6 @@ def _repeated(
         ends = sorted((begins[phase, 0], begins[phase, num - 1]))
         if ends[1] - ends[0] != num - 1:  # something else comes between blocks
             return None
-    middle = num // 2
     found: list[Record] = []
     last = 0
     shift = 0
@@ -249,6 +276,8 @@ def _repeated(
         last = run[-1][0].live_bytes
         phase, at = place if place is not None else ("", 0)
         copies = times + 1 if is_middle else 1
+        if not copies:
+            shift -= added
         for number in range(copies):
             by = 0
             if place is not None and at > middle:

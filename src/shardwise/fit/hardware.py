@@ -135,6 +135,8 @@ class Hardware(_Section):
     more ranks get less each."""
     local: Link
     network: Link
+    local_exchanges: Link | None = None
+    """As `local`, of all-to-alls, where a transport copies more for them than for other collectives."""
     host: Host | None = None
     disk: Disk | None = None
 
@@ -261,8 +263,10 @@ class Hardware(_Section):
                 # each pair of ranks on its own: what goes to other nodes is not combined on the way
                 far = far / num_near if num_nodes > 1 else far
                 away = num_bytes * (num_ranks - num_near) / num_ranks
+                link = self.local_exchanges or self.local
+                near = self._rate_near(link) if num_near > 1 else near
                 moving = max(num_bytes * (num_near - 1) / num_ranks / near, away / far)
-                return moving + self._latency(steps_near, steps_far)
+                return moving + steps_near * link.latency_seconds + self._latency(0, steps_far)
             case "broadcast":
                 return num_bytes / min(near, far) + self._latency(_log2(num_near), _log2(num_nodes))
             case "send":
@@ -272,7 +276,9 @@ class Hardware(_Section):
                 raise ConfigError(f"A collective {kind!r} among {num_ranks} ranks has no price.")
         within = num_bytes * (num_ranks - 1) / num_ranks / near
         between = num_bytes * (num_nodes - 1) / num_nodes / far
-        ring = rounds * (max(within, between) + self._latency(steps_near, steps_far))
+        # a flat ring has one step for each rank but one, of which as many as nodes but one go between them (NCCL's
+        # src/graph/tuning.cc)
+        ring = rounds * (max(within, between) + self._latency(num_ranks - num_nodes, steps_far))
         if kind != "all_reduce":
             return ring
         # a double binary tree moves as many bytes as a ring, in steps that grow with the logarithm (NCCL 2.4)
@@ -284,9 +290,9 @@ class Hardware(_Section):
         num_ranks, num_near, num_nodes = _spread(ranks, self.ranks_per_node)
         return (("local",) if num_near > 1 else ()) + (("network",) if num_nodes > 1 else ()) if num_ranks > 1 else ()
 
-    def _rate_near(self) -> float:
+    def _rate_near(self, link: Link | None = None) -> float:
         """Bytes per second of one rank within its node, where all of them communicate."""
-        link = self.local
+        link = link or self.local
         shared = link.node_bytes_per_second or float("inf")
         return link.share * min(link.bytes_per_second, shared / self.ranks_per_node)
 

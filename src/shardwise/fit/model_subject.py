@@ -53,10 +53,15 @@ class ModelSubject:
     on_cpu: bool = True
     disk: str | None = None
     """A folder on a local disk, for states that the host has no room for."""
+    varies_rows: bool = True
+    """Whether micro-batches of other sizes will be asked for."""
     _counted: dict[object, list[Counted] | ModelError | ConfigError] = field(default_factory=dict)
     _between: dict[object, Counted | None] = field(default_factory=dict)
-    _seconds: dict[int, float] = field(default_factory=dict)
-    """By the identity of what was counted, which the two above keep."""
+    _is_tried: bool = False
+    _first_is_apart: bool = False
+    """Whether the model does other things with `rows_of_batch` samples than with more, such as with a single one."""
+    _seconds: dict[object, tuple[float, float]] = field(default_factory=dict)
+    """By the identity of what was counted, which the two above keep, and the ranks that share it."""
     _units: dict[tuple[Candidate, Plan], list[RankUnits]] = field(default_factory=dict)
     _sizes: dict[tuple[PolicyName, PrecisionName | None], Size] = field(default_factory=dict)
 
@@ -68,7 +73,7 @@ class ModelSubject:
     def size(self, policy: PolicyName, precision: PrecisionName | None) -> Size:
         key = policy, precision
         if key not in self._sizes:
-            rows = self.rows_of_batch
+            rows = self._rows_of_size
             candidate = Candidate(ON_DEVICE[0], (("dp", 1),), rows, 1, policy, precision=precision)
             mesh = candidate.mesh
             plan = candidate.plan(_plain(self.base))
@@ -99,15 +104,62 @@ class ModelSubject:
             self._derived(plain)
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """What the operations of all micro-batches take, each alone, and the bubble of a pipeline of equal stages."""
-        (counted,) = self._derived(candidate)
-        if id(counted) not in self._seconds:
-            price = cache(self.hardware.operation_seconds)
-            operations = (one for worked in counted.worked for one in worked.operations)
-            self._seconds[id(counted)] = sum(price(one) for one in operations if not one.communicates | one.copies)
-        stages = candidate.size("pp")
+        """What the operations and the messages within layers of all micro-batches take, each alone: with the bubble of
+        a pipeline of equal stages, or in the stage with most blocks, whichever is more. Whatever a treatment of
+        activations does, it computes what keeping them does: where it has not been rehearsed for this split, that is
+        rehearsed."""
+        whole, of_blocks = self._least_of_micro_batch(candidate)
+        stages, accumulate = candidate.size("pp"), candidate.accumulate
         waits = SCHEDULES[candidate.schedule].waits * (stages - 1) / candidate.chunks
-        return self._seconds[id(counted)] / stages * (candidate.accumulate + waits)
+        num_blocks = 1 if self._few.blocks is None else self._few.blocks.num
+        longest = of_blocks / num_blocks * -(-num_blocks // stages)
+        return max(whole / stages * (accumulate + waits), longest * accumulate)
+
+    def _least_of_micro_batch(self, candidate: Candidate) -> tuple[float, float]:
+        """As `_seconds_alone`, at least."""
+        kept = replace(candidate, policy="keep")
+        if kept == candidate or self.base.activations.policy is not None or self._is_derived(candidate):
+            return self._seconds_alone(candidate, self._derived(candidate, approximately=True))
+        again = self.size(candidate.policy, candidate.precision).flops_seconds
+        again -= self.size("keep", candidate.precision).flops_seconds
+        share = candidate.rows / (candidate.size("tp") * candidate.size("sp"))
+        whole, of_blocks = self._seconds_alone(kept, self._derived(kept, approximately=True))
+        return whole + max(0.0, again) * share, of_blocks
+
+    @property
+    def _rows_of_size(self) -> int:
+        """Samples of the rehearsals that every treatment of activations has: those of the batch, or twice as many, if
+        those of the batch are apart."""
+        if self.varies_rows and not self._is_tried:
+            self._is_tried = True
+            one = Candidate(ON_DEVICE[0], (("dp", 1),), self.rows_of_batch, 1)
+            (few,), (more,) = (self._count(replace(one, rows=times * self.rows_of_batch)) for times in (1, 2))
+            self._first_is_apart = between(few, more, 0.5) is None
+        return self.rows_of_batch * (2 if self._first_is_apart else 1)
+
+    def _seconds_alone(self, candidate: Candidate, counted: Sequence[Counted]) -> tuple[float, float]:
+        """Of one micro-batch, each operation alone: in the whole model, and in its equal blocks if there are any."""
+        (found,) = counted
+        mesh = candidate.mesh
+        sharing = tuple((axis, mesh.size(axis), mesh.stride(axis)) for axis in mesh.axes if axis in SPLITTING)
+        key = id(found), sharing
+        if key not in self._seconds:
+            ranks = {axis: range(0, size * stride, stride) for axis, size, stride in sharing}
+
+            @cache
+            def price(one: Operation) -> float:
+                if one.communicates:
+                    return one.kernels * self.hardware.collective_seconds(one.kind, one.num_bytes, ranks[one.axis])
+                return 0.0 if one.copies else self.hardware.operation_seconds(one)
+
+            blocks, whole, of_blocks = self._few.blocks, 0.0, 0.0
+            for worked in found.worked:
+                seconds = sum(map(price, worked.operations))
+                whole += seconds
+                if blocks is not None and blocks.place_of(worked.moment.unit) is not None:
+                    of_blocks += seconds
+            self._seconds[key] = whole, of_blocks
+        return self._seconds[key]
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """From rehearsals of two sizes of micro-batches, without a pipeline: see [Note: derived counts]."""
@@ -115,7 +167,7 @@ class ModelSubject:
         mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
         ranks = self._ranks(candidate, plan, mesh)
         counted = self._derived_ranks(candidate, ranks)
-        is_exact = len(ranks) == 1 and candidate.rows in self._rehearsed_rows
+        is_exact = len(ranks) == 1 and self._is_rehearsed(_of_model(candidate))
         return self._evaluated(candidate, plan, mesh, ranks, counted, is_exact=is_exact)
 
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
@@ -147,9 +199,11 @@ class ModelSubject:
         return self._evaluated(candidate, plan, mesh, ranks, self._count(candidate), is_exact=True)
 
     def _ranks(self, candidate: Candidate, plan: Plan, mesh: Mesh) -> list[RankUnits]:
-        """Known for each plan but for its micro-batches, unless stages depend on them."""
-        accumulate = candidate.accumulate if candidate.size("pp") > 1 else 1
-        key = replace(candidate, rows=1, accumulate=accumulate), self.base
+        """Known for each plan but for its micro-batches and activations, unless stages depend on them."""
+        plain = replace(candidate, rows=1)
+        if candidate.size("pp") == 1:
+            plain = replace(plain, accumulate=1, policy="keep")
+        key = plain, self.base
         if key not in self._units:
             self._units[key] = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
         return self._units[key]
@@ -186,34 +240,31 @@ class ModelSubject:
             is_exact=is_exact,
         )
 
-    @property
-    def _rehearsed_rows(self) -> tuple[int, int]:
-        return self.rows_of_batch, 2 * self.rows_of_batch
-
     def _derived_ranks(self, candidate: Candidate, ranks: Sequence[RankUnits]) -> list[Counted]:
         counted = self._derived(candidate)
         return counted if len(ranks) == 1 else _of_stages(ranks, counted[0], self._message_bytes(candidate))
 
-    def _derived(self, candidate: Candidate) -> list[Counted]:
-        """Without a pipeline, for any size of a micro-batch."""
-        sizes = tuple((axis, 1 if axis == "pp" else size) for axis, size in candidate.sizes)
-        first, second = self._rehearsed_rows
-        one = replace(candidate, sizes=sizes, accumulate=1, schedule=SCHEDULE, chunks=1, rows=first)
-        two = replace(one, rows=second)
-        if candidate.rows == second:
-            return self._count(two)
-        (few,) = self._count(one)
-        if candidate.rows == first:
-            return [few]
-        (more,) = self._count(two)
-        key = _key(one), candidate.rows
+    def _derived(self, candidate: Candidate, *, approximately: bool = False) -> list[Counted]:
+        """Without a pipeline, for any size of a micro-batch; `approximately` also for those that are apart."""
+        whole, first = _of_model(candidate), self._rows_of_size
+        is_apart = self._first_is_apart and whole.rows < first and not approximately
+        if self._is_rehearsed(whole) or whole.rows in (first, 2 * first) or is_apart:
+            return self._count(whole)
+        key = _key(whole)
         if key not in self._between:
-            self._between[key] = between(few, more, (candidate.rows - first) / (second - first))
+            (few,), (more,) = (self._count(replace(whole, rows=rows)) for rows in (first, 2 * first))
+            self._between[key] = between(few, more, (whole.rows - first) / first)
         found = self._between[key]
-        if found is not None:
-            return [found]
-        exact = replace(one, rows=candidate.rows)
-        return self._count(exact)
+        return self._count(whole) if found is None else [found]
+
+    def _is_derived(self, candidate: Candidate) -> bool:
+        """Whether what is known tells of it, without another rehearsal."""
+        whole, first = _of_model(candidate), self._rows_of_size
+        needed = (replace(whole, rows=rows) for rows in (first, 2 * first))
+        return self._is_rehearsed(whole) or all(map(self._is_rehearsed, needed))
+
+    def _is_rehearsed(self, candidate: Candidate) -> bool:
+        return (_key(candidate), False) in self._counted
 
     def _message_bytes(self, candidate: Candidate) -> int:
         """Of the activations of one micro-batch that a stage sends on."""
@@ -261,6 +312,12 @@ class ModelSubject:
         return count(without_values(self.model))
 
 
+def _of_model(candidate: Candidate) -> Candidate:
+    """The same without a pipeline, of one micro-batch."""
+    sizes = tuple((axis, 1 if axis == "pp" else size) for axis, size in candidate.sizes)
+    return replace(candidate, sizes=sizes, accumulate=1, schedule=SCHEDULE, chunks=1)
+
+
 def _key(candidate: Candidate) -> object:
     """What a rehearsal depends on."""
     stages = candidate.size("pp")
@@ -271,7 +328,8 @@ def _key(candidate: Candidate) -> object:
 
 # [Note: derived counts] A rehearsal takes a second or more, and a search would need hundreds. But what a model computes
 # and holds is affine in the samples of a micro-batch (what belongs to the batch, and what does not), so that two
-# rehearsals tell of all sizes; where they have different operations they do not, and another one is made. And a stage
+# rehearsals tell of all sizes; where they have different operations they do not, and another one is made. Many models
+# spare copies with a single sample, whose dim is no dim: then two and four tell of all others. And a stage
 # of a pipeline does what the whole model does between the same moments: its marks lie above what stages before it hold.
 # What a search proposes is rehearsed as it is before it is believed (`confirm`).
 

@@ -56,7 +56,8 @@ class Software:
     """What a framework does that rows do not say; `match` is a regular expression for source, model and notes.
 
     `launches`: how many times as long its host needs for each kernel as the profile says. The other fields are those of
-    `Execution` and `Job`; `flash1` means the first version of FlashAttention, and `zero` the stage where none is given.
+    `Execution` and `Job`; `flash1` means the first version of FlashAttention, `plain_attention` a kernel for each step
+    of it, and `zero` the stage where none is given.
     """
 
     match: str = ""
@@ -68,6 +69,7 @@ class Software:
     narrow_grads: bool = False
     logit_bytes: float = 10.0
     flash1: bool = False
+    plain_attention: bool = False
     zero: int = 0
 
 
@@ -184,6 +186,8 @@ def read_run(row: Row) -> Run:
     sizes = _Sizes.of(cells, model)
     recompute = cells.text("recompute")
     precision = cells.text("precision")
+    if modern and not precision:
+        raise UnpricedError("precision is not given, and the device computes in fp8 as well as in bf16")
     how = Execution(
         micro_batch=sizes.micro_batch,
         dtype="fp16" if precision.startswith("fp16") or gpu == "v100-32" else "bf16",
@@ -366,7 +370,7 @@ def _recompute(given: str) -> Recompute:
 
 def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Attention:
     about = cells.about
-    if "kernel=torch" in about:
+    if "kernel=torch" in about or software.plain_attention:
         return "plain"
     if "kernel=fused" in about:
         return "fused"

@@ -164,12 +164,6 @@ class StageRehearsal:
         ]
         return (*forwards, *backwards)
 
-    @property
-    def moved(self) -> tuple[int, int]:
-        """Bytes of one micro-batch that go to the host, and to a disk, in all stages of this rank."""
-        counted = self._counted.values()
-        return sum(one.host_bytes for one in counted), sum(one.disk_bytes for one in counted)
-
     def _aside(self, stage: int, halved: Sequence[Unit], linear: set[nn.Parameter]) -> int:
         """Bytes that a first half of a backward keeps: inputs and output gradients of linear layers, and the gradients
         of other parameters in their units."""

@@ -46,7 +46,7 @@ from shardwise.integrations.plans import (
     resolved_plan,
     without,
 )
-from shardwise.integrations.sample_batch import CURE, sample_batch
+from shardwise.integrations.sample_batch import cure, sample_batch
 from shardwise.system.process_rank import process_rank_of
 
 
@@ -272,7 +272,7 @@ class Accelerator(BatchSharingAccelerator):
             if loader is None:
                 raise ConfigError(
                     f"preset: auto needs a batch, but no loader has been prepared. Prepare it in the same call, "
-                    f"accelerator.prepare(model, optimizer, loader), or before. {CURE}"
+                    f"accelerator.prepare(model, optimizer, loader), or before. {cure('Accelerator')}"
                 )
             num_readers = self.num_processes // self.ranks_per_batch
             batch = sample_batch(model, loader, num_parts=num_readers if self.split_batches else 1)

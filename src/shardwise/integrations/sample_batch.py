@@ -24,25 +24,37 @@ from shardwise.errors import ConfigError
 from shardwise.system.torch_private import tree_leaves
 
 NUM_LOOKED_AT = 64
-CURE = (
-    "Give it one: Accelerator(plan='auto', batch=what the model is called with). Or choose before the job: "
-    "shardwise plan --model FILE:BUILD --batch FILE:BATCH --world N --out plan.yaml, and --shardwise plan.yaml."
-)
 
 
-def sample_batch(model: nn.Module, loader: Any, num_parts: int = 1) -> object:
+def cure(door: str) -> str:
+    """What a script does whose loader has no such batch; `door` is the class that takes the plan."""
+    return (
+        f"Give it one: {door}(plan='auto', batch=what the model is called with). Or choose before the job: shardwise "
+        f"plan --model FILE:BUILD --batch FILE:BATCH --world N --out plan.yaml, and --shardwise plan.yaml."
+    )
+
+
+def sample_batch(model: nn.Module, loader: Any, num_parts: int = 1, door: str = "Accelerator") -> object:
     """What `model` is called with for a batch of `loader`, a `DataLoader`, of which each of `num_parts` ranks gets a
     part: a dict of keyword arguments or a tuple. See [Note: which samples].
 
     Raises `ConfigError`, with what to do instead, if there is no such batch.
     """
-    with _same_random_numbers():
-        batch = _collated(loader, num_parts)
-    return _arguments(model, batch)
+    try:
+        with same_random_numbers():
+            batch = collated_batch(loader, num_parts)
+        return _arguments(model, batch)
+    except NoBatchError as error:
+        raise ConfigError(f"{error} {cure(door)}") from error
+
+
+class NoBatchError(ValueError):
+    """Why a loader has no batch with which a model could be called."""
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def same_random_numbers() -> Iterator[None]:
+    """Inside, random numbers may be drawn; afterwards those of before follow."""
     known = random.getstate(), np.random.get_state()  # what a script has seeded
     try:
         with torch.random.fork_rng(devices=()):
@@ -52,18 +64,19 @@ def _same_random_numbers() -> Iterator[None]:
         np.random.set_state(known[1])  # likewise
 
 
-def _collated(loader: Any, num_parts: int) -> Any:
+def collated_batch(loader: Any, num_parts: int = 1) -> Any:
+    """A batch as `loader` collates it, of the samples with most elements. Raises `NoBatchError`."""
     samples = _samples(loader.dataset)
     if not samples:
-        raise ConfigError(f"preset: auto needs a batch, but {type(loader.dataset).__name__} is empty. {CURE}")
+        raise NoBatchError(f"preset: auto needs a batch, but {type(loader.dataset).__name__} is empty.")
     samples.sort(key=_num_elements, reverse=True)
     if loader.batch_sampler is None and loader.batch_size is None:  # its samples are batches
         return loader.collate_fn(samples[0])
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not size:
-        raise ConfigError(
+        raise NoBatchError(
             f"preset: auto needs a batch, but {type(loader.batch_sampler).__name__} does not say how many samples one "
-            f"has. {CURE}"
+            f"has."
         )
     rows = max(1, size // num_parts)
     return loader.collate_fn(list(itertools.islice(itertools.cycle(samples), rows)))
@@ -77,9 +90,9 @@ def _samples(dataset: Any) -> list[Any]:
     try:
         twin = copy.deepcopy(dataset)
     except Exception as error:  # of any class of the user's
-        raise ConfigError(
+        raise NoBatchError(
             f"preset: auto needs a batch, but {type(dataset).__name__} can only be iterated, and not copied "
-            f"({type(error).__name__}: {error}): its first samples would be missing in training. {CURE}"
+            f"({type(error).__name__}: {error}): its first samples would be missing in training."
         ) from error
     return list(itertools.islice(iter(twin), NUM_LOOKED_AT))
 
@@ -113,7 +126,7 @@ def _arguments(model: nn.Module, batch: Any) -> object:
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
     if not isinstance(batch, tuple | list):
-        raise ConfigError(f"preset: auto needs a batch of tensors, but this one is {type(batch).__name__}. {CURE}")
+        raise NoBatchError(f"preset: auto needs a batch of tensors, but this one is {type(batch).__name__}.")
     positional = [one for one in named if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     num_needed = sum(one.default is one.empty for one in positional)
     args = tuple(batch[: max(1, num_needed)])
@@ -127,7 +140,7 @@ def _require(signature: inspect.Signature, model: nn.Module, args: tuple[Any, ..
             raise TypeError("none of its entries is an argument with a tensor")
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(
+        raise NoBatchError(
             f"preset: auto needs to know what {type(model).__name__} is called with, and it cannot be a batch of the "
-            f"loader: {error}. {CURE}"
+            f"loader: {error}."
         ) from error

@@ -2,9 +2,10 @@
 
 [Note: what a prediction costs] Rank 0 rehearses the batch of its first forward on fake tensors, as `engine.rehearse`
 does, before any step; later steps are not touched. Only a run with a record does, on a machine that was calibrated or
-whose device has a profile by name, and a failure is a line in the log. What belongs to a pipeline, or is split within
-layers, sequences or experts, would have to be rehearsed with other ranks; and compiled kernels are not those that are
-counted: there is no prediction for these here, and `shardwise explain --time` has one for all but the last.
+whose device has a profile by name, and a failure is a line in the log. What is split within layers, sequences or
+experts is rehearsed with rank 0's parts, and what it would send is counted. Stages of a pipeline would have to be
+rehearsed with other ranks, and compiled kernels are not those that are counted: there is no prediction for these here,
+and `shardwise explain --time` has one for the former.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.fit.clock import RankProgram
-from shardwise.fit.counted_work import CountedWork
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.hardware_here import described_hardware
+from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.fit.step_time import StepTime, step_time
 from shardwise.observe.differences import Difference, compared, seconds_by_action
 from shardwise.observe.record import RunRecord, warns_if_unwritable
-from shardwise.parallel.experts import EXPERT_LOAD, loaded
-from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.program import plan_step
+from shardwise.parallel.experts import EXPERT_LOAD
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime.micro_batches import MicroBatch
-from shardwise.runtime.rehearsal import rehearse
+from shardwise.sharded.rehearsed_step import rehearse_step
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.telemetry import Event, Lap, write_trace
 
@@ -46,7 +46,7 @@ class Prediction:
 
     def __init__(self, sharded: ShardedModel, world: World) -> None:
         """Nothing is predicted where it is impossible. Call on rank 0."""
-        self._sharded, self._world = sharded, world
+        self._sharded = sharded
         self._foreseen: Foreseen | None = None
         self._line: dict[str, Any] = {}
         self._laps: list[Lap] = []
@@ -67,7 +67,7 @@ class Prediction:
         self._num_micro_batches = -self._sharded.parts.runner.passes.num_backwards
         begun = time.perf_counter()
         try:
-            self._foreseen = Foreseen.of(self._sharded, self._world, MicroBatch(args, kwargs), self._hardware)
+            self._foreseen = Foreseen.of(self._sharded, MicroBatch(args, kwargs), self._hardware)
             _log.info("What a step computes was counted in %.1f s.", time.perf_counter() - begun)
         except Exception as error:  # never into a loop that would train without it
             _log.info("The time of a step is not predicted: %s", error)
@@ -116,24 +116,16 @@ class Foreseen:
     mesh: Mesh
 
     @classmethod
-    def of(cls, sharded: ShardedModel, world: World, batch: MicroBatch, hardware: Hardware) -> Foreseen:
+    def of(cls, sharded: ShardedModel, called: MicroBatch, hardware: Hardware) -> Foreseen:
         """Asks no other rank."""
-        mesh, plan, sharding = sharded.mesh, sharded.plan, sharded.parts.sharding
-        watch = CountedWork(dict(zip(mesh.axes, mesh.sizes, strict=True)))
-        with world.journal.unobserved():
-            activations = rehearse(
-                sharded.model,
-                sharding.units,
-                batch,
-                device=sharding.device,
-                compute=sharded.table.compute,
-                around=lambda twin: loaded(twin, EXPERT_LOAD),
-                treatments=sharding.treatments,
-                watch=watch,
-            )
-        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
-        step = plan_step(tuple(unit.spec for unit in sharding.units), activations.trace, prefetch_bytes=prefetch_bytes)
-        return cls(RankProgram(step, tuple(watch.worked), world.rank), hardware, mesh)
+        mesh, sequence = sharded.mesh, sharded.parts.sequence
+        batch: object = called
+        if sequence is not None and sequence.splits(called.args, called.kwargs):
+            rows = rows_of(called)
+            batch = with_rows(called, rows, rows, mesh.size(SEQUENCE_AXIS))
+        treatments = sharded.parts.sharding.treatments
+        found = rehearse_step(sharded, batch, None, EXPERT_LOAD, treatments, counts_work=True)
+        return cls(found.program(sharded), hardware, mesh)
 
     def line(self, num_micro_batches: int) -> tuple[dict[str, Any], list[list[Event]]]:
         """The record's line about a step, and its timeline, in which equal micro-batches are left out."""
@@ -171,6 +163,5 @@ def _a_step(laps: Sequence[Lap], num_steps: int) -> tuple[float, dict[str, Any]]
 
 def _is_beyond(sharded: ShardedModel) -> bool:
     """Whether there is none: see [Note: what a prediction costs]."""
-    mesh = sharded.mesh
-    is_split = any(mesh.size(axis) > 1 for axis in MODEL_AXES if axis in mesh.axes)
-    return is_split or sharded.plan.compile is not None or sharded.parts.optimizer is None
+    in_stages = sharded.parts.pipeline is not None
+    return in_stages or sharded.plan.compile is not None or sharded.parts.optimizer is None

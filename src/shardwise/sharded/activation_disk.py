@@ -1,4 +1,4 @@
-"""Rehearses the activations of a step, and asks for their disk space before the first step that needs any.
+"""Asks for the disk space of activations before the first step that needs any.
 
 [Note: room is asked first] A plan does not say how large a batch is, so `shard` cannot ask. The first forward that
 trains, or the first step of a pipeline, rehearses its own batch, and all ranks ask before any of them makes a file:
@@ -9,8 +9,6 @@ when it makes a file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +16,9 @@ from torch import nn
 
 from shardwise.errors import ConfigError, ModelError, TierError
 from shardwise.memory import require_room
-from shardwise.parallel.experts import EXPERT_LOAD, loaded
+from shardwise.parallel.experts import EXPERT_LOAD
 from shardwise.program import Activations
-from shardwise.runtime.activations import SAVED, Treatments
+from shardwise.runtime.activations import SAVED
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.sharded.sharded_model import ShardedModel
 
@@ -28,48 +26,6 @@ if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import Loss
 
 _log = logging.getLogger("shardwise")
-
-
-def count_activations(
-    sharded: ShardedModel,
-    batch: object,
-    loss: Loss | None,
-    expert_load: float,
-    treatments: Treatments,
-    within: AbstractContextManager[object] | None = None,
-) -> tuple[Activations, tuple[int, int]]:
-    """The activations of a step on `batch` with the given `treatments`, and the bytes of a micro-batch that go to the
-    host and to a disk. The model's copy computes inside `within`, if given, entered anew each time.
-
-    Under a pipeline all its ranks call. Raises `ModelError` for a model that cannot be rehearsed.
-    """
-    from shardwise.fit.stage_rehearsal import StageRehearsal  # only jobs that ask for it load it
-    from shardwise.runtime.rehearsal import rehearse  # only jobs that ask for it load it
-
-    @contextmanager
-    def around(twin: nn.Module) -> Iterator[None]:
-        with loaded(twin, expert_load), within or nullcontext(), ExitStack() as stack:
-            if sharded.parts.sequence is not None:
-                stack.enter_context(sharded.parts.sequence.rehearsed(twin))
-            yield
-
-    sharding, compute = sharded.parts.sharding, sharded.table.compute
-    with sharded.world.journal.unobserved():
-        if sharded.parts.pipeline is not None:
-            staged = sharded.parts.pipeline.staged
-            stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, treatments, around)
-            return stages.activations(sharded.parts.pipeline.exchange), stages.moved
-        activations = rehearse(
-            sharded.model,
-            sharding.units,
-            batch,
-            device=sharding.device,
-            compute=compute,
-            loss=loss,
-            around=around,
-            treatments=treatments,
-        )
-        return activations, (activations.host_bytes, activations.disk_bytes)
 
 
 def check_room(sharded: ShardedModel, activations: Activations) -> None:
@@ -117,8 +73,11 @@ def _ask(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) -> N
 
 
 def _counted(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) -> tuple[Activations, ...]:
+    from shardwise.sharded.rehearsed_step import rehearse_step  # only jobs that ask for it load it
+
     try:
-        return (count_activations(sharded, micro_batch, loss, EXPERT_LOAD, sharded.parts.sharding.treatments)[0],)
+        found = rehearse_step(sharded, micro_batch, loss, EXPERT_LOAD, sharded.parts.sharding.treatments)
+        return (found.activations,)
     except (ConfigError, ModelError) as error:
         _log.info("It is not known in advance how much disk space activations take: %s", error)
         return ()

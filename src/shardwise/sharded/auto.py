@@ -128,6 +128,7 @@ def _search(
         num_states=0,
         on_cpu=on_cpu,
         disk=plan.budget.disk or plan.disk,
+        varies_rows=False,
     )
     subject.world, subject.fewest_ranks = world, _fewest_ranks(world)
     has_budget = plan.budget.device is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,28 +119,18 @@ def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, including activations."""
     from shardwise.sharded.activation_disk import check_room  # only jobs that ask for it load it
+    from shardwise.sharded.rehearsed_step import rehearse_step  # likewise
 
-    promise, activations, _ = promise_of(sharded, batch, loss, expert_load, sharded.parts.sharding.treatments)
+    activations = rehearse_step(sharded, batch, loss, expert_load, sharded.parts.sharding.treatments).activations
     check_room(sharded, activations)
     sharded.rehearsed = (activations,)
-    return promise
+    return promise_of(sharded, activations)
 
 
-def promise_of(
-    sharded: ShardedModel,
-    batch: object,
-    loss: Loss | None,
-    expert_load: float,
-    treatments: Treatments,
-    within: AbstractContextManager[object] | None = None,
-) -> tuple[Footprint, Activations, tuple[int, int]]:
-    """As `rehearsed`, with the given `treatments` of activations; the other results and `within` are those of
-    `count_activations`."""
-    from shardwise.sharded.activation_disk import count_activations  # likewise
-
-    activations, moved = count_activations(sharded, batch, loss, expert_load, treatments, within)
+def promise_of(sharded: ShardedModel, activations: Activations) -> Footprint:
+    """What a step with these activations will hold on this rank."""
     specs = tuple(unit.spec for unit in sharded.parts.sharding.units)
-    return _footprint(sharded, specs, activations), activations, moved
+    return _footprint(sharded, specs, activations)
 
 
 def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:

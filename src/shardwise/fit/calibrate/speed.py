@@ -87,6 +87,7 @@ def hardware_from(
         contention=PROCESSOR_CONTENTION if on_processor else DEVICE_CONTENTION,
         ranks_share_device=on_processor,
         local=fit_link(speeds.messages, speeds.num_ranks, shared=on_processor),
+        local_exchanges=fit_link(speeds.exchanges, speeds.num_ranks, shared=on_processor) if speeds.exchanges else None,
         network=_network(known),
         host=_host(known, on_processor=on_processor),
         disk=disk,
@@ -147,7 +148,8 @@ def fit_attention(rows: Sequence[tuple[int, float, float]], peak: float) -> Atte
 
 
 def fit_link(messages: Sequence[tuple[int, float]], num_ranks: int, *, shared: bool) -> Link:
-    """From all-gathers among the ranks of this machine. With one rank there is nothing to fit: memory's own figures."""
+    """From collectives among the ranks of this machine, of which each receives all but its own part. With one rank
+    there is nothing to fit: memory's own figures."""
     if num_ranks < 2 or not messages:
         return Link(latency_seconds=1e-5, bytes_per_second=1e9, share=1.0)
     received = [num_bytes * (num_ranks - 1) / num_ranks for num_bytes, _ in messages]

@@ -11,7 +11,7 @@ from typing import Any
 class Speeds:
     """What one of `num_ranks` ranks gets of the machine while all work. By dtype, products are (m, n, k, seconds) and
     attention (length, FLOPs, seconds), and memory (bytes, seconds); messages are (bytes of the whole buffer, seconds)
-    of all-gathers."""
+    of all-gathers, and exchanges the same of all-to-alls."""
 
     num_ranks: int
     products: Mapping[str, Sequence[tuple[int, int, int, float]]]
@@ -21,6 +21,7 @@ class Speeds:
     copy_bytes_per_second: float
     launch_seconds: float
     messages: Sequence[tuple[int, float]]
+    exchanges: Sequence[tuple[int, float]] = ()
     device_memory_bytes: int | None = None
 
     def as_json(self) -> dict[str, Any]:

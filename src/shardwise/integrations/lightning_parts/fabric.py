@@ -23,6 +23,7 @@ from shardwise.integrations.lightning_parts.strategy import StrategyMixin
 from shardwise.integrations.lightning_parts.worlds import WORLDS
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad
 from shardwise.integrations.plans import PlanLike, data_share, require_no_stages, resolved_plan
+from shardwise.integrations.sample_batch import cure, sample_batch
 
 _Base: Any = object
 
@@ -34,6 +35,9 @@ class FabricStrategyMixin(_Base):
     `fabric.save` writes a folder: each rank writes its part, and any number of ranks can load it. With `"full"`, or
     with a `filter`, it writes a single file like DDP. Other arguments are those of DDPStrategy for devices and
     launching. Ranks along the axes `tp` and `sp` of the plan's mesh get the same batches.
+
+    With the preset `auto` in the plan, the fastest one that fits is chosen for a batch of the first loader that is set
+    up, before the model (docs/auto.md); or for `batch`, one micro-batch of a rank as the model is called with it.
 
     A model is sharded by `fabric.setup(model, optimizer)`, or by `setup_optimizers` after `setup_module`. Raises
     `ConfigError` for a plan with pipeline stages, or with `accumulate` or `clip_grad_norm`, which a Fabric loop does
@@ -48,9 +52,12 @@ class FabricStrategyMixin(_Base):
         plan: PlanLike | None = None,
         *,
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        batch: object = None,
         **settings: Any,
     ) -> None:
         self.plan = sw.load_plan(self.default_plan if plan is None else plan)
+        self._batch = batch
+        self._training_loader: Any = None
         require_no_stages(self.plan, "Fabric")
         refuse_settings(settings)
         for name, plain in (("accumulate", 1), ("clip_grad_norm", None)):
@@ -145,12 +152,29 @@ class FabricStrategyMixin(_Base):
             )
         refuse_scaler(self.precision, plan)
         device = None if self.root_device.type == "cpu" else self.root_device
+        if plan.preset == "auto":
+            batch = self._batch_of(module) if self._batch is None else self._batch
+            plan = sw.choose_plan(module, plan, batch=batch, optimizer=optimizers, world=self.world, device=device)
         engine = sw.shard(module, plan, optimizer=optimizers, world=self.world, device=device)
         WORLDS.use(self.world, engine)
         self._engines[module] = engine
         patch_zero_grad(module, engine)
         if engine.scaler is not None:
             self.precision.scaler = _EngineScaler(engine)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See Fabric. The first one is that of training: see `preset: auto`."""
+        if self._training_loader is None:
+            self._training_loader = dataloader
+        return super().process_dataloader(dataloader)
+
+    def _batch_of(self, module: nn.Module) -> object:
+        if self._training_loader is None:
+            raise ConfigError(
+                f"preset: auto needs a batch, but no loader has been set up. Call fabric.setup_dataloaders(loader) "
+                f"before fabric.setup(model, optimizer). {cure('ShardwiseStrategy')}"
+            )
+        return sample_batch(module, self._training_loader, door="ShardwiseStrategy")
 
     # -- a step -----------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.plans import require_agreement, resolved_plan, without
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz", "offload", "zero3-offload", "infinity")
+NAMES = (*PRESETS, "auto")
 _OURS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 _OURS |= {"precision", "process_group_backend", "timeout", "start_method"}
 PRECISIONS = {"32-true": "no", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}
@@ -20,7 +21,7 @@ PRECISIONS = {"32-true": "no", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-tr
 def names_and_plans() -> dict[str, str]:
     """Presets by strategy name. The names have underscores, because Lightning allows no hyphens:
     `shardwise_zero3_kept`."""
-    return {f"shardwise_{preset.replace('-', '_')}": preset for preset in PRESETS}
+    return {f"shardwise_{preset.replace('-', '_')}": preset for preset in NAMES}
 
 
 def refuse_settings(settings: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.lightning_parts import checkpoints
+from shardwise.integrations.lightning_parts.auto import chosen_plan
 from shardwise.integrations.lightning_parts.finetuning import add_saved_groups, forget_saved_groups
 from shardwise.integrations.lightning_parts.precision import refuse_scaler, with_engine
 from shardwise.integrations.lightning_parts.settings import plan_for, rank_environment, refuse_settings
@@ -44,6 +45,10 @@ class StrategyMixin(_Base):
     single files like those of DDP, whole in the memory of rank 0. Other arguments are those of DDPStrategy for devices
     and launching.
 
+    With the preset `auto` in the plan, `fit` takes the fastest one that fits for a batch of the training loader
+    (docs/auto.md), or for `batch`, one micro-batch of a rank as the module's forward is called with it; evaluations
+    before `fit` take `zero3`.
+
     The module is sharded when `fit`, `validate`, `test` or `predict` begins, and stays sharded afterwards:
     `state_dict()`, `trainer.save_checkpoint` and further runs are collective. `release()` makes it a plain module
     again.
@@ -63,9 +68,11 @@ class StrategyMixin(_Base):
         plan: PlanLike | None = None,
         *,
         state_dict_type: Literal["sharded", "full"] = "sharded",
+        batch: object = None,
         **settings: Any,
     ) -> None:
         self.plan = sw.load_plan(self.default_plan if plan is None else plan)
+        self._batch = batch
         require_no_stages(self.plan, "Lightning")
         refuse_settings(settings)
         if state_dict_type not in ("sharded", "full"):
@@ -130,6 +137,9 @@ class StrategyMixin(_Base):
             self._reset_optimizers_and_schedulers()
             if is_fit:
                 self.setup_optimizers(trainer)
+            if plan.preset == "auto":
+                evaluated = sw.load_plan(plan, ["preset=zero3"])
+                plan = chosen_plan(self, trainer, plan, self._batch) if is_fit else evaluated
             self._shard(module, plan)
         engine = self.engine
         assert engine is not None

@@ -33,6 +33,7 @@ from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime import in_backward
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.nested import tensors_in
+from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
 _NUM_REMEMBERED = 1024
@@ -139,9 +140,15 @@ class SequenceParallel:
                 stack.enter_context(Routing(self.attention, self._numbering))
             yield
 
-    def rehearsed(self, twin: nn.Module) -> AbstractContextManager[None]:
-        """A context in which attention of a rehearsed copy of the model has this rank's shapes and sends nothing."""
-        return rehearsed(twin, self._line, is_ring=self.attention.is_ring)
+    def rehearsed(self, twin: nn.Module, ledger: Ledger | None = None) -> AbstractContextManager[None]:
+        """A context in which attention of a rehearsed copy of the model has this rank's shapes and sends nothing;
+        `ledger` counts what it would send."""
+        return rehearsed(twin, Line(None, self._line.group, ledger), is_ring=self.attention.is_ring)
+
+    def splits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model, called with these, takes this rank's part of them by itself."""
+        is_known = self._given.sample_of((args, kwargs)) is not None
+        return self._is_pretrained and not is_known and self._splitter.whole_call(args, kwargs) is not None
 
     # -- hooks on the model and its modules --------------------------------------------------------------
 

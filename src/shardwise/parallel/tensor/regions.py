@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,9 +83,9 @@ class Regions:
         self.keeps_whole = False
         """Whether no sequence is split, whatever `on_sequence` says; see `whole_sequences`."""
 
-    def __deepcopy__(self, memo: object) -> Regions:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Regions:
         """The copy is for a rehearsal: it neither communicates nor changes generators."""
-        copied = Regions(self.line.__deepcopy__(memo))
+        copied = Regions(copy.deepcopy(self.line, memo))
         copied.keeps_whole = self.keeps_whole
         return copied
 

@@ -7,6 +7,7 @@ soon as autograd produces them. Recomputation (activation checkpointing) needs n
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -37,6 +38,7 @@ from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.refusal import refusal
 from shardwise.runtime.rehearsal.twin import Twin, TwinFlat
 from shardwise.runtime.split_backward import Halves
+from shardwise.system.telemetry import Ledger
 from shardwise.system.torch_private import FakeTensorMode, tree_leaves, tree_map_only
 
 Loss = Callable[[Any], torch.Tensor]
@@ -48,7 +50,10 @@ Work = Callable[[Take, LivingBytes], None]
 
 
 class Watch(Protocol):
-    """Follows a rehearsal, which may run several passes; the last one counts."""
+    """Follows a rehearsal, which may run several passes; the last one counts. `ledger` is told of what a model that is
+    split would send within its layers."""
+
+    ledger: Ledger
 
     def during(self, resting: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
         """The context of a new pass. `resting` are the tensors that are no activations, such as parameters."""
@@ -156,7 +161,9 @@ def rehearse_work(  # noqa: PLR0913  # likewise
     on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
     products = GroupedProducts()
     elsewhere_kernels = OfAccelerators() if device.type == "cpu" and not on_cpu else nullcontext()
-    with _without_bytes(model, units, _arguments(batch), device, products) as (twin, fake), elsewhere_kernels:
+    ledger = None if watch is None else watch.ledger
+    without_bytes = _without_bytes(model, units, _arguments(batch), device, products, ledger)
+    with _uncollected(), without_bytes as (twin, fake), elsewhere_kernels:
         stage = _Stage(twin, on_cpu, watch)
         work = prepare(twin)
         on_host = RehearsedStore(None if watch is None else partial(_copied, watch, "host"))
@@ -193,6 +200,19 @@ def rehearse_work(  # noqa: PLR0913  # likewise
     )
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector waits: it would free cycles, and tensors in them, at moments that no two runs share, and walk
+    through all objects of the process for a tenth of a rehearsal's time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def rehearse_forward(
     prepare: Callable[[Twin], AbstractContextManager[object]],
     model: nn.Module,
@@ -220,10 +240,12 @@ def _without_bytes(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     device: torch.device,
     products: GroupedProducts,
+    ledger: Ledger | None = None,
 ) -> Iterator[tuple[Twin, tuple[tuple[Any, ...], dict[str, Any]]]]:
     """The twin of `model`, and arguments like those given. Inside, they compute without bytes or arithmetic."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        twin = Twin(model, units, device)  # outside of the other modes, which it does not need, and which take time
+        # outside of the other modes, which it does not need, and which take time
+        twin = Twin(model, units, device, ledger)
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
         fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], arguments)
         with Integers(), products:
@@ -289,10 +311,12 @@ class _Stage:
         self._open: set[str] = set()
         self._reached: list[tuple[Unit, nn.Module]] = []
         self._callers: Callers | None = None
+        self._depth = 0
+        """Calls of the model that have begun: a forward may call the model itself."""
 
     def perform(self, work: Work, batch: tuple[Any, Any], compute: Dtype) -> None:
         """Run one pass, which sets `marks`, and `is_wiser` if another pass will discover more."""
-        self.marks, self.is_wiser = [], False
+        self.marks, self.is_wiser, self._depth = [], False, 0
         self._open.clear()
         self._reached.clear()
         watching = nullcontext() if self._watch is None else self._watch.during(self._resting)
@@ -307,13 +331,18 @@ class _Stage:
     # -- events -----------------------------------------------------------------------------------------
 
     def enter_root(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._forget_callers()
         self._callers = Callers(self._twin.model)
         self._reach = RehearsedReach(self._twin.units, self._reach_for)
         self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def leave_root(self, *, raised: bool) -> None:  # noqa: ARG002  # marks are not used then
-        self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+        self._depth -= 1
+        if not self._depth:
+            self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
     def before_forward(self, unit: Unit) -> None:
         _become(unit, FullState.READY)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.line import LEDGER_OF_COPIES
 from shardwise.errors import ModelError
 from shardwise.memory import Flat, FlatGradients, FullState, Unit, place, torch_dtype
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.rebound import rebind
-from shardwise.system.telemetry import ByteMeter
+from shardwise.system.telemetry import ByteMeter, Ledger
 
 OURS = f"{__name__.partition('.')[0]}."
 
@@ -62,9 +63,12 @@ class TwinFlat(Flat):
 class Twin:
     """Twins of a model and its units. Must be made and used inside one and the same `FakeTensorMode`."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], device: torch.device, ledger: Ledger | None = None
+    ) -> None:
+        """`ledger` counts what the model would send within its layers."""
         self._device = device
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, Any] = {id(LEDGER_OF_COPIES): ledger}
         self._flats = {flat.name: TwinFlat(flat, device) for unit in units for flat in unit.flats}
         for unit in units:
             for flat in unit.flats:
