@@ -1117,6 +1117,10 @@ class EngineHost:
             if reader is not None and state is not None:
                 reader.go_where(decode(state, "loader"))
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Inside, this rank waits for its loader: counted by its clock."""
+        return self._engine.world.journal.clock.reading()
+
     # -- for recovery -------------------------------------------------------------------------------------
 
     def can_leave_out(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
@@ -35,6 +36,9 @@ class Engine:
 
     def begin_to_read(self) -> None:
         """This rank was there from the start."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def weigh(self, samples: int, of: float) -> None:
         self.weights.append(Fraction(samples) / Fraction(of).limit_denominator(1000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ class Engine:
     def follow(self, reader: object) -> None: ...
 
     def begin_to_read(self) -> None: ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def test_an_exception_is_recorded_with_the_samples(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "calibrate` has measured it)",
     )
     option(
+        "--checkpoint-every",
+        type=float,
+        metavar="SECONDS",
+        help="with --time: seconds between two checkpoints, to say how many steps a restart makes again",
+    )
+    option(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -151,6 +158,8 @@ def explained(args: argparse.Namespace) -> Explanation:
         raise ConfigError("--time needs a model and a batch. Add --model FILE:CALLABLE and --batch FILE:CALLABLE.")
     if not args.time and (args.hardware or args.trace):
         raise ConfigError(f"{'--hardware' if args.hardware else '--trace'} is for --time. Add --time.")
+    if args.checkpoint_every is not None and not (args.time and 0 < args.checkpoint_every < math.inf):
+        raise ConfigError("--checkpoint-every takes seconds, more than 0, and --time, which says how long a step is.")
     hardware = _hardware(args) if args.time else None
     plan, subject, programs = _subject(args, plan, table, mesh, hardware)
     table = table_for(plan, mesh)
@@ -160,7 +169,7 @@ def explained(args: argparse.Namespace) -> Explanation:
         return found
     num_states, num_micro_batches = args.optimizer_states, plan.accumulate
     time = step_time(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
-    return replace(found, time=time, measured=_measured(plan, mesh, time))
+    return replace(found, time=time, measured=_measured(plan, mesh, time), checkpoint_every=args.checkpoint_every)
 
 
 def _measured(plan: Plan, mesh: Mesh, time: StepTime) -> Difference | None:

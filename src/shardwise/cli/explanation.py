@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shardwise.fit.loss_price import LossPrice, Rates, loss_prices
 from shardwise.fit.step_time import StepTime
 from shardwise.fit.tier_time import TierTime, tier_time
 from shardwise.observe.differences import Difference
@@ -42,7 +43,7 @@ from shardwise.program import (
     update_by,
 )
 from shardwise.program.buddies import CopyBytes, copy_bytes
-from shardwise.program.image_bytes import ImageBytes, image_bytes, why_no_images
+from shardwise.program.image_bytes import ON_ACCELERATOR, ImageBytes, image_bytes, why_no_images
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.system.calibration import Calibration
 from shardwise.system.units import format_bytes
@@ -126,6 +127,28 @@ class Explanation:
     """How long a step takes, if that was asked for."""
     measured: Difference | None = None
     """The same beside what the plan's own run has measured, if it has run like this."""
+    checkpoint_every: float | None = None
+    """Seconds between two checkpoints, if that was given."""
+    memory_rate: float | None = None
+    """Bytes of memory that the machine was measured to copy in a second."""
+
+    @property
+    def losses(self) -> list[LossPrice]:
+        """What losing a rank, a host or the launcher costs an elastic job; nothing of a single rank. Hosts have
+        `per_host` ranks, or all."""
+        if self.mesh.world_size == 1:
+            return []
+        step = None if self.time is None else self.time.timeline.step_seconds
+        on_device = self.time is not None and not self.time.hardware.is_processor
+        return loss_prices(
+            self.mesh,
+            self._flats,
+            self.subject.num_states,
+            per_host=self.per_host or self.mesh.world_size,
+            survive=self.plan.survive,
+            why_restarted=self.why_restarted or (ON_ACCELERATOR if on_device else ""),
+            rates=Rates(step, self.checkpoint_every, self.memory_rate),
+        )
 
     @property
     def why_restarted(self) -> str:
@@ -283,7 +306,8 @@ def explain(
         folder=plan.disk,
     )
     whole = _held(plan, replicated, subject)
-    return Explanation(plan, mesh, table, known_from, subject, step, held, whole, tiers, per_host)
+    memory = calibration.memory.copy_bytes_per_second if calibration and calibration.memory else None
+    return Explanation(plan, mesh, table, known_from, subject, step, held, whole, tiers, per_host, memory_rate=memory)
 
 
 def describe_offload(flats: Sequence[FlatSpec]) -> str:
@@ -335,6 +359,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
         **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
         **({"restarted_because": explained.why_restarted} if explained.why_restarted else {}),
+        **({"losses": [one.as_json() for one in explained.losses]} if explained.losses else {}),
         **({"ranks_that_leave": explained.num_leaving} if not explained.why_restarted else {}),
         **({} if explained.images is None else {"image_bytes": asdict(explained.images)}),
         **({} if explained.copies is None else {"copy_bytes": asdict(explained.copies)}),

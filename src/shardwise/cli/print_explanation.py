@@ -95,6 +95,9 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
             f"complete again."
         )
         _section(console, "if a rank is lost", Text(text))
+    if explained.losses:
+        note = Text("Assumed: seconds of shardwise simulate to find a loss, to regroup, and to restart.", "dim")
+        _section(console, "what a loss costs an elastic job", Text("\n".join(map(str, explained.losses))), note)
     if explained.tiers is not None:
         lines = [*explained.tiers.lines, *_assumed_hosts(explained.tiers.num_local)]
         _section(console, "offload per rank and step", Text("\n".join(lines)))

@@ -21,6 +21,7 @@ MOST_RANKS = 32
 """With more ranks, the slow ones are shown, and as many others as fit."""
 LEAST_RANKS = 4
 MOST_NOTES = 5
+MOST_STRAGGLERS = 3
 NUM_OTHER_LINES = 9
 """Lines of a page that are neither ranks nor notes, nor of the table of memory."""
 
@@ -46,9 +47,12 @@ def _parts(view: RunView, height: int | None) -> Iterator[RenderableType]:
         yield Text(f"loss  {sparkline(losses)}  {losses[0]:.4g} to {losses[-1]:.4g}") if losses else Text("")
     else:
         yield Text("no step has been logged yet")
+    costs = view.stragglers()[:MOST_STRAGGLERS]
+    for one in costs:
+        yield Text(str(one["words"]), style="red" if one["share"] >= 0.1 else "yellow")
     notes, memory = view.notes[-MOST_NOTES:], most_of_all_ranks(view.memory())
     if view.ranks():
-        rest = len(notes) + NUM_OTHER_LINES + (len(memory) + 2 if memory else 0)
+        rest = len(costs) + len(notes) + NUM_OTHER_LINES + (len(memory) + 2 if memory else 0)
         yield _ranks(view, MOST_RANKS if height is None else min(MOST_RANKS, max(LEAST_RANKS, height - rest)))
     if memory:
         yield _memory(memory)

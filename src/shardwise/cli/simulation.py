@@ -37,7 +37,7 @@ from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.plan.replica_groups import num_groups
 from shardwise.program.buddies import kept_axes
-from shardwise.program.image_bytes import why_no_images
+from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images
 from shardwise.system.units import bytes_of, format_seconds
 
 NUM_CAUSES = 8
@@ -266,7 +266,7 @@ def _why_restarted(plan: Plan, mesh: Mesh, device: str) -> str:
     units = example_units(table_for(plan, mesh), mesh, plan)
     if why := why_no_images(mesh, [flat for unit in units for flat in unit.flats]):
         return why
-    return "parameters are on an accelerator, whose memory is lost with its process" if device == "gpu" else ""
+    return ON_ACCELERATOR if device == "gpu" else ""
 
 
 def _has_copies(plan: Plan, mesh: Mesh, per_host: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager
 
 from shardwise.data.recipe import Made, Place
 from shardwise.data.sampling import Share
@@ -37,6 +38,10 @@ class Following:
     def begin_to_read(self) -> None:
         """See `Follows`."""
         self._engine.begin_to_read()
+
+    def reading(self) -> AbstractContextManager[None]:
+        """See `Follows`."""
+        return self._engine.reading()
 
     @property
     def ranks(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import count, islice
@@ -217,7 +218,8 @@ class Loader:
         end = self._end()
         epoch: int | None = None
         while self._follow() and (end is None or self.step < end):
-            made = self._next()
+            with self._following.reading() if self._following is not None else nullcontext():
+                made = self._next()
             epoch = made.before.epoch if epoch is None else epoch
             if self.steps is None and made.before.epoch != epoch:
                 self._place = made.before  # only now is it known that the stream's epoch has ended

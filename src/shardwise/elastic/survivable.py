@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError
 from shardwise.optim import Cooperative
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import copy_bytes, kept_axes
-from shardwise.program.image_bytes import why_no_images
+from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.units import format_bytes
 
@@ -94,9 +94,9 @@ def _why_not(sharded: ShardedModel, membership: Membership) -> str:
         return why
     shards = any(kept_axes(spec) for spec in specs)
     if sharded.parts.sharding.device.type != "cpu":
-        return "parameters are on an accelerator, whose memory is lost with its process"
+        return ON_ACCELERATOR
     if sharded.disk is not None:
-        return "parameters or states are kept on disk"
+        return "parameters or states are kept on a disk"
     several = len(set(sharded.world.hosts)) > 1
     if shards and membership.folder is None and (not several or sharded.plan.survive == "host"):
         return "there is no memory that outlives a rank (/dev/shm)"

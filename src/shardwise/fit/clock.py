@@ -29,6 +29,7 @@ from shardwise.fit.work import COPYING, Work, Worked, flops_of, work_of_blocks
 from shardwise.plan.mesh import Mesh
 from shardwise.program import Action, Block, Moment, Program, StepProgram
 from shardwise.program.effects import Effect
+from shardwise.program.places import SPANS
 from shardwise.program.schedule import Op
 from shardwise.system.telemetry import ON_THE_WAY, STAGES, UNITS, write_trace
 from shardwise.system.telemetry.timeline import HOST
@@ -756,20 +757,13 @@ class _Timed:
     fetched: tuple[Cost, ...] = ()
 
 
-_UNIT_SPANS = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward",
-    "backward_weights": "weights",
-}
-"""By phase, what timelines call a unit's computation."""
 _ACTIVATIONS = ("evict activations", "fetch activations")
 
 
 def _text_of(moment: Moment, axis: str) -> str:
     """What is computed before `moment`; with `axis`, what is sent along it meanwhile."""
     is_of_unit = moment.edge == "after" and moment.unit
-    text = f"{_UNIT_SPANS[moment.phase]} {moment.unit}" if is_of_unit else f"until {moment}"
+    text = f"{SPANS[moment.phase]} {moment.unit}" if is_of_unit else f"until {moment}"
     return f"{text}, along {axis}" if axis else text
 
 
@@ -793,7 +787,7 @@ def _traced(events: Sequence[Event]) -> Iterator[dict[str, object]]:
             about["waited_for"] = event.waited_for
         name, track = event.text, STAGES
         if event.stream == COMPUTE:
-            is_of_unit = event.text.partition(" ")[0] in _UNIT_SPANS.values() and not event.axis
+            is_of_unit = event.text.partition(" ")[0] in SPANS.values() and not event.axis
             track = UNITS if is_of_unit else HOST
         elif event.stream != STAGES:
             track, about["action"] = ON_THE_WAY, event.text

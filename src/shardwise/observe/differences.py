@@ -8,12 +8,12 @@ for a disk, or between steps.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.program.places import alike
 from shardwise.system.telemetry.timeline import HOST, STAGES, UNITS
 from shardwise.system.units import format_seconds
 
@@ -24,7 +24,6 @@ MANY = 10
 DISK = "waiting for the disk"
 BETWEEN = "between steps (data, logging, saving)"
 REST = "outside of the model's units and messages (loss, optimizer, the loop)"
-_NUMBER = re.compile(r"(?<![^\W\d_])\d+")
 Seconds = Mapping[str, float]
 
 
@@ -75,7 +74,7 @@ def seconds_by_action(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     reached = 0.0
     for at, begins, _, name in points:
         if running:
-            found[_NUMBER.sub("*", running[-1])] += (at - reached) / 1e6
+            found[alike(running[-1])] += (at - reached) / 1e6
         reached = at
         if begins:
             running.append(name)

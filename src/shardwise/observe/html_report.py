@@ -177,7 +177,8 @@ def _ranks(view: RunView) -> str:
         for one in shown
     )
     rest = f"<p>{escape(others(verdicts, shown))}</p>" if len(verdicts) > len(shown) else ""
-    return bars(parts, format_seconds, stacked=True) + f"<table>{words}</table>{rest}"
+    costs = "".join(f'<p class="warning">{escape(str(one["words"]))}</p>' for one in view.stragglers())
+    return costs + bars(parts, format_seconds, stacked=True) + f"<table>{words}</table>{rest}"
 
 
 def _predicted(view: RunView) -> str:

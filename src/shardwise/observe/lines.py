@@ -18,6 +18,7 @@ _RANK: dict[str, Shape] = {
     "waited": {str: float},
     "process": float,
 }
+_STRAGGLER: tuple[tuple[str, Shape], ...] = (("words", str), ("seconds", float), ("share", float))
 _BYTES: Shape = {str: {str: float}}
 _HEADER: dict[str, tuple[Shape, Any]] = {
     "plan": (dict, {}),
@@ -48,6 +49,8 @@ def showable(line: Line) -> Line | None:
             return line if _all(line.get("ranks"), _is_rank) else None
         case "memory":
             return line if _all(line.get("ranks"), _is_memory) else None
+        case "stragglers":
+            return line if _all(line.get("found"), lambda one: all(_has(one, *name) for name in _STRAGGLER)) else None
         case "end":
             return {**line, "status": str(line.get("status")), "error": str(line.get("error") or "")}
     return line
@@ -63,7 +66,8 @@ def _all(rows: object, is_good: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 def _is_rank(row: Mapping[str, Any]) -> bool:
     is_whole = all(_has(row, name, shape) for name, shape in _RANK.items())
-    return is_whole and ("disk" not in row or _has(row, "disk", float))
+    more: dict[str, Shape] = {"disk": float, "spent": {str: float}}
+    return is_whole and all(name not in row or _has(row, name, shape) for name, shape in more.items())
 
 
 def _is_memory(row: Mapping[str, Any]) -> bool:

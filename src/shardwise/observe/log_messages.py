@@ -75,15 +75,18 @@ class RankTotals:
     def _mean(self, laps: list[Lap]) -> dict[str, Any]:
         steps = max(1, self.num_steps)
         waited: dict[str, float] = {}
+        spent: dict[str, float] = {}
         for lap in laps:
-            for axis, seconds in lap.waited.items():
-                waited[axis] = waited.get(axis, 0.0) + seconds / steps
+            for total, parts in ((waited, lap.waited), (spent, lap.spent)):
+                for name, seconds in parts.items():
+                    total[name] = total.get(name, 0.0) + seconds / steps
         return {
             "seconds": sum(lap.seconds for lap in laps) / steps,
             "computing": sum(lap.computing for lap in laps) / steps,
             "idle": sum(lap.idle for lap in laps) / steps,
             "waiting": sum(lap.waiting for lap in laps) / steps,
             "waited": waited,
+            "spent": spent,
             "disk": sum(lap.disk for lap in laps) / steps,
         }
 

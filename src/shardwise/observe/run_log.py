@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.comm import World
 from shardwise.comm.generation import RECORD_PATH, Membership
 from shardwise.comm.weighing import mean_of
+from shardwise.fit.replay import Replay, script_of, scripts_of
 from shardwise.observe.earlier_run import EarlierRun
 from shardwise.observe.log_messages import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.observe.profiling import ProfileWindow
@@ -28,6 +29,7 @@ from shardwise.observe.record import RunRecord, read_record, warns_if_unwritable
 from shardwise.observe.run_notes import Notes, in_words
 from shardwise.observe.run_timeline import TIMELINE_STEP, StepTimeline
 from shardwise.observe.slowness import SlowWindow
+from shardwise.observe.stragglers import LapOfRanks, StragglerWindow
 from shardwise.observe.trackers import Tracker, check_trackers, open_tracker
 from shardwise.plan import Plan
 from shardwise.sharded.engine_report import MemoryReport, measured_anew, memory_of
@@ -79,6 +81,9 @@ class RunLog:
         self._timeline = StepTimeline(self._folder, is_made=world.is_newcomer)
         self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
+        self._stragglers: StragglerWindow | None = None
+        self._has_stragglers = False
+        """Whether the last line about them names any."""
         self._prediction: Prediction | None = None
         self._last_entry: LogEntry | None = None
         """The last log that counted. See [Note: each step once]."""
@@ -107,7 +112,7 @@ class RunLog:
         self._plan = self._plan.with_precision(sharded.plan.precision, "engine")  # auto has been settled
         if self._folder is not None and self._notes is None:
             self._open(self._folder)
-        self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
+        self._sharded, self._bytes, self._slow, self._stragglers = sharded, _Bytes(), None, None
         self._last_step = sharded.progress.num_steps
         self.profile.follow(sharded.parts.timeline, sharded.progress.num_steps)
         self._predict(sharded)
@@ -198,6 +203,7 @@ class RunLog:
                 self._write_ranks(messages, step)
                 self._write_memory(messages, step)
                 self._compare(messages[0].lap, step)
+                self._watch_stragglers(sharded, messages, step)
         self._last_entry = entry
         if is_step:
             self._look_for_slow(sharded, messages, step)
@@ -229,6 +235,31 @@ class RunLog:
                     self._record.write("slow", step=step, rank=found.rank, words=found.words, leaves=leaves)
             if leaves and membership is not None and found.rank == self._world.rank:
                 membership.leave()
+
+    def _watch_stragglers(self, sharded: ShardedModel, messages: list[RankMessage], step: int) -> None:
+        """After every window of steps, write down what slow ranks, links and stages cost, and warn of what costs much.
+        On rank 0."""
+        if len(messages) == 1:
+            return
+        if self._stragglers is None:
+            self._stragglers = StragglerWindow(sharded.plan.slow.steps, sharded.plan.slow.share)
+        laps, weights = [one.lap for one in messages], [one.weight for one in messages]
+        self._stragglers.add(LapOfRanks(laps, max(1, step - self._last_step), weights))
+        if self._stragglers.is_full:
+            self._write_stragglers(self._stragglers, sharded, step)
+
+    def _write_stragglers(self, window: StragglerWindow, sharded: ShardedModel, step: int) -> None:
+        num_steps = window.num_steps
+        try:
+            found = window.close(_replay(sharded))
+        except Exception as error:  # never into a loop that would train without it
+            _log.info("What slow ranks cost is not known: %s", error)
+            return
+        if self._record is not None and (found or self._has_stragglers):
+            self._has_stragglers = bool(found)
+            self._record.write("stragglers", step=step, num_steps=num_steps, found=[one.as_json() for one in found])
+        for one in window.news(found):
+            _log.warning("%s, over %d steps", one, num_steps)
 
     def _message(
         self, sharded: ShardedModel, numbers: dict[str, float], tokens: int, samples: int, lap: Lap
@@ -388,6 +419,8 @@ class RunLog:
         if self._last_entry is not None and self._sharded is not None and self._world.rank == 0:
             self._begin(self._sharded, self._sharded.progress.num_steps)  # if nothing was logged since a loss
         self._flush_ranks(self._last_step)
+        if self._stragglers is not None and self._stragglers.says_something and self._sharded is not None:
+            self._write_stragglers(self._stragglers, self._sharded, self._last_step)
         if self._record is not None:
             outcome = {"status": "ended"} if error is None else {"status": "failed", "error": in_words(error)}
             self._record.write("end", step=self._last_step, time=time.time(), **outcome)
@@ -436,6 +469,15 @@ def _combined(
     if samples:
         line["samples_per_second"] = samples / seconds
     return {**line, "time": time.time()}, tokens
+
+
+def _replay(sharded: ShardedModel) -> Replay:
+    """Of the steps that the engine takes now."""
+    pipeline = sharded.parts.pipeline
+    if pipeline is not None:
+        return Replay(scripts_of(pipeline.layout.schedule, sharded.mesh), sharded.mesh)
+    program = sharded.parts.runner.programs.program
+    return Replay([script_of(program, sharded.mesh, sharded.plan.accumulate)], sharded.mesh)
 
 
 def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, float]:

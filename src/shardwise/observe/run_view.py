@@ -157,6 +157,10 @@ class RunView:
         rows = self.ranks()
         return judge(rows, self.mesh) if rows else []
 
+    def stragglers(self) -> list[dict[str, Any]]:
+        """What slow ranks, links and stages have cost of the latest steps, `words`, `seconds` and `share` of each."""
+        return self._latest_of_start("stragglers", "found")
+
     @property
     def prediction(self) -> Line | None:
         """The line about the predicted step, since the last start."""
@@ -176,10 +180,11 @@ class RunView:
         """Bytes promised, measured and if replicated, by tier and kind, for each rank."""
         return self._latest_of_start("memory")
 
-    def _latest_of_start(self, kind: str) -> list[dict[str, Any]]:
-        """Rows by rank. Those from before the last start may be of ranks that are gone."""
+    def _latest_of_start(self, kind: str, name: str = "ranks") -> list[dict[str, Any]]:
+        """Rows, by rank if nothing else is asked for. Those from before the last start may be of ranks that are
+        gone."""
         line = next((line for line in reversed(self.lines_of_start) if line["kind"] == kind), None)
-        return list(line["ranks"]) if line is not None else []
+        return list(line[name]) if line is not None else []
 
 
 class RunReader:
@@ -242,6 +247,7 @@ def as_json(view: RunView) -> str:
             {**row, "slow": verdict.is_slow, "why": verdict.words}
             for row, verdict in zip(view.ranks(), view.verdicts(), strict=True)
         ],
+        "stragglers": view.stragglers(),
         "memory": view.memory(),
         "notes": [note.__dict__ for note in view.notes],
     }

@@ -328,6 +328,10 @@ class SlowRanks(Strict):
     )
     seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="length of the compared window")
     leave: bool = Field(default=False, description="remove a slow rank from an elastic job")
+    share: float = Field(
+        default=0.1, gt=0, allow_inf_nan=False, description="warn of what costs this share of a step or more"
+    )
+    steps: int = Field(default=50, ge=20, description="number of steps over which that is measured")
 
 
 class Plan(Strict):

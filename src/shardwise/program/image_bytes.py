@@ -12,6 +12,7 @@ from shardwise.program.spec import FlatSpec
 
 _OF_GROUPS = ("tp",)
 """The axes inside of replica groups of which the others can continue without one."""
+ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
 
 
 @dataclass(frozen=True)

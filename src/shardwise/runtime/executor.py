@@ -17,6 +17,7 @@ from shardwise.comm import Communicator, Group
 from shardwise.errors import ProgramError
 from shardwise.memory import Flat, Unit
 from shardwise.program import Action, Block, Moment, Program
+from shardwise.program.places import MOVES, place_before
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.param_mover import ParamMover
@@ -39,6 +40,7 @@ class BoundBlock:
     ) -> None:
         """`units`: the name of the unit of each flat buffer."""
         self.moment = block.moment
+        self._place = place_before(block.moment)
         ends_backward = block.moment.edge == "after" and block.moment.phase in ("backward", "backward_input")
         self.closes = block.moment.unit if ends_backward else ""
         """The unit whose backward ends at this moment, or ""."""
@@ -58,6 +60,7 @@ class BoundBlock:
         """
         journal = self._journal
         journal.moment = self.moment
+        journal.clock.reach(self._place)
         steps = self._steps if frees else self._keeping
         if journal.before is not None:
             steps = tuple((action, partial(_make_unless, journal.before, action, call)) for action, call in steps)
@@ -70,6 +73,7 @@ class BoundBlock:
                 self._make(steps)
         finally:
             journal.action = None
+            journal.clock.reach(MOVES)
 
     def _make(self, steps: Sequence[Step]) -> None:
         journal = self._journal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
@@ -52,6 +53,10 @@ class Follows(Protocol):
 
     def begin_to_read(self) -> None:
         """Called before a batch is handed out. On a joining rank, readers move to the position of the others."""
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Inside, this rank waits for its loader."""
         ...
 
     def weigh(self, samples: int, of: float) -> None:

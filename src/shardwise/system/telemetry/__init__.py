@@ -1,7 +1,7 @@
 """Counters: bytes sent, bytes held, events in time, and how steps spend their time."""
 
 from shardwise.system.telemetry.ledger import ByteMeter, Ledger
-from shardwise.system.telemetry.step_clock import Lap, StepClock
+from shardwise.system.telemetry.step_clock import BETWEEN, DISK, LOADER, OTHER, Lap, StepClock
 from shardwise.system.telemetry.timeline import (
     ON_THE_WAY,
     STAGES,
@@ -13,7 +13,11 @@ from shardwise.system.telemetry.timeline import (
 )
 
 __all__ = [
+    "BETWEEN",
+    "DISK",
+    "LOADER",
     "ON_THE_WAY",
+    "OTHER",
     "STAGES",
     "UNITS",
     "ByteMeter",

@@ -1,0 +1,166 @@
+"""What the loss of one rank, of one host or of the launcher costs an elastic job, before it runs. Pure.
+
+What happens then follows from the plan, as in `elastic/`; seconds that no plan determines are those of `shardwise
+simulate`, whose options change them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardwise.fit.simulate import Job
+from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.replica_groups import num_groups
+from shardwise.program import FlatSpec
+from shardwise.program.buddies import kept_axes
+from shardwise.program.footprint import optim_bytes_of
+from shardwise.program.image_bytes import image_bytes
+from shardwise.system.units import format_bytes, format_seconds
+
+Survive = Literal["host", "buddy", "checkpoint"] | None
+LAUNCHER_LOST = "it has the job's store, and has to be started again"
+ONE_HOST = "all ranks are on that host"
+NO_COPIES = "survive: host keeps parts of the state on one host only"
+NO_GROUP = "every replica group has ranks on that host"
+
+
+@dataclass(frozen=True)
+class LossPrice:
+    """What a loss costs. `num_lost` ranks are gone, or leave together with those that are.
+
+    `seconds` is how long all others stand, steps that are made again not counted. `num_steps` are those, on average;
+    `None` if nobody knows how often the script saves. `read_bytes` is what a rank reads at most, from memory or from
+    the checkpoint. `why_restarted` is empty if the others go on.
+    """
+
+    what: Literal["rank", "host", "launcher"]
+    num_lost: int
+    why_restarted: str
+    seconds: float
+    num_steps: float | None
+    read_bytes: int
+    step_seconds: float | None = None
+
+    def __str__(self) -> str:
+        """Such as `one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16 MiB from memory; 1 rank
+        is missing until as many join`."""
+        what = f"{'the' if self.what == 'launcher' else 'one'} {self.what}"
+        stands = f"{format_seconds(self.seconds)}, {self._again()}"
+        if self.why_restarted:
+            read = f"each reads {format_bytes(self.read_bytes)} of the checkpoint"
+            return f"{what}: all ranks restart, because {self.why_restarted}: {stands}; {read}"
+        read = f"each reads up to {format_bytes(self.read_bytes)} from memory" if self.read_bytes else "nothing is read"
+        missing = f"{self.num_lost} rank{'s are' if self.num_lost > 1 else ' is'} missing until as many join"
+        return f"{what}: the others stand for {stands}; {read}; {missing}"
+
+    def _again(self) -> str:
+        if self.num_steps is None:
+            return "and the steps since the last checkpoint (--checkpoint-every says how many)"
+        number = f"and {self.num_steps:,.0f} step{'s' * (self.num_steps != 1)} again"
+        if self.step_seconds is None:
+            return number
+        return f"{number} ({format_seconds(self.num_steps * self.step_seconds)})"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is known of the machine and the job; `None` where it is not. Seconds of a step, seconds between two
+    checkpoints, bytes of memory that a rank copies in a second."""
+
+    step_seconds: float | None = None
+    checkpoint_every: float | None = None
+    memory: float | None = None
+
+
+def loss_prices(
+    mesh: Mesh,
+    flats: Sequence[FlatSpec],
+    num_states: int,
+    *,
+    per_host: int,
+    survive: Survive,
+    why_restarted: str,
+    rates: Rates | None = None,
+) -> list[LossPrice]:
+    """Of one rank, one host with `per_host` ranks, and the launcher. `why_restarted` as `why_no_images` says it."""
+    job = _Losses(mesh, flats, num_states, rates or Rates())
+    size, num_of_group = mesh.world_size, mesh.world_size // num_groups(mesh)
+    why = why_restarted or ("no other rank is left" if num_of_group == size else "")
+    of_host = _leaving_with_host(mesh, per_host)
+    if per_host >= size:
+        why_host = ONE_HOST
+    elif of_host == size:
+        why_host = NO_GROUP
+    else:
+        is_alone = survive == "host" and _is_on_one_host(mesh, flats, per_host)
+        why_host = why or (NO_COPIES if is_alone else "")
+    return [
+        job.price("rank", num_of_group, why, Job.exit_seconds),
+        job.price("host", of_host, why_host, Job.silence_seconds),
+        job.price("launcher", size, LAUNCHER_LOST, 0.0),
+    ]
+
+
+@dataclass(frozen=True)
+class _Losses:
+    mesh: Mesh
+    flats: Sequence[FlatSpec]
+    num_states: int
+    rates: Rates
+
+    def price(
+        self, what: Literal["rank", "host", "launcher"], num_lost: int, why: str, found_seconds: float
+    ) -> LossPrice:
+        step = self.rates.step_seconds
+        if why:
+            every = self.rates.checkpoint_every
+            num_steps = None if every is None or step is None else every / 2 / step
+            seconds = found_seconds + Job.restart_seconds
+            return LossPrice(what, self.mesh.world_size, why, seconds, num_steps, self._of_checkpoint(), step)
+        read_bytes = self._of_images(num_lost)
+        copying = read_bytes / self.rates.memory if self.rates.memory else 0.0
+        seconds = found_seconds + Job.regroup_seconds + copying
+        return LossPrice(what, num_lost, "", seconds, 1.0, read_bytes, step)
+
+    def _of_images(self, num_lost: int) -> int:
+        """The range that a rank has once the others have taken over the sharded state."""
+        sharded = [flat for flat in self.flats if kept_axes(flat)]
+        size = self.mesh.world_size
+        return -(-image_bytes(sharded, self.num_states).copy * size // (size - num_lost))
+
+    def _of_checkpoint(self) -> int:
+        """Master weights and states of what a rank updates, and what is frozen."""
+        total = 0
+        for flat in self.flats:
+            table = flat.table
+            if flat.trainable:
+                total += optim_bytes_of(flat, self.num_states, None)
+                total += flat.num_bytes(table.optim.shard, table.optim.dtype) if flat.master_is_param else 0
+            else:
+                total += flat.num_bytes(table.param.shard, table.param.dtype)
+        return total
+
+
+def _leaving_with_host(mesh: Mesh, per_host: int) -> int:
+    """Ranks of all replica groups that have ranks on one host, of the host with the most."""
+    groups = [_group(mesh.coordinate(rank)) for rank in range(mesh.world_size)]
+    hosts = [set(groups[first : first + per_host]) for first in range(0, mesh.world_size, per_host)]
+    return max(map(len, hosts)) * (mesh.world_size // num_groups(mesh))
+
+
+def _group(coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(place for axis, place in coordinate.items() if axis not in MODEL_AXES)
+
+
+def _is_on_one_host(mesh: Mesh, flats: Sequence[FlatSpec], per_host: int) -> bool:
+    """Whether a host has all copies of some part of the state."""
+    for shard in {kept_axes(flat) for flat in flats}:
+        same = [axis for axis in mesh.axes if axis not in shard and axis not in MODEL_AXES]
+        if any(len({one // per_host for one in mesh.among(rank, same)}) == 1 for rank in range(mesh.world_size)):
+            return True
+    return False
