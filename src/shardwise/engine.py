@@ -824,7 +824,12 @@ class Engine:
             if documents is not None:
                 raise ConfigError("documents= is for plans that split sequences; on one rank the model masks them.")
             return batch
-        return self._sharded.parts.sequence.split(batch, documents)
+        return self._session.splitting(lambda: self._split(batch, documents))
+
+    def _split(self, batch: Any, documents: torch.Tensor | None) -> Any:
+        sequence = self._sharded.parts.sequence
+        assert sequence is not None
+        return sequence.split(batch, documents)
 
     def join_sequence(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The whole sequences of which this rank has `part`: the inverse of `split_sequence`, for results.
@@ -837,7 +842,14 @@ class Engine:
         Raises `ConfigError` for a tensor with another number of tokens, and `StateError` before any batch was split.
         """
         self._require_open()
-        return part if self._sharded.parts.sequence is None else self._sharded.parts.sequence.join(part, dim)
+        if self._sharded.parts.sequence is None:
+            return part
+        return self._session.computing(lambda: self._join(part, dim))
+
+    def _join(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        sequence = self._sharded.parts.sequence
+        assert sequence is not None
+        return sequence.join(part, dim)
 
     def give_whole_outputs(self, *, tokens: bool = True) -> None:
         """From now on, a model of transformers that is given a whole batch and splits it along `sp` returns whole
@@ -866,11 +878,11 @@ class Engine:
         weight = self._sharded.progress.weighing.current
         if not weight:  # the rows stand in for none, and so do their tokens
             here = torch.zeros_like(here)
-        group = self._sharded.data_group
-        share = group.size / self._session.asking(lambda: self._sharded.data_group.sum(here))
+        counted_by_all = self._session.adding_up(lambda: self._sharded.data_group.sum(here), alone=lambda: here)
+        share = self._sharded.data_group.size / counted_by_all
         if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
             share = share / weight
-        return values.sum() * share.to(values.dtype)
+        return self._session.computing(lambda: values.sum() * share.to(values.dtype))
 
     # -- memory and time ----------------------------------------------------------------------------------
 
@@ -1019,6 +1031,7 @@ class Engine:
 
     def _before_change(self) -> None:
         self._session.before_change()
+        self._sharded.forget_checksums()
         self._state.saver.wait_for_copy()
 
     # -- the end ------------------------------------------------------------------------------------------

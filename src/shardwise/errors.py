@@ -41,6 +41,7 @@ class FaultError(CommError):
     `ended` (a rank left with or without an exception while others needed it), `lost` (a rank disappeared silently),
     `disconnected` (ranks that are alive could not reach each other) or `timeout` (a rank made others wait for longer
     than the world allows). `ranks` are the ranks at fault, as far as known, or those that could not reach each other.
+    `corrupted` (a rank had wrong bits, and has left) is raised only inside of elastic jobs, which recover from it.
     `unit` and `action` are what was to be done when the fault was found (empty outside a program), `origin` is the rank
     that found it.
     """
@@ -61,6 +62,34 @@ class FaultError(CommError):
         self.unit = unit
         self.action = action
         self.origin = origin
+
+
+class CorruptionError(ShardwiseError, RuntimeError):
+    """Bits of a parameter, state or gradient have changed that nothing has written (`verify` in the plan).
+
+    `ranks` is the rank that has the wrong ones, or, with `is_certain` false, the ranks one of which has. `unit`,
+    `tensor` (a parameter's name) and `row` (`param`, `master`, `due`, or the key of a state) say what was found first;
+    `step` is the number of the step that was not taken.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: tuple[int, ...],
+        unit: str = "",
+        tensor: str = "",
+        row: str = "",
+        step: int = -1,
+        is_certain: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.unit = unit
+        self.tensor = tensor
+        self.row = row
+        self.step = step
+        self.is_certain = is_certain
 
 
 class TurnedAwayError(CommError):

@@ -34,6 +34,7 @@ SIGNS = {
     "RuntimeError: Timed out waiting 5000ms for recv operation to complete": "connection",
     FAULT: "fault",
     "shardwise.errors.DataError: source (a Photos) failed at index 71304": "data",
+    "shardwise.errors.CorruptionError: Rank 2 has wrong bits: parameter a.weight, changed since": "bits",
     VALUE: "exception",
 }
 
@@ -46,6 +47,14 @@ def test_alike_failures_of_few_of_many_ranks_are_not_the_codes() -> None:
         "node",
         "node",
     ]
+
+
+def test_a_host_that_changes_bits_is_excluded_at_once_unless_nobody_knows_which() -> None:
+    error = "shardwise.errors.CorruptionError: Rank 2 has wrong bits: parameter a.weight, changed since"
+    fault = end(0, "shardwise.errors.FaultError: Rank 2 has wrong bits")
+    cause = Classifier().classify([end(2, error), fault], 4, 0.0)
+    assert (cause.kind, cause.action, cause.ranks, cause.hosts) == ("node", "exclude", (2,), ("h1",))
+    assert Classifier().classify([end(rank, error) for rank in range(4)], 4, 0.0).action == "shrink"
 
 
 @pytest.mark.parametrize("error", SIGNS)

@@ -278,6 +278,8 @@ PROVIDED = {
     ("agree", "norms"),
     ("broadcast", "buffers"),
     ("update", "master"),
+    ("compare", "checksums"),
+    *(entry for entry in EFFECTS if entry[0] == "checksum"),
 } | {entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states")}
 """What is not of one flat buffer, or an optimizer's: given to the executor by `sharded/assembly.py`."""
 

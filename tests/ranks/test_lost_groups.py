@@ -3,10 +3,8 @@ the group comes back when it is complete. Losses and parameters are those of the
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,125 +14,50 @@ from split_models import TENSOR, Transformer, tokens
 from torch import nn
 
 import shardwise as sw
-from shardwise import testing
 from shardwise.comm import World
 from shardwise.observe.run_view import read_run
-from shardwise.testing import fail_at
+from tests.ranks.lost_groups import NUM_STEPS, ROWS, DiesBefore, Plant, race_of
 from tests.ranks.test_buddies import HostDiesAt
-from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values, update
-from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
+from tests.ranks.test_lost_ranks import DiesAt, adamw, update
+from tests.ranks.threads_as_members import run_members
 from tests.thorough import drawn, sampled, thorough_only
 
 Tensor = torch.Tensor
-ROWS, NUM_STEPS = 4, 6
 PRESETS = ("ddp", "zero1", "zero2", "zero3")
 LOOPS = ("engine", "plain", "train_step")
 BLOCKS = {name: style for name, style in TENSOR["plan"].items() if name.startswith("blocks")}
 
 
-def trained_alone(model: nn.Module) -> tuple[list[float], nn.Module]:
-    plain = copy.deepcopy(model)
-    optimizer = adamw(plain)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = plain(tokens(step, ROWS))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, plain
+class Layers:
+    """The task: a model whose layers are split."""
 
+    def __init__(self, make: Callable[[], nn.Module] = Transformer) -> None:
+        self.make = make
 
-def take_step(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
-    if loop == "train_step":
-        return engine.train_step(batch)
-    loss: Tensor = engine.module(batch)
-    update(loop, engine, optimizer, loss)
-    return loss
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        loss: Tensor = model(tokens(step, ROWS))
+        return loss
+
+    def take_step(
+        self, loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, step: int, place: int, num: int
+    ) -> Tensor:
+        batch = tokens(step, ROWS).tensor_split(num)[place]
+        engine.weigh(len(batch), ROWS)
+        if loop == "train_step":
+            return engine.train_step(batch)
+        loss: Tensor = engine.module(batch)
+        update(loop, engine, optimizer, loss)
+        return loss
 
 
 def race(
-    plan: dict[str, Any],
-    plant: Callable[[sw.Engine, int], None],
-    folder: Path,
-    *,
-    loop: str = "engine",
-    num_ranks: int = 4,
-    num_newcomers: int = 0,
-    shares_memory: bool = True,
-    least: int = 1,
-    hosts: str = "",
-    make: Callable[[], nn.Module] = Transformer,
-    bound: float = 5e-6,
-    most_wrong: int = 1,
+    plan: dict[str, Any], plant: Plant, folder: Path, *, make: Callable[[], nn.Module] = Transformer, **more: Any
 ) -> dict[int, list[int]]:
-    """Train on threads, of which some die. Returns, by member that trains at the end, the sizes of the worlds in which
-    it took its steps."""
-    torch.manual_seed(3)
-    model = make()
-    losses, plain = trained_alone(model)
-    models = [copy.deepcopy(model) for _ in range(num_ranks + num_newcomers)]
-
-    def work(world: World, member: int) -> tuple[dict[int, float], dict[int, int], dict[str, Tensor]]:
-        own = models[member]
-        optimizer = adamw(own)
-        engine = sw.shard(own, plan, optimizer=optimizer, world=world)
-        plant(engine, member)
-        found: dict[int, float] = {}
-        sizes: dict[int, int] = {}
-        while engine.num_steps < NUM_STEPS:
-            step, void = engine.num_steps, engine.num_void
-            place, num = engine.data_ranks
-            batch = tokens(step, ROWS).tensor_split(num)[place]
-            engine.weigh(len(batch), ROWS)
-            loss = take_step(loop, engine, optimizer, batch)
-            if engine.num_steps > step and engine.num_void == void:
-                found[step] = engine.mean(loss.item())
-                sizes[step] = engine.world.size
-        state = engine.state_dict()
-        engine.close()
-        return found, sizes, state
-
-    results = run_members(
-        num_ranks,
-        work,
-        folder,
-        shares_memory=shares_memory,
-        num_newcomers=num_newcomers,
-        least=least,
-        hosts=hosts,
-    )
-    assert results
-    for found, _, state in results.values():
-        wrong = [step for step, loss in found.items() if loss != pytest.approx(losses[step], rel=bound)]
-        assert len(wrong) <= most_wrong, "only the losses that a group took with it may be missing from a mean"
-        assert_same_values(state, plain, bound)
-    at_end = {hosts[member] for member in results} if hosts else {""}
-    left = [path for host in at_end for path in (folder / host).rglob("*") if path.is_file()]
-    assert not left, "images of a job that has ended"
-    return {member: list(sizes.values()) for member, (_, sizes, _) in results.items()}
+    return race_of(Layers(make), plan, plant, folder, **more)
 
 
 def plan_of(preset: str, **mesh: int) -> dict[str, Any]:
     return {"preset": preset, "mesh": mesh or {"dp": 2, "tp": 2}, "tensor": TENSOR}
-
-
-class DiesBefore:
-    """A rank dies before an action or a collective, in the words in which `explain` prints it."""
-
-    def __init__(self, rank: int, step: int, point: str) -> None:
-        self.is_dead = False
-        self._fault = fail_at(rank, step, point, by=self._die)
-
-    def _die(self) -> None:
-        if not self.is_dead:
-            self.is_dead = True
-            raise Killed
-
-    def __call__(self, engine: sw.Engine, member: int) -> None:
-        membership = engine.world.membership
-        assert isinstance(membership, ThreadMembership)
-        membership.plant(partial(testing.plant, self._fault))
 
 
 @sampled
@@ -178,6 +101,15 @@ def test_a_rank_dies_before(point: str, preset: str, rank: int, tmp_path: Path) 
     sizes = race(plan_of(preset), fault, tmp_path, num_newcomers=rank % 2, least=2 + 2 * (rank % 2))
     assert fault.is_dead
     assert all(one[-1] == (4 if rank % 2 else 2) for one in sizes.values())
+
+
+def test_the_others_read_what_a_spare_shares_with_them(tmp_path: Path) -> None:
+    """A step is complete, with parameters that rest in shared memory: a spare has given back its own part before it is
+    read."""
+    fault = DiesBefore(0, 2, POINTS["commit"])
+    sizes = race(plan_of("zero3"), fault, tmp_path)
+    assert fault.is_dead
+    assert sizes.keys() == {2, 3}
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -17,12 +17,15 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.elastic.recovery import Recovery
+from shardwise.elastic.state_image import PARAM
 from shardwise.elastic.survival import Survival
-from shardwise.errors import ConfigError, FaultError
+from shardwise.errors import ConfigError, CorruptionError, FaultError, StateError
 from shardwise.observe.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.testing import plant
+from tests import inside
 from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
 from tests.thorough import drawn, sampled
 
@@ -399,3 +402,66 @@ def test_the_record_says_how_many_go_on(lost: int, tmp_path: Path) -> None:
     assert [line["step"] for line in view.steps] == list(range(1, NUM_STEPS + 1))
     assert len(view.ranks()) == len(view.verdicts()) == NUM_RANKS - 1
     assert view.status == "ended"
+
+
+def flip_a_bit(engine: sw.Engine, *, in_image: bool) -> None:
+    """Of the first master weights that this rank has; with `in_image` also of their copy."""
+    survival = engine._session.recovery.survival
+    survival.end_copies()
+    flat, index = next(
+        (flat, index)
+        for flat in inside.flats(engine)
+        for index in range(len(flat.slots))
+        if flat.spec.trainable and flat.master_piece(index)[0].numel()
+    )
+    tensors = [flat.master_piece(index)[0]]
+    if in_image:
+        cells = survival.image.directory.cells
+        tensors.append(
+            survival.image.shadow(
+                next(cell for cell in cells if (cell.name, cell.kind) == (flat.slots[index].name, PARAM))
+            )
+        )
+    for tensor in tensors:
+        tensor.detach().view(torch.int32).numpy()[0] ^= 1 << 20
+
+
+@sampled
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("in_image", [False, True])
+@pytest.mark.parametrize("name", [*PLANS, "offload", "zero3-offload"])
+def test_a_rank_with_wrong_bits_leaves_and_the_step_is_repeated(
+    name: str, in_image: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only it had comes from its image, if that is from before the bit flipped."""
+    wrong: list[CorruptionError] = []
+    leave = Recovery.leave_out
+
+    def flips(engine: sw.Engine, member: int) -> None:
+        def flip(_: int, step: int, what: str) -> bool:
+            if (member, step) == (2, 3) and not flipped and "verdict" in what:
+                flipped.append(what)
+                flip_a_bit(engine, in_image=in_image)
+            return False
+
+        flipped: list[str] = []
+        membership = engine.world.membership
+        assert isinstance(membership, ThreadMembership)
+        membership.plant(partial(plant, flip))
+
+    def leave_or_die(self: Recovery, error: CorruptionError) -> FaultError:
+        try:
+            return leave(self, error)
+        except CorruptionError:
+            wrong.append(error)
+            raise Killed from error
+
+    monkeypatch.setattr(Recovery, "leave_out", leave_or_die)
+    plan = {**TIERS, **PLANS}[name]
+    others_have_it = name in ("ddp", "hsdp")
+    if in_image and not others_have_it:
+        with pytest.raises(StateError, match="no whole state is left"):
+            race({**plan, "verify": 1}, flips, tmp_path)
+    else:
+        assert race({**plan, "verify": 1}, flips, tmp_path) == {0: 1, 1: 1, 3: 1}
+    assert [error.ranks for error in wrong] == [(2,)]

@@ -408,3 +408,32 @@ def test_an_earlier_run_in_the_same_folder_is_kept_apart(tmp_path: Path) -> None
     )
     assert "early in 1" not in html_report(read_run(earlier))
     assert "late in 0" in html_report(read_run(earlier))
+
+
+def test_what_is_not_finite_is_traced_to_rank_samples_and_unit(tmp_path: Path) -> None:
+    """A bad sample on rank 1 makes its loss nan; then a bad gradient begins in one unit's backward."""
+    run, replicas = tmp_path / "run", models(2)
+    rows = [torch.ones(16) for _ in range(8)]
+    rows[6] = torch.full((16,), math.inf)
+
+    def train(world: sw.World) -> None:
+        model = replicas[world.rank]
+        with engine_of(model, world, run, preset="zero3", skip_nonfinite=True, units=["0", "1", "2"]) as engine:
+            loader = sw.data.Loader(rows, batch_rows=4, samples=sw.data.Samples(shuffle=False), world=engine.data_ranks)
+            for x in loader:
+                engine.log({"loss": engine.train_step(x, loss_fn=loss_of)})
+                if engine.num_steps == 1 and loader.step == 2:
+                    break
+            model[1].register_full_backward_hook(lambda _, grads, __: (grads[0] * math.inf,))
+            loss = engine.train_step(batch(0, world.rank), loss_fn=loss_of)
+            engine.log({"loss": loss})
+
+    run_ranks(2, train)
+    found = [(line["rank"], line["words"]) for line in lines(run, "unusual")]
+    bad_sample, its_norm, in_unit = found
+    assert bad_sample[0] == 1
+    assert "its loss is " in bad_sample[1]
+    assert "6" in bad_sample[1].partition("it had")[2]
+    assert its_norm[1].endswith("those of all units, from the loss on")
+    assert in_unit[1].endswith("those of 1 of 3 units, of which 0 is the first in the backward")
+    assert "those of all units" in html_report(read_run(run))

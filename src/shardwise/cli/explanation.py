@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.fit.loss_price import LossPrice, Rates, loss_prices
+from shardwise.fit.prices import Prices
 from shardwise.fit.step_time import StepTime
 from shardwise.fit.tier_time import TierTime, tier_time
 from shardwise.observe.differences import Difference
@@ -38,6 +39,7 @@ from shardwise.program import (
     plan_step,
     render,
     schedule_trace,
+    shortened,
     straight_passes,
     straight_trace,
     update_by,
@@ -45,8 +47,9 @@ from shardwise.program import (
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import ON_ACCELERATOR, ImageBytes, image_bytes, why_no_images
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
+from shardwise.program.verification import build_verification, in_words, why_not_recomputed
 from shardwise.system.calibration import Calibration
-from shardwise.system.units import format_bytes
+from shardwise.system.units import format_bytes, format_seconds
 
 PIPELINE = "pp"
 NUM_EXAMPLES = 4
@@ -193,6 +196,26 @@ class Explanation:
         """The schedule of micro-batches, if the mesh has a pipeline."""
         num_ranks = _pipeline_size(self.mesh)
         return schedule_of(self.plan, num_ranks) if num_ranks > 1 else None
+
+    @property
+    def verification(self) -> str:
+        """What is added to verified steps, if there are any: what is compared, what it costs, and the actions."""
+        every, gradients = self.plan.verify.every, self.plan.verify.gradients
+        again = []
+        if gradients is not None:
+            why = why_not_recomputed(self.mesh, is_elastic=False, is_deterministic=True)
+            what = f"refused, because {why}" if why else "one micro-batch of each rank, computed by two"
+            again = [f"before each {gradients}th step: {what}"]
+        if every is None:
+            return "\n".join(again)
+        program = build_verification(self.subject.units)
+        lines = in_words(self.subject.units, every)
+        if self.time is not None:
+            prices = Prices(self.step, self.time.hardware, self.mesh, num_states=self.subject.num_states)
+            seconds = prices.verification(program, self.plan.accumulate)
+            share = seconds / every / self.time.timeline.step_seconds
+            lines.append(f"takes {format_seconds(seconds)} of such a step, {share:.2%} of the time of all")
+        return "\n".join([*lines, *again, shortened(render(program))])
 
     @property
     def program(self) -> str:
@@ -375,6 +398,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "activation_bytes_by_axis": explained.activations_by_axis,
         **({"sent_bytes_by_host": explained.sent_by_hosts} if explained.per_host else {}),
         "program": explained.program,
+        **({"verification": explained.verification} if explained.verification else {}),
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
         **({"stages": subject.stages.splitlines()} if subject.stages else {}),
         **({"experts": subject.experts.splitlines()} if subject.experts else {}),

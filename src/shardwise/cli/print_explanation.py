@@ -104,6 +104,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     if explained.time is not None:
         taken = [] if explained.measured is None else [f"{plan.run} has taken {explained.measured}"]
         _section(console, "time of a step", Text("\n".join([*explained.time.lines, *taken])))
+    if explained.verification:
+        _section(console, "added by verify", Text(explained.verification.rstrip()))
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():

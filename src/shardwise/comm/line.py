@@ -77,6 +77,11 @@ class Line:
         finally:
             self._collectives = kept
 
+    def fall_silent(self) -> None:
+        """Send nothing from now on: the world of this line is gone. Graphs that were computed over it may still run
+        backward."""
+        self._collectives = None
+
     def _start(self, start: Callable[[Communicator], Work]) -> Work:
         """Start to send, unless this is a rehearsal."""
         if self._collectives is None:

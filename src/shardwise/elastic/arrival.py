@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.checkpoint import Held, Loaded
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
-from shardwise.elastic.rebuild import plan_on, rebuilt
+from shardwise.elastic.rebuild import plan_on, rebuilt, with_group_sizes
 from shardwise.elastic.regroup_reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
@@ -99,6 +99,7 @@ def arrive(
     if plan.precision == "auto":  # the others have settled it, whatever this rank's device is fast at
         plan = plan.with_precision(state["precision"], "auto")
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
+    plan = with_group_sizes(plan, mesh)
     device = next(model.parameters()).device
     trained = TrainedParams(**state["trained"])
     trained.plan_in(model)

@@ -25,6 +25,7 @@ _NODE_FAULTS: dict[Sign, str] = {
     "memory": "ran out of memory",
     "gpu": "has a device that fails",
     "disk": "has a disk that is full or fails",
+    "bits": "has memory or a processor that changes bits",
 }
 
 
@@ -156,6 +157,8 @@ class Classifier:
             )
         if signs <= {"connection", "fault"}:
             return self._network(ends)
+        if signs == {"bits"} and len(ends) > 1:  # all say of which rank, or that it is one of two
+            return _cause("node", "shrink", ends, f"{ends[0].manner}, and so did all of {_ranks(ends)}.")
         if signs == {"data"}:
             return self._data(ends, f"{_did(ends)}.")
         if len(ends) > 1 and _are_alike(ends, num_ranks):
@@ -197,6 +200,8 @@ class Classifier:
 
     def _node(self, ends: Sequence[End], text: str) -> Cause:
         host = ends[0].host
+        if host and sign_of(ends[0]) == "bits":  # it looks healthy, and nobody would know how often it happens
+            return _cause("node", "exclude", ends, text)
         faults = len({at for at, end in self._before if end.host == host and sign_of(end) != "asked"}) + 1
         if host and faults >= self.policy.host_faults:
             return _cause("node", "exclude", ends, f"{text} That is fault {faults} of {host} in a short time.")

@@ -7,15 +7,18 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-Sign = Literal["memory", "gpu", "disk", "connection", "data", "fault", "exception", "crash", "kill", "asked", "exit"]
-"""memory: out of memory, on a host or a device; gpu: a device or its driver failed; disk: full or failing;
-connection: a peer could not be reached; data: a source could not provide a sample; fault: raised because another rank
-failed; exception: of the script; crash: of native code; kill: SIGKILL; asked: a signal that asks to end; exit: a code
-that the script chose."""
+Sign = Literal[
+    "memory", "gpu", "disk", "bits", "connection", "data", "fault", "exception", "crash", "kill", "asked", "exit"
+]
+"""memory: out of memory, on a host or a device; gpu: a device or its driver failed; disk: full or failing; bits: they
+changed where no program has written; connection: a peer could not be reached; data: a source could not provide a
+sample; fault: raised because another rank failed; exception: of the script; crash: of native code; kill: SIGKILL;
+asked: a signal that asks to end; exit: a code that the script chose."""
 
 # Searched in this order, the more specific ones first.
 _PATTERNS: tuple[tuple[Sign, str], ...] = (
     ("data", r"^(shardwise\.errors\.)?DataError\b"),
+    ("bits", r"^(shardwise\.errors\.)?CorruptionError\b"),
     (
         "memory",
         r"OutOfMemoryError|out of memory|Cannot allocate memory|^MemoryError\b|DefaultCPUAllocator: can't alloc",

@@ -24,6 +24,8 @@ class Iterations:
     """How many iterations this rank has begun."""
     is_open: bool = False
     """Whether the last of them has not ended."""
+    is_prepared: bool = False
+    """Whether the batch of the next one has been split over the ranks of this world, so that it is void with them."""
     void_after: int = 0
     void_until: int = 0
     """Iterations after the first and up to the second are void."""
@@ -71,7 +73,7 @@ class Iterations:
         self.__dict__.update(fresh.__dict__)
 
     def begin(self) -> None:
-        self.is_alone = False
+        self.is_alone = self.is_prepared = False
         self.begun += 1
         self.is_open = True
 

@@ -10,22 +10,26 @@ from shardwise.sharded.sharded_model import ShardedModel
 
 
 class QuietMode:
-    """Parameters are gathered as in `engine.inference()`, and nothing is sent. What layers compute that are split along
-    `tp` has the right shapes only, since each rank runs at its own pace, or not at all. Whether gradients are enabled
-    stays as the loop has it."""
+    """Parameters are gathered as in `engine.inference()`, and nothing is sent. What ranks compute that share layers or
+    samples (`tp`, `sp`) has the right shapes only, since each runs at its own pace, or not at all. Whether gradients
+    are enabled stays as the loop has it."""
 
     def __init__(self) -> None:
         self.is_on = False
+        self.is_undefined = False
+        """Whether only the shapes of the model's outputs mean anything."""
         self._inside = ExitStack()
 
     def enter(self, sharded: ShardedModel) -> None:
         grads = torch.is_grad_enabled()
         self._inside = ExitStack()
         try:
-            self._inside.enter_context(sharded.inference(None))
-            split = sharded.parts.sharding.split
-            if split is not None and split.line is not None:
-                self._inside.enter_context(split.line.silent())
+            self._inside.enter_context(sharded.converted.suspended())
+            self._inside.enter_context(sharded.parts.runner.inference(sharded.world, None, None))
+            lines = sharded.lines
+            for line in lines:  # sequences stay split, unlike in inference: the loop has its part of the batch
+                self._inside.enter_context(line.silent())
+            self.is_undefined = bool(lines)
         finally:
             torch.set_grad_enabled(grads)
         self.is_on = True

@@ -9,6 +9,7 @@ from shardwise.comm import World
 from shardwise.errors import ConfigError
 from shardwise.memory import give_back_shapes
 from shardwise.plan import Plan
+from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.plan.replica_groups import mesh_over
 from shardwise.sharded.sharded_model import ShardedModel
@@ -62,6 +63,15 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
         take_down(renewed)
         raise
     return renewed
+
+
+def with_group_sizes(plan: Plan, mesh: Mesh) -> Plan:
+    """`plan` with the sizes of `mesh` along the axes of replica groups. They stay when the number of ranks changes,
+    one that is -1 included."""
+    if plan.mesh is None or all(plan.mesh.get(axis) != -1 for axis in MODEL_AXES):
+        return plan
+    sizes = {axis: mesh.size(axis) if axis in MODEL_AXES else size for axis, size in plan.mesh.items()}
+    return plan.model_copy(update={"mesh": sizes})
 
 
 def plan_on(plan: Plan, num_ranks: int, local_size: int | None) -> Plan:

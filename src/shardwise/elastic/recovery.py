@@ -32,11 +32,11 @@ from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.elastic.quiet_mode import QuietMode
-from shardwise.elastic.rebuild import make_plain, rebuilt, take_down
+from shardwise.elastic.rebuild import make_plain, rebuilt, take_down, with_group_sizes
 from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
-from shardwise.errors import CommError, FaultError, SpareError, StateError, TurnedAwayError
+from shardwise.errors import CommError, CorruptionError, FaultError, SpareError, StateError, TurnedAwayError
 from shardwise.plan.replica_groups import group_size
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
@@ -120,7 +120,7 @@ class Recovery:
         self._membership = membership
         self._sharded = sharded
         self.world = sharded.world
-        self._plan = sharded.plan if arrival is None else arrival.plan
+        self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, sharded.mesh)
         self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
@@ -223,6 +223,14 @@ class Recovery:
                 self._former_model, self._layout.flats = self._replanned.model, []
             self.recover(error)
         self._replanned = None
+
+    def leave_out(self, error: CorruptionError) -> FaultError:
+        """See `leave_out` in `corruption.py`."""
+        from shardwise.elastic.corruption import leave_out  # only then
+
+        verification = self._sharded.parts.verification
+        assert verification is not None
+        return leave_out(error, verification, self.survival, self.world)
 
     # -- from one world to the next -------------------------------------------------------------------------
 
@@ -366,9 +374,8 @@ class Recovery:
             if one.survival is not None
         }
         own = self.iterations
-        report = Report(
-            own.begun, own.ended, own.made, self._complete_label, steps, self.outside.results, self._num_layouts
-        )
+        begun, results = own.begun + own.is_prepared, self.outside.results
+        report = Report(begun, own.ended, own.made, self._complete_label, steps, results, self._num_layouts)
         regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)
         self.world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)
@@ -439,7 +446,7 @@ class Recovery:
         self._former = self._layout  # to return to, until the new one is complete on all ranks
         self._former.flats = []
         self._num_layouts += 1
-        self._sharded, self._plan = sharded, sharded.plan
+        self._sharded, self._plan = sharded, with_group_sizes(sharded.plan, sharded.mesh)
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version)
         self.loop_state.follow(sharded)

@@ -19,7 +19,7 @@ class Report:
     """What a rank reports when ranks regroup."""
 
     begun: int
-    """Iterations that it has begun."""
+    """Iterations that it has begun, or prepared (`Iterations.is_prepared`)."""
     ended: int
     """The last iteration that it has ended."""
     iterations: dict[int, int]

@@ -4,7 +4,8 @@
 than one collective apart, but when one notices a fault in the forward of iteration 8, another may still be in the step
 of iteration 7, waiting to hear that it is complete. So each rank reports which iteration it has begun. Iterations after
 the last complete step, up to the newest that any rank has begun, are *void* on all ranks, begun or not. So all ranks
-take the next one together.
+take the next one together. To have split the batch of an iteration over ranks (`split_sequence`) counts as its
+beginning: that batch was read for the former world.
 
 In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*): parameters are whole as in
 `engine.inference()`, forwards compute no gradients, backwards and steps change nothing. Random numbers and buffers are
@@ -16,11 +17,12 @@ step taken. So this rank ends the step as taken too, and the loop hears that it 
 next call.
 
 [Note: where ranks join] The last commit, or regrouping after a fault, tells all ranks whether any wants to join or
-leave. They do so at the beginning of the next iteration, which becomes void. Every loop reaches the forward of a
-training step, whatever it does before, so there a new loop and those of the others are at the same point. No rank joins
-during recovery from a fault, since the fault may have hit the others anywhere: between a step and the next forward, or
-in the middle of an iteration. What a new rank exchanges before its first forward, by `resume`, `any_rank` and the like,
-is answered with what it received when it joined (`is_arriving`).
+leave. They do so at the beginning of the next iteration, which becomes void; if that is void already, of the one after
+it, since after a fault some ranks may have begun it before. Every loop reaches the forward of a training step, whatever
+it does before, so there a new loop and those of the others are at the same point. No rank joins during recovery from a
+fault, since the fault may have hit the others anywhere: between a step and the next forward, or in the middle of an
+iteration. What a new rank exchanges before its first forward, by `resume`, `any_rank` and the like, is answered with
+what it received when it joined (`is_arriving`).
 
 [Note: the commit] A step is complete when every rank has reported that it has written it, and no rank returns from the
 step before that. So no rank can have continued after a step that must be undone, with one exception. Copies to other
@@ -44,8 +46,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +60,7 @@ from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
-from shardwise.errors import CommError, ConfigError
+from shardwise.errors import CommError, ConfigError, CorruptionError
 from shardwise.optim.precision import Norm
 from shardwise.plan.replica_groups import num_groups
 from shardwise.runtime.fault_tolerant_backward import Tolerant
@@ -140,14 +143,16 @@ class ElasticSession(Session):
         self._model.__dict__["_compiled_call_impl"] = self._forward
         sharded.before_update = self._before_update
         sharded.parts.runner.let_report(Tolerant(sharded.parts.runner, self._note_fault))
-        split = sharded.parts.sharding.split
-        if split is not None and split.line is not None:
-            split.line.on_fault = self._note_fault_of_layer
+        self._lines = sharded.lines
+        for line in self._lines:
+            line.on_fault = self._note_fault_of_layer
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
 
     def unwrap(self) -> None:
         self._model.__dict__.pop("_compiled_call_impl", None)
+        for line in self._lines:  # a loop may still send back what it has computed in this world
+            line.fall_silent()
 
     def _before_update(self) -> None:
         self._host.wait_for_copy()
@@ -193,19 +198,51 @@ class ElasticSession(Session):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not self._iterations.is_open:
             self._begin()
+        return self.computing(partial(self._call, *args, **kwargs))
+
+    def computing(self, work: Callable[[], Result]) -> Result:
+        while True:
+            self._handle_noted_fault()
+            grads = torch.is_grad_enabled()
+            try:
+                with torch.set_grad_enabled(grads and not self._quiet.is_on):
+                    output = work()
+                break
+            except CommError as error:
+                self.recovery.recover(error)
+        return self._quietly(output, grads=grads) if self._quiet.is_on else output
+
+    def _quietly(self, output: Any, *, grads: bool) -> Any:
+        """`output` as a loop may go on with it in a void iteration: a rank that came back in the middle of one takes
+        the steps of others for its own, and what is evaluated between two steps is not told to be void. So that is
+        nan."""
+        is_evaluated = not self._iterations.is_open
+        if self._iterations.is_alone or (is_evaluated and self._quiet.is_undefined):
+            output = pytree.tree_map_only(torch.Tensor, _without_values, output)
+        return _with_grads(output) if grads else output
+
+    def adding_up(self, work: Callable[[], torch.Tensor], alone: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """In a void iteration, as known to all ranks, nothing is sent. Between steps all ranks repeat it."""
+        if not self._iterations.is_open:
+            return self.asking(work, alone=alone)
+        self._handle_noted_fault()
+        if not self._quiet.is_on:
+            try:
+                return work()
+            except CommError as error:
+                self.recovery.recover(error)
+        return alone()
+
+    def splitting(self, split: Callable[[], Result]) -> Result:
+        """The batch is one for the world that it was read in: if a rank is lost, the iteration that it is for is void,
+        as if it had begun."""
+        self._iterations.is_prepared = not self._iterations.is_open
         while True:
             self._handle_noted_fault()
             try:
-                if not self._quiet.is_on:
-                    return self._call(*args, **kwargs)
-                grads = torch.is_grad_enabled()
-                with torch.no_grad():
-                    output = self._call(*args, **kwargs)
-                if self._iterations.is_alone:  # for a loop that takes the steps of others for its own
-                    output = pytree.tree_map_only(torch.Tensor, _without_values, output)
-                return _with_grads(output) if grads else output
+                return split()
             except CommError as error:
-                self.recovery.recover(error)
+                self._recover_outside(error)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         if self._iterations.is_void():
@@ -224,7 +261,7 @@ class ElasticSession(Session):
                 return None
             return self._end_void()
         try:
-            with self._steps.inside():
+            with self._steps.inside(), self._without_wrong_bits():
                 norm = self.sharded.step(is_last)
             if norm is None:
                 return None
@@ -238,6 +275,14 @@ class ElasticSession(Session):
         self._iterations.end()
         return norm
 
+    @contextmanager
+    def _without_wrong_bits(self) -> Iterator[None]:
+        """Inside, a rank that has wrong bits leaves, and the others raise the fault from which they recover."""
+        try:
+            yield
+        except CorruptionError as error:
+            raise self.recovery.leave_out(error) from error
+
     def _plain_step(self, step: Callable[[], Result], *, is_last: bool) -> Result | None:
         """`optimizer.step()`, called without the engine; the last of several optimizers ends the iteration."""
         self._handle_noted_fault()
@@ -246,7 +291,7 @@ class ElasticSession(Session):
         result, taken = None, 0
         if not self._iterations.is_void():
             try:
-                with self._steps.inside():
+                with self._steps.inside(), self._without_wrong_bits():
                     result = step()
                 if is_last:
                     self._commit()
@@ -304,8 +349,9 @@ class ElasticSession(Session):
         loop would pass the batch again."""
         if self.recovery.survival.copies is None or self.sharded.progress.weighing.is_used:
             return None
-        batch, target = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (batch, target))
-        return _Arguments(batch, target, loss_fn, self._iterations.begun)
+        copied, target = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (batch, target))
+        self.sharded.progress.split_batches.note_copy(copied, batch)
+        return _Arguments(copied, target, loss_fn, self._iterations.begun)
 
     def _plan_memory(self) -> None:
         """At the first forward instead, where a lost rank can be made up for: see `Recovery.plan_again`."""
@@ -326,8 +372,8 @@ class ElasticSession(Session):
         self.sharded.progress.micro_steps.begin_step()
         recovery.outside.begin()
         recovery.take_edits()
-        while recovery.changes_wanted:  # the batch was read for the former world: the iteration is void
-            recovery.recover(None)
+        if recovery.changes_wanted and iterations.begun > iterations.void_until:  # see [Note: where ranks join]
+            recovery.recover(None)  # the batch was read for the former world: the iteration is void
         if self.is_arriving:  # again: this rank was a spare meanwhile
             return
         if self._quiet.is_on and iterations.begun > iterations.void_until:

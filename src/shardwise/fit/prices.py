@@ -14,8 +14,17 @@ from shardwise.fit.hardware import Hardware
 from shardwise.fit.work import Operation
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Axes, Dtype
-from shardwise.program import ALL_FLATS, Action, FlatSpec, StepProgram, backward_makes, disk_bytes, resting_disk_bytes
-from shardwise.program.effects import Subject, Verb
+from shardwise.program import (
+    ALL_FLATS,
+    Action,
+    FlatSpec,
+    Program,
+    StepProgram,
+    backward_makes,
+    disk_bytes,
+    resting_disk_bytes,
+)
+from shardwise.program.effects import Buffer, Subject, Verb
 
 HOST, DISK = "host", "disk"
 LINKS = {"evict": "to the host", "fetch": "from the host"}
@@ -138,6 +147,16 @@ class Prices:
         return self.hardware.flat_seconds(
             sum(flat.num_bytes(flat.table.due.shard, flat.table.due.dtype) for flat in trained)
         )
+
+    def verification(self, program: Program, num_micro_batches: int = 1) -> float:
+        """What is added to a verified step: `build_verification`, of which the pass is run `num_micro_batches`
+        times."""
+        costs = [
+            (self.of(action), num_micro_batches if block.moment.unit else 1)
+            for block in program
+            for action in block.actions
+        ]
+        return sum(times * (cost.seconds + cost.computing) for cost, times in costs)
 
     def update(self) -> float:
         """The optimizer's own step, of what is updated on the device: gradients read, states and master weights read
@@ -308,6 +327,32 @@ def _broadcast(prices: Prices, action: Action) -> Cost:
     return Cost(seconds, hardware.links_of(ranks), action.over)
 
 
+def _checksum(prices: Prices, action: Action) -> Cost:
+    """One pass over a row, on the tier where it lies."""
+    flat = prices.flat(action)
+    table = flat.table
+    num_bytes = {
+        "param": flat.num_bytes(table.param.shard, table.param.dtype),
+        "master": flat.num_bytes(table.optim.shard, table.optim.dtype),
+        "states": _state_bytes(flat, prices.num_states),
+        "due": flat.num_bytes(table.due.shard, table.due.dtype),
+        "full": flat.full_bytes,
+    }[action.subject]
+    buffers: dict[str, Buffer] = {"param": "param", "due": "due", "full": "full"}
+    tier = flat.tier_of(buffers.get(action.subject, "master"))
+    hardware = prices.hardware
+    seconds = hardware.flat_seconds(num_bytes) if tier == "device" else hardware.host_memory_seconds(num_bytes)
+    return Cost(computing=seconds)
+
+
+def _compare(prices: Prices, action: Action) -> Cost:
+    ranks = prices.ranks_along(action.over)
+    if len(ranks) < 2:
+        return FREE
+    whole = action.sent_bytes * len(ranks) / (len(ranks) - 1)
+    return Cost(prices.hardware.collective_seconds("all_gather", whole, ranks), (), action.over)
+
+
 _gather = _collective("all_gather", 1)
 _reduce_scatter = _collective("reduce_scatter", 1)
 _all_reduce = _collective("all_reduce", 2)
@@ -351,5 +396,11 @@ PRICES: dict[tuple[Verb, Subject], Price] = {
     ("wait", "updated"): _arrival,
     ("wait", "param"): _arrival,
     ("broadcast", "buffers"): _broadcast,
+    ("checksum", "param"): _checksum,
+    ("checksum", "master"): _checksum,
+    ("checksum", "states"): _checksum,
+    ("checksum", "due"): _checksum,
+    ("checksum", "full"): _checksum,
+    ("compare", "checksums"): _compare,
 }
 """By verb and subject, as `EFFECTS`."""

@@ -422,8 +422,9 @@ def let_go(flat: Flat) -> None:
 
 
 def give_back_shapes(flat: Flat) -> None:
-    """Free all memory of `flat`, and let its parameters have the shapes and dtypes of the whole ones again, with one
-    zero in place of their values."""
+    """Let go of all memory of `flat`, and let its parameters have the shapes and dtypes of the whole ones again, with
+    one zero in place of their values. What it shares stays while other ranks map it: they may read this rank's part."""
+    flat.shared = None
     let_go(flat)
     row = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
     for slot, param in zip(flat.slots, flat.params, strict=True):

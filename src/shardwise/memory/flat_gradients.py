@@ -175,6 +175,13 @@ class FlatGradients:
         assert fresh is not None
         return fresh
 
+    def fresh_gradients(self) -> list[tuple[Slot, Tensor]]:
+        """What has come of a backward that has not been reduced, by parameter."""
+        if self.fresh is None:
+            return []
+        views = zip(self._slots, self.fresh.views, self._in_fresh, strict=True)
+        return [(slot, view) for slot, view, has_come in views if has_come]
+
     def close_fresh(self) -> FreshGradients | None:
         """What the backward left, with zeros for parameters that it did not reach."""
         fresh, self.fresh = self.fresh, None

@@ -116,6 +116,8 @@ def _faults(view: RunView) -> str:
             notes.append(("error", f"after step {line['step']}: {line['error']}"))
         elif line["kind"] == "resume":
             notes.append(("", f"went on after step {line['step']} on {line['world_size']} ranks, {line['started']}"))
+        elif line["kind"] == "unusual":
+            notes.append(("warning", f"step {line['step']}, rank {line.get('rank')}: {line.get('words')}"))
         elif line["kind"] == "fault":
             notes.append(("error", f"after step {line['step']}: {_verdict(line)}"))
         elif line["kind"] == "scale":

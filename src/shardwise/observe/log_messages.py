@@ -27,6 +27,10 @@ class RankMessage:
     """Bytes promised, measured and if replicated, by tier and kind; empty unless they were measured for this log."""
     weight: float = 1.0
     """The weight of its values."""
+    unusual: str = ""
+    """What is unusual about its loss, in words: see `unusual.py`."""
+    unusual_norm: str = ""
+    """What is unusual about the norm of all gradients, and what this rank has of it."""
 
     def message(self) -> bytes:
         return json.dumps({**self.__dict__, "lap": self.lap.__dict__}).encode()

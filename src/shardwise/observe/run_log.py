@@ -31,10 +31,12 @@ from shardwise.observe.run_timeline import TIMELINE_STEP, StepTimeline
 from shardwise.observe.slowness import SlowWindow
 from shardwise.observe.stragglers import LapOfRanks, StragglerWindow
 from shardwise.observe.trackers import Tracker, check_trackers, open_tracker
+from shardwise.observe.unusual import Unusual
 from shardwise.plan import Plan
 from shardwise.sharded.engine_report import MemoryReport, measured_anew, memory_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
+from shardwise.system.data_ranks import HANDED_OUT
 from shardwise.system.process_memory import process_memory
 from shardwise.system.telemetry import Lap
 
@@ -85,6 +87,7 @@ class RunLog:
         self._has_stragglers = False
         """Whether the last line about them names any."""
         self._prediction: Prediction | None = None
+        self._unusual = Unusual()
         self._last_entry: LogEntry | None = None
         """The last log that counted. See [Note: each step once]."""
 
@@ -184,7 +187,10 @@ class RunLog:
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
         num_steps = max(1, sharded.progress.num_steps - self._last_step)
         own_values = numbers if mean or self._world.rank == 0 else {}
-        mine = self._message(sharded, own_values, tokens, samples, lap).message()
+        own = self._message(sharded, own_values, tokens, samples, lap)
+        if is_step:
+            self._judge(sharded, own, numbers)
+        mine = own.message()
         messages = [
             RankMessage.of(message) for message in session.asking(lambda: self._exchange(mine, is_step=is_step))
         ]
@@ -206,6 +212,7 @@ class RunLog:
                 self._watch_stragglers(sharded, messages, step)
         self._last_entry = entry
         if is_step:
+            self._note_unusual(messages, step)
             self._look_for_slow(sharded, messages, step)
             self._last_step = step
         return written if mean else numbers
@@ -217,6 +224,28 @@ class RunLog:
         if is_step:
             self._timeline.share(self._sharded, self._world)
         return messages
+
+    def _judge(self, sharded: ShardedModel, own: RankMessage, numbers: Mapping[str, float]) -> None:
+        """Note in this rank's message what is unusual about its step."""
+        norm = sharded.progress.gradient_norm
+        own.unusual = self._unusual.loss_in_words(numbers, HANDED_OUT.text)
+        units = {flat.name: unit.name for unit in sharded.parts.sharding.units for flat in unit.flats}
+        own.unusual_norm = self._unusual.norm_in_words(
+            None if norm is None else float(norm),
+            lambda: [(units[flat], square) for flat, square in sharded.parts.verdict.squares()],
+        )
+
+    def _note_unusual(self, messages: list[RankMessage], step: int) -> None:
+        """On rank 0: which ranks had unusual losses, and what is known of an unusual norm, which all ranks have."""
+        if self._world.rank != 0:
+            return
+        found = [(rank, one.unusual) for rank, one in enumerate(messages) if one.unusual]
+        norms = [(rank, one.unusual_norm) for rank, one in enumerate(messages) if one.unusual_norm]
+        found += sorted(norms, key=lambda one: "those of" not in one[1])[:1]  # a rank that has some that are not finite
+        for rank, words in found:
+            _log.warning("Step %d, rank %d: %s.", step, rank, words)
+            if self._record is not None:
+                self._record.write("unusual", step=step, rank=rank, words=words)
 
     def _look_for_slow(self, sharded: ShardedModel, messages: list[RankMessage], step: int) -> None:
         """Report slow ranks, the same on all ranks; a slow rank may be asked to leave."""

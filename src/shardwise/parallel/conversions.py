@@ -85,6 +85,11 @@ class Converted:
         """Whether backwards bring gradients of other ranks' losses."""
         return any(one.conversion.communicates for one in self.modules)
 
+    @property
+    def lines(self) -> Lines:
+        """Along which the modules send."""
+        return self._lines
+
     def within(self, model: nn.Module) -> Converted:
         """Those that a rank with some stages of the model has."""
         present = set(model.modules())

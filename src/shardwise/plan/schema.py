@@ -334,6 +334,27 @@ class SlowRanks(Strict):
     steps: int = Field(default=50, ge=20, description="number of steps over which that is measured")
 
 
+class Verify(Strict):
+    """How often ranks compare what must be the same on them, to find flipped bits. A number is `every`."""
+
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps from one comparison of parameters, states and reduced gradients to the next; default: never",
+    )
+    gradients: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps from one recomputation of a micro-batch on another rank to the next, in train_step; "
+        "default: never",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: object) -> object:
+        return {"every": value} if isinstance(value, int) else value
+
+
 class Plan(Strict):
     """How one model is trained: a table, a mesh, and how the table becomes a program."""
 
@@ -398,6 +419,9 @@ class Plan(Strict):
         description="leave out steps whose gradients are not finite, as fp16 always does; each step waits for the GPU",
     )
     sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
+    verify: Verify = Field(
+        default=Verify(), description="how often ranks compare what must be the same on them, to find flipped bits"
+    )
     survive: Literal["host", "buddy", "checkpoint"] | None = Field(
         default=None,
         description="in an elastic job, where state that only one rank holds survives its loss: in its host's memory, "

@@ -18,7 +18,18 @@ from typing import Literal
 
 from shardwise.plan.placement import MoveVerb
 
-OwnVerb = Literal["free", "wait", "agree", "broadcast", "update", "collect", "orthogonalize", "hand_back"]
+OwnVerb = Literal[
+    "free",
+    "wait",
+    "agree",
+    "broadcast",
+    "update",
+    "collect",
+    "orthogonalize",
+    "hand_back",
+    "checksum",
+    "compare",
+]
 Verb = MoveVerb | OwnVerb
 Stream = Literal["compute", "gather", "reduce", "fetch", "evict"]
 Phase = Literal["forward", "backward", "backward_input", "backward_weights", "step"]
@@ -42,6 +53,7 @@ Subject = Literal[
     "norms",
     "matrix",
     "update",
+    "checksums",
 ]
 """The name in the text of an action: for a transfer, its source or its result; for a wait, what is complete after
 it."""
@@ -193,6 +205,13 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("wait", "updated"): Effect(waits="param", frees=("codes",)),
     ("wait", "param"): Effect(waits="param", frees=("codes",)),
     ("broadcast", "buffers"): Effect(sends=True),
+    # in verified steps: see `verification.py`
+    ("checksum", "param"): Effect(reads=("param",)),
+    ("checksum", "master"): Effect(reads=("master",)),
+    ("checksum", "states"): Effect(reads=("master",)),
+    ("checksum", "due"): Effect(reads=("due",)),
+    ("checksum", "full"): Effect(reads=("full",)),
+    ("compare", "checksums"): Effect(sends=True),
 }
 """By verb and subject. They determine the effect: an action means the same wherever it stands."""
 

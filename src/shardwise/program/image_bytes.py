@@ -10,7 +10,7 @@ from shardwise.plan.replica_groups import num_groups
 from shardwise.program.footprint import optim_bytes_of
 from shardwise.program.spec import FlatSpec
 
-_OF_GROUPS = ("tp",)
+_OF_GROUPS = ("tp", "sp")
 """The axes inside of replica groups of which the others can continue without one."""
 ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
 

@@ -145,10 +145,15 @@ class Executor:
         self.journal = collectives.journal
         self.rest, self.synchronize = collectives.rest, collectives.synchronize
         self._common: dict[str, Callable[[Action], None]] = {}
+        self._by_verb: dict[str, Callable[[Action], None]] = {}
 
     def provide(self, subject: str, call: Callable[[Action], None]) -> None:
         """Let `call` carry out all actions with this subject: those that are not moves of one flat buffer."""
         self._common[subject] = call
+
+    def provide_verb(self, verb: str, call: Callable[[Action], None]) -> None:
+        """Let `call` carry out all actions with this verb, whatever their subject."""
+        self._by_verb[verb] = call
 
     def bind(self, program: Program) -> tuple[BoundBlock, ...]:
         return tuple(self._bind_block(block) for block in program)
@@ -162,6 +167,8 @@ class Executor:
         return BoundBlock(block, calls, self._collectives, self.timeline, self._units)
 
     def _call(self, action: Action) -> Call:
+        if action.verb in self._by_verb:
+            return partial(self._by_verb[action.verb], action)
         if action.subject in self._common:
             return partial(self._common[action.subject], action)
         if action.flat not in self.movers:

@@ -48,6 +48,8 @@ class PostBackward:
         self._units = gathering.units
         self._by_name = {unit.name: unit for unit in self._units}
         self._numbers = {unit.name: number for number, unit in enumerate(self._units, start=1)}
+        self.probe: Callable[[Unit], None] | None = None
+        """Called with each unit whose backward is closed, in a pass that does not reduce; takes its gradients."""
         self._known_left: set[str] = set()
         """Units whose backward was found to end with parameters that have no gradient on some rank. The same on all
         ranks."""
@@ -183,6 +185,8 @@ class PostBackward:
         """Whether the unit that is being closed has finished on this rank too, or was not used. If not it may still be
         read, and stays gathered."""
         current = self._passes.current
+        if self.probe is not None:
+            self.probe(unit)
         self._halves.note_closed(unit)
         current.open.discard(unit.name)
         if current.ended.pop(unit.name, None) is not None:

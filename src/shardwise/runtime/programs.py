@@ -38,12 +38,23 @@ class Programs:
         """The program of the training step."""
         self.step = self._bound_step()
         self._restore = executor.bind((Block(AFTER_STEP, pipelined(build_restore(self.specs))),))[0]
+        self._verification: dict[Moment, BoundBlock] = {}
 
     @property
     def restore(self) -> BoundBlock:
         """The block that copies master weights back to the parameters."""
         is_of_units = any(moment.unit for moment in self.step)
         return self._restore if is_of_units else self.step[AFTER_STEP]
+
+    @property
+    def verification(self) -> dict[Moment, BoundBlock]:
+        """The blocks that are added to verified steps; bound when they are first needed."""
+        if not self._verification:
+            from shardwise.program.verification import build_verification  # only plans that verify load it
+
+            bound = self._executor.bind(build_verification(self.specs))
+            self._verification = {block.moment: block for block in bound}
+        return self._verification
 
     def update_units(self) -> None:
         """Run the updates that are done unit by unit."""

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from shardwise.comm import Group, SharedBuffers, World
 from shardwise.errors import StateError
 from shardwise.memory import Unit
-from shardwise.program import END_OF_BACKWARD, UnitMoments, UnitSpec
+from shardwise.program import END_OF_BACKWARD, Moment, UnitMoments, UnitSpec
 from shardwise.program.schedule import Op
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import Executor
@@ -69,6 +69,8 @@ class Runner:
         self._is_training_root: bool | None = None
         """Whether the running call of the model had gradients enabled; `None` between calls."""
         self._inference: Inference | None = None
+        self.verifies = False
+        """Whether passes are of a verified step."""
         self.halves = Halves()
         self._hooks = Hooks(model, self.units, self, self.halves)
         self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, exchange)
@@ -150,6 +152,8 @@ class Runner:
         block = self._ways.come_to(moment, unit, training=training)
         self.gathering.run(block, moment, unit, self.passes.current, training=training)
         self.gathering.open(unit)
+        if self.verifies and training:
+            self._verify(unit.moments.before_forward)
         if self._timeline.is_on:
             self._timeline.begin(UNITS, f"forward {unit.name}")
 
@@ -193,8 +197,17 @@ class Runner:
         block = self._post_backward.arrive_at(moment, unit)
         self.gathering.run(block, moment, unit, current)
         self.gathering.open(unit)
+        if self.verifies:
+            self._verify(unit.moments.before_backward)
         if self._timeline.is_on:
             self._timeline.begin(UNITS, f"backward {unit.name}")
+
+    def _verify(self, moment: Moment) -> None:
+        """Take checksums of what was gathered for `moment`."""
+        block = self.programs.verification.get(moment)
+        if block is not None and not is_dynamo_compiling():
+            with self.gathering.unwatched():
+                block.run()
 
     def after_backward(self, unit: Unit) -> None:
         if self.halves.are_second:
@@ -235,6 +248,21 @@ class Runner:
         """The last read of the frozen parameters of `unit` in this pass cannot be detected: keep them until it ends."""
         for flat in unit.flats:
             flat.lasts = not flat.spec.trainable
+
+    @contextmanager
+    def probing(self, probe: Callable[[Unit], None]) -> Iterator[None]:
+        """Inside, a forward and backward leave nothing: `probe` takes each unit's gradients where its backward ends.
+        Before the passes of a step; all ranks enter."""
+        passes = self.passes
+        before, passes.reduces = passes.reduces, False
+        owes, self._post_backward.probe = passes.owes_reductions, probe
+        try:
+            yield
+            for unit in self.units:  # what came after the end of its unit's backward
+                probe(unit)
+        finally:
+            passes.reduces, passes.owes_reductions, self._post_backward.probe = before, owes, None
+            passes.num_backwards -= 1
 
     # -- several micro-batches as one pass --------------------------------------------------------------
 

@@ -62,6 +62,16 @@ class Step:
             self._gathering.run(None, unit.moments.after_backward, unit, self._passes.current)
         self._gathering.free_all()
 
+    def verify(self) -> None:
+        """Compare checksums, before the update of a verified step. Raises `CorruptionError` on all ranks."""
+        if BEFORE_STEP in (blocks := self._programs.verification):
+            blocks[BEFORE_STEP].run()
+
+    def take_checksums(self) -> None:
+        """At the end of the step before a verified one."""
+        if AFTER_STEP in (blocks := self._programs.verification):
+            blocks[AFTER_STEP].run()
+
     def update_units(self) -> None:
         """Run the updates that precede the optimizer's own step, unit by unit, with the parameters' way back."""
         self._programs.update_units()

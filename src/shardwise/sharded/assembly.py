@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm import Collectives, DataGroup, World
+from shardwise.errors import ConfigError
 from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
 from shardwise.parallel.pipeline import Pipeline, SharedGradients, has_pipeline
-from shardwise.parallel.sequence import SequenceParallel, WholeOutputs
+from shardwise.parallel.sequence import SequenceParallel, SplitBatches, WholeOutputs
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS
 from shardwise.program import Action
@@ -39,6 +40,9 @@ from shardwise.sharded.sharding import Sharding
 from shardwise.sharded.unfreezing import Unfreezing
 from shardwise.system.telemetry import Ledger, Timeline
 
+if TYPE_CHECKING:
+    from shardwise.runtime.verification import Verification
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -59,6 +63,8 @@ class Parts:
     access: Access
     owner: Owner
     unfreezing: Unfreezing
+    verification: Verification | None
+    """If the plan verifies steps."""
     ledger: Ledger
     timeline: Timeline
     pipeline: Pipeline | None
@@ -74,8 +80,10 @@ class Parts:
 class Training(Protocol):
     """What outlives one plan, as far as parts need it."""
 
+    num_steps: int
     unread: set[str]
     whole_outputs: WholeOutputs
+    split_batches: SplitBatches
 
     @property
     def replan(self) -> Callable[[], object]: ...
@@ -173,6 +181,7 @@ class _Assembly:
         executor.provide("verdict", lambda action: verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: buffers.share())
         self._adopt(optimizers, collectives, executor)
+        verification = self._verification(executor)
         runner = self._runner(executor)
         gradients = self._gradients(executor, runner, verdict)
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
@@ -195,7 +204,7 @@ class _Assembly:
         )
         self._hooks.callback(unfreezing.close)
         pipeline = self._pipeline(runner, gradients)
-        sequence = self._sequence(progress.whole_outputs)
+        sequence = self._sequence(progress)
         treatment = ExitStack()
         self._hooks.callback(treatment.close)
         treatment.callback(_treat_activations(self._model, sharding, self._world, sequence))
@@ -210,6 +219,7 @@ class _Assembly:
             access,
             owner,
             unfreezing,
+            verification,
             collectives.ledger,
             executor.timeline,
             pipeline,
@@ -267,6 +277,42 @@ class _Assembly:
         executor.provide("master", partial(_update, self._optimizer, by_name))
         executor.provide("states", partial(_move_states, self._optimizer, by_name))
 
+    def _verification(self, executor: Executor) -> Verification | None:
+        if self._plan.verify.gradients is not None:
+            self._require_recomputable()
+        if self._plan.verify.every is None:
+            return None
+        from shardwise.runtime.verification import Verification  # only plans that verify load it
+
+        units = {flat.name: unit.name for unit in self._sharding.units for flat in unit.flats}
+        progress = self._steps.progress
+        verification = Verification(
+            self._flats,
+            units,
+            self._optimizer,
+            self._mesh,
+            self._world.rank,
+            partial(self._world.exchange, subject="checksums"),
+            lambda: progress.num_steps,
+        )
+        executor.provide_verb("checksum", verification.take)
+        executor.provide_verb("compare", verification.compare)
+        return verification
+
+    def _require_recomputable(self) -> None:
+        from shardwise.program.verification import why_not_recomputed  # only plans that verify load it
+
+        is_deterministic = on_host(self._sharding.device) or torch.are_deterministic_algorithms_enabled()
+        is_elastic = self._world.membership is not None
+        why = why_not_recomputed(self._mesh, is_elastic=is_elastic, is_deterministic=is_deterministic)
+        if self._sharding.converted.communicates:
+            why = why or "its modules exchange values in the forward"
+        if why:
+            raise ConfigError(
+                f"verify.gradients: a micro-batch cannot be computed again on another rank, because {why}. Leave "
+                f"verify.gradients out; verify.every works."
+            )
+
     def _runner(self, executor: Executor) -> Runner:
         plan, sharding = self._plan, self._sharding
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
@@ -303,13 +349,20 @@ class _Assembly:
         self._hooks.callback(pipeline.release)
         return pipeline
 
-    def _sequence(self, whole_outputs: WholeOutputs) -> SequenceParallel | None:
+    def _sequence(self, progress: Training) -> SequenceParallel | None:
         mesh = self._mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
         in_stages, device = has_pipeline(mesh), self._sharding.device
         sequence = SequenceParallel(
-            self._model, self._plan, mesh, self._world, device, whole_outputs, in_stages=in_stages
+            self._model,
+            self._plan,
+            mesh,
+            self._world,
+            device,
+            progress.whole_outputs,
+            progress.split_batches,
+            in_stages=in_stages,
         )
         self._hooks.callback(sequence.close)
         return sequence

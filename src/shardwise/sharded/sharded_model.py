@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.comm import DataGroup, Group, World
+from shardwise.comm import DataGroup, Group, Line, World
 from shardwise.comm.weighing import Weighing
 from shardwise.errors import StateError
 from shardwise.memory import torch_dtype
 from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.optim.precision import LossScaler, Norm, cast_floating
-from shardwise.parallel.sequence import WholeOutputs
+from shardwise.parallel.sequence import SplitBatches, WholeOutputs
 from shardwise.plan import Plan
 from shardwise.program import Activations
 from shardwise.runtime import NO_COPY, Inference
@@ -43,6 +43,7 @@ class Progress:
     weighing: Weighing = field(default_factory=Weighing)
     micro_steps: MicroSteps = field(default_factory=MicroSteps)
     whole_outputs: WholeOutputs = field(default_factory=WholeOutputs)
+    split_batches: SplitBatches = field(default_factory=SplitBatches)
     num_void: int = 0
     """How many steps were made void; their batches are to come again."""
     replan: Callable[[], object] = bool
@@ -100,9 +101,13 @@ class ShardedModel:
         """Holds the rows on a disk, if there are any."""
         self.converted = sharding.converted
         """Outlives `parts`: whoever closes the engine makes these modules plain again."""
+        self._is_updating = False
+        """Whether `before_change` is called for an update, which writes nothing that is frozen."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
         self._has_noted_use = self._has_noted_drops = False
+        self.has_recomputed = False
+        """Whether gradients have been verified by computing them again, in any step."""
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
         communicates = sharding.experts is not None or self.converted.communicates
@@ -129,6 +134,17 @@ class ShardedModel:
         if self._parts is None:
             raise StateError("This engine's memory has moved to another plan, so there is nothing left to read here.")
         return self._parts
+
+    @property
+    def lines(self) -> list[Line]:
+        """Along which modules of this rank's model send inside of forwards and backwards."""
+        found = [*self.converted.lines]
+        split = self.parts.sharding.split
+        if split is not None and split.line is not None:
+            found.append(split.line)
+        if self.parts.sequence is not None:
+            found.append(self.parts.sequence.line)
+        return found
 
     def find_states(self) -> None:
         """After a failed step: let tensors refer to the disk's rows again."""
@@ -251,6 +267,8 @@ class ShardedModel:
         self._note_drops()
         self._has_begun = False
         self.parts.unfreezing.note_zeroed()
+        if self.parts.verification is not None:
+            self.parts.verification.begin_step()
         self.parts.gradients.zero(keep=keep)
         if self.parts.optimizer is not None:
             self.parts.optimizer.updates.withdraw_gradients()
@@ -347,7 +365,12 @@ class ShardedModel:
         self.parts.runner.step.open_params()
         if self.plan.clip_grad_norm is not None:
             self.parts.gradients.clip_by_plan(self.plan.clip_grad_norm)
-        self.before_update()
+        self._verify(member)
+        self._is_updating = True
+        try:
+            self.before_update()
+        finally:
+            self._is_updating = False
         self.world.journal.check()  # see [Note: garbage after a fault]
         optimizer.updates.begin(member)
         self.parts.runner.step.update_units()
@@ -375,11 +398,55 @@ class ShardedModel:
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()
             self.world.journal.num_steps += 1
+        if parts.verification is not None and self._is_next_verified:
+            parts.runner.step.take_checksums()
+            parts.verification.note()
+
+    # -- verified steps: docs/verify.md -----------------------------------------------------------------
+
+    @property
+    def _is_next_verified(self) -> bool:
+        every = self.plan.verify.every
+        return every is not None and (self.progress.num_steps + 1) % every == 0
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the next step verifies gradients: see `recomputation.py`."""
+        return self._recomputes_now and not self.parts.gradients.exist()
+
+    @property
+    def _recomputes_now(self) -> bool:
+        every = self.plan.verify.gradients
+        return every is not None and (self.progress.num_steps + 1) % every == 0
+
+    def _verify(self, member: torch.optim.Optimizer) -> None:
+        """Before an update: if the step is a verified one, compare checksums. Raises `CorruptionError` on all ranks."""
+        if self._recomputes_now and not self.has_recomputed:
+            self.has_recomputed = True
+            _log.warning(
+                "verify.gradients computes micro-batches of engine.train_step() and engine.forward_backward() again. "
+                "This loop computes its loss itself, so its gradients are not verified."
+            )
+        verification = self.parts.verification
+        if verification is None:
+            return
+        if self._is_next_verified and member is self.require_optimizer().members[0]:
+            if self.parts.flats:
+                self.parts.runner.step.verify()
+            else:
+                verification.compare()
+        verification.forget(is_update=True)
+
+    def forget_checksums(self) -> None:
+        """Call before parameters or states are written other than by an update."""
+        if self._parts is not None and self._parts.verification is not None and not self._is_updating:
+            self._parts.verification.forget(is_update=False)
 
     def cast_inputs(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
+        self.parts.runner.verifies = self._is_next_verified
         if self.disk is not None:
             self.disk.require_whole()
             if torch.is_grad_enabled():

@@ -78,6 +78,11 @@ class Session:
         sharded = self.sharded
         _require_whole_step(sharded)
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+        if sharded.recomputes:
+            from shardwise.sharded.recomputation import verify_gradients  # only plans that say so load it
+
+            verify_gradients(sharded, parts[0], loss_fn)
+            sharded.has_recomputed = True
         if sharded.parts.sequence is not None:
             sharded.parts.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
@@ -95,6 +100,18 @@ class Session:
     def _plan_memory(self) -> None:
         """Before the first forward of a step: see [Note: unfrozen later] in `sharded/unfreezing.py`."""
         self.sharded.progress.replan()
+
+    def splitting(self, split: Callable[[], T]) -> T:
+        """The result of `split`, which divides the batch of a forward to come among ranks that compare it."""
+        return split()
+
+    def computing(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which computes a loss from what forwards have returned, also with other ranks."""
+        return work()
+
+    def adding_up(self, work: Callable[[], Tensor], alone: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
+        """The result of `work`, a small sum over ranks for such a loss; that of `alone` where none is to be had."""
+        return work()
 
     # -- between steps --------------------------------------------------------------------------------------
 

@@ -109,6 +109,7 @@ class Verdict:
         self._device = flats[0].device if flats else torch.device("cpu")
         self._dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
         self._vector: Tensor | None = None
+        self._squares: list[tuple[str, Tensor]] = []
         self._reads = False
         """Whether this rank has queued a question on its device, in this step, whose answer the host needs."""
         self._marks_sent: bytes | None = None
@@ -169,11 +170,18 @@ class Verdict:
             if news is not None:
                 vector[1] = news * _NEWS
         assert vector.numel() == verdict_numel(len(touched))
-        squared = vector[0]
-        for due, copies in due_parts(self._flats):
-            own = sum_of_squares(due, self._dtype)
-            squared += own if copies == 1 else own / copies
+        squared, self._squares = vector[0], []
+        for flat in self._flats:
+            for due, copies in due_parts([flat]):
+                own = sum_of_squares(due, self._dtype)
+                self._squares.append((flat.name, own))
+                squared += own if copies == 1 else own / copies
         return vector
+
+    def squares(self) -> list[tuple[str, float]]:
+        """The squared norms of what this rank had of the last step's gradients, with the names of their flat buffers,
+        in the order of the forward. On a device the host waits."""
+        return [(name, float(square)) for name, square in self._squares]
 
     def _touched_here(self) -> list[bool]:
         return [mark for flat in self._flats for mark in flat.grads.touched_here]

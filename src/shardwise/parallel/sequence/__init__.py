@@ -1,5 +1,6 @@
 """Sequence parallelism: the tokens of a sample are split over the ranks along `sp`; Ulysses and ring attention."""
 
+from shardwise.parallel.sequence.batch import SplitBatches
 from shardwise.parallel.sequence.blocks import Weighing
 from shardwise.parallel.sequence.parallel import SequenceParallel
 from shardwise.parallel.sequence.refusals import check_model
@@ -13,6 +14,7 @@ from shardwise.parallel.sequence.whole_outputs import WholeOutputs
 __all__ = [
     "Layout",
     "SequenceParallel",
+    "SplitBatches",
     "Visibility",
     "Weighing",
     "WholeOutputs",

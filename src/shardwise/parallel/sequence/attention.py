@@ -38,6 +38,11 @@ class Sample:
         plain = self.documents is None is other.documents and self.kept is None is other.kept
         return self is other or (plain and self.layout == other.layout)
 
+    def cloned(self) -> Sample:
+        """The same with tensors of its own."""
+        documents, kept = (None if one is None else one.clone() for one in (self.documents, self.kept))
+        return Sample(self.layout, documents, kept, self.num_padded)
+
     def rows(self, place: int, num: int) -> Sample:
         """The sample of micro-batch `place`, if the rows are cut into `num` micro-batches."""
         documents, kept = (None if one is None else one.chunk(num)[place] for one in (self.documents, self.kept))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -23,7 +21,7 @@ from shardwise.comm import Line, World
 from shardwise.errors import ModelError, StateError
 from shardwise.parallel.sequence import hugging_face
 from shardwise.parallel.sequence.attention import Attention, Sample
-from shardwise.parallel.sequence.batch import Splitter
+from shardwise.parallel.sequence.batch import SplitBatches, Splitter
 from shardwise.parallel.sequence.refusals import is_ring
 from shardwise.parallel.sequence.rehearsed import rehearsed
 from shardwise.parallel.sequence.routing import Routing
@@ -36,8 +34,6 @@ from shardwise.runtime.nested import tensors_in
 from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
-_NUM_REMEMBERED = 1024
-"""For how many of the latest tensors the batch is remembered."""
 
 
 class SequenceParallel:
@@ -54,17 +50,22 @@ class SequenceParallel:
         world: World,
         device: torch.device,
         whole_outputs: WholeOutputs,
+        batches: SplitBatches,
         *,
         in_stages: bool = False,
     ) -> None:
-        """`in_stages`: a forward of `model` is that of one pipeline stage."""
-        self._line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
+        """`batches` are those that were split before, under another plan or in another world. `in_stages`: a forward of
+        `model` is that of one pipeline stage."""
+        self.line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
         num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # other ranks have some of the heads
-        ring = is_ring(model, plan, self._line.num_ranks * num_cuts)
-        self.attention = Attention(self._line, is_ring=ring)
+        ring = is_ring(model, plan, self.line.num_ranks * num_cuts)
+        self.attention = Attention(self.line, is_ring=ring)
+        self.batches = batches
+        batches.divide(self.line.num_ranks, is_zigzag=ring)
+        self.attention.sample = batches.last
         self._model = model
         self._device = device
-        self._splitter = Splitter(model, self._line, is_zigzag=ring)
+        self._splitter = Splitter(model, self.line, is_zigzag=ring)
         self._is_pretrained = bool(hugging_face.pretrained_in(model))
         self._numbering = None if self._splitter.adds_positions else model
         self._running = _Running()
@@ -81,7 +82,6 @@ class SequenceParallel:
             after = module.register_forward_hook(self._after, always_call=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
-        self._given = _SplitTensors()
         finds = model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
         self._hooks.callback(finds.remove)
         self._put_back = hugging_face.route(model, self.attention)
@@ -94,9 +94,12 @@ class SequenceParallel:
     def split(self, batch: Any, documents: Tensor | None) -> Any:
         """See `Engine.split_sequence`."""
         part, sample = self._splitter.split(batch, documents)
-        self._given.note(part, batch, sample)
-        self.attention.sample = sample
+        self.batches.note(part, batch, sample)
+        self._use(sample)
         return part
+
+    def _use(self, sample: Sample) -> None:
+        self.attention.sample = self.batches.last = sample
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         """See `Engine.join_sequence`."""
@@ -107,16 +110,16 @@ class SequenceParallel:
                 "engine.join_sequence joins outputs for a batch that engine.split_sequence, or the model, has "
                 "split, and there is none yet. Call the model first."
             )
-        return join(part, self._line, self.attention.sample, dim)
+        return join(part, self.line, self.attention.sample, dim)
 
     def note_micro_batches(self, batch: object, parts: Sequence[MicroBatch]) -> None:
         """Remember the samples of `parts`, which have the rows of `batch`, in order. Those of a list were split one by
         one, and are known."""
         is_cut = isinstance(batch, Tensor | tuple | Mapping)
-        sample = self._given.sample_of(batch) if is_cut else None
+        sample = self.batches.sample_of(batch) if is_cut else None
         if sample is not None and len(parts) > 1:
             for place, part in enumerate(parts):
-                self._given.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
+                self.batches.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -143,11 +146,11 @@ class SequenceParallel:
     def rehearsed(self, twin: nn.Module, ledger: Ledger | None = None) -> AbstractContextManager[None]:
         """A context in which attention of a rehearsed copy of the model has this rank's shapes and sends nothing;
         `ledger` counts what it would send."""
-        return rehearsed(twin, Line(None, self._line.group, ledger), is_ring=self.attention.is_ring)
+        return rehearsed(twin, Line(None, self.line.group, ledger), is_ring=self.attention.is_ring)
 
     def splits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the model, called with these, takes this rank's part of them by itself."""
-        is_known = self._given.sample_of((args, kwargs)) is not None
+        is_known = self.batches.sample_of((args, kwargs)) is not None
         return self._is_pretrained and not is_known and self._splitter.whole_call(args, kwargs) is not None
 
     # -- hooks on the model and its modules --------------------------------------------------------------
@@ -168,15 +171,15 @@ class SequenceParallel:
         if self._is_suspended or in_backward():
             return None
         self._split_call = None
-        sample = self._given.sample_of((args, kwargs))
+        sample = self.batches.sample_of((args, kwargs))
         if sample is not None:
-            self.attention.sample = sample
+            self._use(sample)
             return None
         called = self._splitter.whole_call(args, kwargs) if self._is_pretrained else None
         if called is not None:
             self._split_call = called
             return (), self.split(called, None)
-        self._given.require_one()
+        self.batches.require_one()
         return None
 
     def _after(self, module: nn.Module, args: object, output: object) -> object:  # noqa: ARG002  # of a hook
@@ -199,14 +202,16 @@ class SequenceParallel:
         sample, called, self._split_call = self.attention.sample, self._split_call, None
         if called is None or sample is None or not self._whole_outputs.are_asked_for:
             return None
-        return whole_output(output, self._line, sample, called, with_tokens=self._whole_outputs.with_tokens)
+        trains = torch.is_grad_enabled() or (self.line.is_silent and self._model.training)  # silent: in void iterations
+        with_tokens = self._whole_outputs.with_tokens
+        return whole_output(output, self.line, sample, called, trains=trains, with_tokens=with_tokens)
 
     def _enter(self, stack: ExitStack, module: nn.Module) -> None:
         if not in_backward():
             if module is self._model and not self._in_stages:
                 self.attention.num_calls = 0
             if module.training:
-                stack.enter_context(_random_numbers_of(self._line.index, self._device))
+                stack.enter_context(_random_numbers_of(self.line.index, self._device))
         stack.enter_context(Routing(self.attention, self._numbering))
 
     def _watch(self, output: object) -> None:
@@ -227,39 +232,8 @@ class SequenceParallel:
         if num_calls == 0:
             raise ModelError(
                 f"{type(self._model).__name__} computed a forward without any attention that could be split over "
-                f"{self._line.axis!r}: neither torch.nn.functional.scaled_dot_product_attention nor transformers' "
-                f"AttentionInterface was called. Use one of them, or leave {self._line.axis} out of the mesh."
-            )
-
-
-class _SplitTensors:
-    """The tensors that were returned by splits, while they live, with their samples."""
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[weakref.ref[Tensor], Sample]] = deque(maxlen=_NUM_REMEMBERED)
-
-    def note(self, part: Any, batch: Any, sample: Sample) -> None:
-        """Remember the tensors of `part` that are not in `batch`; other parts may contain those too."""
-        whole = {id(tensor) for tensor in tensors_in(batch)}
-        cut = [tensor for tensor in tensors_in(part) if id(tensor) not in whole]
-        self._recent.extend((weakref.ref(tensor), sample) for tensor in cut)
-
-    def sample_of(self, inputs: object) -> Sample | None:
-        """The sample of the first tensor in `inputs` that was returned by a split."""
-        for tensor in tensors_in(inputs):
-            for given, sample in reversed(self._recent):
-                if given() is tensor:
-                    return sample
-        return None
-
-    def require_one(self) -> None:
-        """Raise `StateError` if inputs derived from a split batch could belong to different samples."""
-        alive = [sample for given, sample in self._recent if given() is not None]
-        if any(not sample.is_attended_like(alive[-1]) for sample in alive):
-            raise StateError(
-                "The model is called with tensors that engine.split_sequence has not returned, and the batches that "
-                "it has split differ in length, documents or padding. Call the model with what it returned, or split "
-                "each batch right before its forward."
+                f"{self.line.axis!r}: neither torch.nn.functional.scaled_dot_product_attention nor transformers' "
+                f"AttentionInterface was called. Use one of them, or leave {self.line.axis} out of the mesh."
             )
 
 

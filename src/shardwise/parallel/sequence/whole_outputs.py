@@ -49,15 +49,17 @@ def join(part: Tensor, line: Line, sample: Sample, dim: int) -> Tensor:
     return whole
 
 
-def whole_output(output: Any, line: Line, sample: Sample, called: Mapping[str, Any], *, with_tokens: bool) -> Any:
+def whole_output(
+    output: Any, line: Line, sample: Sample, called: Mapping[str, Any], *, trains: bool, with_tokens: bool
+) -> Any:
     """Turn the model's output for this rank's tokens of the batch `called` into the output for all tokens.
 
     A loss, which is present if there were labels, becomes that of the whole sample. Tensors with this rank's tokens in
     dimension 1 are joined. But beside a loss, tensors with more than one number per token, such as logits, are left as
-    they are in training, because whole logits of a long sequence would not fit, and without `with_tokens`.
+    they are if the loop `trains`, because whole logits of a long sequence would not fit, and without `with_tokens`.
     """
     has_loss = any(called.get(name) is not None for name in LABELS)
-    most = 2 if has_loss and (torch.is_grad_enabled() or not with_tokens) else math.inf
+    most = 2 if has_loss and (trains or not with_tokens) else math.inf
 
     def change(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:

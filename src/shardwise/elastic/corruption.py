@@ -1,0 +1,58 @@
+"""A rank with wrong bits (`verify` in the plan) leaves an elastic job; the others repeat the step without it.
+
+[Note: images of a rank with wrong bits] What the others restore must not come from the wrong bits. Copies of what the
+rank held are on others, where the table has copies. What only it held is in its image, of which the live region is the
+memory in question. The shadow was copied from there after the last step: if it has the sums that were taken then, the
+bits changed later, and it is whole. So is then what another host keeps, which is read before the shadow. Otherwise all
+of these are marked as torn, and if no other rank has the state, the job restarts from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from shardwise.comm import World
+from shardwise.elastic.state_image import TORN, Image
+from shardwise.elastic.survival import Survival
+from shardwise.errors import CorruptionError, FaultError
+from shardwise.runtime.verification import Verification
+
+_log = logging.getLogger("shardwise")
+
+
+def leave_out(error: CorruptionError, verification: Verification, survival: Survival, world: World) -> FaultError:
+    """The fault from which the others recover. All ranks call. Raises `error` on the rank that has the wrong bits, and
+    on all of them if it is not known which has."""
+    if not error.is_certain:
+        raise error
+    survival.await_copies()
+    is_wrong = world.rank in error.ranks
+    is_whole = not is_wrong or _is_whole(survival.image, verification)
+    are_whole = world.exchange(b"1" if is_whole else b"0", "images")
+    if is_wrong:
+        survival.image.live_step = TORN
+        if not is_whole:
+            _tear(survival.image)
+        raise error
+    for rank in error.ranks:
+        if are_whole[rank] == b"0":
+            for image in _copies_of(rank, survival):
+                _tear(image)
+    if world.rank == min(set(range(world.size)) - set(error.ranks)):
+        _log.error("%s", str(error).partition("\n")[0])
+    return FaultError(str(error), kind="corrupted", ranks=error.ranks, unit=error.unit)
+
+
+def _is_whole(image: Image, verification: Verification) -> bool:
+    """Whether the shadow has what was summed at the end of the last step."""
+    shadows = {(cell.name, cell.kind): image.shadow(cell) for cell in image.directory.cells}
+    return verification.are_as_noted(shadows)
+
+
+def _copies_of(rank: int, survival: Survival) -> list[Image]:
+    kept = survival.copies.kept.get(rank) if survival.copies is not None else None
+    return [] if kept is None else kept.images
+
+
+def _tear(image: Image) -> None:
+    image.live_step = image.shadow_step = TORN
