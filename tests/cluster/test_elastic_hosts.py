@@ -372,3 +372,20 @@ def test_hosts_that_come_later_get_the_code_and_get_it_again_when_it_is_gone(sit
     assert (shared / "words-far").read_text() == "changed since\n" * 2
     assert said.count(f"this directory has changed since the job began: {far} gets the files that are here now") == 1
     assert f"host {far} cannot be used: There is no script 'train.py'" in said
+
+
+@soak("how long a silent link is waited for")
+def test_a_job_that_uses_a_part_of_its_hosts_takes_another_one_when_one_of_them_is_lost(site: Site) -> None:
+    net = site.network
+    hosts = ",".join(f"{net}.{number}:1" for number in (1, 2, 3))
+    policy = ["--autoscale", "schedule:00:00 2"]
+    job = Job.start(site, hosts, "--elastic", "1:3", "--host-timeout", "4", *policy)
+    job.wait_for_members(f"{net}.1", f"{net}.2")
+    site.hosts.link("two", "down")
+    job.wait_for_members(f"{net}.1", f"{net}.3")
+    site.hosts.link("two", "up")
+    time.sleep(10)
+    job.wait_for_members(f"{net}.1", f"{net}.3")
+    said = job.end()
+    assert f"host {net}.3 joins, with 1 slot." in said
+    assert said.count(" joins, with") == 1

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,33 @@ def test_a_rank_and_a_node_are_lost_and_come_back(slurm: Slurm, tmp_path: Path) 
     assert "host n2 is gone: rank 1 (nothing was heard of it for 4 s)." in said
     assert "host n2 answers, with 1 slot." in said
     wait_until(lambda: not processes_with("shardwise.launch.hosts", folder), "what Slurm started stays behind", 60)
+
+
+@soak("waits for jobs to be admitted")
+def test_a_job_grows_by_nodes_of_further_jobs_and_gives_them_back(slurm: Slurm, tmp_path: Path) -> None:
+    """It is in an allocation of one node; its schedule has two for some minutes, then one again."""
+    folder, hosts = tmp_path / "run", slurm.hosts
+    folder.chmod(0o755)
+    now = datetime.now(UTC)
+    times = f"{now - timedelta(minutes=1):%H:%M} 2; {now + timedelta(minutes=3):%H:%M} 1"
+    options = ["--elastic", "1:2", "--master-addr", f"{hosts.network}.254", "--timeout", "3"]
+    options += ["--autoscale", f"schedule:{times}"]
+    launcher = [sys.executable, "-m", "shardwise", "launch", "--where", "slurm", "--nproc", "1", *options, str(SCRIPT)]
+    environment = os.environ | slurm.variables | {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
+    environment["OMP_NUM_THREADS"] = "1"
+    pipe = subprocess.PIPE
+    shell = ["salloc", "--no-kill", "--nodes=1", "--ntasks-per-node=1", "--quiet", *launcher]
+    job = Job(folder, subprocess.Popen(shell, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True))
+    try:
+        first = slurm.command("squeue", "--noheader", "--format=%i")
+        job.wait_for_members("n1", "n2")
+        assert slurm.command("squeue", "--noheader", "--format=%j").count("-more") == 1, first
+        wait_until(lambda: "-more" not in slurm.command("squeue", "--noheader", "--format=%j"), "it stays", 240)
+        job.wait_for_members("n1")
+        said = job.end()
+    finally:
+        job.process.kill()
+        job.process.communicate()
+    assert "autoscale: 2 ranks instead of 1: the schedule has 2 from" in said
+    assert "host n2 joins, with 1 slot." in said
+    assert "host n2 is no longer in the list of hosts: 1 rank there leaves after its step." in said

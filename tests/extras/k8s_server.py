@@ -1,5 +1,8 @@
 """A server that speaks Kubernetes' API over HTTP, with watches, and whose pods are processes of this machine.
 
+A pod with a service account finds the API by TLS, with a token that may do what its Role says. A changed Job is held to
+the published schema.
+
 It plays the Job controller (pods are replaced as `podFailurePolicy` and `backoffLimitPerIndex` say, `parallelism` and
 `completions` may change), the JobSet and TrainJob controllers as far as they make Jobs, the kubelet, and DNS: every
 name of a Service is 127.0.0.1.
@@ -12,6 +15,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import threading
 import time
@@ -19,8 +23,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
+
+import kubernetes_validate
 
 JOB_NAME, SET_NAME = "batch.kubernetes.io/job-name", "jobset.sigs.k8s.io/jobset-name"
 Object = dict[str, Any]
@@ -74,9 +81,17 @@ class Cluster(ThreadingHTTPServer):
         self.is_down = False
         self.cuts_logs_after = 0
         """Every log's connection ends after so many lines that were not sent before."""
+        self.admits: int | None = None
+        """So many pods of Jobs with several may run, as a queue admits them; without, all."""
+        self.has_elastic_jobsets = True
+        """JobSet's gate of that name."""
+        self.token = ""
+        self.secure: SecureDoor | None = None
         self._owners: dict[str, list[Job]] = {}
         self._num_pods = 0
         self._closing = threading.Event()
+        self.account: dict[str, str] = {}
+        """The environment of pods with a service account."""
         for run in (self.serve_forever, self._control):
             threading.Thread(target=run, daemon=True).start()
 
@@ -84,8 +99,26 @@ class Cluster(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def open_secure_door(self, folder: Path) -> None:
+        """For pods: an address with TLS; `folder` gets what a service account has."""
+        folder.mkdir(exist_ok=True)
+        self.token = "token-of-an-account"
+        (folder / "token").write_text(self.token)
+        (folder / "namespace").write_text("default")
+        name = ["-subj", "/CN=kubernetes", "-addext", "subjectAltName=IP:127.0.0.1"]
+        files = ["-keyout", str(folder / "key"), "-out", str(folder / "ca.crt"), "-days", "2", "-nodes"]
+        kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        subprocess.run(["openssl", "req", *kind, *files, *name], check=True, capture_output=True)
+        self.secure = SecureDoor(self, folder / "ca.crt", folder / "key")
+        port = str(self.secure.server_address[1])
+        own = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}
+        self.account = {**own, "SHARDWISE_SERVICE_ACCOUNT": str(folder)}
+
     def close(self) -> None:
         self._closing.set()
+        if self.secure is not None:
+            self.secure.shutdown()
+            self.secure.server_close()
         self.is_down = True
         with self.changed:
             self.changed.notify_all()
@@ -142,6 +175,48 @@ class Cluster(ThreadingHTTPServer):
         for job in self._owners.get(owner, ()):
             self.jobs[job.name] = job
 
+    def change(self, path: str, kind: str, body: Any) -> str:
+        """Apply a patch; why it is refused, if it is."""
+        found, before = self.objects[path], json.dumps(self.objects[path])
+        if kind == "application/merge-patch+json":
+            assert found["kind"] == "Job", "no other kind is changed so"
+            assert set(body) == {"spec"}
+            found["spec"].update(body["spec"])  # the controllers have the same object
+            if found["spec"]["parallelism"] != found["spec"]["completions"]:
+                found["spec"].update(json.loads(before)["spec"])
+                return "spec.completions: Invalid value: must be equal to parallelism to be changed"
+            kubernetes_validate.validate({name: found[name] for name in found if name != "status"}, "1.37", strict=True)
+        else:
+            assert kind == "application/json-patch+json"
+            assert found["kind"] == "JobSet"
+            if not self.has_elastic_jobsets:
+                return "spec.replicatedJobs: Invalid value: field is immutable"
+            for step in body:
+                *way, last = step["path"].strip("/").split("/")
+                at: Any = found
+                for name in way:
+                    at = at[int(name)] if isinstance(at, list) else at[name]
+                if step["op"] == "test" and at[last] != step["value"]:
+                    return "testing path failed"
+                if step["op"] == "replace":
+                    assert last in at, "replaces what is there"
+                    at[last] = step["value"]
+        self.put("MODIFIED", path, found)
+        return ""
+
+    def may_change(self, path: str, token: str) -> bool:
+        """Whether a role says so that is bound to the account of pods."""
+        group, _, rest = path.removeprefix("/apis/").partition("/")
+        resource, name = rest.split("/")[-2:]
+        roles = [one for one in self.objects.values() if one["kind"] == "Role"]
+        bound = {one["roleRef"]["name"] for one in self.objects.values() if one["kind"] == "RoleBinding"}
+        rules = [rule for role in roles if role["metadata"]["name"] in bound for rule in role["rules"]]
+        return token == f"Bearer {self.token}" and any(
+            group in rule["apiGroups"] and resource in rule["resources"]
+            and name in rule["resourceNames"] and "patch" in rule["verbs"]
+            for rule in rules
+        )  # fmt: skip
+
     def delete(self, path: str) -> None:
         for job in self._owners.pop(path, ()):
             del self.jobs[job.name]
@@ -180,7 +255,12 @@ class Cluster(ThreadingHTTPServer):
         if len(done) == wanted:
             job.ending = "Complete"
         for index in sorted(set(range(wanted)) - done - there):
-            self._start(job, index)
+            if self.admits is None or job.name.endswith("-launcher") or len(self.pods(job.name)) < self.admits:
+                self._start(job, index)
+        if self.admits is not None and not job.name.endswith("-launcher"):
+            running = [pod for pod in self.pods(job.name) if not pod.is_evicted]
+            for pod in running[: max(0, len(running) - self.admits)]:
+                self.evict(pod)  # not those with the highest indexes, as Kueue does not know them
 
     def _judge(self, job: Job, pod: Pod, code: int) -> None:
         if not code:
@@ -239,6 +319,7 @@ class Cluster(ThreadingHTTPServer):
         pod = Pod(found, index)
         self.put("ADDED", self._path(pod), found)
         env = {"JOB_COMPLETION_INDEX": str(index)}
+        env |= self.account if template["spec"].get("serviceAccountName") else {}
         env |= {one["name"]: self._value(one, metadata["name"]) for one in container.get("env", ())}
         words = [re.sub(r"\$?\$\((\w+)\)", lambda match: _expanded(match, env), word) for word in container["command"]]
         if subdomain := template["spec"].get("subdomain") or job.labels.get(SET_NAME):
@@ -292,6 +373,19 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.server.make(self.path, body)
         self.answer(body, 201)
+
+    def do_PATCH(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.is_down:
+            self.answer({"kind": "Status", "message": "the server is starting"}, 503)
+        elif self.path not in self.server.objects:
+            self.answer({"kind": "Status", "message": "not found"}, 404)
+        elif not self.server.may_change(self.path, self.headers["Authorization"]):
+            self.answer({"kind": "Status", "message": "the account cannot patch this resource"}, 403)
+        elif why := self.server.change(self.path, self.headers["Content-Type"], body):
+            self.answer({"kind": "Status", "message": why}, 422)
+        else:
+            self.answer(self.server.objects[self.path])
 
     def do_DELETE(self) -> None:
         self.server.delete(self.path.partition("?")[0])
@@ -383,6 +477,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Tests print nothing."""
+
+
+class SecureDoor(ThreadingHTTPServer):
+    """The same server, by TLS."""
+
+    daemon_threads = True
+
+    def __init__(self, cluster: Cluster, certificate: Path, key: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self._cluster = cluster
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        Handler(request, client_address, self._cluster)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that does not trust it hangs up."""
 
 
 def interrupt_soon(seconds: float) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from shardwise.comm.members import MemberMessage
+from shardwise.comm.members import MemberMessage, Pace
 from shardwise.comm.members.channels import MemberChannel
+from shardwise.launch.autoscale import Gain, Sizes
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.job_notes import FolderNotes
 from shardwise.launch.elastic.main_loop import ElasticAgent
+from shardwise.launch.elastic.scaling import Asking, Scaling
 from shardwise.launch.elastic.slots import Slot, Slots
 from shardwise.launch.elastic.workers import Ended, Event
 from shardwise.launch.environment import Attempt
@@ -35,11 +40,13 @@ class Members:
     def __init__(self, script: Iterator[None]) -> None:
         self.now, self.living, self.notes = 0.0, list[int](), FolderNotes(None)
         self._script = script
+        self.settings: list[dict[str, str]] = []
         self._ended: list[Ended] = []
         self._outcomes: dict[int, Outcome] = {}
 
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
         self.living.append(number)
+        self.settings.append(settings)
 
     def wait(self, milliseconds: int) -> None:
         self.now += 1
@@ -76,6 +83,7 @@ class Members:
 def said_by_the_launcher(
     script: Callable[[Callable[..., None]], Iterator[None]],
     monkeypatch: pytest.MonkeyPatch,
+    scaling: Scaling | None = None,
 ) -> list[str]:
     """What the launcher prints about a job of two members that send what `script` says."""
     store, said = HashStore(), list[str]()
@@ -83,7 +91,9 @@ def said_by_the_launcher(
 
     def send(kind: Any, generation: int = -1, **more: Any) -> None:
         for number, channel in enumerate(channels):
-            only = more if kind == "ready" and number == 0 else {}
+            if kind == "pace" and number:
+                continue
+            only = more if kind in ("ready", "pace") and number == 0 else {}
             channel.send(MemberMessage(kind, number, generation, patience_seconds=20, **only))
 
     members: Any = Members(script(send))
@@ -93,10 +103,13 @@ def said_by_the_launcher(
     slots.ready("", 2, 0.0)
     job = Job((__file__,), 2, elastic=elastic)
     with SignalLog() as signals, Folder(None) as folder:
-        agent = ElasticAgent(
-            Context(job, elastic, store, "127.0.0.1", 1, "run", folder, members, slots, signals, said.append, TOKEN)
+        context = Context(
+            job, elastic, store, "127.0.0.1", 1, "run", folder, members, slots, signals, said.append, TOKEN, scaling
         )
+        agent = ElasticAgent(context)
         assert not agent.run()
+        told = {settings.get("SHARDWISE_AUTOSCALE") for settings in members.settings}
+        assert told == {None if scaling is None else "2"}, "ranks measure their pace where the launcher wants to know"
         assert not agent.is_final
     return said
 
@@ -133,3 +146,36 @@ def test_a_network_that_comes_back_is_told_once(monkeypatch: pytest.MonkeyPatch)
         f"the ranks have formed a new group. Cause: network: {CUT} The step is repeated. 2 ranks continue after step 7."
     )
     assert not [line for line in rest if CUT in line or "have not formed" in line]
+
+
+def test_a_job_that_grows_is_asked_for_more_by_what_its_ranks_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(send: Callable[..., None]) -> Iterator[None]:
+        send("here")
+        yield
+        send("opened", 0)
+        yield
+        yield
+        send("pace", 0, step=30, text=Pace(2, 0.5, 0.01, {1: 0.9, 2: 0.5, 4: 0.26}).to_text())
+        for _ in range(40):
+            yield
+        send("ready", 0, text=CUT, cut_off=(0, 1), step=40)  # and no more is heard
+        yield
+
+    class Offer:
+        room = 8
+        asked: tuple[int, Collection[str]] = 0, ()
+
+        def ask(self, num_slots: int, hosts: Collection[str]) -> None:
+            self.asked = num_slots, hosts
+            was_asked.set()
+
+    place, said, was_asked = Offer(), list[str](), threading.Event()
+    asking = Asking(place, said.append)
+    sizes = partial(Sizes.of, 2, 8, 2)
+    monday = datetime(2026, 11, 30, tzinfo=UTC)
+    said_by_the_launcher(script, monkeypatch, Scaling(Gain(0.8), sizes, asking, said.append, lambda: monday, wanted=2))
+    assert was_asked.wait(20)
+    asking.close()
+    assert place.asked == (4, ("",))
+    why = "2 ranks train at 2 steps/s; with 4 each is expected to do 87% of what one would alone"
+    assert said == [f"autoscale: 4 ranks instead of 2: {why}."]

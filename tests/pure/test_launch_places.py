@@ -338,6 +338,20 @@ class TestDevices:
         ("--where pods --port 65535 --elastic 1:1 --master-addr 10.0.0.1", "give 65534 or less"),
         ("--where pods --nproc 2 --elastic 1:8 --hosts a:1", "--hosts has no effect with --where pods"),
         ("--cooldown 5 --elastic 1:2", "--cooldown has no effect on this machine alone"),
+        ("--autoscale fill", "--autoscale is for elastic jobs. Add --elastic MIN:MAX"),
+        ("--elastic 1:4 --autoscale fill", "needs hosts to grow to, and this machine alone has none"),
+        ("--hosts a:4 --elastic 1:4 --autoscale gain:2", "more than 0 and at most 1"),
+        ("--hosts a:4 --elastic 6:8 --autoscale gain:0.5", "6 ranks are needed, but the hosts have 4 slots"),
+        ("--hosts a:4 --elastic 1:4 --topology rack", "--topology has no effect with --where ssh"),
+        ("--where pods --nproc 2 --elastic 2:8 --autoscale fill --master-addr 10.0.0.1", "--resize job/train-hosts"),
+        ("--where pods --nproc 2 --elastic 2:8 --resize job/x --master-addr 10.0.0.1", "Add --autoscale fill"),
+        (
+            "--where pods --nproc 2 --elastic 2:8 --topology rack --master-addr 10.0.0.1",
+            "--topology with --where pods is",
+        ),
+        ("--where k8s --image i --nproc 8 --elastic 1:7 --autoscale fill", "has no multiple of 8"),
+        ("--where k8s --image i --topology rack", "--topology is for elastic jobs"),
+        ("--where k8s --image i --elastic 1:8 --service-account me", "--service-account is for --autoscale"),
     ],
 )
 def test_the_command_line_refuses(
@@ -349,6 +363,28 @@ def test_the_command_line_refuses(
     assert words in capsys.readouterr().err
 
 
+def test_what_a_job_that_grows_begins_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(options: str) -> list[str]:
+        assert main(["launch", *shlex.split(options), "--dry-run", __file__]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    hosts = "--hosts a:4,b:4 --elastic 2:8"
+    assert [line for line in shown(f"{hosts} --autoscale gain:0.7") if " on a" in line or " on b" in line] == [
+        "ranks 0 to 1 on a:"
+    ]
+    assert "ranks 4 to 7 on b:" in shown(f"{hosts} --autoscale fill")
+    first, second, *_ = shown(f"{hosts} --autoscale 'schedule:00:00 6'")
+    assert first.startswith("autoscale schedule:mon 00:00 6; tue 00:00 6; ")
+    assert second == "  2 to 8 ranks; it begins with 6; more come from the list of hosts"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    shown_in_slurm = shown("--where slurm --nproc 2 --elastic 2:16 --autoscale gain:0.7")
+    assert shown_in_slurm[1].startswith(
+        "  2 to 16 ranks in steps of 2; it begins with 2; more come from further jobs of"
+    )
+    assert "ranks 0 to 1 on n1:" in shown_in_slurm
+
+
 def test_an_allocation_of_slurm_has_a_step_for_each_node() -> None:
     job = Job(("train.py",), 2, elastic=Elastic(2, 4))
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -358,6 +394,9 @@ def test_an_allocation_of_slurm_has_a_step_for_each_node() -> None:
     assert command[0] == "srun"
     assert {"--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap", "--chdir=/work"} <= set(command)
     assert command[-4:] == [job.python, "-m", "shardwise.launch.hosts", "members"]
+    more = replace(plan, job_of={"n1": "", "n2": "12"}.__getitem__)
+    assert "--jobid=12" in more.connection(more.shares[1])
+    assert more.connection(more.shares[0]) == plan.connection(plan.shares[0])
     with pytest.raises(ConfigError, match="under `salloc --no-kill`"):
         plan_nodes(job, {}, {}, SshSettings("/work"))
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST is not"):

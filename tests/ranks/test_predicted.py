@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from threads_as_members import ThreadMembership, run_members
 from twins import adamw, batches, plain_run
 
 import shardwise as sw
 from shardwise.cli.main import main
+from shardwise.elastic import pace_meter
 from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.step_time import step_time
@@ -97,6 +99,42 @@ def test_a_run_shows_what_was_predicted_and_what_explains_the_difference(
     asked = ["--model", f"{tmp_path}/model.py:build", "--batch", f"{tmp_path}/model.py:batch", "--hardware", "cpu"]
     assert main(["explain", "zero3", "--world", "2", "--set", f"run={tmp_path}", "--time", *asked]) == 0
     assert f"{tmp_path} has taken" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_launcher_of_a_job_that_grows_is_told_its_pace_and_what_other_sizes_would_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "described_hardware", lambda _: hardware("cpu"))
+    monkeypatch.setattr(pace_meter, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(ThreadMembership, "most", 8)
+    told: list[tuple[int, int, dict[int, float]]] = []
+
+    def tell(self: ThreadMembership, size: int, step_seconds: float, error: float) -> None:
+        assert step_seconds > 0
+        assert error >= 0
+        told.append((self.member, size, dict(self.predicted)))
+
+    monkeypatch.setattr(ThreadMembership, "tell_pace", tell)
+    (tmp_path / "images").mkdir()
+
+    def work(world: sw.World, member: int) -> int:
+        model = Transformer()
+        with sw.shard(
+            model, {"preset": "zero2", "run": str(tmp_path / "run")}, optimizer=adamw(model), world=world
+        ) as engine:
+            for x, y in batches(NUM_STEPS):
+                loss = engine(*(part.chunk(world.size)[world.rank] for part in (x, y)))
+                engine.backward(loss)
+                engine.step()
+                engine.log({"loss": loss})
+            return engine.num_steps
+
+    assert run_members(2, work, tmp_path / "images") == {0: NUM_STEPS, 1: NUM_STEPS}
+    assert {(member, size) for member, size, _ in told} == {(0, 2)}, "one rank tells"
+    (line,) = [line for line in read_record(tmp_path / "run" / "record.jsonl").lines if line["kind"] == "predicted"]
+    predicted = told[-1][2]
+    assert list(predicted) == [1, 2, 3, 4, 5, 6, 8]
+    assert predicted[2] == pytest.approx(line["seconds"]), "as it is in the record"
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -166,6 +166,8 @@ class ThreadMembership:
     arrival: Regrouped | None = None
     step = 0
     least = 1
+    most = 0
+    predicted: Mapping[int, float] = {}
 
     def __init__(self, crowd: Crowd, member: int) -> None:
         self.crowd, self.member = crowd, member
@@ -206,6 +208,9 @@ class ThreadMembership:
 
     def needs_groups(self, axes: Mapping[str, int]) -> None:
         self.crowd.axes = dict(axes)
+
+    def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
+        """Nobody starts threads by it."""
 
     def come_back(self) -> Regrouped:
         self.world = None

@@ -19,6 +19,7 @@ from shardwise import launch
 from shardwise.cli import launch_places
 from shardwise.cli.autotuning import NOT_ON_HOSTS, run_tuned
 from shardwise.errors import LaunchError
+from shardwise.launch.autoscale import parse_policy
 from shardwise.launch.cores import BINDINGS
 from shardwise.launch.job import Elastic, Job, describe
 
@@ -117,6 +118,11 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         help="be the launcher of a job that has lost it; in the place of the script, give the folder that its ranks "
         "have named",
     )
+    option(
+        "--autoscale",
+        metavar="POLICY",
+        help="ask for more and fewer ranks by itself: fill, gain:0.7 (while a rank is that fast) or schedule:FILE",
+    )
     launch_places.add_elastic_arguments(option)
 
 
@@ -177,6 +183,11 @@ def _run(args: argparse.Namespace) -> int:
                 "mpi, and name the hosts with --hosts, --hostfile or --host-discovery-script."
             )
         return launch_places.run_elsewhere(place, args, job)
+    if job.elastic is not None and job.elastic.autoscale is not None:
+        raise LaunchError(
+            "--autoscale needs hosts to grow to, and this machine alone has none. Name them with --hosts or "
+            "--hostfile, or use --where slurm or k8s."
+        )
     job.check()
     with launch.listen(job.port) as listener:  # both before torch is imported, so that a mistake is reported at once
         num_gpus = launch.count_gpus()
@@ -252,6 +263,8 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     if args.elastic is None:
         if args.launcher_timeout is not None:
             raise LaunchError("--launcher-timeout is for elastic jobs. Add --elastic MIN:MAX.")
+        if args.autoscale is not None:
+            raise LaunchError("--autoscale is for elastic jobs. Add --elastic MIN:MAX, the limits of their size.")
         if args.retries is not None:
             raise LaunchError("--retries is for elastic jobs. Add --elastic MIN:MAX, or use --max-restarts instead.")
         return None
@@ -270,6 +283,7 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
         int(retries[1]),
         float(retries[2] or 600),
         launcher_timeout_seconds=seconds,
+        autoscale=None if args.autoscale is None else parse_policy(args.autoscale),
         **launch_places.host_limits(args),
     )
 

@@ -9,19 +9,26 @@ import shlex
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.autoscale import Sizes, describe_policy, first_size
+from shardwise.launch.elastic.chosen_hosts import ChosenHosts
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, hosts_by_script
+from shardwise.launch.elastic.place import ListedPlace
 from shardwise.launch.hosts.gather import what_is_sent
 from shardwise.launch.hosts.run import run_ssh
 from shardwise.launch.job import Job
-from shardwise.launch.places import k8s, mpi, pods, slurm, slurm_hosts, ssh
+from shardwise.launch.places import k8s, k8s_resizable, mpi, pods, slurm, slurm_hosts, ssh
 from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, Share, choose, parse_host_file, parse_hosts, shares
 from shardwise.launch.places.k8s_run import run_k8s
+from shardwise.launch.places.k8s_scale import ApiServer, ScaledPods, Target
+from shardwise.launch.places.slurm_hosts import EVERY_SECONDS as SLURM_SECONDS
+from shardwise.launch.places.slurm_more import Allocation, MoreNodes
 from shardwise.system.job_token import VARIABLE, new_token
 from shardwise.system.safe_files import read_config_text
 
@@ -57,6 +64,9 @@ _PLACES_OF_OPTION = {
     "queue": ("k8s",),
     "secret": ("k8s",),
     "claim": ("k8s",),
+    "service_account": ("k8s",),
+    "topology": ("k8s", "pods"),
+    "resize": ("pods",),
 }
 
 _ELASTIC_OPTIONS = ("host_discovery_script", "host_timeout", "cooldown")
@@ -104,6 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--namespace", help="k8s: namespace (default: default)")
     option("--queue", help="k8s: queue of Kueue")
     option("--secret", action="append", metavar="NAME", help="k8s: secret whose entries become variables; repeatable")
+    option(
+        "--service-account", metavar="NAME", help="k8s: account of the launcher, for --autoscale (default: a new one)"
+    )
+    option(
+        "--topology",
+        metavar="LABEL[:N]",
+        help="k8s: label of nodes whose value pods should share; with :N and a --queue, each N pods must",
+    )
+    option("--resize", metavar="KIND/NAME", help="pods: the Job or JobSet of the pods, for --autoscale")
     option("--claim", action="append", metavar="NAME:PATH", help="k8s: volume claim to mount at PATH; repeatable")
 
 
@@ -163,7 +182,7 @@ def run_elsewhere(place: str, args: argparse.Namespace, job: Job) -> int:
     return {"ssh": _ssh, "mpi": _mpi, "slurm": _slurm, "k8s": _k8s}[place](args, job, environment)
 
 
-def host_limits(args: argparse.Namespace) -> dict[str, float]:
+def host_limits(args: argparse.Namespace) -> dict[str, Any]:
     """The limits of an elastic job's hosts, as arguments of `Elastic`. Raises `ConfigError`."""
     given = {"host_timeout_seconds": args.host_timeout, "exclude_seconds": args.cooldown}
     if args.host_timeout is not None and not 1 <= args.host_timeout < 1e6:
@@ -181,11 +200,11 @@ def _ssh(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int
 def _elastic_on_hosts(place: str, args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int:
     """Run an elastic job with as many ranks as the hosts have slots, at most the job's maximum."""
     assert job.elastic is not None
+    if job.elastic.autoscale is not None:
+        return _autoscaled_on_hosts(place, args, job, environment)
     settings, read_hosts, seconds = _settings(args), None, EVERY_SECONDS
     if place == "slurm":
-        settings = replace(
-            settings, address=settings.address or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        )
+        settings = _settings_in_allocation(args)
         plan: ssh.SshPlan = slurm_hosts.plan_nodes(job, environment, os.environ, settings)
         read_hosts = partial(slurm_hosts.nodes_of, os.environ["SLURM_JOB_ID"])
         seconds = slurm_hosts.EVERY_SECONDS
@@ -207,6 +226,60 @@ def _elastic_on_hosts(place: str, args: argparse.Namespace, job: Job, environmen
     return run_on_hosts(plan, read_hosts, seconds)
 
 
+def _settings_in_allocation(args: argparse.Namespace) -> ssh.SshSettings:
+    settings = _settings(args)
+    return replace(settings, address=settings.address or os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+
+
+def _autoscaled_on_hosts(place: str, args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int:
+    """The same, with as many ranks as the policy of `--autoscale` says: of a list of hosts some are used, and to an
+    allocation of Slurm nodes are added."""
+    elastic, now = job.elastic, datetime.now(UTC)
+    assert elastic is not None
+    policy = elastic.autoscale
+    assert policy is not None
+    if place == "slurm":
+        nodes = slurm_hosts.plan_nodes(job, environment, os.environ, _settings_in_allocation(args))
+        sizes, num_slots, seconds = Sizes(elastic.least, elastic.most, job.nproc), nodes.num_ranks, SLURM_SECONDS
+        sizes.check()
+        first, where = first_size(policy, sizes, num_slots, now), "further jobs of one node each (sbatch)"
+        more = MoreNodes(Allocation.of(os.environ, args.gpus_per_node or 0), job.nproc, first)
+        source: ListedPlace = more
+        plan: ssh.SshPlan = replace(nodes, job_of=more.job_of, shares=nodes.shares[: first // job.nproc])
+    else:
+        read, seconds = partial(_hosts, args), EVERY_SECONDS
+        num_slots, sizes = shares(read(), args.nproc)[-1].ranks.stop, Sizes(elastic.least, elastic.most)
+        first, where = first_size(policy, sizes, num_slots, now), "the list of hosts"
+        source = ChosenHosts(read, first, args.nproc)
+        plan = ssh.SshPlan(job, tuple(shares(source.read())), _settings(args), environment)
+    if num_slots < sizes.first:
+        raise ConfigError(
+            f"--elastic {elastic.least}:{elastic.most}: {sizes.first} ranks are needed, but the hosts have {num_slots} "
+            f"slots."
+        )
+    plan = replace(plan, job=replace(job, nproc=plan.num_ranks))
+    plan.check()
+    if args.dry_run:
+        print(describe_policy(policy, sizes, first, where))
+        return _show(plan, args)
+    from shardwise.launch.elastic.on_hosts import run_on_hosts  # it needs torch, which takes a second
+
+    return run_on_hosts(plan, source.read, seconds, source)
+
+
+def _resized(args: argparse.Namespace, job: Job) -> Target | None:
+    """With `--autoscale`, what makes the pods. Raises `ConfigError`."""
+    assert job.elastic is not None
+    if job.elastic.autoscale is None:
+        for option, value in (("--resize", args.resize), ("--topology", args.topology)):
+            if value:
+                raise ConfigError(f"{option} with --where pods is for --autoscale. Add --autoscale fill, or remove it.")
+        return None
+    if not args.resize:
+        raise ConfigError("--autoscale with --where pods: name what makes the pods, as in --resize job/train-hosts.")
+    return Target.of(args.resize)
+
+
 def _pods(args: argparse.Namespace, job: Job) -> int:
     """Run the launcher in its own pod; the ranks are in other pods."""
     if job.elastic is None:
@@ -222,8 +295,12 @@ def _pods(args: argparse.Namespace, job: Job) -> int:
     named = [Host(f"pod-{number}", slots) for number in range(args.nodes or 1)]
     num_ranks = min(slots * len(named), job.elastic.most)
     whole = replace(job, nproc=num_ranks)
-    plan = pods.PodsPlan(whole, tuple(shares(named)), settings, {}, slots_per_host=slots)
+    together = k8s_resizable.pods_per_slice(args.topology or "")
+    plan = pods.PodsPlan(whole, tuple(shares(named)), settings, {}, slots_per_host=slots, pods_together=together)
     plan.check()
+    resized = _resized(args, job)
+    if resized is not None:
+        Sizes(job.elastic.least, job.elastic.most, plan.unit).check()
     if args.dry_run:
         return _show(plan, args)
     if not os.environ.get(VARIABLE):
@@ -233,7 +310,8 @@ def _pods(args: argparse.Namespace, job: Job) -> int:
         )
     from shardwise.launch.elastic.on_pods import run_on_pods  # it needs torch, which takes a second
 
-    return run_on_pods(plan, os.environ[VARIABLE])
+    place = None if resized is None else ScaledPods(ApiServer.of_pod(os.environ), resized, slots)
+    return run_on_pods(plan, os.environ[VARIABLE], place=place)
 
 
 def _settings(args: argparse.Namespace) -> ssh.SshSettings:
@@ -314,6 +392,8 @@ def _k8s(args: argparse.Namespace, job: Job, environment: dict[str, str]) -> int
         queue=args.queue or "",
         secrets=tuple(args.secret or ()),
         claims={name: path for name, _, path in claims},
+        service_account=args.service_account or "",
+        topology=args.topology or "",
     )
     # The manifest is readable by others, so only variables that were named are included.
     named = {name: environment[name] for name in (word.partition("=")[0] for word in args.env or ())}

@@ -81,6 +81,14 @@ class Membership(Protocol[W]):
     step: int
     """Steps committed so far, for the launcher's reports. Set by the engine."""
 
+    @property
+    def most(self) -> int:
+        """The most ranks to which the launcher may let the job grow by itself (`--autoscale`); 0 if it does not."""
+        ...
+
+    predicted: Mapping[int, float]
+    """Seconds of a step by the number of ranks, as far as they are predicted, for the launcher. Set by the run log."""
+
     def changes_wanted(self) -> bool:
         """Whether a process waits to join or a member asks to leave. Sends nothing, and may differ between ranks for a
         moment: ranks must agree on it, in a step's verdict, so that all call `regroup` at the same step boundary."""
@@ -102,6 +110,11 @@ class Membership(Protocol[W]):
     def needs_groups(self, axes: Mapping[str, int]) -> None:
         """Declare that ranks train in replica groups, on the mesh of a plan's `axes`: a group that loses a rank leaves
         as a whole, and members are ranks in the order of that mesh."""
+        ...
+
+    def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
+        """Tell the launcher how long a step of the `size` ranks takes, with a relative standard `error`. If the job
+        grows by itself, that decides how many ranks it should have; otherwise nothing is sent. Called by one rank."""
         ...
 
     def come_back(self) -> Regrouped[W]:

@@ -30,6 +30,7 @@ from shardwise.elastic.image_space import make_images, share_wishes, warn_if_sca
 from shardwise.elastic.iterations import Iterations
 from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
+from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.elastic.quiet_mode import QuietMode
 from shardwise.elastic.rebuild import make_plain, rebuilt, take_down, with_group_sizes
 from shardwise.elastic.regroup_reports import Report, check_agreement
@@ -135,6 +136,7 @@ class Recovery:
         self._num_left_out = len(_left_out(membership.folder))
         """Batches skipped so far, those before this rank joined included."""
         self.copy_meter = CopyMeter()
+        self._pace_meter = PaceMeter()
         self._num_layouts = 0 if arrival is None else arrival.label
         self._layout: Layout
         self._former: Layout | None = None
@@ -191,6 +193,8 @@ class Recovery:
             warn_if_scarce(self._layout.folder, self.world)
         self.survival.follow(iterations.version)
         self._membership.step = num_steps
+        if self.world.rank == 0 and (pace := self._pace_meter.step(self.world.generation)) is not None:
+            self._membership.tell_pace(self.world.size, pace.step_seconds, pace.error)
 
     def take_edits(self) -> None:
         """Give values changed by hand a version of their own, so that copies from before are not taken for them."""

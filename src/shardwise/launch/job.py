@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.elastic.causes import Policy
+from shardwise.elastic import causes
 from shardwise.errors import ConfigError, LaunchError, nearest
+from shardwise.launch.autoscale import Policy
 from shardwise.launch.cores import BINDINGS, Seat, bindings, seats
 from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.launch.port import ADDRESS
@@ -34,11 +35,13 @@ class Elastic:
     """A host that sends nothing for this long is lost."""
     launcher_timeout_seconds: float = 60
     """Ranks of one host end after this long without a launcher, or a process that takes over from it."""
+    autoscale: Policy | None = None
+    """How many ranks the job asks for while it runs."""
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> causes.Policy:
         """How faults are classified."""
-        return Policy(seconds=self.retry_seconds)
+        return causes.Policy(seconds=self.retry_seconds)
 
     def check(self, nproc: int) -> None:
         """Raise `ConfigError` for bounds that are impossible, or do not include `nproc`."""

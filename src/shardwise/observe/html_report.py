@@ -120,6 +120,10 @@ def _faults(view: RunView) -> str:
             notes.append(("warning", f"step {line['step']}, rank {line.get('rank')}: {line.get('words')}"))
         elif line["kind"] == "fault":
             notes.append(("error", f"after step {line['step']}: {_verdict(line)}"))
+        elif line["kind"] == "scale":
+            notes.append(
+                ("", f"after step {line['step']}: {line.get('wanted')} ranks are asked for: {line.get('why')}")
+            )
     notes += [(note.level, f"{_moment(note.time)}rank {note.rank}: {note.text}") for note in view.notes[-MOST_NOTES:]]
     if len(view.notes) > MOST_NOTES:
         notes.append(("", f"These are the last {MOST_NOTES} of {len(view.notes)} notes of ranks."))

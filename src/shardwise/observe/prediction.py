@@ -50,6 +50,8 @@ class Prediction:
         self._foreseen: Foreseen | None = None
         self._line: dict[str, Any] = {}
         self._laps: list[Lap] = []
+        self.written: tuple[Foreseen, int] | None = None
+        """What was foreseen, and for how many micro-batches, since the line about it was written."""
         self._num_steps = self._num_micro_batches = 0
         hardware = None if _is_beyond(sharded) else described_hardware(world)
         if hardware is None:
@@ -77,11 +79,13 @@ class Prediction:
         if foreseen is None:
             return
         self._num_micro_batches += self._sharded.parts.runner.passes.num_backwards
+        num_micro_batches = max(1, round(self._num_micro_batches / num_steps))
         try:
-            self._line, events = foreseen.line(max(1, round(self._num_micro_batches / num_steps)))
+            self._line, events = foreseen.line(num_micro_batches)
         except Exception as error:  # likewise
             _log.info("The time of a step is not predicted: %s", error)
             return
+        self.written = foreseen, num_micro_batches
         if record is None:
             return
         record.write("predicted", step=step, **self._line)

@@ -343,10 +343,34 @@ class RunLog:
             return
         num_steps = max(1, step - self._last_step)
         self._prediction.write(self._record, step, num_steps)
+        self._foresee_sizes(self._prediction)
         if self._last_step > TIMELINE_STEP:
             found = self._prediction.compare(lap, num_steps, self._timeline.events)
             if found is not None and found.is_large:
                 _log.warning("%s", found)
+
+    def _foresee_sizes(self, prediction: Prediction) -> None:
+        """Of a job that grows by itself: what a step would take with other numbers of ranks, for its launcher."""
+        (written, prediction.written), membership = (prediction.written, None), self._world.membership
+        if written is None or membership is None or not membership.most or self._sharded is None:
+            return
+        from shardwise.fit.other_sizes import seconds_by_size, sizes_up_to
+
+        sharded, (foreseen, num_micro_batches) = self._sharded, written
+        axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
+        prefetch_bytes = sharded.plan.prefetch_bytes
+        try:
+            membership.predicted = seconds_by_size(
+                foreseen.program,
+                foreseen.hardware,
+                sharded.mesh,
+                sharded.table,
+                sizes_up_to(membership.most, axes),
+                num_micro_batches=num_micro_batches,
+                prefetch_bytes=None if prefetch_bytes == "auto" else prefetch_bytes,
+            )
+        except Exception as error:  # never into a loop that would train without it
+            _log.info("The time of a step with other numbers of ranks is not predicted: %s", error)
 
     def _begin(self, sharded: ShardedModel, step: int) -> None:
         """Begin the log on rank 0, with the first line. It continues after `step`, or after the last step that was

@@ -4,6 +4,7 @@ from shardwise.comm.members.channels import ChannelMemory, LauncherChannel, gene
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.launcher_address import LauncherAddress
 from shardwise.comm.members.member_messages import TAKEN_FOR_LOST, Announcement, MemberMessage, axes_of_text
+from shardwise.comm.members.pace import Pace
 
 __all__ = [
     "DEPARTURE",
@@ -13,6 +14,7 @@ __all__ = [
     "LauncherAddress",
     "LauncherChannel",
     "MemberMessage",
+    "Pace",
     "axes_of_text",
     "generation_prefix",
     "scope_of",

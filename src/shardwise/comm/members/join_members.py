@@ -56,6 +56,7 @@ def join_members(
         first_announcement=int(env.get("SHARDWISE_FIRST_ANNOUNCEMENT", "0")),
         timeout_seconds=timeout_seconds,
         least=int(env.get("SHARDWISE_ELASTIC", "").partition(":")[0] or 1),
+        most=int(env.get("SHARDWISE_AUTOSCALE", "0")),
     )
     entered = membership.enter()
     DEPARTURE.follow(membership)

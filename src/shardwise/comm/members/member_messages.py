@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from shardwise.comm.members.pace import Pace
 from shardwise.system import plain_data
 
-MemberMessageKind = Literal["here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "done", "raised"]
+MemberMessageKind = Literal[
+    "here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "pace", "done", "raised"
+]
 AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "spare", "out", "bye", "end"]
 
 TAKEN_FOR_LOST = (
@@ -54,6 +57,7 @@ class MemberMessage:
     - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
     - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh.
+    - `pace`: how fast the ranks of `generation` train, from the first of them. `text` has a `Pace`.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
 
     `patience_seconds` is how long other members may wait for this one.
@@ -79,6 +83,8 @@ class MemberMessage:
         plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
         if plain["kind"] == "groups":
             axes_of_text(plain["text"])
+        if plain["kind"] == "pace":
+            Pace.from_text(plain["text"])
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("at_fault", "cut_off")}})
 
 

@@ -22,6 +22,7 @@ from shardwise.comm.members.member_messages import (
     MemberMessage,
     MemberMessageKind,
 )
+from shardwise.comm.members.pace import Pace
 from shardwise.comm.regrouping import Regrouped, W
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.journal import in_words
@@ -70,15 +71,18 @@ class StoreMembership(Generic[W]):
         first_announcement: int = 0,
         timeout_seconds: float = 600,
         least: int = 1,
+        most: int = 0,
     ) -> None:
         """`open_world` opens torch's groups and the world of a generation. `first_announcement` is the number of the
-        first announcement to read, `least` the fewest ranks that the job continues with.
+        first announcement to read, `least` the fewest ranks that the job continues with, `most` the most to which it
+        grows by itself.
 
         Raises `ConfigError` if a process with this number has sent a message before.
         """
         self.step = 0
+        self.predicted: Mapping[int, float] = {}
         self.folder = folder
-        self.least = least
+        self.least, self.most = least, most
         self.arrival: Regrouped[W] | None = None
         self._channel = channel
         self._open_world = open_world
@@ -137,6 +141,13 @@ class StoreMembership(Generic[W]):
     def needs_groups(self, axes: Mapping[str, int]) -> None:
         """See `Membership`."""
         self._send("groups", json.dumps(dict(axes)))
+
+    def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
+        """See `Membership`."""
+        if not self.most:
+            return
+        with contextlib.suppress(RuntimeError):  # the launcher is gone; training does not wait for it
+            self._send("pace", Pace(size, step_seconds, error, self.predicted).to_text())
 
     def enter(self) -> W:
         """Wait until this process is admitted. The first callers are the first generation."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.comm.compat import Store
+from shardwise.launch.elastic.scaling import Scaling
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.succession import Succession
 from shardwise.launch.elastic.workers import Workers
@@ -33,3 +34,5 @@ class Context:
     """By which ranks know each other; `""` is a new one."""
     succession: Succession | None = None
     """How another launcher can take over; `None` where none does."""
+    scaling: Scaling | None = None
+    """With `--autoscale`."""

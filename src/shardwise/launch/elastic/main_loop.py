@@ -169,6 +169,8 @@ class ElasticAgent:
             "SHARDWISE_FIRST_ANNOUNCEMENT": str(self._channel.num_announcements),
             "SHARDWISE_ELASTIC": f"{context.elastic.least}:{context.elastic.most}",
         }
+        if context.scaling is not None:
+            settings["SHARDWISE_AUTOSCALE"] = str(context.elastic.most)
         self._workers.start(number, slot, attempt, settings)
         self._hosts[number] = slot.host
         self._slots.started(number, slot)
@@ -208,6 +210,8 @@ class ElasticAgent:
             self._disconnections.note(one, now)
             self._rendezvous.receive(one, now)
             self._act()
+            if self._context.scaling is not None:
+                self._context.scaling.hear(one, now)
         self._rendezvous.tick(now)
         self._rendezvous.reconsider(now)
         self._act()
@@ -215,6 +219,8 @@ class ElasticAgent:
         self._act()
         if text := self._pending_cause.overdue(now):
             self._context.say(text)
+        if self._context.scaling is not None:
+            self._context.scaling.look(now, self._rendezvous, self._slots.ready_hosts(), self._workers.notes)
         self._replace_dead(now)
 
     def _take(self, event: Event, now: float) -> None:

@@ -18,8 +18,10 @@ from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
+from shardwise.launch.elastic.place import ListedPlace
 from shardwise.launch.elastic.remote import RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
+from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
@@ -47,9 +49,13 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 
 def run_on_hosts(
-    plan: SshPlan, read_hosts: Callable[[], list[Host]] | None = None, every_seconds: float = EVERY_SECONDS
+    plan: SshPlan,
+    read_hosts: Callable[[], list[Host]] | None = None,
+    every_seconds: float = EVERY_SECONDS,
+    place: ListedPlace | None = None,
 ) -> int:
     """Run the ranks of `plan`, whose job is elastic, on its hosts. `read_hosts` is called periodically for changes.
+    With `--autoscale` it is that of the `place`.
 
     The status is that of `supervise_elastic`. Raises `LaunchError` for problems found before any rank has started. Call
     it from the main thread.
@@ -80,6 +86,12 @@ def run_on_hosts(
         workers = RemoteWorkers(plan, hosts, arrivals, (address, port), logs, say, host_list)
         workers.code = code
         stack.callback(workers.disconnect)
+        scaling = None
+        if place is not None:
+            place.lost, workers.released = workers.lost_hosts, place.release
+            scaling = scaling_of(elastic, place, plan.num_ranks, place.unit)
+            stack.callback(scaling.close)
+            stack.callback(place.close)
         slots = Slots(
             elastic.most,
             Budget(elastic.retries, elastic.retry_seconds),
@@ -90,6 +102,7 @@ def run_on_hosts(
             slots.ready(host.name, host.share.num_ranks, time.monotonic())
         run_id = f"{os.getpid()}-{int(time.time())}"
         context = Context(job, elastic, store, address, port, run_id, folder, workers, slots, signals, say)
+        context.scaling = scaling
         return run_attempts(context)
 
 

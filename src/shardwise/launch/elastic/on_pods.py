@@ -14,7 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.place import Place
 from shardwise.launch.elastic.pods import PodWorkers
+from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.elastic.workers import HostLeaves, HostLost, HostReady
@@ -22,6 +24,7 @@ from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodServer
 from shardwise.launch.job_report import report_stop, say
 from shardwise.launch.log_folder import Folder
+from shardwise.launch.places.k8s_scale import index_of
 from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
@@ -32,8 +35,9 @@ _TELL_SECONDS = 60.0
 _LOOK_MILLISECONDS = 100
 
 
-def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECONDS) -> int:
+def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECONDS, place: Place | None = None) -> int:
     """Run the ranks of `plan` in the pods that connect with the `token`. The status is that of `supervise_elastic`.
+    With `--autoscale`, more pods come from `place`.
 
     Raises `LaunchError` for a port that is taken. Call it from the main thread.
     """
@@ -52,11 +56,15 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
         slots = Slots(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=True)
         say(f"waiting for pods at {address}, port {plan.port}: {plan.describe_need()}.")
         _gather(plan, workers, slots, signals, fewer_seconds)
+        slots.sort_hosts(lambda pod: index_of(pod) or 0)  # pods that are placed near each other follow each other
         if signals.received:
             return report_stop([], 0, signals.received[0], None)
         run_id = f"{os.getpid()}-{int(time.time())}"
         location = (address, plan.port + 1)
         context = Context(job, elastic, store, *location, run_id, folder, workers, slots, signals, say, token)
+        if place is not None:
+            context.scaling = scaling_of(elastic, place, plan.num_ranks, plan.unit)
+            stack.callback(context.scaling.close)
         status = run_attempts(context)
         if not signals.received:  # else this pod may be evicted, and the next launcher needs the others
             workers.end_pods(status)

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.host_list import HostList
 from shardwise.launch.elastic.job_notes import Notes
-from shardwise.launch.elastic.remote_host import HostChecks, RemoteHost
+from shardwise.launch.elastic.remote_host import FIRST_PAUSE_SECONDS, HostChecks, RemoteHost
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
 from shardwise.launch.environment import Attempt
@@ -54,6 +54,8 @@ class RemoteWorkers:
         """With `--rsync`, what was sent at the start."""
         self.says_skip = False
         """Whether a rank has reported that its plan skips bad batches."""
+        self.released: Callable[[str], object] = lambda _: None
+        """Is called with the name of a host that has left."""
         self._plan, self._logs, self._say = plan, logs, say
         self._silence_seconds = plan.job.elastic.host_timeout_seconds
         self._hosts = {host.name: host for host in hosts}
@@ -85,7 +87,7 @@ class RemoteWorkers:
             self._attempt, self._num_started = attempt.number, 0
         self._living[number] = host
         host.numbers.add(number)
-        environment = {**self._plan.environment, **devices_of(host.connection), **settings}
+        environment = {**self._plan.environment, **devices_of(host.share), **settings}
         size = self._plan.job.nproc
         host.connection.send(
             "member",
@@ -167,11 +169,17 @@ class RemoteWorkers:
             remote.connection.send("bye")
             _close_soon(remote.connection)
             remote.connection = None
+        self.released(host)
         if remote.is_listed:  # it was asked to end, and may come back
             remote.state, remote.pause_seconds = "lost", _LONGEST_PAUSE_SECONDS
             remote.try_at = time.monotonic() + _LONGEST_PAUSE_SECONDS
         else:
             del self._hosts[host]
+
+    def lost_hosts(self) -> list[str]:
+        """Hosts of the list that were tried and do not answer. From any thread."""
+        hosts = list(self._hosts.items())
+        return [name for name, one in hosts if one.state == "lost" and one.pause_seconds > FIRST_PAUSE_SECONDS]
 
     def begin(self) -> None:
         self._send_all("begin")

@@ -185,6 +185,8 @@ class Rendezvous:
                 self.needs_all = True
             case "groups":
                 self.axes = axes_of_text(message.text)
+            case "pace":
+                self.step = max(self.step, message.step)
             case "done":
                 process.is_done = True
             case "raised":  # the others are told at once, and continue when its process has ended

@@ -7,7 +7,7 @@ joins. Each such permission waits for a free slot on a host that answers and is 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from shardwise.launch.elastic.budget import Budget
@@ -88,6 +88,10 @@ class Slots:
         self._waits_until = now + self._patience_seconds
         return leaving
 
+    def sort_hosts(self, key: Callable[[str], int]) -> None:
+        """Processes are started on hosts in the order of `key`, as far as they have none yet."""
+        self.hosts = dict(sorted(self.hosts.items(), key=lambda known: key(known[0])))
+
     def exclude(self, host: str, until: float) -> None:
         """Start nothing on a host before the time `until`."""
         if host in self.hosts:
@@ -161,6 +165,10 @@ class Slots:
     def numbers_on(self, host: str) -> list[int]:
         """The processes on a host."""
         return [number for number, slot in self._taken.items() if slot.host == host]
+
+    def ready_hosts(self) -> list[str]:
+        """Hosts that answer, and may be used."""
+        return [name for name, known in self.hosts.items() if known.is_ready]
 
     def _num_staying(self) -> int:
         return len(self._taken.keys() - self._leaving)

@@ -26,6 +26,7 @@ from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.job_report import report_failure, report_stop, restart_line, say
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome
+from shardwise.launch.places.hosts import Share
 from shardwise.launch.places.ssh import ALIVE_SECONDS, LOST_AFTER, SshPlan
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import new_token
@@ -119,7 +120,7 @@ class _HostsJob:
                 first_rank=host.share.first_rank,
                 position={"size": self._plan.num_ranks, "host": index, "num_hosts": len(self._hosts)},
                 attempt=asdict(attempt),
-                environment={**self._plan.environment, **devices_of(host)},
+                environment={**self._plan.environment, **devices_of(host.share)},
             )
 
     def _follow(self) -> None:
@@ -233,7 +234,7 @@ def _last_status(arrivals: Arrivals, host: Connection) -> dict[int, str]:
     return {}
 
 
-def devices_of(host: Connection) -> dict[str, str]:
+def devices_of(share: Share) -> dict[str, str]:
     """The variable with the devices that a host's ranks may see, if the host list names them."""
-    devices = host.share.host.devices
+    devices = share.host.devices
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.launch.autoscale import Sizes, describe_policy
 from shardwise.launch.job import Job
 from shardwise.launch.places.k8s_elastic import LAUNCHER, TOKEN_KEY, Part, elastic_parts
+from shardwise.launch.places.k8s_resizable import ELASTIC_JOB, add_topology, check_topology, pods_per_slice, rights
+from shardwise.launch.places.k8s_scale import Target
 from shardwise.system.job_token import new_token
 
 KINDS = ("job", "jobset", "trainjob")
@@ -39,6 +42,10 @@ class PodRequest:
     """Secrets of the namespace whose entries become variables."""
     claims: Mapping[str, str] = field(default_factory=dict)
     """Persistent volume claims, and where each is mounted."""
+    service_account: str = ""
+    """Of the launcher, to change the number of pods with; `""` makes one that may do only that."""
+    topology: str = ""
+    """A label of nodes whose value the pods with ranks should share; with `:N`, each N consecutive pods must."""
 
     def check(self) -> None:
         """Raises `ConfigError`."""
@@ -56,6 +63,7 @@ class PodRequest:
         for claim, path in self.claims.items():
             if not path.startswith("/"):
                 raise ConfigError(f"--claim {claim}:{path}: the path must begin with a slash.")
+        check_topology(self.topology, self.queue)
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,15 @@ class K8sPlan:
 
     manifests: tuple[Manifest, ...]
     request: PodRequest
+    note: str = ""
+    """What a dry run says before them, as a comment."""
 
     def text(self) -> str:
         """What a dry run prints: YAML, as `kubectl apply -f -` reads it."""
         import yaml  # see [Note: late imports] in cli/launch.py
 
-        return yaml.safe_dump_all(self.manifests, sort_keys=False, width=1000).rstrip()
+        comment = "".join(f"# {line}\n" for line in self.note.splitlines())
+        return comment + yaml.safe_dump_all(self.manifests, sort_keys=False, width=1000).rstrip()
 
     @property
     def pods(self) -> str:
@@ -105,8 +116,12 @@ def plan_k8s(job: Job, request: PodRequest, environment: Mapping[str, str]) -> K
     Values of `environment` are in the manifests, for all to read; secrets belong into `request.secrets`.
     """
     request.check()
+    if request.topology and job.elastic is None:
+        raise ConfigError("--topology is for elastic jobs. Add --elastic MIN:MAX, or remove it.")
+    if request.service_account and (job.elastic is None or job.elastic.autoscale is None):
+        raise ConfigError("--service-account is for --autoscale, which needs rights. Add that, or remove it.")
     if job.elastic is not None:
-        return K8sPlan(tuple(_elastic(job, request, environment)), request)
+        return K8sPlan(tuple(_elastic(job, request, environment)), request, _note(job, request))
     if job.max_restarts and request.kind != "jobset":
         raise ConfigError(
             f"--max-restarts: a {request.kind} restarts only the pod that failed, which cannot rejoin the others. Use "
@@ -159,10 +174,21 @@ def _elastic(job: Job, request: PodRequest, environment: Mapping[str, str]) -> l
         )
     names = {part: f"{name}-{part}" for part in (LAUNCHER, "hosts")}
     first = f"{names[LAUNCHER]}-0-0" if is_set else f"{names[LAUNCHER]}-0"
-    parts = elastic_parts(job, request.nodes, _escaped(job.command), f"{first}.{name}", name)
+    target = Target(request.kind, name if is_set else names["hosts"])
+    if elastic.autoscale is not None:
+        _check_autoscale(job, request)
+    parts = elastic_parts(
+        job, request.nodes, _escaped(job.command), f"{first}.{name}", name, str(target), request.topology
+    )
     specs = {which: _part(job, request, environment, part) for which, part in zip(names, parts, strict=True)}
+    add_topology(specs["hosts"]["template"], request.topology, request.queue, {_INSTANCE: name})
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(request, with_queue=False)}
     secret["stringData"] = {TOKEN_KEY: new_token()}
+    made = [secret]
+    if elastic.autoscale is not None:
+        account = {"serviceAccountName": request.service_account or name, "automountServiceAccountToken": True}
+        specs[LAUNCHER]["template"]["spec"] |= account
+        made += [] if request.service_account else rights(target, _metadata(request, with_queue=False))
     if is_set:
         jobs = [{"name": which, "replicas": 1, "template": {"spec": spec}} for which, spec in specs.items()]
         whole = {
@@ -171,13 +197,46 @@ def _elastic(job: Job, request: PodRequest, environment: Mapping[str, str]) -> l
             "replicatedJobs": jobs,
         }
         api = "jobset.x-k8s.io/v1alpha2"
-        return [secret, {"apiVersion": api, "kind": "JobSet", "metadata": _metadata(request), "spec": whole}]
-    made = [secret, _service(request, {_INSTANCE: name})]
+        return [*made, {"apiVersion": api, "kind": "JobSet", "metadata": _metadata(request), "spec": whole}]
+    made.append(_service(request, {_INSTANCE: name}))
     for which in reversed(names):  # the launcher's last: it decides
         metadata = _metadata(request) | {"name": names[which]}
+        if which == "hosts" and request.queue and elastic.autoscale is not None:
+            metadata["annotations"] = {ELASTIC_JOB: "true"}
         specs[which]["template"]["spec"]["subdomain"] = name
         made.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": specs[which]})
     return made
+
+
+def _note(job: Job, request: PodRequest) -> str:
+    """What the launcher will do by itself."""
+    elastic = job.elastic
+    if elastic is None or elastic.autoscale is None:
+        return ""
+    sizes = _sizes(job, request)
+    return describe_policy(
+        elastic.autoscale, sizes, job.nproc * request.nodes, "the API server, as the queue admits pods"
+    )
+
+
+def _sizes(job: Job, request: PodRequest) -> Sizes:
+    assert job.elastic is not None
+    return Sizes.of(job.elastic.least, job.elastic.most, job.nproc * pods_per_slice(request.topology))
+
+
+def _check_autoscale(job: Job, request: PodRequest) -> None:
+    """Raises `ConfigError`."""
+    if request.kind == "jobset" and request.queue:
+        raise ConfigError(
+            "--autoscale with --kind jobset and --queue: Kueue lets only Jobs change their size. Use --kind job."
+        )
+    sizes = _sizes(job, request)
+    sizes.check()
+    if sizes.nearest(num := job.nproc * request.nodes) != num:
+        raise ConfigError(
+            f"--autoscale: --nodes {request.nodes} of {job.nproc} ranks are {num}, but the job may have "
+            f"{sizes.in_words()}. Give another --nodes."
+        )
 
 
 def _part(job: Job, request: PodRequest, environment: Mapping[str, str], part: Part) -> Manifest:

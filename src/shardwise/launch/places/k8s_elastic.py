@@ -38,8 +38,9 @@ class Part:
     """Of the Job's `spec`."""
 
 
-def options_of(job: Job, nodes: int) -> list[str]:
-    """The command line of the launcher in its pod, but for the script. Raises `ConfigError`."""
+def options_of(job: Job, nodes: int, target: str, topology: str = "") -> list[str]:
+    """The command line of the launcher in its pod, but for the script. `target` is what makes the pods with ranks.
+    Raises `ConfigError`."""
     elastic = job.elastic
     assert elastic is not None
     if job.port == 65535:
@@ -53,15 +54,17 @@ def options_of(job: Job, nodes: int) -> list[str]:
     more += ["--log-dir", str(job.log_dir)] if job.log_dir else []
     more += ["--bind", job.bind] if job.bind != "none" else []
     more += ["--devices", "one"] if job.shows_one_device else []
+    near = ["--topology", topology] if topology and elastic.autoscale is not None else []
+    more += ["--autoscale", str(elastic.autoscale), "--resize", target, *near] if elastic.autoscale is not None else []
     return [*where, *limits, *times, *hosts, *more, *_run_by(job), *(["-m"] if job.is_module else [])]
 
 
-def launcher_container(job: Job, nodes: int, script: list[str]) -> Manifest:
+def launcher_container(job: Job, nodes: int, script: list[str], target: str, topology: str) -> Manifest:
     """What is peculiar to that of the launcher's pod; `script` is as Kubernetes takes it."""
     address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     return {
         "name": LAUNCHER,
-        "command": ["python", "-m", "shardwise", "launch", *options_of(job, nodes), *script],
+        "command": ["python", "-m", "shardwise", "launch", *options_of(job, nodes, target, topology), *script],
         "env": [address],
     }
 
@@ -76,10 +79,12 @@ def ranks_container(address: str, port: int) -> Manifest:
     }
 
 
-def elastic_parts(job: Job, nodes: int, script: list[str], address: str, secret: str) -> tuple[Part, Part]:
-    """The launcher's and that of pods with ranks. `script` is as Kubernetes takes it."""
+def elastic_parts(
+    job: Job, nodes: int, script: list[str], address: str, secret: str, target: str, topology: str = ""
+) -> tuple[Part, Part]:
+    """The launcher's and that of pods with ranks. `script` is as Kubernetes takes it, `target` is `job/NAME`."""
     parts = (
-        Part(launcher_container(job, nodes, script), launcher_job_fields()),
+        Part(launcher_container(job, nodes, script, target, topology), launcher_job_fields()),
         Part(ranks_container(address, job.port or PORT), ranks_job_fields(nodes)),
     )
     for part in parts:

@@ -81,6 +81,7 @@ class _Submitted:
         api = library.client.ApiClient()
         self._core, self._batch = library.client.CoreV1Api(api), library.client.BatchV1Api(api)
         self._custom = library.client.CustomObjectsApi(api)
+        self._rights = library.client.RbacAuthorizationV1Api(api)
         self._namespace = plan.request.namespace
         self._pods: dict[str, _Pod] = {}
         self._over = threading.Event()
@@ -126,6 +127,12 @@ class _Submitted:
                 self._core.create_namespaced_service(self._namespace, manifest)
             case "Secret":
                 self._core.create_namespaced_secret(self._namespace, manifest)
+            case "ServiceAccount":
+                self._core.create_namespaced_service_account(self._namespace, manifest)
+            case "Role":
+                self._rights.create_namespaced_role(self._namespace, manifest)
+            case "RoleBinding":
+                self._rights.create_namespaced_role_binding(self._namespace, manifest)
             case "Job":
                 self._batch.create_namespaced_job(self._namespace, manifest)
             case kind:
@@ -141,6 +148,12 @@ class _Submitted:
                     self._core.delete_namespaced_service(name, self._namespace)
                 case "Secret":
                     self._core.delete_namespaced_secret(name, self._namespace)
+                case "ServiceAccount":
+                    self._core.delete_namespaced_service_account(name, self._namespace)
+                case "Role":
+                    self._rights.delete_namespaced_role(name, self._namespace)
+                case "RoleBinding":
+                    self._rights.delete_namespaced_role_binding(name, self._namespace)
                 case "Job":
                     self._batch.delete_namespaced_job(name, self._namespace, propagation_policy="Background")
 

@@ -7,7 +7,8 @@ it (`--no-kill`). The nodes are those that the allocation has at the time.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 from shardwise.launch.job import Job
@@ -19,8 +20,12 @@ EVERY_SECONDS = 10.0
 _ASK_SECONDS = 30
 
 
+@dataclass(frozen=True)
 class NodesPlan(SshPlan):
     """What would run on which node. Messages go by `srun` in the place of ssh."""
+
+    job_of: Callable[[str], str] = lambda _: ""
+    """The job that has a node, if it is not the launcher's."""
 
     def connection(self, share: Share) -> list[str]:
         """The command that opens the connection to a node."""
@@ -28,6 +33,8 @@ class NodesPlan(SshPlan):
         alone = ["--nodes=1", "--ntasks=1", f"--nodelist={share.host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
         quiet = ["--unbuffered", "--kill-on-bad-exit=0", "--disable-status", f"--chdir={self.settings.directory}"]
         there = [self.job.python, "-m", "shardwise.launch.hosts", MEMBERS]
+        job = self.job_of(share.host.name)
+        alone += [f"--jobid={job}"] if job else []
         return ["srun", *alone, *quiet, *self.settings.options, *there]
 
 

@@ -1,0 +1,480 @@
+"""How many ranks an elastic job should have: the policies of `--autoscale`. Pure.
+
+`decide` takes a policy, the sizes that are possible, the state so far, and what is seen, the time included; it returns
+the next state, which has the number of ranks to ask for and the reason in words. What asks, and whom, is in
+`elastic/scaling.py`.
+
+[Note: growing] The job grows from a size at which it trains, and by at most as many ranks again as came last time: a
+cluster may admit a request as a whole or not at all, and each size is measured before it is left. What has not come
+after a while is asked for by halves, so that a smaller request can be admitted.
+
+[Note: shrinking back] Two sizes are compared by steps per second, which at one global batch is tokens per second, and
+only where the difference is more than two standard errors of each. A size that did not pay is not asked for again for
+a while, which is twice as long each time. This is all the hysteresis there is: a job that is at the limit would
+otherwise grow and shrink for ever, and each change costs it a void iteration.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.system.safe_files import read_config_text
+
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_ENTRY = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))?\s+)?(\d{1,2}):(\d{2})\s+(\d{1,7})")
+_WEEK_MINUTES = 7 * 24 * 60
+_FORMS = "fill, gain:0.7 or schedule:FILE"
+
+
+@dataclass(frozen=True)
+class Fill:
+    """As many ranks as are admitted."""
+
+    def __str__(self) -> str:
+        return "fill"
+
+    def in_words(self) -> str:
+        return "as many ranks as are admitted, while more of them are not slower"
+
+
+@dataclass(frozen=True)
+class Gain:
+    """More ranks while each still does at least `share` of what one rank alone would do."""
+
+    share: float
+
+    def __str__(self) -> str:
+        return f"gain:{self.share:g}"
+
+    def in_words(self) -> str:
+        return f"more ranks while each is at least {self.share:.0%} as fast as one rank alone"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sizes by the time of the week: the minute (UTC, from Monday 0:00) from which each is wanted, in order."""
+
+    entries: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        return "schedule:" + "; ".join(f"{_time_in_words(minute)} {size}" for minute, size in self.entries)
+
+    def in_words(self) -> str:
+        sizes = "; ".join(f"{size} from {_time_in_words(minute)}" for minute, size in self.entries)
+        return f"by the time of the week (UTC): {sizes}"
+
+    def entry_at(self, time: datetime) -> tuple[int, int]:
+        """The entry that is in effect at a `time` in UTC."""
+        now = (time.weekday() * 24 + time.hour) * 60 + time.minute
+        return max(self.entries, key=lambda entry: (entry[0] - now - 1) % _WEEK_MINUTES)
+
+
+Policy = Fill | Gain | Schedule
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy that `--autoscale` names. Raises `ConfigError`."""
+    name, _, value = text.partition(":")
+    if text == "fill":
+        return Fill()
+    if name == "gain":
+        return Gain(_share_of(value))
+    if name == "schedule" and value:
+        return _schedule_of(value)
+    raise ConfigError(f"--autoscale {text}: give {_FORMS}.")
+
+
+def _share_of(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"--autoscale gain:{text}: give the share of one rank's speed below which a rank is not worth having, more "
+            f"than 0 and at most 1, such as gain:0.7."
+        )
+    return share
+
+
+def _schedule_of(value: str) -> Schedule:
+    """Of a file, or of the entries themselves, separated by semicolons: so it is passed on to a launcher elsewhere."""
+    path, are_entries = Path(value), _ENTRY.match(value) is not None
+    try:
+        text = value.replace(";", "\n") if are_entries else read_config_text(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--autoscale schedule:{value}: the file cannot be read ({error.strerror}). Give one with lines such as "
+            f"`mon-fri 08:00 16`."
+        ) from error
+    minutes: dict[int, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if words := line.partition("#")[0].strip():
+            place = f"--autoscale schedule: {words!r}" if are_entries else f"{value}, line {number}: {words!r}"
+            minutes.update(_entries_of(words, place))
+    if not minutes:
+        raise ConfigError(f"--autoscale schedule:{value} has no times. Write lines such as `mon-fri 08:00 16`.")
+    return Schedule(tuple(sorted(minutes.items())))
+
+
+def _entries_of(line: str, place: str) -> dict[int, int]:
+    found = _ENTRY.fullmatch(line.lower())
+    days = [_DAYS.index(day) if day in _DAYS else None for day in found.groups()[:2] if day] if found else [None]
+    if found is None or None in days or int(found[3]) > 23 or int(found[4]) > 59:
+        raise ConfigError(f"{place} is not understood. Write days, time (UTC) and ranks, such as `mon-fri 08:00 16`.")
+    if int(found[5]) < 1:
+        raise ConfigError(f"{place}: a job needs at least one rank.")
+    first, last = (days[0], days[-1]) if days else (0, 6)
+    assert first is not None
+    assert last is not None
+    minute = int(found[3]) * 60 + int(found[4])
+    return {(first + day) % 7 * 1440 + minute: int(found[5]) for day in range((last - first) % 7 + 1)}
+
+
+def _time_in_words(minute: int) -> str:
+    return f"{_DAYS[minute // 1440]} {minute // 60 % 24:02}:{minute % 60:02}"
+
+
+def first_size(policy: Policy, sizes: Sizes, num_slots: int, utc: datetime) -> int:
+    """With how many ranks a job begins that has `num_slots` at once: all, with `gain` as few as it may have, with a
+    schedule as many as that has at the time."""
+    match policy:
+        case Fill():
+            return sizes.nearest(num_slots)
+        case Gain():
+            return sizes.first
+        case Schedule():
+            return sizes.nearest(min(policy.entry_at(utc)[1], num_slots))
+
+
+def describe_policy(policy: Policy, sizes: Sizes, first: int, where: str) -> str:
+    """What a dry run prints. `where` is where more slots come from."""
+    return (
+        f"autoscale {policy}: {policy.in_words()}\n  {sizes.in_words()}; it begins with {first}; more come from {where}"
+    )
+
+
+# -- sizes and speeds -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of ranks that a job may have: multiples of `unit` from `least` to `most`."""
+
+    least: int
+    most: int
+    unit: int = 1
+
+    @classmethod
+    def of(cls, least: int, most: int, slots_per_host: int, group_size: int = 1) -> Sizes:
+        """Whole hosts, and whole replica groups."""
+        return cls(least, most, math.lcm(slots_per_host, group_size))
+
+    @property
+    def first(self) -> int:
+        return -(-self.least // self.unit) * self.unit
+
+    @property
+    def last(self) -> int:
+        return self.most // self.unit * self.unit
+
+    @property
+    def are_none(self) -> bool:
+        return self.first > self.last
+
+    def check(self) -> None:
+        """Raises `ConfigError` if there are none."""
+        if self.are_none:
+            raise ConfigError(
+                f"--autoscale: --elastic {self.least}:{self.most} has no multiple of {self.unit}, the slots of a host, "
+                f"and hosts come and go as a whole. Give other limits, or another --nproc."
+            )
+
+    def in_words(self) -> str:
+        steps = f" in steps of {self.unit}" if self.unit > 1 else ""
+        return f"{self.first} to {self.last} ranks{steps}"
+
+    def nearest(self, size: int) -> int:
+        """The greatest that is not above `size`, or the least of all."""
+        return max(self.first, min(size, self.last) // self.unit * self.unit)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last + 1, self.unit))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What `size` ranks do, as measured until the time `at`; `error` is the standard error, relative."""
+
+    size: int
+    steps_per_second: float
+    error: float
+    at: float
+
+    @property
+    def least(self) -> float:
+        return self.steps_per_second * (1 - 2 * self.error)
+
+    @property
+    def most(self) -> float:
+        return self.steps_per_second * (1 + 2 * self.error)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is at a time: `now` in seconds of any clock, and the same moment in UTC."""
+
+    now: float
+    utc: datetime
+    size: int
+    """Ranks that train."""
+    rate: Rate | None = None
+    """What was measured last."""
+    predicted: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of a step, by the number of ranks, as far as they are predicted."""
+    room: int | None = None
+    """The most ranks for which there are slots; `None` where only the cluster knows."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that a decision waits."""
+
+    settle: float = 30.0
+    """After a change of size, before the next request."""
+    come: float = 300.0
+    """For what was asked for to come."""
+    first_ban: float = 600.0
+    longest_ban: float = 6 * 3600.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass(frozen=True)
+class Ban:
+    """A size that did not pay, and is not asked for again before `until`."""
+
+    until: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class State:
+    """What was decided so far, and what was learnt."""
+
+    wanted: int
+    why: str = ""
+    since: float = 0.0
+    """When this number was asked for."""
+    size: int = 0
+    came_at: float = -math.inf
+    """When the number of ranks that train changed last."""
+    num_units: int = 1
+    """By how many units to grow at most: see [Note: growing]."""
+    before: int = 0
+    """The size before the last growth."""
+    rates: Mapping[int, Rate] = field(default_factory=dict)
+    """What was measured last, by size."""
+    bans: Mapping[int, Ban] = field(default_factory=dict)
+
+    def cap(self, now: float) -> float:
+        """The sizes from this one on are not asked for."""
+        return min((size for size, ban in self.bans.items() if now < ban.until), default=math.inf)
+
+
+def decide(policy: Policy, sizes: Sizes, state: State, seen: Seen, patience: Patience = PATIENCE) -> State:
+    """The next state. Its `wanted` differs from before if another number of ranks is to be asked for; `why` is then the
+    reason, in words."""
+    before, state = state, _learnt(state, seen)
+    if isinstance(policy, Schedule):
+        return _scheduled(policy, sizes, state, seen)
+    if seen.size > state.wanted:
+        return _taken_over(before, state, seen)
+    return _back(policy, sizes, state, seen, patience) or _grown(policy, sizes, state, seen, patience) or state
+
+
+def _learnt(state: State, seen: Seen) -> State:
+    if seen.size != state.size:
+        state = replace(state, size=seen.size, came_at=seen.now)
+    rate = seen.rate
+    if rate is not None and rate != state.rates.get(rate.size):
+        state = replace(state, rates={**state.rates, rate.size: rate})
+    return state
+
+
+def _taken_over(before: State, state: State, seen: Seen) -> State:
+    """More ranks train than were asked for: some are about to leave, or somebody else has asked for them."""
+    if seen.size <= before.size:
+        return state
+    return _asked(state, seen.size, f"{seen.size} ranks train, more than the {state.wanted} that were asked for", seen)
+
+
+def _asked(state: State, wanted: int, why: str, seen: Seen, **more: int) -> State:
+    return replace(state, wanted=wanted, why=why, since=seen.now, **more)  # type: ignore[arg-type]
+
+
+def _scheduled(policy: Schedule, sizes: Sizes, state: State, seen: Seen) -> State:
+    minute, size = policy.entry_at(seen.utc)
+    wanted = sizes.nearest(size)
+    if wanted == state.wanted:
+        return state
+    limits = "" if wanted == size else f"; of the possible sizes {wanted} is the nearest"
+    return _asked(state, wanted, f"the schedule has {size} from {_time_in_words(minute)}{limits}", seen)
+
+
+# -- back to fewer ranks ----------------------------------------------------------------------------------
+
+
+def _back(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
+    """Fewer ranks, if what was measured since these ones train says that the last of them are not worth having."""
+    rate = state.rates.get(seen.size)
+    if rate is None or rate.at < state.came_at or seen.size <= sizes.first:
+        return None
+    former = state.rates.get(state.before)
+    if former is not None and state.before < seen.size and rate.most < former.least:
+        why = f"{_speed(rate)} with {rate.size} ranks is less than {_speed(former)} with {former.size}"
+        return _banned(state, seen, patience, sizes.nearest(state.before), why)
+    if isinstance(policy, Gain):
+        share, error = _share(state, seen, rate)
+        if share * (1 + 2 * error) < policy.share:
+            why = f"each of {rate.size} ranks is only {share:.0%} as fast as one alone ({_speed(rate)})"
+            return _banned(state, seen, patience, _smaller(policy, sizes, state, seen), why)
+    return None
+
+
+def _banned(state: State, seen: Seen, patience: Patience, wanted: int, why: str) -> State:
+    known = state.bans.get(seen.size)
+    seconds = patience.first_ban if known is None else min(2 * known.seconds, patience.longest_ban)
+    ban = Ban(seen.now + seconds, seconds)
+    state = replace(state, bans={**state.bans, seen.size: ban})
+    return _asked(state, wanted, f"{why}; not tried again for {_duration(seconds)}", seen, num_units=1, before=0)
+
+
+def _smaller(policy: Gain, sizes: Sizes, state: State, seen: Seen) -> int:
+    """The greatest size below the present one that may be worth having."""
+    for size in reversed([size for size in sizes if size < seen.size]):
+        expected = _expected(state, seen, size)
+        if expected is None or expected / size >= policy.share * _of_one_rank(state, seen):
+            return size
+    return sizes.first
+
+
+# -- more ranks -------------------------------------------------------------------------------------------
+
+
+def _grown(policy: Fill | Gain, sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
+    """More ranks, once all that were asked for train; or fewer than asked for, if they do not come."""
+    if seen.size < state.wanted:
+        return _halved(sizes, state, seen, patience)
+    rate = state.rates.get(seen.size)
+    is_measured = rate is not None and rate.at > state.came_at
+    waits = patience.settle if is_measured else patience.come  # a loop without an engine measures nothing
+    if seen.now - state.came_at < waits or (isinstance(policy, Gain) and not is_measured):
+        return None
+    num_units = 2 * state.num_units if state.before and state.before < seen.size else 1
+    reach = min(seen.size + num_units * sizes.unit, sizes.last, math.inf if seen.room is None else seen.room)
+    larger = [size for size in sizes if seen.size < size <= reach and size < state.cap(seen.now)]
+    if isinstance(policy, Gain):
+        larger = _worth_having(policy, state, seen, larger, sizes.unit)
+    if not larger:
+        return None
+    return _asked(
+        state, larger[-1], _why_more(policy, state, seen, larger[-1]), seen, num_units=num_units, before=seen.size
+    )
+
+
+def _halved(sizes: Sizes, state: State, seen: Seen, patience: Patience) -> State | None:
+    missing = (state.wanted - sizes.nearest(seen.size)) // sizes.unit
+    if missing <= 1 or seen.now - max(state.since, state.came_at) < patience.come:
+        return None
+    wanted = sizes.nearest(seen.size) + missing // 2 * sizes.unit
+    why = f"only {seen.size} of {state.wanted} ranks came within {_duration(patience.come)}, so fewer are asked for"
+    return _asked(state, wanted, why, seen, num_units=max(1, missing // 2))
+
+
+def _worth_having(policy: Gain, state: State, seen: Seen, larger: list[int], unit: int) -> list[int]:
+    """Of `larger` sizes those where each rank is expected to do its share; where nothing is known, the next one."""
+    least = policy.share * _of_one_rank(state, seen)
+    if state.rates[seen.size].steps_per_second / seen.size < least:
+        return []
+    found = []
+    for size in larger:
+        expected = _expected(state, seen, size)
+        if size == seen.size + unit if expected is None else expected / size >= least:
+            found.append(size)
+    return found
+
+
+def _why_more(policy: Fill | Gain, state: State, seen: Seen, wanted: int) -> str:
+    rate = state.rates.get(seen.size)
+    now = f"{seen.size} rank{' trains' if seen.size == 1 else 's train'}" + (
+        f" at {_speed(rate)}" if rate is not None else ""
+    )
+    if isinstance(policy, Fill):
+        return f"{now}, and there may be room for more"
+    expected = _expected(state, seen, wanted)
+    if expected is None:
+        return f"{now}, and each does {_share(state, seen, state.rates[seen.size])[0]:.0%} of what one would alone"
+    share = expected / wanted / _of_one_rank(state, seen)
+    return f"{now}; with {wanted} each is expected to do {share:.0%} of what one would alone"
+
+
+# -- what is known of speeds ------------------------------------------------------------------------------
+
+
+def _expected(state: State, seen: Seen, size: int) -> float | None:
+    """Steps per second of `size` ranks: measured, or predicted from what is measured now; `None` if neither is
+    possible. Of a prediction only ratios are used, so that its errors which are the same at all sizes cancel."""
+    measured, now = state.rates.get(size), state.rates.get(seen.size)
+    if measured is not None and size not in state.bans:
+        return measured.steps_per_second
+    present, other = _predicted(seen, seen.size), _predicted(seen, size)
+    if now is None or present is None or other is None:
+        return None
+    return now.steps_per_second * present / other
+
+
+def _of_one_rank(state: State, seen: Seen) -> float:
+    """Steps per second of one rank alone: measured, or predicted from the smallest size that was. Instead of one it is
+    each of a replica group, if there are such, and without a prediction each of that smallest size."""
+    least = state.rates[min(state.rates)]
+    alone = min(seen.predicted, default=least.size)
+    together = _predicted(seen, least.size)
+    if together is None:
+        return least.steps_per_second / least.size
+    return least.steps_per_second * together / seen.predicted[alone] / alone
+
+
+def _predicted(seen: Seen, size: int) -> float | None:
+    """Seconds of a step of `size` ranks; between two sizes that are predicted, on the power law through them."""
+    known = seen.predicted
+    below = max((one for one in known if one <= size), default=None)
+    above = min((one for one in known if one >= size), default=None)
+    if below is None or above is None:
+        return None
+    if below == above:
+        return known[size]
+    part = math.log(size / below) / math.log(above / below)
+    return known[below] * math.pow(known[above] / known[below], part)
+
+
+def _share(state: State, seen: Seen, rate: Rate) -> tuple[float, float]:
+    """What each rank does of what one would alone, and the standard error of that, relative."""
+    least = state.rates[min(state.rates)]
+    error = math.hypot(rate.error, least.error) if least is not rate else 0.0
+    return rate.steps_per_second / rate.size / _of_one_rank(state, seen), error
+
+
+def _speed(rate: Rate) -> str:
+    return f"{rate.steps_per_second:.3g} steps/s"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"

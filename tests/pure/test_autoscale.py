@@ -1,0 +1,302 @@
+"""`--autoscale`: how many ranks a job asks for, on a clock that the tests turn, in a cluster that admits what a trace
+says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.launch.autoscale import (
+    Fill,
+    Gain,
+    Patience,
+    Policy,
+    Rate,
+    Schedule,
+    Seen,
+    Sizes,
+    State,
+    decide,
+    describe_policy,
+    first_size,
+    parse_policy,
+)
+
+MONDAY = datetime(2026, 11, 30, tzinfo=UTC)
+WINDOW_SECONDS = 20.0
+"""Until the ranks of a size are measured."""
+
+
+def amdahl(serial: float, per_rank: float = 0.0) -> Callable[[int], float]:
+    """Steps per second of a step with a serial share, and a cost that grows with the ranks."""
+    return lambda size: 1 / (serial + (1 - serial) / size + per_rank * (size - 1))
+
+
+@dataclass
+class Cluster:
+    """A job whose ranks come `delay` seconds after they were asked for, as far as the trace of (second, slots) admits
+    them at the time; those that are admitted no longer are gone at once."""
+
+    policy: Policy
+    sizes: Sizes
+    speed: Callable[[int], float]
+    trace: Sequence[tuple[float, int]] = ((0.0, 10**6),)
+    wanted: int = 0
+    predicted: dict[int, float] = field(default_factory=dict)
+    all_or_nothing: bool = False
+    delay: float = 5.0
+    is_measured: bool = True
+    room: int | None = None
+    now: float = 0.0
+    asked: list[tuple[float, int, str]] = field(default_factory=list)
+    course: list[tuple[float, int]] = field(default_factory=list)
+
+    def run(self, seconds: float) -> Cluster:
+        state = State(self.wanted or self.sizes.first)
+        asked_at, size, came_at = -self.delay, 0, 0.0
+        for _ in range(int(seconds)):
+            self.now += 1
+            slots = [slots for at, slots in self.trace if at <= self.now][-1]
+            come = state.wanted if state.wanted <= slots else size if self.all_or_nothing else slots
+            come = min(come, slots) // self.sizes.unit * self.sizes.unit
+            if come != size and (come < size or self.now >= asked_at + self.delay):
+                size, came_at = come, self.now
+                self.course.append((self.now, size))
+            is_due = self.is_measured and self.now >= came_at + WINDOW_SECONDS
+            rate = Rate(size, self.speed(size), 0.001, self.now) if is_due and size else None
+            utc = MONDAY + timedelta(seconds=self.now)
+            seen = Seen(self.now, utc, size, rate, self.predicted, self.room)
+            before, state = state, decide(self.policy, self.sizes, state, seen)
+            if state.wanted != before.wanted:
+                self.asked.append((self.now, state.wanted, state.why))
+                asked_at = self.now
+        self.state = state
+        return self
+
+    @property
+    def wishes(self) -> list[int]:
+        return [size for _, size, _ in self.asked]
+
+    @property
+    def size(self) -> int:
+        return self.course[-1][1]
+
+
+def test_fill_takes_what_is_admitted_by_twice_as_many_at_a_time() -> None:
+    job = Cluster(Fill(), Sizes(8, 128, 8), amdahl(0.0)).run(2000)
+    assert job.wishes == [16, 32, 64, 120, 128] or job.wishes == [16, 32, 64, 128]
+    assert job.size == 128
+    assert job.asked[0][2] == "8 ranks train at 8 steps/s, and there may be room for more"
+
+
+@pytest.mark.parametrize("all_or_nothing", [False, True])
+def test_fill_asks_for_less_where_a_request_is_not_admitted_as_a_whole(all_or_nothing: bool) -> None:
+    """Kueue admits all pods of a request, or none; with the scheduler alone some of them come."""
+    trace = [(0.0, 8 + 16 + 16)]
+    job = Cluster(Fill(), Sizes(8, 256, 8), amdahl(0.0), trace, all_or_nothing=all_or_nothing).run(4000)
+    assert job.size == 40
+    assert job.wishes[-1] == 48, "one more host waits for room"
+    assert any("came within 5 minutes, so fewer are asked for" in why for _, _, why in job.asked)
+
+
+def test_a_recorded_admission_trace_of_grow_and_shrink_gives_the_sizes_that_it_admits() -> None:
+    """Quota comes, goes (pods are preempted) and comes again. Nothing is asked for below what trains."""
+    trace = [(0.0, 16), (900.0, 48), (2400.0, 24), (3600.0, 24), (5000.0, 64)]
+    job = Cluster(Fill(), Sizes(8, 64, 8), amdahl(0.01), trace).run(8000)
+    ends = [next(size for at, size in reversed(job.course) if at < until) for until in (900, 2400, 5000, 8000)]
+    assert ends == [16, 48, 24, 64]
+
+
+def test_ranks_that_slow_the_others_down_are_given_back_and_not_asked_for_again_for_longer_and_longer() -> None:
+    """Sizes are compared as measured: tokens per second are never lower for long after growing than before."""
+    speed = amdahl(0.0, per_rank=0.02)  # the fastest are 7 ranks
+    job = Cluster(Fill(), Sizes(4, 32, 4), speed).run(12000)
+    assert job.wishes[:3] == [8, 16, 8]
+    assert "16 ranks is less than 5.02 steps/s with 8; not tried again for 10 minutes" in job.asked[2][2].replace(
+        f"{speed(8):.3g}", "5.02"
+    )
+    tries = [at for at, size, _ in job.asked if size > 8]
+    gaps = [later - sooner for sooner, later in pairwise(tries)]
+    assert gaps == sorted(gaps)
+    assert len(tries) <= 6
+    assert job.size <= 12
+    _never_slower_for_long(job)
+
+
+def test_gain_without_a_prediction_grows_host_by_host_while_each_does_its_share() -> None:
+    speed = amdahl(0.05)  # 8 ranks: 74 %, 12: 65 %
+    job = Cluster(Gain(0.7), Sizes(1, 64, 1), speed).run(3000)
+    assert job.size == 9
+    assert speed(9) / 9 >= 0.7 > speed(10) / 10
+    assert any(f"each of 10 ranks is only {speed(10) / 10:.0%} as fast as one alone" in why for _, _, why in job.asked)
+
+
+def test_gain_with_a_prediction_does_not_try_what_is_not_worth_it() -> None:
+    speed = amdahl(0.05)
+    predicted = {size: 3 / speed(size) for size in range(1, 65)}  # three times too slow, at all sizes
+    job = Cluster(Gain(0.7), Sizes(1, 64, 1), speed, predicted=predicted).run(3000)
+    assert job.wishes == [2, 4, 8, 9]
+    assert (
+        job.asked[-1][2]
+        == f"8 ranks train at {speed(8):.3g} steps/s; with 9 each is expected to do 71% of what one would alone"
+    )
+
+
+def test_gain_goes_back_where_the_measurement_contradicts_the_prediction() -> None:
+    speed, believed = amdahl(0.2), amdahl(0.0)
+    predicted = {size: 1 / believed(size) for size in range(1, 65)}
+    job = Cluster(Gain(0.7), Sizes(1, 64, 1), speed, predicted=predicted).run(2000)
+    assert job.wishes[:4] == [2, 4, 2, 3]
+    assert job.size == 3
+    assert speed(3) / 3 >= 0.7 > speed(4) / 4
+
+
+def test_gain_shrinks_a_job_that_began_too_large() -> None:
+    speed = amdahl(0.1)
+    predicted = {size: 1 / speed(size) for size in range(1, 65)}
+    job = Cluster(Gain(0.5), Sizes(2, 64, 2), speed, wanted=32, predicted=predicted).run(600)
+    assert job.wishes == [10]
+    assert speed(10) / 10 >= 0.5 > speed(12) / 12
+
+
+def test_a_loop_that_measures_nothing_fills_but_gains_nothing() -> None:
+    assert Cluster(Fill(), Sizes(2, 8, 2), amdahl(0.0), is_measured=False).run(4000).size == 8
+    assert Cluster(Gain(0.1), Sizes(2, 8, 2), amdahl(0.0), is_measured=False).run(4000).wishes == []
+
+
+def test_no_more_is_asked_for_than_there_are_slots() -> None:
+    job = Cluster(Fill(), Sizes(2, 64, 2), amdahl(0.0), room=7).run(4000)
+    assert (job.size, job.wishes[-1]) == (6, 6)
+
+
+def test_a_size_that_somebody_else_has_asked_for_is_taken_over() -> None:
+    state = State(8, size=8)
+    more = decide(Fill(), Sizes(8, 64, 8), state, Seen(10.0, MONDAY, 24))
+    assert (more.wanted, more.why) == (24, "24 ranks train, more than the 8 that were asked for")
+    leaving = decide(Fill(), Sizes(8, 64, 8), State(8, size=32), Seen(10.0, MONDAY, 24))
+    assert leaving.wanted == 8, "they are about to leave"
+
+
+def test_a_difference_within_the_errors_of_measurement_decides_nothing() -> None:
+    patience = Patience(settle=10**9)
+    for error, wanted in ((0.1, 8), (0.001, 4)):
+        rates = {4: Rate(4, 10.0, error, 1.0)}
+        state = State(8, size=8, came_at=5.0, before=4, rates=rates)
+        seen = Seen(30.0, MONDAY, 8, Rate(8, 9.7, error, 29.0))
+        assert decide(Fill(), Sizes(4, 8, 4), state, seen, patience).wanted == wanted
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 80)), max_size=6),
+    st.floats(0.0, 0.3),
+    st.floats(0.0, 0.05),
+    st.sampled_from([Fill(), Gain(0.5), Gain(0.9)]),
+    st.booleans(),
+    st.integers(1, 8),
+)
+def test_whatever_is_admitted_sizes_are_possible_ones_and_no_growth_that_slows_it_down_stays(
+    trace: list[tuple[int, int]], serial: float, per_rank: float, policy: Policy, all_or_nothing: bool, unit: int
+) -> None:
+    sizes = Sizes(unit, 64, unit)
+    admitted = [(0.0, 64), *((float(at), slots) for at, slots in sorted(trace))]
+    job = Cluster(policy, sizes, amdahl(serial, per_rank), admitted, all_or_nothing=all_or_nothing).run(1500)
+    assert all(size in sizes for size in job.wishes)
+    assert job.wishes == [size for n, size in enumerate(job.wishes) if n == 0 or size != job.wishes[n - 1]]
+    _never_slower_for_long(job)
+
+
+def _never_slower_for_long(job: Cluster) -> None:
+    """A size that the job has grown to itself, and is slower than the one before, is left within a window."""
+    ends = [at for at, _ in job.course[1:]] + [job.now]
+    for (_, before), (at, size), end in zip(job.course, job.course[1:], ends[1:], strict=False):
+        asked = [wish for when, wish, _ in job.asked if when < at][-1:]
+        slower = job.speed(size) * 1.02 < job.speed(before) * 0.98 if before and size else False
+        if asked == [size] and size > before and slower and end < job.now:
+            assert end - at <= WINDOW_SECONDS + job.delay + 2, (before, size)
+
+
+# -- schedules --------------------------------------------------------------------------------------------
+
+WEEK = """
+# nights and weekends
+mon-fri 08:00 8
+mon-fri 20:00 32   # until the next morning
+sat 00:00 64
+"""
+
+
+def test_a_schedule_is_followed_through_the_week(tmp_path: Path) -> None:
+    path = tmp_path / "week"
+    path.write_text(WEEK)
+    policy = parse_policy(f"schedule:{path}")
+    assert isinstance(policy, Schedule)
+    at = {
+        (0, 7): 64, (0, 8): 8, (0, 19): 8, (0, 20): 32, (1, 7): 32, (4, 23): 32, (5, 0): 64, (6, 23): 64,
+    }  # fmt: skip
+    for (day, hour), size in at.items():
+        assert (
+            policy.entry_at(MONDAY + timedelta(days=day, hours=hour, minutes=59 if hour in (7, 19, 23) else 0))[1]
+            == size
+        )
+    assert parse_policy(str(policy)) == policy, "so it is passed on to a launcher elsewhere"
+
+
+def test_a_schedule_within_the_limits_says_what_is_nearest() -> None:
+    policy = parse_policy("schedule:00:00 6; 00:10 100; 00:20 1")
+    job = Cluster(policy, Sizes(4, 32, 4), amdahl(0.5), wanted=4).run(1800)
+    assert job.wishes == [32, 4]
+    assert job.asked[0][1:] == (32, "the schedule has 100 from mon 00:10; of the possible sizes 32 is the nearest")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("grow", "--autoscale grow: give fill, gain:0.7 or schedule:FILE."),
+        ("fill:3", "give fill, gain:0.7"),
+        ("gain", "more than 0 and at most 1, such as gain:0.7"),
+        ("gain:1.5", "more than 0 and at most 1"),
+        ("gain:nan", "more than 0 and at most 1"),
+        ("schedule:", "give fill"),
+        ("schedule:nowhere.txt", "the file cannot be read (No such file or directory). Give one with lines such as"),
+        ("schedule:08:00 8; mon 25:00 8", "'mon 25:00 8' is not understood. Write days, time (UTC) and ranks"),
+        ("schedule:08:00 8; moon 05:00 8", "'moon 05:00 8' is not understood"),
+        ("schedule:mon-xyz 05:00 8", "is not understood"),
+        ("schedule:08:00 0", "a job needs at least one rank"),
+    ],
+)
+def test_what_is_no_policy_is_refused_with_words_that_help(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_policy(text)
+    assert words in str(refused.value)
+
+
+def test_a_file_is_refused_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "week"
+    path.write_text("mon 08:00 8\nmon 09:00 many\n")
+    with pytest.raises(ConfigError, match=r"week, line 2: 'mon 09:00 many' is not understood"):
+        parse_policy(f"schedule:{path}")
+    path.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="has no times"):
+        parse_policy(f"schedule:{path}")
+
+
+def test_what_a_job_begins_with_and_what_a_dry_run_says() -> None:
+    sizes = Sizes(3, 30, 4)
+    assert list(sizes) == [4, 8, 12, 16, 20, 24, 28]
+    firsts = [first_size(policy, sizes, 18, MONDAY) for policy in (Fill(), Gain(0.7), parse_policy("schedule:00:00 9"))]
+    assert firsts == [16, 4, 8]
+    assert describe_policy(Gain(0.7), sizes, 4, "the list") == (
+        "autoscale gain:0.7: more ranks while each is at least 70% as fast as one rank alone\n"
+        "  4 to 28 ranks in steps of 4; it begins with 4; more come from the list"
+    )
+    with pytest.raises(ConfigError, match="--elastic 5:7 has no multiple of 8"):
+        Sizes(5, 7, 8).check()
