@@ -80,7 +80,7 @@ def test_a_host(plan: dict[str, Any], per_host: int, num_lost: int, why: str) ->
 
 def test_a_restart_makes_half_the_steps_between_checkpoints_again() -> None:
     rates = Rates(step_seconds=2.0, checkpoint_every=1800)
-    found = prices(why="parameters or states are kept on a disk", rates=rates, preset="zero3")
+    found = prices(2, why="parameters or states are kept on a disk", rates=rates, preset="zero3")
     for one, seconds in ((found["rank"], Job.exit_seconds), (found["launcher"], 0.0)):
         assert (one.num_lost, one.num_steps, one.read_bytes) == (4, 450, 12 * MIB)
         assert one.seconds == seconds + Job.restart_seconds
@@ -88,8 +88,14 @@ def test_a_restart_makes_half_the_steps_between_checkpoints_again() -> None:
         f"the launcher: all ranks restart, because {LAUNCHER_LOST}: 5m00s, and 450 steps again (15m00s); each reads "
         f"12.0 MiB of the checkpoint"
     )
-    unknown = prices(preset="zero3")["launcher"]
+    unknown = prices(2, preset="zero3")["launcher"]
     assert "the steps since the last checkpoint (--checkpoint-every says how many)" in str(unknown)
+
+
+def test_a_launcher_of_one_host_costs_nothing() -> None:
+    assert str(prices(preset="zero3")["launcher"]) == (
+        "the launcher: the ranks train on, and another process takes over"
+    )
 
 
 def explained(*words: str) -> int:

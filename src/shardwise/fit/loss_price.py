@@ -20,7 +20,7 @@ from shardwise.program.image_bytes import image_bytes
 from shardwise.system.units import format_bytes, format_seconds
 
 Survive = Literal["host", "buddy", "checkpoint"] | None
-LAUNCHER_LOST = "it has the job's store, and has to be started again"
+LAUNCHER_LOST = "it has the job's store, and on several hosts it has to be started again"
 ONE_HOST = "all ranks are on that host"
 NO_COPIES = "survive: host keeps parts of the state on one host only"
 NO_GROUP = "every replica group has ranks on that host"
@@ -28,7 +28,7 @@ NO_GROUP = "every replica group has ranks on that host"
 
 @dataclass(frozen=True)
 class LossPrice:
-    """What a loss costs. `num_lost` ranks are gone, or leave together with those that are.
+    """What a loss costs. `num_lost` ranks are gone, or leave together with those that are; if it is 0, nobody notices.
 
     `seconds` is how long all others stand, steps that are made again not counted. `num_steps` are those, on average;
     `None` if nobody knows how often the script saves. `read_bytes` is what a rank reads at most, from memory or from
@@ -47,6 +47,8 @@ class LossPrice:
         """Such as `one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16 MiB from memory; 1 rank
         is missing until as many join`."""
         what = f"{'the' if self.what == 'launcher' else 'one'} {self.what}"
+        if not self.num_lost:
+            return f"{what}: the ranks train on, and another process takes over"
         stands = f"{format_seconds(self.seconds)}, {self._again()}"
         if self.why_restarted:
             read = f"each reads {format_bytes(self.read_bytes)} of the checkpoint"
@@ -102,7 +104,9 @@ def loss_prices(
     return [
         job.price("rank", num_of_group, why, Job.exit_seconds),
         job.price("host", of_host, why_host, Job.silence_seconds),
-        job.price("launcher", size, LAUNCHER_LOST, 0.0),
+        LossPrice("launcher", 0, "", 0.0, 0.0, 0)
+        if per_host >= size
+        else job.price("launcher", size, LAUNCHER_LOST, 0.0),
     ]
 
 
