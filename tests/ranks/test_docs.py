@@ -119,6 +119,18 @@ def a_language_model(_: sw.World | None) -> Names:
     return {"engine": engine, "config": model.config, "prompt": torch.tensor([[1, 2]])}
 
 
+def a_policy(world: sw.World | None) -> Names:
+    """Trained on several ranks, with samples; a version of it is in `weights` if this is the only rank."""
+    engine = sw.shard(llama(), "zero3", world=world)
+    if world is None:
+        engine.publish("weights")
+    tokens = torch.arange(8).reshape(2, 4)
+    return {
+        **{"engine": engine, "version": -1, "tokens": tokens, "of_sampler": -torch.ones(2, 4)},
+        "is_sampled": tokens % 4 > 1,
+    }
+
+
 def a_language_model_in_stages(world: sw.World | None) -> Names:
     engine = sw.shard(llama(), {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}, world=world)
     return {"engine": engine, "tokens": torch.tensor([[3, 1, 2]]), "prompt": torch.tensor([[1, 2]])}
@@ -241,6 +253,11 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/activations.md", 0): Setting(an_optimizer_and_a_batch),
     ("docs/activations.md", 1): Setting(an_engine),
     ("docs/activations.md", 2): Setting(a_model),
+    ("docs/after-training.md", 0): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 1): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 2): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 3): Setting(a_policy),
+    ("docs/after-training.md", 4): Setting(a_policy, num_ranks=2),
     ("docs/auto.md", 0): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/auto.md", 1): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/deferred-init.md", 0): Setting(),
