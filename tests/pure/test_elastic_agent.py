@@ -104,7 +104,8 @@ def said_by_the_launcher(
     job = Job((__file__,), 2, elastic=elastic)
     with SignalLog() as signals, Folder(None) as folder:
         context = Context(
-            job, elastic, store, "127.0.0.1", 1, "run", folder, members, slots, signals, said.append, TOKEN, scaling
+            *(job, elastic, store, "127.0.0.1", 1, "run", folder, members, slots, signals, said.append, TOKEN),
+            scaling=scaling,
         )
         agent = ElasticAgent(context)
         assert not agent.run()

@@ -153,6 +153,7 @@ OF_OTHERS = {
     "accelerate": ("_is_overflow", "_save_model_state_pre_hook"),
     "lightning": (
         *("_compiler_ctx", "_layer_sync", "_lightning_optimizers", "_reset_optimizers_and_schedulers", "_restarting"),
+        *("_data_source", "_mode"),
     ),
     "keras": ("_trainable_variables",),
     "pydantic": ("_internal", "_model_construction"),

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from shardwise.system.job_folder import ENDING, JOB_LOCK, LAUNCHER_LOCK, STANDBY_LOCK
@@ -89,7 +89,7 @@ def forget_orphans(folder: Path) -> None:
     (folder / _SAID_BEGUN).unlink(missing_ok=True)
 
 
-def follow_launchers(environment: dict[str, str] | os._Environ[str]) -> None:
+def follow_launchers(environment: MutableMapping[str, str]) -> None:
     """Hold this rank's lock from here on, and end the rank once it has been without a launcher for too long. Does
     nothing for ranks that end with their launcher."""
     given = environment.pop(VARIABLE, "")
