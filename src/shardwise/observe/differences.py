@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.program.places import alike
-from shardwise.system.telemetry.timeline import HOST, STAGES, UNITS
+from shardwise.system.telemetry.timeline import HOST, STAGES, UNITS, alike
 from shardwise.system.units import format_seconds
 
 TOLERANCE = 0.2

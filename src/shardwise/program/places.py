@@ -5,10 +5,9 @@ Units that differ by a number count as one place, `forward h.*`, so that a rank'
 
 from __future__ import annotations
 
-import re
-
 from shardwise.program.action import Moment
 from shardwise.system.telemetry import OTHER
+from shardwise.system.telemetry.timeline import alike
 
 MOVES = "casts and copies"
 """What actions do themselves, without waiting for others."""
@@ -20,12 +19,6 @@ SPANS = {
     "backward_weights": "weights",
 }
 """By phase, what timelines and places call a unit's computation."""
-_NUMBER = re.compile(r"(?<![^\W\d_])\d+")
-
-
-def alike(name: str) -> str:
-    """A name in which numbers are `*`, the same for equal layers."""
-    return _NUMBER.sub("*", name)
 
 
 def place_before(moment: Moment) -> str:

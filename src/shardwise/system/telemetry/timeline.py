@@ -8,6 +8,7 @@ pipeline adds the ops of its schedule (`F0`, `B0`), and their waits.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,12 @@ HOST, UNITS, ON_THE_WAY, STAGES = "host", "units", "on the way", "stages"
 TRACKS = (UNITS, HOST, ON_THE_WAY, STAGES)
 
 Event = dict[str, Any]
+_NUMBER = re.compile(r"(?<![^\W\d_])\d+")
+
+
+def alike(name: str) -> str:
+    """A name in which numbers are `*`, the same for equal layers."""
+    return _NUMBER.sub("*", name)
 
 
 class Timeline:
