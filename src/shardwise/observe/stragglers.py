@@ -34,9 +34,9 @@ LEAST_SHARE = 0.02
 """Of a step: what costs less is not named."""
 LEAST_STEPS, LEAST_LAPS = 20, 5
 """From how many steps, and messages about them, something is named."""
-LEAST_T = 3.0
-"""Student's t from which a difference is not chance: with 20 laps or more less than 4 in 1000 equal ranks have it, and
-what those cost is below `LEAST_SHARE`."""
+LEAST_T = 5.0
+"""Student's t from which a difference is not chance. With 20 laps 4 in 100,000 equal ranks have it: every window of a
+long run compares all of them, so that 3.0 (4 in 1000) would name one every few hours."""
 MOST_ALONE = 8
 """How many ranks, those that are latest, are replayed one by one."""
 MOST_NAMED = 8
