@@ -188,6 +188,8 @@ def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: T
     if loop == "micro-batches":
         return micro_steps(engine, x, y)
     loss = loss_of(engine.module(x), y)
+    if loop == "averaged":
+        engine.mean(loss.item())
     update(loop, engine, optimizer, loss)
     return loss
 
@@ -237,6 +239,33 @@ def test_a_rank_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_pat
         if draw.random() < 0.4:
             deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
         race(PLANS[name], DiesAt(deaths), tmp_path, loop=loop, shares_memory=shares_memory)
+
+
+class DiesInMean:
+    """A rank dies where it averages its third loss, before it sends it back."""
+
+    def __init__(self, member: int) -> None:
+        self.member = member
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        membership, left = engine.world.membership, [3]
+        assert isinstance(membership, ThreadMembership)
+
+        def counted(_: int, __: int, what: str) -> bool:
+            left[0] -= what.endswith(" of mean") or what.endswith(" of weighed mean")
+            if member == self.member and not left[0]:
+                raise Killed
+            return False
+
+        membership.plant(partial(plant, counted))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_graph_of_a_former_world_is_sent_back_without_effect(name: str, tmp_path: Path) -> None:
+    """A plain loop averages its loss for people before `loss.backward()`, and hears of the fault there."""
+    num_void = race(PLANS[name], DiesInMean(1), tmp_path, loop="averaged")
+    assert 1 not in num_void
+    assert set(num_void.values()) == {1}
 
 
 @sampled

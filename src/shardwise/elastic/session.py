@@ -152,7 +152,8 @@ class ElasticSession(Session):
         if sharded.parts.pipeline is not None:
             return
         self._model.__dict__["_compiled_call_impl"] = self._forward
-        sharded.parts.runner.let_report(Tolerant(sharded.parts.runner, self._note_fault))
+        is_void, runner = self._iterations.is_void, sharded.parts.runner
+        runner.let_report(Tolerant(runner, self._note_fault, is_void), is_void)
         for line in self._lines:
             line.on_fault = self._note_fault_of_layer
 

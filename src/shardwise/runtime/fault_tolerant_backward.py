@@ -4,6 +4,10 @@
 the user's own line. In a job that goes on when a rank is lost the hooks raise nothing there: from the fault to the end
 of that backward every event is dropped and gradients are undefined. The caller that installed this has to make sure
 that they are not used. Memory that has been freed reads as NaN, which does no harm.
+
+[Note: a backward after a fault] A fault may also be met between a forward and its backward, in `engine.mean(loss)`. The
+ranks have another world then, and the iteration is void. What was computed in the former one is sent back all the same,
+and its gradients arrive at parameters of the present one: those events are dropped too.
 """
 
 from __future__ import annotations
@@ -19,16 +23,18 @@ from shardwise.runtime.hooks import Listener, in_backward
 class Tolerant:
     """A `Listener` in front of another, which it references weakly."""
 
-    def __init__(self, listener: Listener, on_fault: Callable[[CommError], None]) -> None:
+    def __init__(self, listener: Listener, on_fault: Callable[[CommError], None], is_void: Callable[[], bool]) -> None:
+        """`is_void`: whether a backward changes nothing."""
         self._listener: Listener = weakref.proxy(listener)
-        self._on_fault = on_fault
+        self._on_fault, self._is_void = on_fault, is_void
         self._is_broken = False
 
     def _report(self, event: Callable[[], None]) -> None:
         if self._is_broken:
             return
         try:
-            event()
+            if not (in_backward() and self._is_void()):
+                event()
         except CommError as error:
             if not in_backward():
                 raise

@@ -152,6 +152,7 @@ class Hooks:
         self._halves = halves
         self._alive = weakref.ref(listener)
         self._listener: Listener = weakref.proxy(listener)
+        self._is_void: Callable[[], bool] = bool
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
         self._inputs_decide: set[str] = set()
@@ -167,9 +168,10 @@ class Hooks:
                 if flat.spec.trainable:
                     self._watch_params(unit, flat)
 
-    def report_to(self, listener: Listener) -> None:
-        """Report to `listener` from here on; it forwards events to the owner of the hooks."""
-        self._listener = listener
+    def report_to(self, listener: Listener, is_void: Callable[[], bool]) -> None:
+        """Report to `listener` from here on; it forwards events to the owner of the hooks. While `is_void()`, a graph
+        that has outlived these hooks may be sent back: nothing of it counts."""
+        self._listener, self._is_void = listener, is_void
 
     def add_site(self, unit: Unit, site: nn.Module, *, num_running: int = 0) -> None:
         """Gather `unit` before `site` runs. `num_running` calls of `site` have started already; only their ends will be
@@ -332,6 +334,8 @@ class Hooks:
     def _open_for_gradient(self, unit: Unit) -> None:
         """Open the unit's backward for a gradient that has come, as opposed to a recomputed forward."""
         if self._alive() is None:
+            if self._is_void():
+                return
             raise StateError(
                 "The engine that held this model's parameters is gone, or follows another plan now, so what was "
                 "computed before cannot be sent back. Run the forward again."

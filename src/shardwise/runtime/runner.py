@@ -88,9 +88,9 @@ class Runner:
         if self._compiled is not None:
             self._compiled.remove()
 
-    def let_report(self, listener: Listener) -> None:
-        """Send the hooks' events to `listener`, which forwards them to this runner."""
-        self._hooks.report_to(listener)
+    def let_report(self, listener: Listener, is_void: Callable[[], bool]) -> None:
+        """Send the hooks' events to `listener`, which forwards them to this runner. See `Hooks.report_to`."""
+        self._hooks.report_to(listener, is_void)
 
     # -- events: the model ------------------------------------------------------------------------------
 
