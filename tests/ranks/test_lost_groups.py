@@ -82,7 +82,7 @@ def test_a_group_comes_back(preset: str, loop: str, tmp_path: Path) -> None:
 POINTS = {
     "forward": "gather of activations",
     "backward": "all_reduce of activations",
-    "reduction": "*reduce* blocks.1 grad *",
+    "reduction": "*reduce* blocks.1 *",
     "waiting": "wait blocks.1 *",
     "verdict of the group": "agree * verdict tp *",
     "verdict": "all_reduce of verdict",
