@@ -63,7 +63,7 @@ POINTS = {
     "the batch": "exchange of activations",
     "a forward": "message of activation 1",
     "a backward": "message of gradient 0",
-    "a reduction": "*reduce* blocks.* grad *",
+    "a reduction": "*reduce* blocks.*",
     "the loss": "broadcast of loss",
     "gradients of tied layers": "message of gradients",
     "the verdict": "agree * verdict *",
