@@ -722,7 +722,7 @@ ELASTIC = _of(
     ),
     (
         "a state counts as whole though a rank's part is gone",
-        "if any(spec.layout.span(shard, spec.mesh.coordinate(rank)) not in spans for rank in range(self.size)):",
+        "if not {*kept} <= {kept[rank] for rank in available}:",
         "if False:",
         "lost_states",
     ),
