@@ -425,6 +425,9 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
         ("units=[*]", "this is not YAML: expected alphabetic"),
         ("mesh={dp: 1, dp: 2}", "the key 'dp' is given twice"),
         ("wire=bf16", "wire is 'bf16'; expected a mapping with param or grad."),
+        ("verify=0", "verify is 0; expected a whole number of at least 1, or a mapping with every or gradients."),
+        ("verify=true", "verify is True; expected a whole number of at least 1, or a mapping with every or gradients."),
+        ("activations=3", "activations is 3; expected the name of a policy, or a mapping with policy, every or keep."),
     ],
 )
 def test_a_bad_override_is_named(override: str, message: str) -> None:

@@ -7,7 +7,7 @@ Strict: an unknown key, a wrong type or a value out of range is an error, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -192,6 +192,7 @@ class Activations(Strict):
     """What happens to the tensors that a unit's forward saves for its backward. The name of a policy alone is
     enough."""
 
+    shorthand: ClassVar[str] = "the name of a policy"
     policy: PolicyName | None = Field(
         default=None,
         description="keep: in memory; recompute; selective: recompute all but the results in `keep`; offload: to the "
@@ -329,7 +330,7 @@ class SlowRanks(Strict):
     seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="length of the compared window")
     leave: bool = Field(default=False, description="remove a slow rank from an elastic job")
     share: float = Field(
-        default=0.1, gt=0, allow_inf_nan=False, description="warn of what costs this share of a step or more"
+        default=0.1, gt=0, le=1, allow_inf_nan=False, description="warn of what costs this share of a step or more"
     )
     steps: int = Field(default=50, ge=20, description="number of steps over which that is measured")
 
@@ -337,6 +338,7 @@ class SlowRanks(Strict):
 class Verify(Strict):
     """How often ranks compare what must be the same on them, to find flipped bits. A number is `every`."""
 
+    shorthand: ClassVar[str] = "a whole number of at least 1"
     every: int | None = Field(
         default=None,
         ge=1,

@@ -42,7 +42,9 @@ def words_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
         section = inner
     if named_section(section):
         return f"a mapping of names to mappings with {_either(list(named_section(section).model_fields))}"
-    return f"a mapping with {_either(list(section.model_fields))}"
+    mapping = f"a mapping with {_either(list(section.model_fields))}"
+    shorthand = getattr(section, "shorthand", "")  # what a section takes in place of a mapping
+    return f"{shorthand}, or {mapping}" if shorthand else mapping
 
 
 def unknown_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
