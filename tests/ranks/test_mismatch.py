@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.observe import read_record
 from shardwise.observe.mismatch import Mismatch, Sampling, log_probs
 from shardwise.testing import run_ranks
 
@@ -78,6 +80,15 @@ def test_an_alarm_and_the_age_of_the_weights_are_told(caplog: pytest.LogCaptureF
     told = [record.message for record in caplog.records if "does not agree" in record.message]
     assert len(told) == 1
     assert f"KL {found[0].kl:.3g} nats a token over {found[0].num_tokens} tokens, with weights of 3 steps" in told[0]
+
+
+def test_it_is_in_the_record_of_the_run(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = llama()
+    plan = {"mesh": {"dp": 2}, "run": str(tmp_path / "run")}
+    found = on_ranks(model, samples_of(model, noise=0.3), plan)[0]
+    lines = [line for line in read_record(tmp_path / "run" / "record.jsonl").lines if line["kind"] == "mismatch"]
+    assert [(line["kl"], line["largest_ratio"]) for line in lines] == [(found.kl, found.largest_ratio)]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=5), Sampling(top_p=0.6), Sampling(temperature=0.5, top_k=3)])
