@@ -33,6 +33,8 @@ class Part:
 PARTS = (
     Part("offload", 0.14),
     Part("correctness", 0.24, on_ranks=False),
+    Part("scripts", 0.16, on_ranks=False),
+    Part("calibrated", 0.12, on_ranks=False),
     Part("several_gpus", 0.06),
     Part("speed", 0.20),
     Part("memory", 0.12),

@@ -103,6 +103,16 @@ def _gaps(part: Row) -> list[str]:
     return lines
 
 
+def _scripts(part: Row) -> list[str]:
+    good = [row["name"] for row in part["rows"] if "error" not in row and "left_out" not in row]
+    out = [f"{row['name']} ({row['left_out']})" for row in part["rows"] if "left_out" in row]
+    return [f"{len(good)} of {len(part['rows'])} run right: {', '.join(good)}", *(f"left out: {one}" for one in out)]
+
+
+def _calibrated(part: Row) -> list[str]:
+    return [line for row in part["rows"] for line in row.get("said", "").splitlines()]
+
+
 def _plain(part: Row) -> list[str]:
     good = sum("error" not in row and "left_out" not in row for row in part["rows"])
     return [f"{good} of {len(part['rows'])} right"]
@@ -124,4 +134,6 @@ _SECTIONS = {
     "offload": _offload,
     "larger": _offload,
     "gaps": _gaps,
+    "scripts": _scripts,
+    "calibrated": _calibrated,
 }

@@ -22,18 +22,26 @@ def main() -> None:
 
 
 def first_world() -> None:
-    """A function, at whose end nothing keeps the world, and with it the store and its port."""
+    """At its end nothing keeps the world, and with it the store and its port: torch keeps groups until they are
+    destroyed."""
     with sw.World.join(timeout_seconds=60) as world:
         assert world._on_device is not None
         groups = world._on_device._groups
         assert isinstance(groups, NcclGroups), type(groups)
-        check("new_group", lambda: every_collective(groups, groups.new_group((0,), is_urgent=True)))
+        check("new_group", lambda: on_a_group_of_its_own(groups, lambda: groups.new_group((0,), is_urgent=True)))
         check("can_split", lambda: groups.can_split)
         if groups.can_split:
-            check("split", lambda: every_collective(groups, groups.split([(0,)], is_urgent=True)))
+            check("split", lambda: on_a_group_of_its_own(groups, lambda: groups.split([(0,)], is_urgent=True)))
         check("world", lambda: every_collective(groups, groups.world()))
         check("train", lambda: train(world))
         check("abort", lambda: abort(groups))
+
+
+def on_a_group_of_its_own(groups: NcclGroups, make: Callable[[], ProcessGroup]) -> str:
+    group = make()
+    told = every_collective(groups, group)
+    groups.destroy(group)
+    return told
 
 
 def every_collective(groups: NcclGroups, by: ProcessGroup) -> str:
@@ -87,11 +95,14 @@ def abort(groups: NcclGroups) -> str:
     groups.abort([*some, groups.world()])
     torch.cuda.synchronize()
     assert torch.ones(4, device="cuda").sum().item() == 4
+    told = "nothing"
     try:
         groups.all_reduce(torch.ones(4, device="cuda"), some[0]).wait()
     except RuntimeError as error:
-        return f"a collective after an abort raises: {str(error).splitlines()[0][:120]}"
-    return "a collective after an abort raises nothing"
+        told = str(error).splitlines()[0][:120]
+    for group in some:
+        groups.destroy(group)
+    return f"a collective after an abort raises: {told}"
 
 
 def again() -> list[float]:

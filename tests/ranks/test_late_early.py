@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -758,6 +759,39 @@ def test_sums_are_made_in_the_dtype_in_which_they_are_kept(verb: str) -> None:
     rounded = torch.tensor(259.0).to(torch.bfloat16).item()  # what an all-reduce returns on every rank
     for out in Devices("late").run(4, rank):
         assert set(out.tolist()) == {259.0 if verb == "reduce_scatter" else rounded}
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_reduce"])
+def test_what_a_collective_reads_lives_until_it_is_waited_for(verb: str, wire: torch.dtype) -> None:
+    """A backend's work need not hold it: what is freed on the host is reused by what the rank queues next, and a
+    collective on another stream may read it later than that."""
+    mesh = Mesh(("dp",), (2,))
+
+    read: dict[int, list[weakref.ref[Tensor]]] = {0: [], 1: []}
+
+    class HoldsNothing:
+        def wait(self) -> None: ...
+
+    class Forgetting(FakeGroups):
+        def _work(self, verb: str, group: Any, sources: Sequence[Tensor], *_: Any) -> Any:
+            read[self.rank].extend(map(weakref.ref, sources))
+            return HoldsNothing()
+
+    def rank(world: sw.World) -> None:
+        collectives = world.collectives(torch.device("cpu"))
+        collectives.prepare(mesh)
+        out = torch.empty(4 if verb == "reduce_scatter" else 8)
+        work = getattr(collectives, verb)(out, torch.ones(8), world.group(mesh, "dp"), wire, "x")
+        assert read[world.rank]
+        assert all(one() is not None for one in read[world.rank])
+        work.wait()
+        alive = [tensor for one in read[world.rank] if (tensor := one()) is not None]
+        assert all(tensor is out for tensor in alive)
+
+    devices = Devices("late")
+    devices.join = lambda world: Devices.join(devices, world, Forgetting)  # type: ignore[method-assign]
+    devices.run(2, rank)
 
 
 def test_the_sums_of_an_all_reduce_are_gathered_while_the_next_one_is_under_way() -> None:

@@ -105,7 +105,7 @@ class HostAdam:
         there are many threads."""
         self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
         if slice_numel is None:
-            slice_numel = CACHE_NUMEL * (FEWER_SLICES if self.num_threads >= MANY_THREADS else 1)
+            slice_numel = slice_numel_of(self.num_threads)
         if self.num_threads < 1 or slice_numel < 1:
             raise ConfigError(
                 f"A host Adam of {self.num_threads} threads and slices of {slice_numel} elements was asked for; both "
@@ -204,6 +204,11 @@ class HostAdam:
                 one.result()
             torch.set_num_threads(before)
         return self._pool
+
+
+def slice_numel_of(num_threads: int) -> int:
+    """The elements of a slice; see `MANY_THREADS`."""
+    return CACHE_NUMEL * (FEWER_SLICES if num_threads >= MANY_THREADS else 1)
 
 
 def bundles(every: Iterable[AdamTensors], slice_numel: int) -> Iterator[list[AdamTensors]]:

@@ -2,12 +2,14 @@
 
 [Note: streams] A collective starts after everything that was queued on the caller's current stream, and `wait` makes
 the current stream, not the host, wait for it. Buffers are allocated and freed under that same stream, so memory that is
-freed on the host while a kernel still reads it is only reused by work queued behind the kernel. That holds only for a
-single stream: memory returns to the stream that it was allocated under, and another stream could be given it while it
-is still read. So only the stream of the first collective is accepted. A wait may come from code on another stream, such
-as an average of parameters that reads them while an update is being gathered. The first stream waits all the same,
-because nobody waits again for what has been waited for once, and the other one waits for the first. Gathers and
-reductions have separate communicators and run beside each other, on streams of high priority.
+freed on the host while a kernel still reads it is only reused by work queued behind the kernel. What a collective reads
+is read on another stream, so it is held until the wait, casts to the wire's dtype above all. NCCL's works hold it too;
+those of other backends need not (in tests whose works did not, `zero1` in bf16 trained on wrong sums, on an H200). All
+that holds only for a single stream: memory returns to the stream that it was allocated under, and another stream could
+be given it while it is still read. So only the stream of the first collective is accepted. A wait may come from code on
+another stream, such as an average of parameters that reads them while an update is being gathered. The first stream
+waits all the same, because nobody waits again for what has been waited for once, and the other one waits for the first.
+Gathers and reductions have separate communicators and run beside each other, on streams of high priority.
 
 [Note: sums on devices] A backend sums in the dtype that is sent: in bf16 256 + 1 + 1 + 1 makes 256. Where the result is
 kept in a wider dtype, chunks are exchanged and then summed in that dtype, as on the CPU; the number of bytes sent is
@@ -110,7 +112,7 @@ class DeviceCollectives:
         self._count("gather", group, numel, full.dtype)
         by_group = self._line_of(group).gathers
         if self._deferred is None:
-            return self._started(entry, group, lambda by: by.all_gather(full, own, by_group))
+            return self._started(entry, group, lambda by: by.all_gather(full, own, by_group), held=(own,))
         deferred = _DeferredGather(full, own, by_group, self._launch)
         self._deferred.append(deferred)
         return self._started(entry, group, lambda _: deferred)
@@ -165,10 +167,15 @@ class DeviceCollectives:
                 group,
                 lambda by: by.swap_chunks(arrived, sent, by_group),
                 lambda: _sum_chunks(arrived, out, group),
+                held=(sent,),
             )
         summed = out if out.dtype == wire else torch.empty_like(out, dtype=wire)
         return self._started(
-            entry, group, lambda by: by.reduce_scatter(summed, sent, by_group), lambda: _copy_unless_same(summed, out)
+            entry,
+            group,
+            lambda by: by.reduce_scatter(summed, sent, by_group),
+            lambda: _copy_unless_same(summed, out),
+            held=(sent,),
         )
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
@@ -207,7 +214,7 @@ class DeviceCollectives:
             inputs = _spread(inputs, group, self._world_size)
             outputs = _spread(outputs, group, self._world_size)
         by_group = line.gathers if line is not None else self._groups.world()
-        return self._started(entry, group, lambda by: by.all_to_all(outputs, inputs, by_group))
+        return self._started(entry, group, lambda by: by.all_to_all(outputs, inputs, by_group), held=inputs)
 
     def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
         entry = self._enter("broadcast", group, tensor.numel(), tensor.dtype, subject)
@@ -221,7 +228,7 @@ class DeviceCollectives:
         self.ledger.called("send", link.axis)
         self.ledger.sent("send", link.axis, tensor.nbytes)
         by_group = self._link_group(link)
-        return self._started(entry, link, lambda by: by.send(tensor, link.ranks[1], by_group))
+        return self._started(entry, link, lambda by: by.send(tensor, link.ranks[1], by_group), held=(tensor,))
 
     def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
         entry = self._enter("message", link, tensor.numel(), tensor.dtype, subject)
@@ -306,8 +313,9 @@ class DeviceCollectives:
         group: Group,
         queue: Callable[[ProcessGroups], TorchWork],
         finish: Callable[[], None] | None = None,
+        held: Sequence[Tensor] = (),
     ) -> Work:
-        return self._marked(Pending([_Queued(queue(self._groups), group)], finish), entry)
+        return self._marked(Pending([_Queued(queue(self._groups), group, held)], finish), entry)
 
     def _marked(self, work: Work, entry: Entry) -> Work:
         return _Marked(Awaited(self.journal, entry, work), self._marker, entry, self._on_first_stream)
@@ -367,11 +375,13 @@ class _CoalescedWork:
 
 
 class _Queued:
-    """A torch work whose failure is raised as a `LinkError`."""
+    """A torch work whose failure is raised as a `LinkError`. It holds what it reads until it has been waited for; see
+    [Note: streams]."""
 
-    def __init__(self, work: TorchWork, group: Group) -> None:
+    def __init__(self, work: TorchWork, group: Group, held: Sequence[Tensor]) -> None:
         self._work = work
         self._group = group
+        self._held = held
 
     def wait(self) -> None:
         try:
@@ -379,6 +389,7 @@ class _Queued:
         except RuntimeError as error:
             peer = self._group.ranks[(self._group.index + 1) % len(self._group.ranks)]
             raise LinkError(peer, f"A collective failed over {self._group.axis}: {error}") from error
+        self._held = ()
 
 
 class _WideAllReduce:
@@ -392,7 +403,9 @@ class _WideAllReduce:
         self._group = group
         self._groups = groups
         self._by_group = by_group
-        self._exchanged: _Queued | None = _Queued(groups.swap_chunks(self._arrived, source, by_group), group)
+        self._exchanged: _Queued | None = _Queued(
+            groups.swap_chunks(self._arrived, source, by_group), group, held=(source,)
+        )
         self._gathered: _Queued | None = None
         self._error: LinkError | None = None
 
@@ -411,7 +424,7 @@ class _WideAllReduce:
         total = torch.empty_like(own, dtype=self._out.dtype)
         _sum_chunks(self._arrived, total, self._group)
         own.copy_(total)  # what travels is rounded, so all ranks keep the rounded sum
-        self._gathered = _Queued(self._groups.all_gather(self._arrived, own, self._by_group), self._group)
+        self._gathered = _Queued(self._groups.all_gather(self._arrived, own, self._by_group), self._group, held=(own,))
 
     def wait(self) -> None:
         self.gather()

@@ -213,7 +213,8 @@ def sum_of_squares(due: Tensor, dtype: torch.dtype) -> Tensor:
     if due.device.type != "cpu" or due.dtype == dtype or not due.numel():
         norm: Tensor = torch.linalg.vector_norm(due, dtype=dtype)
         return norm.square()
-    squares = [torch.linalg.vector_norm(part.to(dtype)).square() for part in torch.split(due, _SLICE_NUMEL)]
+    numel = _SLICE_NUMEL * max(1, torch.get_num_threads() // 2)  # 16 threads took 42 ms for 67 M in slices of 2^18
+    squares = [torch.linalg.vector_norm(part.to(dtype)).square() for part in torch.split(due, numel)]
     return torch.stack(squares).sum()
 
 
