@@ -13,6 +13,7 @@ from twins import Batch, assert_same, batches, plain_run, sharded_run
 import shardwise as sw
 from shardwise.errors import CommError
 from shardwise.memory import Copied, Flat, HostMemory
+from shardwise.optim.precision import verdict
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -56,6 +57,38 @@ def test_gradients_of_several_micro_batches_are_added_up_on_the_host(when: When)
 
     model, data = small(), batches(3)
     assert_same(run_on_devices(Devices(when), model, data, ("offload", 2, None), step=step), plain_run(model, data))
+
+
+@pytest.mark.parametrize("changed", ["nothing", "one gradient", "a second micro-batch"])
+def test_the_device_squares_what_it_sends_to_the_host(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the host squares what was changed there since, so that the norm is always that of what is updated with."""
+    squared: list[int] = []
+    by_host = verdict.sum_of_squares
+
+    def noting(due: Tensor, dtype: torch.dtype) -> Tensor:
+        squared.append(due.numel())
+        return by_host(due, dtype)
+
+    monkeypatch.setattr(verdict, "sum_of_squares", noting)
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        if changed == "a second micro-batch":
+            engine.backward(engine(*batch))
+        name = next(name for name, param in engine.module.named_parameters() if param.dim() == 2)
+        if changed == "one gradient":
+            grad = engine.get(name, "grad")
+            assert grad is not None
+            engine.set(name, 3 * grad, "grad")
+        grads = [engine.get(name, "grad") for name, _ in engine.module.named_parameters()]
+        expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads if grad is not None]))
+        engine.step()
+        assert float(engine.gradient_norm or 0) == pytest.approx(float(expected), rel=1e-5)
+        return loss
+
+    run_on_devices(Devices("late"), small(), batches(2), ("offload", 2, None), step=step)
+    assert bool(squared) == (changed != "nothing")
 
 
 @pytest.mark.parametrize("preset", ["offload", "zero3-offload"])

@@ -74,6 +74,11 @@ class HostMemory:
         self._free: dict[int, list[tuple[Tensor, Copy]]] = {}
         """Free pieces by their bytes, each with the last copy to read it."""
 
+    @property
+    def is_beside_a_device(self) -> bool:
+        """Whether tensors lie in another memory, from and to which copies go."""
+        return self._accelerator is not None
+
     # -- memory -----------------------------------------------------------------------------------------
 
     def zeros(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:

@@ -85,10 +85,13 @@ class GradMover:
         reduction.finish(reduction.current.to(self._dtype_of(action, reduction)))
 
     def evict_grad(self, action: Action) -> None:
-        """Start to copy a sum to the host."""
+        """Start to copy a sum to the host. What is due as it comes there has been squared before."""
         reduction, host = self._sum(action), self.flat.host
         out = host.buffer(reduction.current.numel(), reduction.current.dtype)
-        reduction.leave(out, host.evict(out, reduction.current))
+        landing = host.evict(out, reduction.current)
+        if host.is_beside_a_device and (action.subject == "due" or self.waits_where_due):
+            self.flat.grads.note_squares(out, reduction.current)
+        reduction.leave(out, landing)
 
     def slice_due(self, action: Action) -> None:
         """Keep this rank's part of a sum that every rank has."""

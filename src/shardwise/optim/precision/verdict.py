@@ -172,8 +172,9 @@ class Verdict:
         assert vector.numel() == verdict_numel(len(touched))
         squared, self._squares = vector[0], []
         for flat in self._flats:
-            for due, copies in due_parts([flat]):
-                own = sum_of_squares(due, self._dtype)
+            noted = flat.grads.noted_squares()
+            for index, (due, copies) in enumerate(due_parts([flat])):
+                own = sum_of_squares(due, self._dtype) if noted is None else noted[index].to(self._dtype)
                 self._squares.append((flat.name, own))
                 squared += own if copies == 1 else own / copies
         return vector
