@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.init import deferred_init
     from shardwise.parallel import experts, tensor
+    from shardwise.parallel.chunked_logits import chunked_cross_entropy, chunked_log_probs
     from shardwise.plan import Plan, load_plan
     from shardwise.plan.mesh import Mesh
 
@@ -38,6 +39,8 @@ __all__ = [
     "World",
     "__version__",
     "choose_plan",
+    "chunked_cross_entropy",
+    "chunked_log_probs",
     "convert",
     "data",
     "deferred_init",
@@ -59,6 +62,8 @@ _HOMES = {
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
     "choose_plan": "shardwise.engine",
+    "chunked_cross_entropy": "shardwise.parallel.chunked_logits",
+    "chunked_log_probs": "shardwise.parallel.chunked_logits",
     "convert": "shardwise.checkpoint.formats",
     "deferred_init": "shardwise.init",
     "inspect": "shardwise.checkpoint.formats",
