@@ -331,7 +331,7 @@ def chunked(_: Path) -> dict[str, Any]:
             batch = tokens_of(size, device())
             promised = engine.rehearse(batch).total
             seconds = []
-            for _ in range(4):
+            for _step in range(4):
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
