@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise import data, optim
     from shardwise.checkpoint import Keep
     from shardwise.checkpoint.formats import convert, inspect
-    from shardwise.checkpoint.published import published, versions_in_use
+    from shardwise.checkpoint.published import published, unpublish, versions_in_use
     from shardwise.comm import World
     from shardwise.engine import Engine, choose_plan, shard
     from shardwise.errors import ShardwiseError
@@ -51,6 +51,7 @@ __all__ = [
     "published",
     "shard",
     "tensor",
+    "unpublish",
     "versions_in_use",
 ]
 
@@ -70,6 +71,7 @@ _HOMES = {
     "load_plan": "shardwise.plan",
     "published": "shardwise.checkpoint.published",
     "shard": "shardwise.engine",
+    "unpublish": "shardwise.checkpoint.published",
     "versions_in_use": "shardwise.checkpoint.published",
 }
 

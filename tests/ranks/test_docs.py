@@ -130,7 +130,7 @@ def a_policy(world: sw.World | None) -> Names:
         engine.publish("weights")
     tokens = torch.arange(8).reshape(2, 4)
     return {
-        **{"engine": engine, "version": -1, "tokens": tokens, "of_sampler": -torch.ones(2, 4)},
+        **{"engine": engine, "version": -1, "tokens": tokens, "of_sampler": -torch.ones(2, 4), "model": llama()},
         "is_sampled": tokens % 4 > 1,
     }
 
@@ -262,7 +262,9 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/after-training.md", 1): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 2): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 3): Setting(a_policy),
-    ("docs/after-training.md", 4): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 4): Setting(a_policy),
+    ("docs/after-training.md", 5): Setting(a_policy, num_ranks=2, instead={"tell=servers": "tell=[]"}),
+    ("docs/after-training.md", 6): Setting(a_policy, num_ranks=2),
     ("docs/auto.md", 0): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/auto.md", 1): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/deferred-init.md", 0): Setting(),
