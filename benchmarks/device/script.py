@@ -266,6 +266,14 @@ def samplers(folder: Path) -> dict[str, Any]:
         apart = engine.mismatch({"input_ids": tokens, "log_probs": log_probs, "counted": counted}, version=version)
         with engine.inference():
             here = mine.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        shared = Path("/dev/shm") / f"shardwise-device-{os.getpid()}"
+        engine.publish(shared, dtype="fp32", wait=False)
+        engine.wait_for_publish()
+        beside = sw.published(shared, reader="sampler")
+        assert beside is not None
+        there = beside.tensors()
+        wrong += [name for name, one in streamed.items() if not torch.equal(one.cpu(), there[name])]
+        sw.unpublish(shared)
     if wrong:
         raise AssertionError(f"streamed weights differ from the engine's: {wrong[:4]}")
     same = float((here == tokens).float().mean())
@@ -317,7 +325,7 @@ def fitted(_: Path) -> dict[str, Any]:
 
 
 def chunked(_: Path) -> dict[str, Any]:
-    """Logits in chunks: the losses of whole ones; with a large vocabulary, peaks on a device beside what is promised."""
+    """Logits in chunks: the losses of whole ones; with many words, a device's peaks beside the promised ones."""
     mine = model()
     with sw.shard(mine, {"preset": "zero3", "loss": "chunked"}, optimizer=sgd(mine)) as engine:
         row = beside_plain(engine_steps(engine))
