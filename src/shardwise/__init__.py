@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardwise.inference import load_for_inference
     from shardwise.init import deferred_init
     from shardwise.parallel import experts, tensor
+    from shardwise.parallel.chunked_logits import chunked_cross_entropy, chunked_log_probs
     from shardwise.plan import Plan, load_plan
     from shardwise.plan.mesh import Mesh
 
@@ -39,6 +40,8 @@ __all__ = [
     "World",
     "__version__",
     "choose_plan",
+    "chunked_cross_entropy",
+    "chunked_log_probs",
     "convert",
     "data",
     "deferred_init",
@@ -61,6 +64,8 @@ _HOMES = {
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
     "choose_plan": "shardwise.engine",
+    "chunked_cross_entropy": "shardwise.parallel.chunked_logits",
+    "chunked_log_probs": "shardwise.parallel.chunked_logits",
     "convert": "shardwise.checkpoint.formats",
     "deferred_init": "shardwise.init",
     "inspect": "shardwise.checkpoint.formats",
