@@ -24,7 +24,7 @@ from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
 from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
-from shardwise.parallel.conversions import convert
+from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.model_axes import rows_for
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -85,7 +85,7 @@ def arrive(
     The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
     """
     check_device(model, world)
-    converted = convert(model)
+    converted = convert(model, conversions_of(plan, model))
     plan = in_own_precision(plan, model)
     vet(optimizers, model)
     world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none

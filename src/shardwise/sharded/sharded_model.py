@@ -393,6 +393,7 @@ class ShardedModel:
         if self.disk is not None:
             self.disk.end_step(self.world)
         parts.gradients.note_step()
+        self.converted.note_update()
         self._begin_step()
         self.world.journal.clock.rest()
         if member is self.require_optimizer().members[0]:

@@ -26,7 +26,7 @@ from shardwise.memory import (
 )
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.optim.precision.auto import settle
-from shardwise.parallel.conversions import Converted, check_plan, convert
+from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import ExpertSplit
 from shardwise.parallel.model_axes import (
@@ -261,7 +261,7 @@ def lay(
     check_same_settings({**wishes.settings(device), "optimizers": len(optimizers)}, "argument", world)
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
-    converted = convert(model)
+    converted = convert(model, conversions_of(plan, model))
     try:
         check_plan(converted, plan)
         sharding = _lay_converted(model, plan, optimizers, world, wishes, device)

@@ -240,6 +240,11 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
             f"reshard() keeps how a model is split along {', '.join(before.model_axes) or 'model axes'}: the mesh is "
             f"{before}, and the new plan's is {after}. Save a checkpoint, and resume it with the new plan."
         )
+    if plan.loss != sharded.plan.loss:
+        raise ConfigError(
+            f"reshard() keeps how the loss is computed: loss is {sharded.plan.loss.logits}, and the new plan's is "
+            f"{plan.loss.logits}. Save a checkpoint, and resume it with the new plan."
+        )
     if after.model_axes and plan.compile is not None:
         raise ConfigError(
             f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."

@@ -248,7 +248,7 @@ class LoopCalls:
         told: dict[str, Any] = {}
         if is_last:
             keeps = _loss_of(output) is not None and not self._sends_all(call.trains)
-            stays = (lambda tensor: tensor.nbytes > SMALL_BYTES) if keeps else (lambda _: False)
+            stays = _is_left if keeps else (lambda _: False)
             told = describe(output, None, type(self._staged.model).__name__, tensors, stays)
         message = pipeline.exchange(json.dumps(told).encode())[pipeline.last_place]
         described: Mapping[str, Any] = json.loads(message)
@@ -367,6 +367,11 @@ class _Stages(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.calls.backward(ctx.call, gradients)
         return (None,) * (3 + len(gradients))
+
+
+def _is_left(tensor: Tensor) -> bool:
+    """Whether a tensor beside a loss is not sent: a large one, or logits that are split or not computed yet."""
+    return type(tensor) is not Tensor or tensor.nbytes > SMALL_BYTES
 
 
 def _loss_of(output: Any) -> Tensor | None:
