@@ -394,6 +394,26 @@ def test_caches_of_generation_are_refused_outside_of_inference() -> None:
     run_ranks(2, rank)
 
 
+def test_logits_in_chunks_are_those_of_the_models_own_loss() -> None:
+    torch.manual_seed(0)
+    model, batch = build("llama"), padded(1)[0]
+    expected = model(**batch).loss.item()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": "zero3", "mesh": {"pp": 2}, "loss": {"logits": "chunked", "chunk": 4096}}
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            loss = mine(**batch).loss
+            assert loss.item() == pytest.approx(expected, rel=1e-5)
+            engine.backward(loss)
+            engine.step()
+            with pytest.raises(ModelError, match="Let the model compute its loss"):
+                mine(batch["input_ids"])
+
+    run_ranks(2, rank)
+
+
 def test_losses_are_scaled_in_fp16() -> None:
     [(x, y)] = batches(1, 8)
 

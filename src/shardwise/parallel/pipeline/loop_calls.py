@@ -250,6 +250,13 @@ class LoopCalls:
             keeps = _loss_of(output) is not None and not self._sends_all(call.trains)
             stays = _is_left if keeps else (lambda _: False)
             told = describe(output, None, type(self._staged.model).__name__, tensors, stays)
+            special = next((type(one).__name__ for one in tensors if type(one) is not Tensor), None)
+            if call.trains and special:
+                told = {
+                    "refused": f"The model returns {special}: logits that are split, or not computed yet, and a loss "
+                    f"outside of the model has no gradient for them in pipeline stages. Let the model compute its loss "
+                    f"(labels), or leave loss: chunked and tensor.cut_logits out of the plan."
+                }
         message = pipeline.exchange(json.dumps(told).encode())[pipeline.last_place]
         described: Mapping[str, Any] = json.loads(message)
         layouts = layouts_in(described)
