@@ -266,6 +266,14 @@ def samplers(folder: Path) -> dict[str, Any]:
         apart = engine.mismatch({"input_ids": tokens, "log_probs": log_probs, "counted": counted}, version=version)
         with engine.inference():
             here = mine.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        shared = Path("/dev/shm") / f"shardwise-device-{os.getpid()}"
+        engine.publish(shared, dtype="fp32", wait=False)
+        engine.wait_for_publish()
+        beside = sw.published(shared, reader="sampler")
+        assert beside is not None
+        there = beside.tensors()
+        wrong += [name for name, one in streamed.items() if not torch.equal(one.cpu(), there[name])]
+        sw.unpublish(shared)
     if wrong:
         raise AssertionError(f"streamed weights differ from the engine's: {wrong[:4]}")
     same = float((here == tokens).float().mean())
@@ -317,7 +325,7 @@ def fitted(_: Path) -> dict[str, Any]:
 
 
 def chunked(_: Path) -> dict[str, Any]:
-    """Logits in chunks: the losses of whole ones; with a large vocabulary, peaks on a device beside what is promised."""
+    """Logits in chunks: the losses of whole ones; with many words, a device's peaks beside the promised ones."""
     mine = model()
     with sw.shard(mine, {"preset": "zero3", "loss": "chunked"}, optimizer=sgd(mine)) as engine:
         row = beside_plain(engine_steps(engine))
@@ -346,6 +354,27 @@ def chunked(_: Path) -> dict[str, Any]:
     return row
 
 
+def only_generating(_: Path) -> dict[str, Any]:
+    """Greedy tokens by DeepSpeed's `init_inference`, and logits of weights in 8 bits, beside the plain model's."""
+    import shardwise.integrations.deepspeed as ds
+
+    prompt = next(batches())["input_ids"][:, :8]
+    plain_model = model().eval()
+    with torch.no_grad():
+        expected = plain_model.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        logits = plain_model(prompt).logits
+    engine = ds.init_inference(model(), dtype=torch.float32)
+    found = engine.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    if not torch.equal(found, expected):
+        raise AssertionError(f"{found} instead of {expected}")
+    narrow = sw.load_for_inference(model=model(), weights="int8", dtype=torch.float32)
+    with torch.no_grad():
+        apart = float((narrow(prompt).logits - logits).norm() / logits.norm())
+    if apart > 0.02:
+        raise AssertionError(f"logits of weights in 8 bits are {apart:.1%} apart")
+    return {"apart": apart}
+
+
 JOBS = {
     "Trainer, fp32": Job(trainer, "transformers"),
     "Trainer, bf16": Job(lambda folder: trainer(folder, "bf16"), "transformers"),
@@ -364,6 +393,7 @@ JOBS = {
     "LoRA, merged": Job(adapters, "peft"),
     "activations to fit": Job(fitted),
     "logits in chunks": Job(chunked),
+    "only generating": Job(only_generating),
 }
 
 

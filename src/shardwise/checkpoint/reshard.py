@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ class _Home:
     """Where a parameter lies in a layout.
 
     Elements are counted in the whole parameter where ranks with other coordinates along `ep` have different parts, and
-    in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank keeps and
-    gives, where ranks have parts of different sizes.
+    in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank of the layout
+    keeps and gives, where ranks have parts of different sizes; of former ranks, those that some rank stands for.
     """
 
     spec: FlatSpec
     slot: Slot
-    spans: tuple[tuple[Span, Span], ...] = ()
+    spans: Mapping[int, tuple[Span, Span]] = field(default_factory=dict)
     givers: frozenset[int] | None = None
     """The ranks that can give elements, if not all can."""
 
@@ -55,10 +55,10 @@ class _Home:
         return kept_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
 
     def given(self, rank: int) -> Span:
-        if self.spans:
-            return self.spans[rank][1]
         if self.givers is not None:
             return self._given_by_some(self.givers, rank)
+        if self.spans:
+            return self.spans[rank][1]
         return written_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
 
     def _given_by_some(self, givers: frozenset[int], rank: int) -> Span:
@@ -139,7 +139,7 @@ class TrainingState:
         self._world = world
         self._dealt = frozenset(dealt)
         self._stands_for = held.stands_for
-        self._homes = self._homes_in(held.flats)
+        self._homes = self._homes_in(held.flats, held.stands_for[world.rank])
         former = {rank for ranks in held.stands_for for rank in ranks}
         if former != set(range(next(iter(self._homes.values())).spec.mesh.world_size)):
             self._homes = {name: replace(home, givers=frozenset(former)) for name, home in self._homes.items()}
@@ -161,7 +161,7 @@ class TrainingState:
         """Set the new layout, which has no memory yet. All ranks call."""
         mesh = flats[0].spec.mesh
         self._group = DataGroup(self._world, mesh, mesh.params_axes).group
-        self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats])
+        self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats], [self._world.rank])
 
     def move_into(self, flat: Flat, collectives: Collectives) -> States:
         """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call that have these
@@ -195,22 +195,24 @@ class TrainingState:
             if not self._num_left[old]:
                 let_go(old)
 
-    def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]) -> dict[str, _Home]:
+    def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]], ranks: Sequence[int]) -> dict[str, _Home]:
+        """Where parameters lie in the layout of `flats`, of which this rank knows the parts of `ranks`: they had the
+        same experts. All ranks call."""
         homes = {slot.name: _Home(spec, slot) for spec, slots in flats for slot in slots}
         if not self._dealt:
             return homes
-        me = self._world.rank
         own = {
-            name: [
-                (span.start, span.stop)
-                for span in (_in_whole(home.slot, one) for one in (home.kept(me), home.given(me)))
-            ]
+            name: {
+                rank: [astuple(_in_whole(home.slot, span)) for span in (home.kept(rank), home.given(rank))]
+                for rank in ranks
+            }
             for name, home in homes.items()
             if name in self._dealt
         }
         layouts = [json.loads(message) for message in self._world.exchange(json.dumps(own).encode(), "layout")]
         for name in own:
-            spans = tuple((Span(*message[name][0]), Span(*message[name][1])) for message in layouts)
+            known = [item for message in layouts for item in message[name].items()]
+            spans = {int(rank): (Span(*kept), Span(*given)) for rank, (kept, given) in known}
             homes[name] = replace(homes[name], spans=spans)
         return homes
 

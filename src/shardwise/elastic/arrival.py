@@ -25,6 +25,7 @@ from shardwise.errors import StateError
 from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
+from shardwise.parallel.experts.loads import Loads
 from shardwise.parallel.model_axes import rows_for
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -124,6 +125,7 @@ def arrive(
         group.update({key: decode(value) for key, value in settings.items()})
     for one in every:
         _load_buffers(model, decode(one["came"]["buffers"]))
+    Loads(model).begin({name: counts for one in every for name, counts in decode(one["came"]["loads"]).items()})
     bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter(), converted=converted)
     if designed.staged is not None:
         designed.staged.free_others(device)
@@ -142,7 +144,7 @@ def _units(
     """The units and flat buffers that the others had before, on another mesh than `designed`, computed from the model;
     they allocate no memory."""
     if designed.staged is None:
-        chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, None)
+        chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, designed.experts)
     else:  # the model has no other stages any more, and tables name axes, not their sizes
         chosen, rows = designed.choices, designed.rows
     choices = [replace(choice, boxes=designed.boxes) for choice in chosen]

@@ -13,7 +13,7 @@ from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.plan.replica_groups import mesh_over
 from shardwise.sharded.sharded_model import ShardedModel
-from shardwise.sharded.state import Former, move, trained_as_before
+from shardwise.sharded.state import Former, dealt_out, move, trained_as_before
 
 
 def take_down(sharded: ShardedModel) -> None:
@@ -56,7 +56,8 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
         split.undo()  # it communicates in the former world
     with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
         designed = former.sharding.design_on(former.model, plan, world)
-        belongings = TrainingState(held, world)
+        dealt = dealt_out(former.model, former.sharding.experts, designed)
+        belongings = TrainingState(held, world, dealt)
         fitted = (former.sharding.fitted, former.sharding.budget)
         renewed = move(former, designed, belongings, world, fitted=fitted)
     try:

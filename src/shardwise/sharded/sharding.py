@@ -104,7 +104,8 @@ class Sharding:
         """The design of the same `model` for `plan` on a `world` in which ranks were lost or have joined, and this one
         has the same place in its replica group."""
         if self.stage_design is None:
-            return design(model, plan, world, known=self if self.split is not None else None)
+            is_split = self.split is not None or self.experts is not None
+            return design(model, plan, world, known=self if is_split else None)
         mesh = mesh_for(plan, world.size, world.local_size)
         return replace(self.stage_design, plan=plan, mesh=mesh, table=table_for(plan, mesh))
 

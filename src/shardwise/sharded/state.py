@@ -315,7 +315,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     disk = designed.open_disk(world, model, sharded.parts.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
-    dealt = _dealt_out(model, sharded.parts.sharding.experts, designed)
+    dealt = dealt_out(model, sharded.parts.sharding.experts, designed)
     log_fitted(fitted, world)
     try:
         known = replace(sharded.parts.sharding, updates=updates)
@@ -468,7 +468,7 @@ def move(
     return renewed
 
 
-def _dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str]:
+def dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str]:
     """The parameters of which ranks along `ep` have different parts, before or after."""
     either = {param for split in (had, designed.experts) if split is not None for param in split.params}
     return [name for name, param in model.named_parameters() if param in either]
