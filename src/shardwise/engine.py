@@ -27,7 +27,6 @@ from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.init import Init, Wishes, end_recording
 from shardwise.optim.precision import LossScaler, Norm
 from shardwise.parallel.experts import EXPERT_LOAD
-from shardwise.parallel.pipeline import PLAIN_LOOP
 from shardwise.plan import Plan, Profile, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table
@@ -314,10 +313,8 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`.
         (`loss.backward()` averages over ranks; a loop that accumulates with it divides the loss, as in plain PyTorch.)
-        All ranks call. Raises `StateError` for a model in pipeline stages, which takes `train_step`."""
+        All ranks call; of a model in pipeline stages with what its ranks have all computed (docs/pipeline.md)."""
         self._require_open()
-        if self._sharded.parts.pipeline is not None:
-            raise StateError(PLAIN_LOOP)
         self._session.backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -418,11 +415,25 @@ class Engine:
         self._require_open()
         return self._session.train(batch, target, loss_fn)
 
-    def forward_backward(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
+    def forward_backward(
+        self,
+        batch: Any,
+        target: Any = None,
+        *,
+        loss_fn: LossFunction | None = None,
+        compute_loss: Callable[[Any], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """`train_step` without the update, for a loop that inspects the gradients; `engine.step()` then takes the
-        step."""
+        step.
+
+        `compute_loss(micro_batch)`, instead of `target` and `loss_fn`, calls the model itself, exactly once, and
+        returns the loss. In pipeline stages every rank calls it, and only on the rank of the last stage does the call
+        of the model return; on the others an exception ends it there. It may be called several times for a micro-batch.
+        """
         self._require_open()
-        return self._session.forward_backward(batch, target, loss_fn)
+        if compute_loss is not None and (loss_fn is not None or target is not None):
+            raise ConfigError("forward_backward() takes compute_loss, or loss_fn and target, but not both.")
+        return self._session.forward_backward(batch, target, loss_fn, compute_loss)
 
     def eval_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """The mean loss of `batch` without gradients, a scalar on every rank; arguments and result as in `train_step`.
@@ -896,17 +907,21 @@ class Engine:
         assert sequence is not None
         return sequence.join(part, dim)
 
-    def give_whole_outputs(self, *, tokens: bool = True) -> None:
+    def give_whole_outputs(self, *, tokens: bool = True, training: bool = False) -> None:
         """From now on, a model of transformers that is given a whole batch and splits it along `sp` returns whole
         outputs.
 
         A loss is that of the whole batch, on every rank along `sp`, and outputs with one entry per token in dimension 1
         are joined. Exception: in training, next to a loss of the model's own, logits and hidden states stay in parts
         because they would take too much memory (see `join_sequence`); with `tokens=False` they stay in parts
-        everywhere. All ranks call. Without an axis `sp` nothing changes.
+        everywhere. All ranks call.
+
+        In pipeline stages, calls of the model return whole outputs anyway, except for what is larger than 64 KiB next
+        to a loss: that is left on the last stage in training, unless `training` is given, and with `tokens=False`
+        everywhere. Without `sp` and `pp` nothing changes.
         """
         self._require_open()
-        self._sharded.progress.whole_outputs.ask(tokens=tokens)
+        self._sharded.progress.whole_outputs.ask(tokens=tokens, training=training)
 
     def mean_over_tokens(self, values: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
         """From one value per token of this rank, a scalar whose mean over ranks, as `backward` and `mean` take it, is

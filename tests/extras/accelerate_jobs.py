@@ -218,7 +218,7 @@ def refused(what: str) -> None:
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))
         accelerator.load_state(tempfile.mkdtemp())
     elif what == "axes":
-        made({"preset": "zero3", "mesh": {"pp": 2}})
+        made({"preset": "zero3", "mesh": {"pp": -1}})
     accelerator = made("zero3")
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     if what == "spread":

@@ -40,10 +40,11 @@ def test_a_loop_with_everything_in_it(tmp_path: Path) -> None:
         assert load_file(tmp_path / plan / "weights" / "model.safetensors").keys() == expected["state"].keys()
 
 
-def test_a_loop_over_a_split_model(tmp_path: Path) -> None:
-    """Ranks along tp get the same batches, schedulers count batches, and metrics have each sample once."""
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_a_loop_over_a_split_model(tmp_path: Path, mesh: dict[str, int]) -> None:
+    """Ranks along tp and pp get the same batches, schedulers count batches, and metrics have each sample once."""
     plain = begin(2, jobs.looped, None, str(tmp_path / "plain"))
-    plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}}
+    plan = {"preset": "zero2", "mesh": mesh}
     ours, expected = on_ranks(4, jobs.looped, plan, str(tmp_path / "ours"))[0], plain()[0]
     for name in ("losses", "again", "norms", "evaluated", "rate"):
         assert ours[name] == pytest.approx(expected[name], abs=1e-5), name
@@ -102,11 +103,11 @@ def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:
     assert alone["state"] == run["saved"] != run["state"]
 
 
-@pytest.mark.parametrize(("accumulates", "ranks"), [(True, 2), (False, 2), (False, 1)])
-def test_what_is_logged_stands_in_the_record(tmp_path: Path, accumulates: bool, ranks: int) -> None:
+@pytest.mark.parametrize(("accumulates", "ranks", "axis"), [(True, 2, "dp"), (False, 2, "pp"), (False, 1, "dp")])
+def test_what_is_logged_stands_in_the_record(tmp_path: Path, accumulates: bool, ranks: int, axis: str) -> None:
     """Called by all ranks or by the main one alone; Accelerate's own trackers get the values too."""
     run = tmp_path / "run"
-    plan = {"preset": "zero3", "run": str(run), "trackers": ["jsonl", "csv"]}
+    plan = {"preset": "zero3", "mesh": {axis: ranks}, "run": str(run), "trackers": ["jsonl", "csv"]}
     first = on_ranks(ranks, jobs.logged, plan, str(tmp_path / "board"), accumulates=accumulates)[0]
     losses = {step: values["loss"] for step, values in first["told"] if "loss" in values}
     assert losses
@@ -168,7 +169,7 @@ REFUSED = {
     "plugin": "fsdp_plugin= selects FSDP",
     "clipping": "with Accelerate the script clips",
     "accumulation": "accumulate 2 .* is 1",
-    "axes": "mesh has pp, but Accelerate .* then engine.train_step",
+    "axes": "Set the size of pp, and let a data axis take the rest",
     "spread": "SGD has parameters of Linear and of other modules",
     "strange state": "was not saved by this Accelerator",
     "alone": "Linear was prepared without its optimizer",

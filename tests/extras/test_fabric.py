@@ -26,6 +26,7 @@ def test_a_loop_and_its_checkpoints(tmp_path: Path) -> None:
     plain = on_ranks(2, jobs.by_ddp, folder)
     ours = on_ranks(2, jobs.by_plans, folder)
     cut = on_ranks(4, jobs.split, folder)
+    staged = on_ranks(4, jobs.in_stages, folder)
     assert len(plain[0][0]["losses"]) == 24 // 2
     for rank in range(4):
         expected, resumed = plain[rank // 2]
@@ -34,6 +35,10 @@ def test_a_loop_and_its_checkpoints(tmp_path: Path) -> None:
         for run in (again, other):
             same(run, resumed, "losses", "norms", "state")
         assert again["rest"] == ["more"]
+        found, again = staged[rank]
+        expected, resumed = plain[rank % 2]
+        same(found, expected, "losses", "norms", "state")
+        same(again, plain[rank // 2][1], "losses", "norms", "state")
     for rank in range(2):
         expected, resumed = plain[rank]
         found, again, single, from_theirs = ours[rank]
@@ -61,7 +66,6 @@ def test_precisions() -> None:
 
 REFUSED = {
     "clipping": "clip_grad_norm 1.0, but with Fabric the training loop does this",
-    "stages": "mesh has pp, but Fabric .* then engine.train_step",
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "state": "state_dict_type is 'some'",
     "precision": "precision '64-true' is not supported with Fabric",

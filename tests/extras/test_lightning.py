@@ -139,7 +139,7 @@ def test_averaged_weights_and_uneven_batches(tmp_path: Path) -> None:
 REFUSED = {
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "spawn": "start_method='spawn' starts ranks",
-    "axes": "mesh has pp, but Lightning .* then engine.train_step",
+    "axes": "mesh has pp, but Lightning .* keep pp, with Trainer",
     "state": "state_dict_type is 'sharded_'",
 }
 REFUSED_AT_SETUP = {

@@ -97,6 +97,58 @@ def test_a_split_model_is_trained_as_a_whole_one(model: str, ranks: int, peers: 
     assert len(ours[0]["evaluations"]) == 2
 
 
+STAGES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+    # ranks, ranks of Trainer's own DDP, plan, what else
+    (2, 1, {"preset": "zero1", "mesh": {"pp": 2}}, {"gradient_accumulation_steps": 3, "max_steps": 8}),
+    (2, 1, {"preset": "zero3", "mesh": {"pp": 2}}, {"kind": "overridden", "gradient_accumulation_steps": 3}),
+    (2, 1, {"preset": "zero2", "mesh": {"pp": 2}}, {"kind": "classification", "label_smoothing_factor": 0.1}),
+    (
+        2,
+        1,
+        {"preset": "ddp", "mesh": {"pp": 2}},
+        {"kind": "own loss", "gradient_accumulation_steps": 3, "max_steps": 6},
+    ),
+    (4, 2, {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}}, {"gradient_accumulation_steps": 3}),
+    (4, 2, {"preset": "zero1", "mesh": {"pp": 2, "dp": 2}}, {"kind": "classification"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "peers", "plan", "settings"), STAGES)
+def test_a_pipeline_is_trained_and_evaluated_as_a_whole_model(
+    ranks: int, peers: int, plan: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Also where an epoch's last step has fewer micro-batches, and where a class computes its loss itself."""
+    settings = {"max_grad_norm": 0.5, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, **settings}
+    begun = begin(peers, jobs.in_stages, None, **settings)
+    ours = on_ranks(ranks, jobs.in_stages, plan, **settings)
+    plain = begun()[0]
+    for run in ours:
+        assert_same(run, plain)
+        assert run["accuracy"] == pytest.approx(plain["accuracy"])
+        assert_rows(run["predicted"], plain["predicted"])
+        fills_stages = "gradient_accumulation_steps" in settings
+        assert any(run["whole"]) == (fills_stages and settings.get("kind") != "overridden")
+        assert not all(run["whole"])  # an epoch's last step has fewer micro-batches
+
+
+def test_a_pipeline_is_saved_whole_and_resumed_with_other_stages(tmp_path: Path) -> None:
+    folder, rest = str(tmp_path), {"load_best_model_at_end": False, "save_strategy": "no"}
+    plain = begin(
+        1, jobs.race, [None], "deep", **jobs.SAVING | {"save_strategy": "no", "load_best_model_at_end": False}
+    )
+    cut = {"preset": "zero2", "mesh": {"pp": 2}}
+    whole = on_ranks(2, jobs.saved, cut, "deep", folder)[0]
+    assert whole["losses"] == pytest.approx(plain()[0][0]["losses"], abs=1e-5)
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    for name, value in final.state_dict().items():
+        torch.testing.assert_close(value, torch.tensor(whole["state"][name]), rtol=0, atol=0)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    for num_ranks, plan in ((1, "zero3"), (4, {"preset": "zero1", "mesh": {"pp": 4}})):
+        resumed = on_ranks(num_ranks, jobs.resumed, plan, "deep", folder, checkpoint, **rest)[0]
+        assert resumed["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+        assert resumed["norms"] == pytest.approx(whole["norms"], abs=1e-5)
+
+
 SEQUENCES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
     # ranks, ranks of Trainer's own DDP, plan, what else
     (2, 1, {"preset": "zero3", "mesh": {"sp": 2}}, {"length": 11, "gradient_accumulation_steps": 2}),
@@ -314,10 +366,8 @@ REFUSED = {
     "layerwise": ({"optim": "lomo"}, "zero3", "optim=lomo updates parameters during the backward"),
     "accumulation": ({}, {"preset": "zero3", "accumulate": 4}, "accumulate 4 .* is 1"),
     "clipping": ({}, {"preset": "zero3", "clip_grad_norm": 0.5}, "clip_grad_norm 0.5 .* is 1.0"),
-    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "pp": 2}}, "mesh has pp, but Trainer .* then engine.train_step"),
-    "order": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 2}}, "Set the size of tp, and put it last"),
-    "size": ({}, {"preset": "zero3", "mesh": {"sp": -1}}, "Set the size of sp, and put it last"),
-    "both": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 2, "sp": 2}}, "of tp and sp, and put them last"),
+    "size": ({}, {"preset": "zero3", "mesh": {"sp": -1}}, "Set the size of sp, and let a data axis take the rest"),
+    "sizes": ({}, {"preset": "zero3", "mesh": {"pp": -1, "tp": -1}}, "Set the size of tp and pp"),
     "precision": ({"bf16": True}, {"preset": "zero3", "precision": "fp16"}, "precision fp16, but .* is set to bf16"),
     "compiler": (
         {"torch_compile_backend": "aot_eager"},

@@ -23,12 +23,13 @@ def test_a_run_is_that_of_ddp(name: str) -> None:
         torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("mesh", [{"dp": -1, "sp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize("name", ["supervised", "preferred"])
-def test_split_sequences_are_trained_as_whole_ones(name: str) -> None:
+def test_split_sequences_and_stages_are_trained_as_whole_ones(name: str, mesh: dict[str, int]) -> None:
     job = getattr(jobs, name)
     settings = {"eval_strategy": "steps", "eval_steps": 2} if name == "supervised" else {}
     plain = begin(1, job, None, **settings)
-    ours = on_ranks(2, job, {"preset": "zero3", "mesh": {"dp": -1, "sp": 2}}, **settings)[0]
+    ours = on_ranks(2, job, {"preset": "zero3", "mesh": mesh}, **settings)[0]
     expected = plain()[0]
     for figure in ("losses", "norms", "rates"):
         assert ours[figure] == pytest.approx(expected[figure], abs=1e-5), figure

@@ -13,6 +13,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     TrainingArguments,
@@ -46,13 +47,28 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def llama_config(**changes: Any) -> LlamaConfig:
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
+    }  # fmt: skip
+    return LlamaConfig(**sizes | changes, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+
+
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(llama_config())
+
+
+def deep() -> nn.Module:
+    """For four stages."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama_config(num_hidden_layers=4))
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(llama_config(num_labels=3))
 
 
 def mixtral() -> nn.Module:
@@ -65,7 +81,7 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}
+MODELS = {"gpt2": gpt2, "llama": llama, "deep": deep, "mixtral": mixtral, "classifier": classifier}
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True, "report_to": [],
     "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 3e-3, "max_steps": 12, "seed": 3,
@@ -143,6 +159,65 @@ def over_split_sequences(plan: Any, length: int = LENGTH, average: bool = True, 
         "seen": seen, "accuracy": alone["eval_accuracy"], "tokens": trainer.state.num_input_tokens_seen,
         "predicted": without_padding(predicted.predictions),
     }  # fmt: skip
+
+
+class Stepping(transformers.TrainerCallback):
+    """Records which steps the engine has run as a whole."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.whole: list[bool] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.whole.append(getattr(self.trainer, "_step", None) is not None)
+
+
+def in_stages(plan: Any, kind: str = "", **settings: Any) -> dict[str, Any]:
+    """Train on padded rows, in an epoch of fourteen batches or seven, evaluate with metrics, and predict."""
+    is_classifier = kind == "classification"
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        guesses, labels = prediction.predictions.argmax(-1), prediction.label_ids
+        if not is_classifier:
+            guesses, labels = guesses[:, :-1], labels[:, 1:]
+        return {"accuracy": float(((guesses == labels) & (labels != -100)).sum() / (labels != -100).sum())}
+
+    def padded(found: Rows) -> Rows:
+        made = []
+        for number, row in enumerate(found):
+            mask = (torch.arange(LENGTH) < LENGTH - number % 3).long()
+            ids, labels = row["input_ids"] * mask, row["labels"].masked_fill(mask == 0, -100)
+            made.append(
+                {"input_ids": ids, "attention_mask": mask, "labels": ids.sum() % 3 if is_classifier else labels}
+            )
+        return made
+
+    trainer = make(plan, "classifier" if is_classifier else "llama", compute_metrics=metrics, **settings)
+    trainer.train_dataset, trainer.eval_dataset = padded(rows(28)), padded(rows(7, seed=1))
+    stepping = Stepping(trainer)
+    trainer.add_callback(stepping)
+    if kind == "own loss":
+        trainer.compute_loss_func = _own_loss
+    if kind == "overridden":
+        trainer.__class__ = type("Comparing", (type(trainer),), {"compute_loss": _compared})
+    trainer.train()
+    found = told(trainer, getattr(trainer, "engine", None))
+    accuracy = trainer.evaluate()["eval_accuracy"]
+    predicted = trainer.predict(padded(rows(3, seed=2))).predictions.tolist()
+    return found | {"whole": stepping.whole, "accuracy": accuracy, "predicted": predicted}
+
+
+def _own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=0.1)
+    return total / num_items_in_batch
+
+
+def _compared(self: Any, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    """Calls the model twice."""
+    outputs, others = model(**inputs), model(input_ids=inputs["input_ids"].flip(1))
+    loss = outputs.loss + (others.logits.mean((1, 2)) - 1).pow(2).mean()
+    return (loss, outputs) if return_outputs else loss
 
 
 class Watching(transformers.TrainerCallback):

@@ -153,7 +153,7 @@ OF_OTHERS = {
         ),
         *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_init_weights", "_is_hf_initialized"),
         *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-        *("_load_pretrained_model", "_globalstep_last_logged"),
+        *("_load_pretrained_model", "_globalstep_last_logged", "_prepare_inputs"),
     ),
     "accelerate": ("_is_overflow", "_save_model_state_pre_hook"),
     "lightning": (

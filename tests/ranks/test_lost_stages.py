@@ -20,7 +20,7 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.comm.generation import Regrouped
 from shardwise.elastic.layouts import Layout
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
 from tests.ranks.test_buddies import HostDiesAt
 from tests.ranks.test_lost_groups import BLOCKS, NUM_STEPS, PRESETS, ROWS, DiesBefore, Frozen, race
@@ -353,6 +353,19 @@ def test_stages_that_are_sharded_along_different_axes_are_refused(tmp_path: Path
     assert len(refusals) == 4
     for one in refusals.values():
         assert "survive: host is not possible: pipeline stages are sharded differently" in one
+
+
+def test_calls_of_the_model_are_refused_and_name_whole_steps(tmp_path: Path) -> None:
+    def work(world: World, _: int) -> str:
+        own = Transformer(tied=False)
+        with sw.shard(own, plan_of("zero1"), optimizer=adamw(own), world=world) as engine:
+            with pytest.raises(StateError) as caught:
+                own(tokens(0, ROWS))
+            train(engine, 1)
+        return str(caught.value)
+
+    for one in run_members(4, work, tmp_path).values():
+        assert "In a job that goes on when ranks are lost, use engine.train_step(batch)" in one
 
 
 def test_a_checkpoint_after_a_rank_has_taken_other_stages(tmp_path: Path) -> None:

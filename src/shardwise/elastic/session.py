@@ -134,6 +134,9 @@ class ElasticSession(Session):
         if arrival is not None:
             self.recovery.join()
 
+    def _answer_calls(self) -> None:
+        """See [Note: stages]: only whole steps are repeated."""
+
     @property
     def num_steps(self) -> int:
         return super().num_steps if self._shown_steps is None else self._shown_steps
@@ -257,15 +260,21 @@ class ElasticSession(Session):
             except CommError as error:
                 self._recover_outside(error)
 
-    def forward_backward(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    def forward_backward(
+        self,
+        batch: Any,
+        target: Any,
+        loss_fn: LossFunction | None,
+        compute: Callable[[Any], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """See [Note: stages]."""
         if self.sharded.parts.pipeline is None:
-            return super().forward_backward(batch, target, loss_fn)
+            return super().forward_backward(batch, target, loss_fn, compute)
         if not self._iterations.is_open:
             self._begin()
         if not self._iterations.is_void():
             try:
-                return super().forward_backward(batch, target, loss_fn)
+                return super().forward_backward(batch, target, loss_fn, compute)
             except CommError as error:
                 self.recovery.recover(error)
         self.sharded.progress.micro_steps.are_all_run = True

@@ -42,8 +42,8 @@ from shardwise.integrations.model_patches import (
 from shardwise.integrations.plans import (
     PlanLike,
     dtype_of,
+    has_stages,
     require_agreement,
-    require_no_stages,
     resolved_plan,
     without,
 )
@@ -63,10 +63,11 @@ class Accelerator(BatchSharingAccelerator):
     prepared, in the same call as model and optimizer or before (docs/auto.md); or for `batch`, one micro-batch of a
     rank, as the model is called with it.
 
-    Ranks along `tp` and `sp` get the same batches. A model of transformers splits a batch along `sp` by itself, and
+    Ranks along `tp`, `sp` and `pp` get the same batches. With `pp`, each call of the model splits its batch into parts,
+    which pass through the stages (docs/pipeline.md). A model of transformers splits a batch along `sp` by itself, and
     returns the loss of the whole batch; for other models, call `engine.split_sequence` on each batch.
 
-    Raises `ConfigError` for a plan with pipeline stages (axis `pp`), and for plugins of other engines.
+    Raises `ConfigError` for plugins of other engines.
     """
 
     _optimizers: list[Any]
@@ -82,7 +83,6 @@ class Accelerator(BatchSharingAccelerator):
     def __init__(self, *args: Any, plan: PlanLike | None = None, batch: object = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
         refuse_other_engines(kwargs)
-        require_no_stages(loaded, "Accelerate")
         self.ranks_per_batch = ranks_per_batch(loaded)
         super().__init__(*args, **kwargs)
         Accelerator.num_made += 1
@@ -103,6 +103,8 @@ class Accelerator(BatchSharingAccelerator):
         """Whether `free_memory` leaves models sharded, as Trainer needs between two runs of the same model."""
         self.num_micro_batches: int | None = None
         """Of a step, if another loop than accelerate's accumulates."""
+        self.runs_whole_steps = False
+        """Whether another loop gives the engine all micro-batches of a step in one call."""
         self.deepspeed_config: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         """Of a job that is started for `deepspeed --autotuning`: the script's, and values for its `"auto"`."""
         self._compiler = self._take_compiler()
@@ -250,6 +252,8 @@ class Accelerator(BatchSharingAccelerator):
             if plan.preset == "auto":
                 plan = self._chosen(model, plan, mine, device)
             refuse_fused_heads(model, plan)
+            if self.runs_whole_steps:
+                plan = sw.load_plan(plan, [f"accumulate={self.num_micro_batches}"])
             tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, mine[0])
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             if tuner is not None:
@@ -268,6 +272,11 @@ class Accelerator(BatchSharingAccelerator):
         self, model: nn.Module, plan: sw.Plan, optimizers: list[torch.optim.Optimizer], device: torch.device | None
     ) -> sw.Plan:
         """`plan` with what `preset: auto` stands for, for as many micro-batches as are accumulated."""
+        if has_stages(plan):
+            raise ConfigError(
+                "preset: auto is not for loops that call a model in pipeline stages, because it foresees "
+                "engine.train_step. Name a preset, such as zero1, or leave pp out of the mesh."
+            )
         batch = self._batch
         if batch is None:
             loader = self.training_loader
@@ -296,7 +305,7 @@ class Accelerator(BatchSharingAccelerator):
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
         """See accelerate. Sharded gradients are reduced nevertheless, because no rank can store them whole."""
         engine = None if model is None else self._engines.get(model)
-        if engine is None or engine.table.grad.shard:
+        if engine is None or engine.table.grad.shard or self.runs_whole_steps:
             yield
             return
         with engine.no_sync():

@@ -1,4 +1,4 @@
-"""Batches under Trainer and Accelerate: ranks along `tp` and `sp` get the same batch, all others get their own."""
+"""Batches under Trainer and Accelerate: ranks along `tp`, `sp` and `pp` get the same batch, all others their own."""
 
 from __future__ import annotations
 
@@ -14,52 +14,23 @@ from accelerate.utils import recursively_apply
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.integrations.plans import data_share
 
-_AXES = ("tp", "sp")
+AXES = ("tp", "sp", "pp")
 """The axes along which ranks share a batch."""
-_THEIR_AXIS = "tp"
-"""Accelerate's name for such an axis."""
 
 
 def ranks_per_batch(plan: sw.Plan) -> int:
-    """The number of neighbouring ranks that get the same batch.
-
-    Raises `ConfigError` for a mesh in which these ranks are not neighbours, or whose sizes are not given.
-    """
+    """The number of ranks that get the same batch. Raises `ConfigError` for a mesh in which it is not given."""
     mesh = dict(plan.mesh or {})
-    sharing = [axis for axis in _AXES if mesh.get(axis, 1) != 1]
-    if not sharing:
-        return 1
-    first = min(list(mesh).index(axis) for axis in sharing)
-    others = [axis for axis in list(mesh)[first:] if axis not in _AXES and mesh[axis] != 1]
-    if others or any(mesh[axis] < 1 for axis in sharing):
+    unknown = [axis for axis in AXES if mesh.get(axis, 1) < 1]
+    if unknown:
         listed = ", ".join(f"{axis}: {count}" for axis, count in mesh.items())
-        good = ", ".join(f"{axis}: 2" for axis in sharing)
         raise ConfigError(
-            f"The mesh is {{{listed}}}, but ranks that share a batch must be neighbours. Set the size of "
-            f"{' and '.join(sharing)}, and put {'them' if len(sharing) > 1 else 'it'} last, such as {{dp: -1, {good}}}."
+            f"The mesh is {{{listed}}}, but how many ranks share a batch has to be given. Set the size of "
+            f"{' and '.join(unknown)}, and let a data axis take the rest, such as {{dp: -1, {unknown[0]}: 2}}."
         )
-    return math.prod(mesh[axis] for axis in sharing)
-
-
-class BatchMesh:
-    """A stand-in for a device mesh, from which Accelerate's data loaders read how many ranks share a batch."""
-
-    mesh_dim_names = ("dp_shard", _THEIR_AXIS)
-
-    def __init__(self, num_ranks: int, copies: int) -> None:
-        self._sizes = {"dp_shard": num_ranks // copies, _THEIR_AXIS: copies}
-
-    def __getitem__(self, name: str) -> _Axis:
-        return _Axis(self._sizes[name])
-
-
-class _Axis:
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
+    return math.prod(mesh.get(axis, 1) for axis in AXES)
 
 
 class PerBatchScheduler(AcceleratedScheduler):
@@ -81,26 +52,45 @@ class BatchSharingAccelerator(PlainAccelerator):
     """The part of our `Accelerator` whose loaders, schedulers and metrics count `ranks_per_batch` ranks as one."""
 
     _schedulers: list[Any]
+    plan: sw.Plan
     ranks_per_batch = 1
-    """The number of ranks that get the same batch: the product of the mesh's `tp` and `sp`."""
+    """The number of ranks that get the same batch: the product of the mesh's `tp`, `sp` and `pp`."""
     _counts_batches_once = False
+    _reads_shares = False
+    """Whether a rank's share of the batches counts as its number among processes."""
 
-    def _prepare_device_mesh(self) -> Any:
-        if self.ranks_per_batch == 1:
-            return super()._prepare_device_mesh()
-        return BatchMesh(self.num_processes, self.ranks_per_batch)
+    @property
+    def num_processes(self) -> int:
+        """See accelerate."""
+        return self._share(self._rank)[1] if self._reads_shares else int(super().num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """See accelerate."""
+        return self._share(self._rank)[0] if self._reads_shares else self._rank
+
+    @property
+    def _rank(self) -> int:
+        return int(super().process_index)
+
+    def _share(self, rank: int) -> tuple[int, int]:
+        return data_share(self.plan, rank, int(super().num_processes))
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """See accelerate. Ranks along `tp` and `sp` get the same batches."""
+        """See accelerate. Ranks along `tp`, `sp` and `pp` get the same batches."""
         is_read_by_one = self.dispatch_batches
         if is_read_by_one is None:
             is_read_by_one = isinstance(data_loader.dataset, torch.utils.data.IterableDataset)
         if self.ranks_per_batch > 1 and is_read_by_one:
             raise ConfigError(
                 "With dispatch_batches, rank 0 reads all batches and sends a different one to each rank, but ranks "
-                "along tp and sp need the same one. Set dispatch_batches=False, so that each rank reads."
+                "along tp, sp and pp need the same one. Set dispatch_batches=False, so that each rank reads."
             )
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        self._reads_shares = self.ranks_per_batch > 1
+        try:
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        finally:
+            self._reads_shares = False
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """See accelerate. The scheduler steps once per distinct batch of a step."""
@@ -124,8 +114,8 @@ class BatchSharingAccelerator(PlainAccelerator):
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object:
             raise ConfigError(
-                "gather_for_metrics(use_gather_object=True) would count batches that ranks along tp and sp share "
-                "several times. Leave use_gather_object out."
+                "gather_for_metrics(use_gather_object=True) would count batches that ranks along tp, sp and pp "
+                "share several times. Leave use_gather_object out."
             )
         with self.counting_batches_once():
             return super().gather_for_metrics(input_data)
@@ -141,4 +131,5 @@ class BatchSharingAccelerator(PlainAccelerator):
 
     def _once(self, gathered: torch.Tensor) -> torch.Tensor:
         parts = gathered.chunk(self.num_processes)
-        return torch.cat(parts[:: self.ranks_per_batch])
+        of_share = {self._share(rank)[0]: part for rank, part in reversed(list(enumerate(parts)))}
+        return torch.cat([of_share[share] for share in range(len(of_share))])

@@ -23,7 +23,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.integrations.deferred_logging import DeferredLogging
-from shardwise.integrations.model_patches import engine_folder
+from shardwise.integrations.model_patches import before_calls, engine_folder
 
 Save = Callable[[], Any]
 
@@ -60,8 +60,7 @@ class Coordination:
         self._may_read = False
         self._whole.close()
 
-    def _release_before_training(self, _model: nn.Module, _args: object) -> None:
-        """A forward pre-hook."""
+    def _release_before_training(self) -> None:
         if torch.is_grad_enabled():
             self.release()
 
@@ -69,11 +68,11 @@ class Coordination:
         """Register a model with an engine. The first one that `records` also receives logged values."""
         if records and self.logging is None:
             self.logging = DeferredLogging(self._engines[model])
-            model.register_forward_pre_hook(self._log_before_training, prepend=True)
+            before_calls(model, self._engines[model], self._log_before_training)
         if main_process_reads_alone:
-            model.register_forward_pre_hook(self._release_before_training, prepend=True)
+            before_calls(model, self._engines[model], self._release_before_training)
 
-    def _log_before_training(self, _model: nn.Module, _args: object) -> None:
+    def _log_before_training(self) -> None:
         logging = self.logging
         if logging is not None and torch.is_grad_enabled() and logging.exchanged_at != logging.engine.num_steps:
             logging.exchange()

@@ -13,10 +13,13 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
+from shardwise.integrations.plans import has_stages
 
 _ZERO_GRAD = "zero_grad"
 _HAND_OVER = "hand_over"
 _NO_SYNC = "no_sync"
+_CALL = "_compiled_call_impl"
+"""What torch's `Module.__call__` calls in the place of forward and hooks, if it is there."""
 _FSDP_MARK = "_is_fsdp_managed_module"
 """The attribute by which transformers recognizes FSDP:
 https://github.com/huggingface/transformers/blob/main/src/transformers/distributed/fsdp.py"""
@@ -78,6 +81,31 @@ def patch_zero_grad(model: nn.Module, engine: sw.Engine, hand_over: Callable[[],
 
     setattr(zero_grad, _HAND_OVER, hand_over)
     model.__dict__[_ZERO_GRAD] = zero_grad
+
+
+def before_calls(model: nn.Module, engine: sw.Engine, act: Callable[[], None]) -> None:
+    """Call `act`, which may be collective, before each call of `model`, which `engine` trains.
+
+    In pipeline stages a call makes further ones of the same module, part by part, and ranks make these at different
+    times; so it is not a hook there.
+    """
+    if not has_stages(engine.plan):
+        model.register_forward_pre_hook(lambda *_: act(), prepend=True)
+        return
+    call, depth = vars(model)[_CALL], 0
+
+    def acting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if not depth:
+            act()
+        depth += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            depth -= 1
+
+    acting.compiles_nothing = True  # type: ignore[attr-defined]  # as what it calls
+    model.__dict__[_CALL] = acting
 
 
 def is_prepared(model: nn.Module) -> bool:

@@ -17,13 +17,18 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HALVES = {"bf16", "fp16"}
 
 
+def has_stages(plan: sw.Plan) -> bool:
+    """Whether the plan's mesh splits models into pipeline stages."""
+    return (plan.mesh or {}).get("pp", 1) != 1
+
+
 def require_no_stages(plan: sw.Plan, library: str) -> None:
     """Raise `ConfigError` for a plan with pipeline stages, which the library's training loop does not support."""
-    if (plan.mesh or {}).get("pp", 1) != 1:
+    if has_stages(plan):
         raise ConfigError(
-            f"The plan's mesh has pp, but {library} calls the whole model for each batch. Use a mesh without stages "
-            f"(dp, node, local, ep, tp, sp). Or keep pp, and write the training loop: engine = sw.shard(model, plan, "
-            f"optimizer=optimizer), then engine.train_step(batch) (docs/pipeline.md)."
+            f"The plan's mesh has pp, but {library} calls more of a script than the model, which would have to run in "
+            f"stages too. Use a mesh without stages (dp, node, local, ep, tp, sp). Or keep pp, with Trainer, "
+            f"Accelerate or a loop of your own (docs/pipeline.md)."
         )
 
 

@@ -25,8 +25,9 @@ from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABLE, Sections
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
-from shardwise.integrations.plans import PlanLike, require_agreement, without
-from shardwise.integrations.trainer_arguments import refuse_arguments, refuse_vllm
+from shardwise.integrations.plans import PlanLike, has_stages, require_agreement, without
+from shardwise.integrations.trainer_arguments import NO_ADAPTERS, refuse_arguments, refuse_vllm
+from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
@@ -50,6 +51,7 @@ class ShardwiseTrainerMixin(_Base):
     def __init__(self, *args: Any, shardwise: PlanLike | None = None, **kwargs: Any) -> None:
         self.plan = sw.load_plan(self.default_plan if shardwise is None else shardwise)
         self._sections = None
+        self._step: WholeStep | None = None
         self._is_step_logged = False
         self._is_planned = shardwise is not None
         super().__init__(*args, **kwargs)
@@ -83,6 +85,7 @@ class ShardwiseTrainerMixin(_Base):
         self.accelerator = Accelerator(plan=plan, **self._accelerator_arguments)
         self.accelerator.keeps_engines = True
         self.accelerator.num_micro_batches = self.args.gradient_accumulation_steps
+        self.accelerator.runs_whole_steps = has_stages(self.plan)
         if self._sections is not None and TUNING_VARIABLE in os.environ:
             self.accelerator.deepspeed_config = self._sections.to_tune()
         self.gather_function = self.accelerator.gather_for_metrics
@@ -156,11 +159,19 @@ class ShardwiseTrainerMixin(_Base):
 
     # -- training ---------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """See Trainer. In pipeline stages, the first `training_step` trains all of them."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._step = WholeStep(self, batches) if has_stages(self.plan) and can_run_whole(self, batches) else None
+        return batches, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         """See Trainer."""
         if self.engine is not None:
-            self.engine.give_whole_outputs()
-        return super().training_step(*args, **kwargs)
+            self.engine.give_whole_outputs(training=not has_plain_steps(self))
+            if self._step is not None:
+                return self._step.loss_of_next(self.engine, model, num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """See Trainer."""
@@ -230,6 +241,8 @@ class ShardwiseTrainerMixin(_Base):
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         if hasattr(self.model, "peft_config"):
+            if has_stages(engine.plan):
+                raise ConfigError(NO_ADAPTERS)
             adapters = adapter_state_dict(self.model, engine)
             with prompts_precomputed(self.model):
                 if self.args.should_save:

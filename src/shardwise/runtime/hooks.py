@@ -229,7 +229,7 @@ class Hooks:
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
         if not in_backward():
-            self._listener.leave_root(raised=_is_unwinding(output))
+            self._listener.leave_root(raised=_is_unwinding(output) and not isinstance(sys.exc_info()[1], EndOfForward))
 
     @property
     def is_open(self) -> bool:
@@ -239,7 +239,12 @@ class Hooks:
     @property
     def is_cut_short(self) -> bool:
         """Whether a backward has begun and autograd left it without reaching its end."""
-        return self._awaits_end and not in_backward()
+        return self.has_begun_backward and not in_backward()
+
+    @property
+    def has_begun_backward(self) -> bool:
+        """Whether a backward has begun and not reached its end."""
+        return self._awaits_end
 
     def _before(self, unit: Unit, use: _Use, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._outer_compile.check_tracing()

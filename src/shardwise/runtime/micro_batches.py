@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -70,6 +70,10 @@ class MicroBatch:
     """How much it counts beside those of other ranks and the others of its step."""
     weighing: Weighing | None = None
     """Knows that weight while the loss is computed, if weights are used."""
+    given: Any = None
+    """The micro-batch as the loop gave it."""
+    compute: Callable[[Any], Tensor] | None = None
+    """Computes the loss of what was given, calling the model once; without it the model is called with the batch."""
 
     @cached_property
     def branches(self) -> tuple[tuple[str, bool], ...]:
@@ -82,6 +86,12 @@ class MicroBatch:
             elif isinstance(value, Tensor) and name == "position_ids":
                 found.append((name, bool((value.diff(dim=-1) == 1).all())))
         return tuple(found)
+
+    def loss_by(self, model: Callable[..., Any], loss_fn: LossFunction | None) -> Tensor:
+        """The loss, after a call of `model`."""
+        if self.compute is None:
+            return self.loss(model(*self.args, **self.kwargs), loss_fn)
+        return self.loss(self.given, self.compute)
 
     def loss(self, output: Any, loss_fn: LossFunction | None) -> Tensor:
         """The loss of `output`: what `loss_fn` makes of it, else the output itself, or its `loss`."""
@@ -120,6 +130,40 @@ def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list
     return [replace(part, weight=weight, weighing=weighing) for part, weight in zip(parts, weights, strict=True)]
 
 
+def parts_of(whole: MicroBatch, most: int) -> tuple[list[MicroBatch], list[int]]:
+    """At most `most` parts of what a model is called with, split along the samples, and how many each has.
+
+    Samples are the first dimension of its tensors. Tensors without dimensions, and those with one entry in the first,
+    are every part's. It stays whole if that leaves it open what belongs to a sample: if tensors differ in the first
+    dimension, or if lists have as many entries as there are samples. A part has another size than the dimensions after
+    the first one, so that it is seen if a model puts its samples there.
+    """
+    given = (whole.args, whole.kwargs)
+    tensors = list(_tensors_in(given))
+    found = {one.shape[0] for one in tensors if one.dim()} - {1}
+    if len(found) != 1 or not (rows := found.pop()) or _has_list_of(rows, given):
+        return [whole], [1]
+    others = {size for one in tensors if one.dim() and one.shape[0] == rows for size in one.shape[1:]}
+    sizes = next(
+        sizes for num in range(min(most, rows), 0, -1) if num == 1 or not others & set(sizes := even_sizes(rows, num))
+    )
+    bounds = [0, *accumulate(sizes)]
+    shares = (_share(given, slice(start, stop), rows) for start, stop in pairwise(bounds))
+    return [replace(whole, args=args, kwargs=kwargs) for args, kwargs in shares], list(sizes)
+
+
+def _has_list_of(rows: int, value: Any) -> bool:
+    """Whether `value` has a list or tuple of so many things other than tensors."""
+    if isinstance(value, Mapping):
+        return any(_has_list_of(rows, item) for item in value.values())
+    if not isinstance(value, tuple | list):
+        return False
+    is_of_tensors = any(isinstance(item, Tensor) for item in value)
+    return (len(value) == rows and not is_of_tensors and not any(True for _ in _tensors_in(value))) or any(
+        _has_list_of(rows, item) for item in value
+    )
+
+
 def mean_loss(losses: Sequence[Tensor], parts: Sequence[MicroBatch]) -> Tensor:
     """The mean over the samples of all micro-batches, without dimensions."""
     weights = [part.weight for part in parts]
@@ -131,9 +175,9 @@ def mean_loss(losses: Sequence[Tensor], parts: Sequence[MicroBatch]) -> Tensor:
 
 def _called_with(part: Any, target: Any = None, *, has_target: bool = False) -> MicroBatch:
     if isinstance(part, Mapping):
-        return MicroBatch((), dict(part), target, has_target)
+        return MicroBatch((), dict(part), target, has_target, given=part)
     args = tuple(part) if isinstance(part, tuple | list) and not hasattr(part, "_fields") else (part,)
-    return MicroBatch(args, {}, target, has_target)
+    return MicroBatch(args, {}, target, has_target, given=part)
 
 
 class _Cut(list[Any]):
@@ -180,14 +224,15 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def _share(value: Any, span: slice) -> Any:
-    """The rows of one micro-batch; what is no tensor is every micro-batch's."""
+def _share(value: Any, span: slice, of: int | None = None) -> Any:
+    """The rows of one micro-batch; what is no tensor, or a tensor that does not have `of` rows, is every
+    micro-batch's."""
     if isinstance(value, Tensor):
-        return value[span]
+        return value[span] if of is None or (value.dim() and value.shape[0] == of) else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_share(item, span) for item in value))
+        return type(value)(*(_share(item, span, of) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(_share(item, span) for item in value)
+        return type(value)(_share(item, span, of) for item in value)
     if isinstance(value, Mapping):
-        return {key: _share(item, span) for key, item in value.items()}
+        return {key: _share(item, span, of) for key, item in value.items()}
     return value

@@ -109,6 +109,12 @@ class Passes:
         """Whether losses have to be weighted."""
         self.num_unweighed = 0
         """Backwards since `clear_faults` whose loss was not weighted although it had to be."""
+        self.num_calls = 0
+        """In a pass over calls of a model in stages: those that have not been sent back."""
+        self.num_in_calls = 0
+        """The micro-batches of all calls of that pass."""
+        self.num_over_calls = 0
+        """How many such passes have ended."""
         self._journal = journal
         self._scripts: dict[tuple[str, bool], Script] = {}
         """By kind of pass, and whether gradients are reduced."""
@@ -123,9 +129,9 @@ class Passes:
         self.owes_reductions |= not self.reduces
         self.current.script.begin()
 
-    def begin_schedule(self, halved: frozenset[str]) -> None:
-        """The ops until `abandon` are one pass. For `halved` see `Pass`."""
-        script = self._scripts.setdefault(("schedule", self.reduces), Script(self._journal))
+    def begin_schedule(self, halved: frozenset[str], kind: str = "schedule") -> None:
+        """The ops until `abandon` are one pass, of some kind. For `halved` see `Pass`."""
+        script = self._scripts.setdefault((kind, self.reduces), Script(self._journal))
         self.current = Pass(script, reduces=self.reduces)
         self.current.halved = halved
         self.current.is_running = True
@@ -135,6 +141,21 @@ class Passes:
         """`op` runs from here on, and reduces gradients or not."""
         self.current.op, self.current.reduces = op, reduces
         self.current.script.begin_op(op)
+
+    def begin_call(self, num: int) -> int:
+        """A call with `num` micro-batches begins, in the running pass over calls or in a new one; the number of its
+        first one."""
+        if not self.num_calls:
+            self.begin_schedule(frozenset(), "calls")
+        first = self.num_in_calls
+        self.num_calls += 1
+        self.num_in_calls += num
+        return first
+
+    def end_calls(self) -> None:
+        """No call of the running pass can be sent back any more."""
+        self.num_calls = self.num_in_calls = 0
+        self.num_over_calls += 1
 
     def end(self) -> None:
         """A backward has ended, and with it the pass, unless the pass is a schedule with more of them."""

@@ -286,22 +286,52 @@ class Runner:
     def over_schedule(self) -> Iterator[None]:
         """Inside, the ops of a pipeline's schedule run, announced by `passes.begin_op`: see
         [Note: a schedule is a pass] in `passes.py`."""
+        self.end_calls()
         self.recover_if_cut_short()
         self.passes.begin_schedule(self.halves.units)
         try:
             yield
         except BaseException:
-            if self._hooks.is_cut_short:
-                self.recover_if_cut_short()
-            else:
-                self._recover()
+            self.fail_schedule()
             raise
+        self._end_schedule(is_complete=True)
+
+    def begin_call(self, num: int) -> int:
+        """A call of a model in stages begins, with `num` micro-batches, whose ops are announced by `passes.begin_op`;
+        the number of the first one. Calls that wait for their backwards are one pass, as a schedule is."""
+        self.recover_if_cut_short()
+        return self.passes.begin_call(num)
+
+    def end_call(self) -> None:
+        """The backward of a call has ended, or the call needs none."""
+        self.passes.num_calls -= 1
+        if not self.passes.num_calls:
+            self.passes.end_calls()
+            self._end_schedule(is_complete=True)
+
+    def end_calls(self) -> None:
+        """Calls that have not been sent back will not be."""
+        if self.passes.num_calls:
+            self.passes.end_calls()
+            self._end_schedule(is_complete=False)
+
+    def fail_schedule(self) -> None:
+        """An op of a schedule, or of a call, has raised."""
+        if self.passes.num_calls:
+            self.passes.end_calls()
+        if self._hooks.has_begun_backward:
+            self._recover_from_backward()
+        else:
+            self._recover()
+
+    def _end_schedule(self, *, is_complete: bool) -> None:
+        """All ops of a schedule have run, or of its forwards some were in vain, and nothing is learned."""
         current = self.passes.current
         block = self._post_backward.arrive_at(END_OF_BACKWARD)
         if block is not None:
             block.run()
         self.gathering.come_to_rest()
-        if self._ways.learn(current, reduces=self.passes.reduces):
+        if is_complete and self._ways.learn(current, reduces=self.passes.reduces):
             self._watching.note_seen(training=True)
         self.passes.abandon()
 
@@ -314,8 +344,10 @@ class Runner:
 
     def recover_if_cut_short(self) -> None:
         """If a backward has raised since the last event: free everything, and drop all gradients."""
-        if not self._hooks.is_cut_short:
-            return
+        if self._hooks.is_cut_short:
+            self._recover_from_backward()
+
+    def _recover_from_backward(self) -> None:
         self._recover()
         self.gathering.drop_gradients()
         self.passes.note_cut_short()

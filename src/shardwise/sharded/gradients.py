@@ -147,6 +147,7 @@ class Gradients:
             )
         if scaler is not None and self._prepared_at is not None and self.is_taken:
             scale_gradients(self._flats, scaler.scale)  # as are the gradients that have come since
+        runner.end_calls()
         runner.step.before()
         norm = self._verdict.decide()
         if self._verdict.is_incomplete:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +46,14 @@ class Session:
     def __init__(self, sharded: ShardedModel) -> None:
         self.sharded = sharded
         """The model under its present plan, in the present world."""
+        self._answer_calls()
+
+    def _answer_calls(self) -> None:
+        """Let a model in stages be called by a loop of one's own."""
+        if self.sharded.parts.pipeline is not None:
+            from shardwise.sharded.loop_calls import answer_calls  # only ranks with a pipeline load it
+
+            answer_calls(self.sharded, self.sharded.parts.pipeline)
 
     @property
     def num_steps(self) -> int:
@@ -75,12 +84,17 @@ class Session:
         self.step()
         return loss
 
-    def forward_backward(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
+    def forward_backward(
+        self, batch: Any, target: Any, loss_fn: LossFunction | None, compute: Callable[[Any], Tensor] | None = None
+    ) -> Tensor:
         """See `Engine.forward_backward`."""
         self._plan_memory()
         sharded = self.sharded
         _require_whole_step(sharded)
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+        if compute is not None:
+            _require_computable(sharded)
+            parts = [replace(part, compute=compute) for part in parts]
         if sharded.recomputes:
             from shardwise.sharded.recomputation import verify_gradients  # only plans that say so load it
 
@@ -108,7 +122,7 @@ class Session:
             return mean_loss(losses, parts)
 
     def _trained(self, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:
-        loss = part.loss(self.sharded.model(*part.args, **part.kwargs), loss_fn)
+        loss = part.loss_by(self.sharded.model, loss_fn)
         self.backward(loss, part.weight)
         return loss.detach()
 
@@ -184,6 +198,20 @@ def _require_whole_step(sharded: ShardedModel) -> None:
         raise StateError(
             "train_step() runs all micro-batches of a step, but engine.backward() has been called for some of this one "
             "already. Finish those and call engine.step(), or forget them with engine.zero_grad()."
+        )
+
+
+def _require_computable(sharded: ShardedModel) -> None:
+    """Raise `StateError` for plans under which a loss cannot come from `compute_loss`."""
+    if sharded.plan.verify.gradients is not None:
+        raise StateError(
+            "verify.gradients sends micro-batches to other ranks, which have no compute_loss for them. Give "
+            "forward_backward() a loss_fn, or leave verify.gradients out of the plan."
+        )
+    if sharded.parts.pipeline is not None and sharded.plan.has_activations_on_disk:
+        raise StateError(
+            "Pipeline stages with activations on a disk rehearse a step before the first, for which compute_loss says "
+            "too little. Give forward_backward() a loss_fn, or keep activations elsewhere."
         )
 
 

@@ -22,7 +22,7 @@ from shardwise.integrations.lightning_parts.settings import PRECISIONS, rank_env
 from shardwise.integrations.lightning_parts.strategy import StrategyMixin
 from shardwise.integrations.lightning_parts.worlds import WORLDS
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad
-from shardwise.integrations.plans import PlanLike, data_share, require_no_stages, resolved_plan
+from shardwise.integrations.plans import PlanLike, data_share, resolved_plan
 from shardwise.integrations.sample_batch import cure, sample_batch
 
 _Base: Any = object
@@ -58,7 +58,6 @@ class FabricStrategyMixin(_Base):
         self.plan = sw.load_plan(self.default_plan if plan is None else plan)
         self._batch = batch
         self._training_loader: Any = None
-        require_no_stages(self.plan, "Fabric")
         refuse_settings(settings)
         for name, plain in (("accumulate", 1), ("clip_grad_norm", None)):
             if getattr(self.plan, name) is not plain:

@@ -11,14 +11,13 @@ from shardwise.parallel.pipeline.stage_layout import (
     stage_warnings,
 )
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
-from shardwise.parallel.pipeline.staged_model import PLAIN_LOOP, StagedModel
+from shardwise.parallel.pipeline.staged_model import StagedModel
 from shardwise.parallel.pipeline.tied_gradients import SharedGradients
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads, backward_of_weights
 from shardwise.parallel.pipeline.whole_tensors import AcrossStages
 
 __all__ = [
     "AXIS",
-    "PLAIN_LOOP",
     "AcrossStages",
     "Aside",
     "Layout",

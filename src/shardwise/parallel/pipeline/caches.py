@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.errors import ModelError
 
 Tensor = torch.Tensor
-_ARGUMENT = "past_key_values"
+_ARGUMENT, _SWITCH = "past_key_values", "use_cache"
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 """Classes of layers that hold keys and values, one of each per token, and nothing else."""
 
@@ -93,15 +93,24 @@ def with_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """The keyword arguments of a call, with the cache that a model of transformers would otherwise make in its forward:
     in each stage another one."""
     config, kind = getattr(model, "config", None), _cache_class("DynamicCache")
-    uses = kwargs.get("use_cache")
+    uses = kwargs.get(_SWITCH)
     uses = getattr(config, "use_cache", False) if uses is None else uses
     if not uses or kind is None or not getattr(config, "is_decoder", True) or cache_in(args, kwargs) is not None:
         return kwargs
+    return {**kwargs, _ARGUMENT: kind(config=config)} if _takes(model, args, _ARGUMENT) else kwargs
+
+
+def without_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call in which a model of transformers makes no cache."""
+    is_used = getattr(getattr(model, "config", None), "use_cache", False)
+    return {**kwargs, _SWITCH: False} if is_used and _takes(model, args, _SWITCH) else kwargs
+
+
+def _takes(model: nn.Module, args: Sequence[Any], name: str) -> bool:
+    """Whether a call with positional `args` may give the model, or what peft has wrapped, an argument of this name."""
     wrapped = getattr(model, "get_base_model", None)  # peft's wrapper passes on what it is called with
-    names = list(signature((wrapped() if callable(wrapped) else model).forward).parameters)
-    if _ARGUMENT not in names[len(args) :]:
-        return kwargs
-    return {**kwargs, _ARGUMENT: kind(config=config)}
+    given = signature((wrapped() if callable(wrapped) else model).forward).parameters
+    return name in list(given)[len(args) :]
 
 
 def layers_of(modules: Sequence[nn.Module]) -> frozenset[int]:

@@ -22,19 +22,16 @@ import torch
 from torch import nn
 
 from shardwise.comm import BatchCheck, Collectives, require_same_batch
-from shardwise.errors import ModelError, StateError
-from shardwise.parallel.pipeline.caches import CallCache, Growth, cache_in, is_cache, layers_of, with_cache
+from shardwise.errors import StateError
+from shardwise.parallel.pipeline.caches import CallCache, Growth, cache_in, layers_of, with_cache
 from shardwise.parallel.pipeline.call_agreement import CallAgreement
+from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
 from shardwise.parallel.pipeline.pipeline import Pipeline
-from shardwise.parallel.pipeline.sends import as_sent
-from shardwise.parallel.pipeline.stage_messages import DTYPES, Layout
 from shardwise.parallel.pipeline.staged_model import Forward
 from shardwise.runtime import Inference, named_tensors
 from shardwise.runtime.micro_batches import MicroBatch
-from shardwise.system.torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 Tensor = torch.Tensor
-_COLLECTED = ("output_hidden_states", "output_attentions")
 
 
 class Calls:
@@ -54,7 +51,6 @@ class Calls:
         self._staged = pipeline.staged
         self._line = pipeline.line
         self._collectives = collectives
-        self._device = device
         self._batches = BatchCheck(self._line, device)
         self._layers = {stage: layers_of(self._staged.modules_of(stage)) for stage in self._staged.stages}
 
@@ -120,24 +116,17 @@ class Calls:
         tensors: list[Tensor] = []
         described: dict[str, Any] = {"grown": growth}
         if pp_rank == last:
-            described |= _described(output, given, type(self._staged.model).__name__, tensors)
+            described |= describe(output, given, type(self._staged.model).__name__, tensors)
         told: list[dict[str, Any]] = [json.loads(one) for one in self._line.exchange(json.dumps(described).encode())]
         self._agreement.call_is_over()
-        if "refused" in told[last]:
-            raise ModelError(told[last]["refused"])
+        layouts = layouts_in(told[last])
         if cache is not None:
             found = [Growth(*one["grown"]) for one in told if one["grown"] is not None]
             if found:
                 cache.grow_others(found[0])
-        layouts = [Layout.of_plain(plain) for plain in told[last]["tensors"]]
-        if pp_rank != last:
-            tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
-        for tensor in tensors:
-            if tensor.numel():
-                sent = as_sent(tensor.detach().contiguous().view(-1))
-                self._collectives.broadcast(sent, self._line.ranks[last], self._line.group, "outputs").wait()
+        tensors = self._pipeline.from_last_stage(layouts, tensors)
         self._collectives.synchronize()
-        return output if pp_rank == last else _rebuilt(told[last], given, tensors)
+        return output if pp_rank == last else rebuilt(told[last], given, tensors)
 
     def _require_possible(self, kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -145,54 +134,9 @@ class Calls:
                 "The model was called with gradients enabled inside engine.inference(), where none can be computed. "
                 "Train outside of it."
             )
-        config = getattr(self._staged.model, "config", None)
-        for name in _COLLECTED:
-            asked = kwargs.get(name)
-            if getattr(config, name, False) if asked is None else asked:
-                raise ModelError(
-                    f"{name} collects something of all layers, and a rank of a pipeline has only those of its stages. "
-                    f"Leave it out of the call, or the axis {self._line.axis!r} out of the mesh."
-                )
+        refuse_collected(self._staged.model, kwargs)
 
 
 def _without(cache: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call without its cache, which differs between ranks."""
     return [one for one in args if one is not cache], {key: one for key, one in kwargs.items() if one is not cache}
-
-
-def _described(output: Any, cache: Any, model: str, tensors: list[Tensor]) -> dict[str, Any]:
-    """An output as plain data, apart from its tensors, which are appended to `tensors`; or why it is refused."""
-    leaves, spec = tree_flatten(output, is_leaf=is_cache)
-    plain: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.dtype in DTYPES.values() and leaf.layout is torch.strided:
-            plain.append({"tensor": len(tensors)})
-            tensors.append(leaf)
-        elif leaf is cache or leaf is None or isinstance(leaf, bool | int | float | str):
-            plain.append({"cache": True} if leaf is not None and leaf is cache else {"plain": leaf})
-        else:
-            what = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-            return _refused(model, what)
-    try:
-        shape = treespec_dumps(spec)
-    except NotImplementedError:
-        return _refused(model, f"a {type(output).__name__}")
-    return {"shape": shape, "leaves": plain, "tensors": [Layout.of(one).plain() for one in tensors]}
-
-
-def _refused(model: str, what: str) -> dict[str, Any]:
-    return {
-        "refused": f"{model} returns {what}, which the last pipeline stage cannot send to the others. Let it return "
-        f"tensors, in tuples, lists or dicts; with transformers, try use_cache=False."
-    }
-
-
-def _rebuilt(described: Mapping[str, Any], cache: Any, tensors: Sequence[Tensor]) -> Any:
-    """The output that `_described` has described."""
-    leaves: list[Any] = []
-    for one in described["leaves"]:
-        if "tensor" in one:
-            leaves.append(tensors[one["tensor"]])
-        else:
-            leaves.append(cache if "cache" in one else one["plain"])
-    return tree_unflatten(leaves, treespec_loads(described["shape"]))

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm import BatchCheck, Line, World, link_between
 from shardwise.errors import StateError
-from shardwise.parallel.pipeline.sends import Channel, most_under_way
+from shardwise.parallel.pipeline.sends import Channel, as_sent, most_under_way
 from shardwise.parallel.pipeline.stage_layout import AXIS, StageLayout
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
-from shardwise.parallel.pipeline.staged_model import StagedModel
+from shardwise.parallel.pipeline.staged_model import Span, StagedModel
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads
 from shardwise.parallel.pipeline.whole_tensors import AcrossStages
 from shardwise.plan.mesh import Mesh
@@ -51,8 +52,20 @@ class Trainer(Protocol):
         ...
 
 
+class Share(NamedTuple):
+    """What a forward computes of a call."""
+
+    span: Span | None = None
+    """The modules of the stage that run; `None`: all of them."""
+    call: Hashable = None
+    """What all forwards of the call have in common: if one rank watches one of them, all do."""
+
+
+WHOLE = Share()
+
+
 @dataclass
-class _Held:
+class Held:
     """What a forward keeps for its backward: its outputs, with their layouts if they were sent, and what it
     received."""
 
@@ -65,6 +78,11 @@ class _Held:
         """Layouts of the gradients that come back for what was sent."""
         return [layout for layout in self.layouts if layout.has_grad]
 
+    @property
+    def with_grads(self) -> list[Tensor]:
+        """What was sent for which gradients come back."""
+        return [one for one, layout in zip(self.outputs, self.layouts, strict=True) if layout.has_grad]
+
 
 @dataclass
 class _Step:
@@ -74,7 +92,7 @@ class _Step:
     kinds: Sequence[Hashable]
     loss_fn: LossFunction | None
     timeline: Timeline
-    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    held: dict[tuple[int, int], Held] = field(default_factory=dict)
     aside: dict[tuple[int, int], list[Aside]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -165,9 +183,9 @@ class Pipeline:
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
     ) -> Tensor:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
-        self._require_whole()
-        self._check_same_batch(parts)
-        step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, timeline)
+        self.require_whole()
+        self.check_same_batch(parts)
+        step = _Step(parts, [self.kind_of(part) for part in parts], loss_fn, timeline)
         with self.cleared_on_error():
             last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
             for index, op in enumerate(self._row):
@@ -187,9 +205,9 @@ class Pipeline:
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
     ) -> Tensor:
         """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
-        self._require_whole()
+        self.require_whole()
         with torch.no_grad(), self.cleared_on_error():
-            step = _Step(parts, [self._kind_of(part) for part in parts], loss_fn, Timeline())
+            step = _Step(parts, [self.kind_of(part) for part in parts], loss_fn, Timeline())
             for op in self._row:
                 if op.kind == "F":
                     begin_stage(op.stage)
@@ -205,12 +223,8 @@ class Pipeline:
         part, kind = step.parts[batch], step.kinds[batch]
         arrived = None
         if stage:
-            channel = self.forward_from[stage]
             with self._on_timeline(op, step, "wait "):
-                layout = channel.layout(kind)
-                arrived = StageMessage(channel.receive(layout.tensors, batch), layout)
-            for tensor, one in zip(arrived.tensors, layout.tensors, strict=True):
-                tensor.requires_grad_(one.has_grad and torch.is_grad_enabled())
+                arrived = self.arrived(stage, kind, batch)
         self._look_ahead(following, step)
         with self._on_timeline(op, step):
             outputs, sent = self._trained_through(op, part, arrived, step.loss_fn)
@@ -218,7 +232,23 @@ class Pipeline:
             step.losses.append(outputs[0].detach())
         else:
             self.forward_to[stage].send_with_layout(outputs, sent, kind, batch)
-        step.held[stage, batch] = _Held(outputs, () if sent is None else sent.tensors, arrived)
+        step.held[stage, batch] = Held(outputs, () if sent is None else sent.tensors, arrived)
+
+    def arrived(self, stage: int, kind: Hashable, number: int) -> StageMessage:
+        """What `stage`, which is not the first, receives for micro-batch `number` of this kind; waits for it."""
+        channel = self.forward_from[stage]
+        layout = channel.layout(kind)
+        return expecting_gradients(StageMessage(channel.receive(layout.tensors, number), layout))
+
+    def send_back(self, stage: int, gradients: Sequence[Tensor], number: int) -> None:
+        """Send the gradients of what `stage` has received for micro-batch `number` to the stage before."""
+        self._backward_to[stage].send(gradients, number)
+
+    def gradients(self, stage: int, held: Held, number: int) -> list[Tensor]:
+        """The gradients of what `stage`, which is not the last, has sent for micro-batch `number`; waits for them."""
+        gradients = self._backward_from[stage].receive(held.awaited, number)
+        self.forward_to[stage].was_answered(number)
+        return gradients
 
     def _trained_through(
         self, op: Op, part: MicroBatch, arrived: StageMessage | None, loss_fn: LossFunction | None
@@ -226,8 +256,11 @@ class Pipeline:
         """The forward of a stage: its outputs and their layout, or the loss."""
 
         def forward() -> Any:
-            output = self.staged.model(*part.args, **part.kwargs)
-            return (part.loss(output, loss_fn),) if op.stage == self._last_stage else output
+            if op.stage == self._last_stage:
+                return (part.loss_by(self.staged.model, loss_fn),)
+            if part.compute is not None:
+                return self.staged.until_handed_over(partial(part.compute, part.given))
+            return self.staged.model(*part.args, **part.kwargs)
 
         return self.through(op.stage, op.micro_batch, part, arrived, forward)
 
@@ -241,20 +274,29 @@ class Pipeline:
         *,
         called: nn.Module | None = None,
         sends_others: bool = False,
+        share: Share = WHOLE,
     ) -> tuple[Any, StageMessageLayout | None]:
         """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent.
 
         The first forward of each kind is watched; for `called` and `sends_others` see `StagedModel.running`.
         """
         called = called or self.staged.model
-        form = (called, stage, self.staged.model.training, torch.is_grad_enabled(), _form_of(part))
-        is_new, is_last = form not in self._forms, stage == self._last_stage
-        is_first_here = stage == self.staged.stages[0]
+        span = share.span
+        form = (called, stage, share, self.staged.model.training, torch.is_grad_enabled(), form_of(part))
+        first, last = self.staged.span_of(stage) if span is None else span
+        is_new, is_last = form not in self._forms, last + 1 == len(self.layout.pieces)
+        is_first_here = first == self.staged.span_of(self.staged.stages[0])[0]
         losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
         with (
             self._on_every_stage.during(number, is_first=is_first_here, is_watched=is_new),
             self.staged.running(
-                stage, arrived, called=called, is_watched=is_new, sends=self._forms.get(form), sends_others=sends_others
+                stage,
+                arrived,
+                called=called,
+                is_watched=is_new,
+                sends=self._forms.get(form),
+                sends_others=sends_others,
+                span=span,
             ),
         ):
             outputs = forward()
@@ -272,8 +314,7 @@ class Pipeline:
         gradients: list[Tensor] = []
         if stage < self._last_stage:
             with self._on_timeline(op, step, "wait "):
-                gradients = self._backward_from[stage].receive(held.awaited, batch)
-            self.forward_to[stage].was_answered(batch)
+                gradients = self.gradients(stage, held, batch)
         self._look_ahead(following, step)
         with (
             self._on_timeline(op, step),
@@ -283,12 +324,9 @@ class Pipeline:
             if stage == self._last_stage:
                 trainer.backward(held.outputs[0])
             else:
-                with_grads = [one for one, layout in zip(held.outputs, held.layouts, strict=True) if layout.has_grad]
-                trainer.backward_through(with_grads, gradients)
+                trainer.backward_through(held.with_grads, gradients)
         if held.arrived is not None:
-            received = [tensor for tensor in held.arrived.tensors if tensor.requires_grad]
-            answer = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
-            self._backward_to[stage].send(answer, batch)
+            self.send_back(stage, gradients_of(held.arrived), batch)
 
     def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
         """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
@@ -316,18 +354,18 @@ class Pipeline:
         if kind in "BI" and stage < self._last_stage and held is not None:
             self._backward_from[stage].expect(held.awaited, batch)
 
-    def _kind_of(self, part: MicroBatch) -> Hashable:
+    def kind_of(self, part: MicroBatch) -> Hashable:
         """A key that is equal for micro-batches of which a stage's outputs have one layout; see [Note: layouts]."""
-        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), _form_of(part)
+        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), form_of(part)
 
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
         if self.staged.gathers_in_calls:
             raise StateError(
                 "Inside engine.inference() that does not keep all parameters of a pipeline, they are whole only in "
                 "calls of the model. Leave it before steps and engine.eval_step(), or give it more keep_bytes."
             )
 
-    def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
+    def check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
         """Raise unless all ranks of the pipeline were given the same batch."""
         named = {
             f"micro-batch {number}, {name}": tensor
@@ -340,10 +378,21 @@ class Pipeline:
 
     def end_forwards(self) -> None:
         """All micro-batches have passed through the stages of this rank: nothing is on its way any more."""
-        for channel in self._channels():
+        for channel in self.channels():
             channel.wait_for_sends()
         self._on_every_stage.compare(self.exchange)
         self._on_every_stage.forget()
+
+    def from_last_stage(self, layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The `tensors` of the rank with the last stage, on all ranks of the pipeline, which know their layouts."""
+        if self.pp_rank != self.last_place:
+            tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
+        root = self._line.ranks[self.last_place]
+        for tensor in tensors:
+            if tensor.numel():
+                sent = as_sent(tensor.detach().contiguous().view(-1))
+                self._collectives.broadcast(sent, root, self._line, "outputs").wait()
+        return list(tensors)
 
     def _finish(self, step: _Step) -> Tensor:
         self.end_forwards()
@@ -360,13 +409,26 @@ class Pipeline:
         try:
             yield
         except BaseException:
-            for channel in self._channels():
+            for channel in self.channels():
                 channel.abandon()
             raise
 
-    def _channels(self) -> Iterator[Channel]:
+    def channels(self) -> Iterator[Channel]:
         for channels in (self.forward_to, self.forward_from, self._backward_to, self._backward_from):
             yield from channels.values()
+
+
+def expecting_gradients(message: StageMessage) -> StageMessage:
+    """`message`, whose tensors get gradients where its layout says so, unless gradients are disabled."""
+    for tensor, layout in zip(message.tensors, message.layout.tensors, strict=True):
+        tensor.requires_grad_(layout.has_grad and torch.is_grad_enabled())
+    return message
+
+
+def gradients_of(message: StageMessage) -> list[Tensor]:
+    """After a backward: of those that get one, zeros where none has come."""
+    received = [tensor for tensor in message.tensors if tensor.requires_grad]
+    return [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
 
 
 def _looks_of(part: MicroBatch) -> Hashable:
@@ -378,7 +440,7 @@ def _looks_of(part: MicroBatch) -> Hashable:
     return looks(part.args), tuple((key, looks(value)) for key, value in part.kwargs.items())
 
 
-def _form_of(part: MicroBatch) -> Hashable:
+def form_of(part: MicroBatch) -> Hashable:
     """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes, and all values but
     those on which models are known to branch."""
 

@@ -39,6 +39,10 @@ class StageLayout:
         """All modules of all stages, in the order of the forward."""
         return tuple(name for stage in self.stages for name in stage)
 
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
     def at(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of `pp_rank`."""
         return tuple(range(pp_rank, len(self.stages), self.num_ranks))
@@ -73,9 +77,9 @@ def _few_micro_batches(schedule: Schedule) -> str:
     if schedule.num_micro_batches >= schedule.num_ranks:
         return ""
     return (
-        f"A step has {schedule.num_micro_batches} micro-batches for {schedule.num_ranks} pipeline ranks, which wait "
-        f"{timed(schedule).bubble:.0%} of the time. Set accumulate (DeepSpeed's gradient_accumulation_steps) to "
-        f"{4 * schedule.num_ranks} or so."
+        f"engine.train_step runs {schedule.num_micro_batches} micro-batches for {schedule.num_ranks} pipeline ranks, "
+        f"which wait {timed(schedule).bubble:.0%} of the time. Set accumulate (DeepSpeed's "
+        f"gradient_accumulation_steps) to {4 * schedule.num_ranks} or so. Calls of the model split their batch."
     )
 
 

@@ -73,15 +73,15 @@ class StageMessageLayout:
 
     @property
     def num_bytes(self) -> int:
-        return _bytes_of(self.tensors)
+        return bytes_of(self.tensors)
 
     @property
     def gradient_bytes(self) -> int:
         """Of the gradients that are sent back in training."""
-        return _bytes_of([one for one in self.tensors if one.has_grad])
+        return bytes_of([one for one in self.tensors if one.has_grad])
 
 
-def _bytes_of(tensors: Iterable[Layout]) -> int:
+def bytes_of(tensors: Iterable[Layout]) -> int:
     return sum(torch.empty(one.shape, dtype=one.dtype, device="meta").nbytes for one in tensors)
 
 
@@ -124,6 +124,38 @@ class StageMessage:
     def _instead_of(self, leaf: Any) -> Any:
         original, received = self.replaced.get(id(leaf), (None, None))
         return received if original is not None and original() is leaf else leaf
+
+
+def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> StageMessage:
+    """The message for a whole batch, from those for parts of it with so many `rows` each. `what` is called with it.
+
+    Raises `ModelError` if a tensor has another first dimension than the rows of its part.
+    """
+    first, total = messages[0].layout, sum(rows)
+    for message, num in zip(messages, rows, strict=True):
+        odd = next((one.shape for one in message.tensors if one.dim() == 0 or one.shape[0] != num), None)
+        if odd is not None:
+            raise ModelError(
+                f"{what} is called with a tensor of shape {list(odd)} for {num} samples, so the parts into which a "
+                f"call of the model splits its batch cannot be put together: the first dimension of what blocks "
+                f"return has to be the samples'. Use engine.train_step(batch), which does not put them together."
+            )
+    tensors = [torch.cat([one.detach() for one in parts]) for parts in zip(*(m.tensors for m in messages), strict=True)]
+    layouts = tuple(one._replace(shape=tuple(tensor.shape)) for one, tensor in zip(first.tensors, tensors, strict=True))
+    returned = {name: [_of_rows(call, rows[0], total) for call in calls] for name, calls in first.returned.items()}
+    return StageMessage(tensors, StageMessageLayout(layouts, first.arguments, returned))
+
+
+def _of_rows(description: Any, num: int, total: int) -> Any:
+    """A description (see `described`) for `total` samples, of one for `num`."""
+    if isinstance(description, list):
+        return [_of_rows(one, num, total) for one in description]
+    if not isinstance(description, dict):
+        return description
+    if isinstance(description.get("tensor"), list):
+        shape, *rest = description["tensor"]
+        return {"tensor": [[total, *shape[1:]] if shape and shape[0] == num else shape, *rest]}
+    return {key: _of_rows(one, num, total) for key, one in description.items()}
 
 
 def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

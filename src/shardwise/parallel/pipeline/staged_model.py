@@ -45,10 +45,13 @@ Tensor = torch.Tensor
 Forward = Callable[..., Any]
 Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 PLAIN_LOOP = (
-    "This engine's plan splits the model into pipeline stages, of which each rank has its own, so the model cannot "
-    "be called by itself. Use engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch), "
-    "or call it inside engine.inference()."
+    "This engine's plan splits the model into pipeline stages, of which each rank has its own. Call the whole model as "
+    "model(batch) or engine(batch), on all ranks of the pipeline, and not its forward or parts of it. In a job that "
+    "goes on when ranks are lost, use engine.train_step(batch), engine.forward_backward(batch) or "
+    "engine.eval_step(batch), or call it inside engine.inference()."
 )
+Span = tuple[int, int]
+"""The numbers of the first and the last of some consecutive modules of the model."""
 
 
 @dataclass
@@ -69,6 +72,9 @@ class _Running:
     them. Otherwise it is refused."""
     is_backward: bool = False
     """Whether modules are called only to recompute what they have saved."""
+    unwinds: bool = False
+    """Whether the end of the stage also ends the code that has called the model."""
+    is_called: bool = False
     is_entered: bool = False
     is_in_forward: bool = False
     """Whether the model's own forward runs, rather than its loss, or a recomputation of some modules in a backward."""
@@ -172,6 +178,17 @@ class StagedModel:
         first, last = self._firsts[stage], self._lasts[stage]
         return [one.own for one in self._slots[first : last + 1] if one.own is not None]
 
+    def span_of(self, stage: int) -> Span:
+        """The modules of one of this rank's stages."""
+        return self._firsts[stage], self._lasts[stage]
+
+    def spans_of_last(self) -> tuple[Span | None, Span]:
+        """The last stage, which this rank has, in two: its blocks (`None` if there are none), and what comes after
+        them, such as a norm and a head: at least its last module. Blocks are those with a number as their name."""
+        first, last = self.span_of(self.layout.num_stages - 1)
+        blocks = [number for number in range(first, last) if self._names[number].rpartition(".")[2].isdecimal()]
+        return ((first, blocks[-1]), (blocks[-1] + 1, last)) if blocks else (None, (first, last))
+
     def named_modules_of(self, stage: int) -> dict[str, nn.Module]:
         """As `modules_of`, with their names in the model."""
         return dict(zip(self.layout.stages[stage], self.modules_of(stage), strict=True))
@@ -228,15 +245,25 @@ class StagedModel:
             module.__dict__["forward"] = self._answering(module, original)
         if hasattr(self.model, "peft_config"):
             self.model.__dict__["save_pretrained"] = _refuse_to_save_adapters
-        firsts = set(self._firsts.values())
         for one in self._slots:
             if one.own is not None:
-                number = self._number(one)
-                enter = self._enter if number in firsts else self._substitute
+                take = partial(self._take, self._number(one))
                 self._handles += [
-                    one.own.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                    one.own.register_forward_pre_hook(take, prepend=True, with_kwargs=True),
                     one.own.register_forward_hook(partial(self._returned, one.name)),
                 ]
+
+    def take_calls(self, take: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Until `release`, `take(args, kwargs)` answers calls of the model outside of `engine.inference()`, before any
+        hook of the model: what it calls in turn has them."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._running_stage is None and self.answer is None:
+                return take(args, kwargs)
+            return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+
+        call.compiles_nothing = True  # type: ignore[attr-defined]  # what OuterCompile asks
+        self.model.__dict__["_compiled_call_impl"] = call
 
     def _answering(self, module: nn.Module, original: Forward) -> Forward:
         @wraps(original)
@@ -252,6 +279,7 @@ class StagedModel:
         self._handles.clear()
         for module in self.wholes:
             module.__dict__.pop("forward", None)
+        self.model.__dict__.pop("_compiled_call_impl", None)
 
     def free_others(self, device: torch.device) -> None:
         """Give kept parameters of other stages one zero on `device` in place of their values, and kept buffers memory
@@ -301,11 +329,12 @@ class StagedModel:
         sends_others: bool = False,
         is_backward: bool = False,
         called: nn.Module | None = None,
+        span: Span | None = None,
     ) -> Iterator[None]:
         """A context in which forwards of the model, or of `called`, and recomputations of them in a backward, run
-        `stage`. If it is watched, what follows may ask `require_own`; `sends` is what a watched forward has passed on,
-        and `sends_others` what happens to other tensors (see `_Running`)."""
-        first, last = self._firsts[stage], self._lasts[stage]
+        `stage`, or only the modules `span` of it. If it is watched, what follows may ask `require_own`; `sends` is what
+        a watched forward has passed on, and `sends_others` what happens to other tensors (see `_Running`)."""
+        first, last = self.span_of(stage) if span is None else span
         stand_ins = Placeholders(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
         called = self.model if called is None else called  # a module may have a length, of zero too
         now = _Running(called, stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
@@ -320,6 +349,21 @@ class StagedModel:
             self._running_stage = None
             for one in others:
                 one.holder[one.key] = one.own
+
+    def until_handed_over(self, work: Callable[[], object]) -> tuple[Tensor, ...]:
+        """What the running stage, which is not the last, passes on when `work` calls the model, which ends `work`."""
+        assert self._running_stage is not None
+        self._running_stage.unwinds = True
+        try:
+            work()
+        except EndOfForward as end:
+            return end.output
+        finally:
+            self._running_stage.unwinds = False
+        raise ModelError(
+            f"compute_loss has returned on a rank without the last pipeline stage: it has not called the "
+            f"{type(self.model).__name__}, or has caught the exception that ends it there. Let it call the model once."
+        )
 
     def require_own(self, output: object) -> None:
         """In a watched forward: raise `ModelError` if `output`, or a buffer, depends on what earlier stages computed,
@@ -350,10 +394,17 @@ class StagedModel:
         if module is not now.called:
             return original(*args, **kwargs)
         refuse_sums_over_layers(kwargs, "The batch")
-        now.is_in_forward = True
+        if now.is_called:
+            raise ModelError(
+                f"compute_loss calls the {type(module).__name__} more than once for a micro-batch, but a stage runs "
+                f"once for each. Call it once, or write a loop that calls the model and engine.backward(loss)."
+            )
+        now.is_called = now.is_in_forward = True
         try:
             output = original(*args, **kwargs)
         except EndOfForward as end:
+            if now.unwinds:
+                raise
             return end.output
         finally:
             now.is_in_forward = False
@@ -365,13 +416,16 @@ class StagedModel:
         self._check_entered(now)
         return output
 
-    def _enter(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _take(
+        self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pre-forward hook of the first module of a stage: replace its first argument by the received activation."""
+        """Pre-forward hook of the modules of a stage: the first one gets the received activation, and the others get it
+        where they are called with what it has replaced."""
         now = self._running_stage
         if now is None:
             return None
+        if number != now.first:
+            return None if now.arrived is None else now.arrived.within(args, kwargs)
         if now.is_entered and now.is_in_forward:
             raise ModelError(
                 f"The forward calls {self._names[now.first]}, with which pipeline stage {now.stage} begins, more than "
@@ -380,13 +434,6 @@ class StagedModel:
             )
         now.is_entered = True
         return None if now.arrived is None else now.arrived.entering(args, kwargs, self._names[now.first])
-
-    def _substitute(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pre-forward hook of the other modules of a stage."""
-        now = self._running_stage
-        return None if now is None or now.arrived is None else now.arrived.within(args, kwargs)
 
     def _returned(self, name: str, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # torch's
         """Forward hook of the modules of a stage: later stages make stand-ins for what they return."""

@@ -30,9 +30,11 @@ class WholeOutputs:
 
     are_asked_for: bool = False
     with_tokens: bool = True
+    in_training: bool = False
+    """Whether pipeline stages send logits beside a loss in training too."""
 
-    def ask(self, *, tokens: bool) -> None:
-        self.are_asked_for, self.with_tokens = True, tokens
+    def ask(self, *, tokens: bool, training: bool) -> None:
+        self.are_asked_for, self.with_tokens, self.in_training = True, tokens, training
 
 
 def join(part: Tensor, line: Line, sample: Sample, dim: int) -> Tensor:

@@ -1,0 +1,75 @@
+"""A step of Trainer in pipeline stages: all its micro-batches in one schedule.
+
+[Note: the first of a step] Trainer reads all micro-batches of a step before it trains the first. So the first
+`training_step` gives them to the engine, which runs the plan's schedule over them, and the following ones report their
+share of the loss. Trainer's own `compute_loss` calls the model, and ends there on all stages but the last.
+
+A class with a `compute_loss` or `training_step` of its own (TRL's, say), which may call the model several times and
+look at logits beside a loss, trains one micro-batch after the other: each call of the model splits its batch among the
+stages, and its whole output is sent to all ranks. A step with fewer micro-batches than others, at the end of an epoch,
+or with fewer than there are stages, most of which would wait, trains one after the other too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import shardwise as sw
+
+_STEPS = ("compute_loss", "training_step")
+
+
+def can_run_whole(trainer: Any, batches: Sequence[Any]) -> bool:
+    """Whether the first `training_step` should train all `batches` of a step. `trainer` has our mixin."""
+    num = len(batches)
+    fills_stages = num >= (trainer.plan.mesh or {}).get("pp", 1)
+    return fills_stages and num == trainer.args.gradient_accumulation_steps and has_plain_steps(trainer)
+
+
+def has_plain_steps(trainer: Any) -> bool:
+    """Whether losses are computed as in Trainer itself, and not in a class of TRL or of the script's."""
+    others = [
+        one
+        for one in type(trainer).__mro__
+        if one is not transformers.Trainer and not one.__module__.startswith("shardwise.integrations.")
+    ]
+    return not any(name in vars(one) for one in others for name in _STEPS)
+
+
+class WholeStep:
+    """The micro-batches of one step, and their loss."""
+
+    def __init__(self, trainer: Any, batches: Sequence[Any]) -> None:
+        self._trainer = trainer
+        self._batches = list(batches)
+        self._share: torch.Tensor | None = None
+
+    def loss_of_next(self, engine: sw.Engine, model: nn.Module, num_items: Any) -> torch.Tensor:
+        """What `training_step` returns for the next micro-batch: an even share of the loss that Trainer sums."""
+        if self._share is None:
+            self._share = self._trained(engine, model, num_items) / len(self._batches)
+        return self._share
+
+    def _trained(self, engine: sw.Engine, model: nn.Module, num_items: Any) -> torch.Tensor:
+        """The sum of the losses of all micro-batches, after their backwards."""
+        trainer, num = self._trainer, len(self._batches)
+        model.train()
+        if callable(train := getattr(trainer.optimizer, "train", None)):  # of optimizers without a schedule
+            train()
+        is_scaled = trainer.loss_is_scaled_for_ga
+        if is_scaled is None:
+            counts = trainer.model_accepts_loss_kwargs and num_items is not None
+            is_scaled = counts or trainer.compute_loss_func is not None
+
+        def compute(inputs: Any) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                loss: torch.Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+            return loss * num if is_scaled else loss  # the engine takes the mean of them
+
+        batches = [trainer._prepare_inputs(batch) for batch in self._batches]
+        return engine.forward_backward(batches, compute_loss=compute)

@@ -1,0 +1,105 @@
+"""What the engine does around calls of a model in pipeline stages by a loop of one's own: see
+`parallel/pipeline/loop_calls.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from shardwise.errors import StateError
+from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.pipeline.loop_calls import LoopCalls
+from shardwise.program.schedule import Op
+from shardwise.sharded.sharded_model import ShardedModel
+
+Tensor = torch.Tensor
+
+
+def answer_calls(sharded: ShardedModel, pipeline: Pipeline) -> None:
+    """Let the model be called as an unsplit one is, until its hooks are removed."""
+    outputs = sharded.progress.whole_outputs
+
+    def sends_all(trains: bool) -> bool:
+        return outputs.in_training if trains else outputs.with_tokens
+
+    calls = LoopCalls(pipeline, _Trainer(sharded), sharded.parts.timeline, sends_all)
+    pipeline.staged.take_calls(calls.answer)
+
+
+class _Trainer:
+    """The model's side of calls that are trained."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self._reduces_each = bool(sharded.table.grad.shard)
+        self._is_scaled = False
+        """Whether the running backward is that of a scaled loss; on every stage the loop scales it."""
+        self._num_backwards = 0
+
+    @property
+    def num_passes(self) -> int:
+        return self._sharded.parts.runner.passes.num_over_calls
+
+    def require_possible(self) -> None:
+        if self._sharded.parts.sequence is not None:
+            raise StateError(
+                "A model in pipeline stages whose sequences are split along sp cannot be called by itself. Use "
+                "engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch)."
+            )
+        if self._sharded.plan.has_activations_on_disk:
+            raise StateError(
+                "A model in pipeline stages with activations on a disk cannot be called by itself, because ranks ask "
+                "for room before a step. Use engine.train_step(batch), or keep activations elsewhere."
+            )
+
+    def begin_call(self, num: int) -> int:
+        gradients, flats = self._sharded.parts.gradients, self._sharded.parts.flats
+        is_prepared = gradients.exist() and gradients.are_prepared
+        if is_prepared and not any(gradients.has(flat, index) for flat in flats for index in range(len(flat.slots))):
+            self._sharded.zero_grad()  # each has been set to None, as model.zero_grad() does
+        elif is_prepared:
+            raise StateError(
+                "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
+                "engine.zero_grad(), before the next forward."
+            )
+        return self._sharded.parts.runner.begin_call(num)
+
+    def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
+        passes = self._sharded.parts.runner.passes
+        reduces = passes.reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
+        passes.begin_op(op, reduces=reduces)
+
+    def begin_backward(self) -> None:
+        passes = self._sharded.parts.runner.passes
+        self._is_scaled = passes.current.is_scaled
+        self._num_backwards = passes.num_backwards
+        if self._sharded.progress.weighing.current != 1.0 and not passes.current.is_weighed:
+            raise StateError(
+                "Ranks have different numbers of samples, and a pipeline weighs losses, so each has to be weighed. "
+                "Call engine.backward(loss) in the place of loss.backward()."
+            )
+
+    def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        runner = self._sharded.parts.runner
+        if self._is_scaled:
+            runner.passes.note_scaled()
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        else:  # nothing of this stage is trained, but it still counts as a backward
+            runner.end_of_backward()
+
+    def end_call(self) -> None:
+        runner = self._sharded.parts.runner
+        runner.end_call()
+        if self._is_scaled and runner.passes.num_calls:  # the same loss may have come from other calls
+            runner.passes.note_scaled()
+        runner.passes.num_backwards = self._num_backwards + 1  # for a loop, which counts its own
+        runner.passes.owes_reductions = True  # what an op has left is found before the step
+
+    def fail(self) -> None:
+        self._sharded.parts.runner.fail_schedule()
+
+    def begin_evaluation_of(self, stage: Hashable) -> None:
+        self._sharded.parts.runner.begin_evaluation_of(stage)

@@ -1,0 +1,508 @@
+"""Loops that call the model itself, in pipeline stages: losses, norms and parameters are the unsplit model's."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipelined import Told, batches, rows_of, unsplit
+from test_pipeline_transformers import build, padded
+from torch import nn
+from twins import adamw
+
+import shardwise as sw
+from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
+from shardwise.runtime.micro_batches import MicroBatch, parts_of
+from shardwise.testing import run_ranks
+from tests import inside
+from tests.models import VOCAB, Decoder
+from tests.thorough import sampled
+
+Tensor = torch.Tensor
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+NUM_STEPS = 4
+
+
+def own(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = model(x, y)
+    return loss
+
+
+def outside(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A loss over a changed view of the logits, with another factor for each sample."""
+    logits = model(x)
+    logits /= 2.0
+    each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view_as(y).mean(1)
+    return (each * torch.linspace(0.5, 1.5, len(x))).mean()
+
+
+def of_pairs(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Compares samples with each other, so that it is no mean over parts of the batch."""
+    each = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y).mean(1)
+    return F.softplus(each[:, None] - each[None, :] + 0.1).mean()
+
+
+def of_several_calls(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Two calls that train, of other lengths, two that do not, the last between forward and backward, and one whose
+    result is dropped."""
+    with torch.no_grad():
+        teacher = model(x)
+    model(x[:3])
+    student = model(x[:, :-1])
+    loss = 3 * model(x, y) + (student - teacher[:, :-1] + 1.0).pow(2).mean()
+    with torch.no_grad():
+        factor = model(x[:2], y[:2])
+    return loss * factor
+
+
+LOSSES: dict[str, Loss] = {"own": own, "outside": outside, "of pairs": of_pairs, "of several calls": of_several_calls}
+
+
+def looped(
+    model: nn.Module, plan: dict[str, Any], data: list[tuple[Tensor, Tensor]], loss_of: Loss = own
+) -> list[Told]:
+    """Train with a loop of one's own on `data`, divided along data axes; returns the results of every rank."""
+    num_ranks = math.prod(plan["mesh"].values())
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    accumulate = plan.get("accumulate", 1)
+
+    def rank(world: sw.World) -> Told:
+        told, mine = Told(), models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            for x, y in data:
+                losses, norm = [], None
+                for part_x, part_y in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
+                    loss = loss_of(engine, rows_of(engine, part_x), rows_of(engine, part_y))
+                    losses.append(loss.item())
+                    engine.backward(loss)
+                    norm = engine.step()
+                assert norm is not None
+                told.losses.append(engine.mean(sum(losses) / accumulate))
+                told.norms.append(float(norm))
+                told.extra.setdefault("recordings", []).append(inside.programs(engine).num_recordings)
+            told.params = engine.state_dict()
+        return told
+
+    return run_ranks(num_ranks, rank)
+
+
+def plainly(model: nn.Module, data: list[tuple[Tensor, Tensor]], loss_of: Loss) -> Told:
+    """The same in one process, on whole batches."""
+
+    class Losing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(model)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return loss_of(self.model, x, y)
+
+    told = unsplit(Losing(), data)
+    told.params = {name.removeprefix("model."): value for name, value in told.params.items()}
+    return told
+
+
+def assert_same(told: Told, twin: Told) -> None:
+    torch.testing.assert_close(told.losses, twin.losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(told.norms, twin.norms, rtol=1e-5, atol=1e-5)
+    for name, value in twin.params.items():
+        torch.testing.assert_close(told.params[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@sampled
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "zero3-kept"])
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "pp": 2}, {"pp": 4}], ids=str)
+def test_a_plain_loop(mesh: dict[str, int], preset: str, accumulate: int) -> None:
+    torch.manual_seed(0)
+    model, data = Decoder(), batches(NUM_STEPS, 24)
+    twin = unsplit(model, data)
+    for told in looped(model, {"preset": preset, "mesh": mesh, "accumulate": accumulate}, data):
+        assert_same(told, twin)
+        assert told.extra["recordings"][-1] == told.extra["recordings"][-2]
+
+
+@sampled
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "zero3-kept"])
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 3}], ids=str)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_that_loops_compute(kind: str, mesh: dict[str, int], preset: str) -> None:
+    torch.manual_seed(0)
+    model, data = Decoder(), batches(NUM_STEPS, 10, lengths=(6, 5))
+    for told in looped(model, {"preset": preset, "mesh": mesh}, data, LOSSES[kind]):
+        assert_same(told, plainly(model, data, LOSSES[kind]))
+
+
+PLANS: list[dict[str, Any]] = [
+    {"pipeline": {"schedule": "gpipe"}},
+    {"pipeline": {"schedule": "zb-h1"}},
+    {"pipeline": {"schedule": "interleaved"}},
+    {"pipeline": {"stages": [["tokens", "blocks.*", "norm"], ["head"]]}},
+    {"activations": "recompute"},
+    {"mesh": {"pp": 2, "tp": 2}, "tensor": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}},
+    {"mesh": {"pp": 2, "dp": 2}, "rows": {"grad": {"shard": [], "partial": ["dp"]}}},
+]
+OF_ALL_ROWS = [changes for changes in PLANS if "dp" not in changes.get("mesh", {})]
+
+
+@sampled
+@pytest.mark.parametrize(
+    ("kind", "changes"), [*(("own", one) for one in PLANS), *(("outside", one) for one in OF_ALL_ROWS)], ids=str
+)
+def test_plans(kind: str, changes: dict[str, Any]) -> None:
+    loss_of = LOSSES[kind]
+    torch.manual_seed(0)
+    model, data = Decoder(tied="pipeline" not in changes), batches(NUM_STEPS, 8)
+    twin = plainly(model, data, loss_of)
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}, **changes}, data, loss_of):
+        assert_same(told, twin)
+
+
+@sampled
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_batches_of_any_number_of_samples(rows: int) -> None:
+    torch.manual_seed(0)
+    model, data = Decoder(), batches(NUM_STEPS, rows)
+    for told in looped(model, {"preset": "zero2", "mesh": {"pp": 2}}, data):
+        assert_same(told, unsplit(model, data))
+
+
+@sampled
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_a_model_of_transformers_with_padding(kind: str) -> None:
+    """The loss is over tokens of which the parts of a batch have different numbers; evaluation has all logits."""
+    torch.manual_seed(0)
+    model, data = build(kind), padded()
+    twin, optimizer = copy.deepcopy(model), None
+    expected: list[Tensor] = []
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for batch in data:
+        loss = twin(**batch).loss
+        (loss / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.detach())
+    with torch.no_grad():
+        logits = twin.eval()(**data[0]).logits
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> list[Tensor]:
+        mine = models[world.rank]
+        ours = torch.optim.SGD(mine.parameters(), lr=0.1)
+        found = []
+        with sw.shard(mine, {"preset": "zero3", "mesh": {"pp": 2}}, optimizer=ours, world=world):
+            for batch in data:
+                loss = mine(**batch).loss
+                (loss / 3).backward()
+                ours.step()
+                ours.zero_grad()
+                found.append(loss.detach())
+            mine.eval()
+            with torch.no_grad():
+                output = mine(**data[0])
+            torch.testing.assert_close(output.logits, logits, rtol=1e-5, atol=1e-5)
+            assert type(output).__name__ == type(twin(**data[0])).__name__
+        return found
+
+    for found in run_ranks(2, rank):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def in_stages(use: Callable[[sw.Engine, nn.Module], object], **changes: Any) -> None:
+    """Call `use` on two ranks that have a stage each."""
+    torch.manual_seed(0)
+    model = Decoder()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        plan = {"preset": "zero1", "mesh": {"pp": 2}, **changes}
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            use(engine, mine)
+
+    run_ranks(2, rank)
+
+
+def test_what_a_loop_cannot_do_is_refused_and_it_goes_on() -> None:
+    [(x, y)] = batches(1, 8)
+
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        loss = model(x, y)
+        loss.backward(retain_graph=True)
+        with pytest.raises(StateError, match="was sent back before, or a step was taken since"):
+            loss.backward()
+        engine.step()
+        old = model(x, y)
+        model(x, y).backward()
+        engine.step()
+        with pytest.raises(StateError, match="was sent back before, or a step was taken since"):
+            old.backward()
+        with pytest.raises(StateError, match=r"Call the whole model as model\(batch\)"):
+            model.forward(x, y)
+        (graph,) = torch.autograd.grad(model(x, y) * 2, [loss], allow_unused=True)
+        assert graph is None
+        engine.zero_grad()
+        engine.train_step([(x, y)])
+        engine.backward(model(x, y))
+        engine.clip_grad_norm_(1.0)
+        with pytest.raises(StateError, match="can get no more now"):
+            model(x, y)
+        engine.step()
+        assert engine.num_steps == 4
+
+    in_stages(use)
+
+
+@sampled
+@pytest.mark.parametrize("preset", ["ddp", "zero2"])
+def test_a_loop_without_sums_until_the_last_micro_batch(preset: str) -> None:
+    torch.manual_seed(0)
+    model, data = Decoder(), batches(2, 8)
+    twin = unsplit(model, data)
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        optimizer = adamw(mine)
+        plan = {"preset": preset, "mesh": {"pp": 2, "dp": 2}}
+        with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
+            for (x, y), norm in zip(data, twin.norms, strict=True):
+                (first, second) = zip(rows_of(engine, x).chunk(2), rows_of(engine, y).chunk(2), strict=True)
+                with engine.no_sync():
+                    (mine(*first) / 2).backward()
+                (mine(*second) / 2).backward()
+                assert float(engine.clip_grad_norm_(math.inf)) == pytest.approx(norm, rel=1e-5)
+                optimizer.step()
+                mine.zero_grad()
+
+    run_ranks(4, rank)
+
+
+@sampled
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_losses_that_call_the_model_run_in_the_schedule(schedule: str) -> None:
+    """The loss of each micro-batch is computed by a function of the loop, which goes on after the last stage only."""
+    torch.manual_seed(0)
+    model, data = Decoder(), batches(NUM_STEPS, 8)
+    ended: list[int] = []
+
+    def rank(world: sw.World, mine: nn.Module, plan: dict[str, Any]) -> list[float]:
+        def compute(micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+            loss = outside(mine, *micro_batch)
+            ended.append(world.rank)
+            return loss
+
+        norms = []
+        with sw.shard(mine, {**plan, "accumulate": 4}, optimizer=adamw(mine), world=world) as engine:
+            for x, y in data:
+                parts = list(zip(x.chunk(4), y.chunk(4), strict=True))
+                norms.append(float(engine.forward_backward(parts, compute_loss=compute)))
+                norms.append(float(engine.step() or 0.0))
+            with pytest.raises(ConfigError, match="takes compute_loss, or loss_fn and target"):
+                engine.forward_backward(parts, compute_loss=compute, loss_fn=len)
+        return norms
+
+    [expected] = run_ranks(1, lambda world: rank(world, copy.deepcopy(model), {"preset": "ddp"}))
+    ended.clear()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": "zero2", "mesh": {"pp": 2}, "pipeline": {"schedule": schedule}}
+    for norms in run_ranks(2, lambda world: rank(world, models[world.rank], plan)):
+        assert norms == pytest.approx(expected, rel=1e-5)
+    assert ended == [1] * 4 * NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        (lambda model, batch: torch.ones(()), "compute_loss has returned on a rank without the last"),
+        (lambda model, batch: model(*batch) + model(*batch), "more than once"),
+    ],
+)
+def test_losses_that_do_not_call_the_model_once_are_refused(compute: Any, words: str) -> None:
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        engine.forward_backward(batches(1, 4), compute_loss=lambda batch: compute(model, batch))
+
+    with pytest.raises((ModelError, FaultError), match=words):
+        in_stages(use)
+
+
+def test_logits_beside_a_loss_stay_on_the_last_stage() -> None:
+    class Both(Decoder):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            logits = Decoder.forward(self, x)
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+            return {"loss": loss, "logits": logits, "per_sample": logits.mean((1, 2))}
+
+    models = [Both() for _ in range(2)]
+    [(x, y)] = batches(1, 300)
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=adamw(mine), world=world) as engine:
+            found = engine(x, y)
+            assert found["logits"].shape == (300, 6, VOCAB)
+            assert "size=(300, 6, 67)" in repr(found["logits"])
+            assert found["per_sample"].shape == (300,)
+            for use in (lambda: found["logits"].sum(), lambda: torch.cat([found["logits"]])):
+                with pytest.raises(StateError, match="call the model without labels"):
+                    use()
+            (found["loss"] + found["per_sample"].sum()).backward()
+            engine.step()
+            with torch.no_grad():
+                assert engine(x, y)["logits"].sum().isfinite()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("what", ["sp", "disk"])
+def test_plans_under_which_only_whole_steps_are_possible(what: str, tmp_path: Path) -> None:
+    plan = {"mesh": {"pp": 2, "sp": 2}} if what == "sp" else {"activations": "disk", "disk": str(tmp_path)}
+    model = build("llama")
+    num_ranks = 4 if what == "sp" else 2
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    batch = padded(1)[0]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}, **plan}, world=world) as engine:
+            for call in (lambda: engine(**batch), torch.no_grad()(lambda: engine(**batch))):
+                with pytest.raises(StateError, match=r"cannot be called by itself.* engine\.train_step\(batch\)"):
+                    call()
+
+    run_ranks(num_ranks, rank)
+
+
+def test_caches_of_generation_are_refused_outside_of_inference() -> None:
+    models = [build("llama") for _ in range(2)]
+    tokens = torch.ones(2, 3, dtype=torch.long)
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}}, world=world) as engine:
+            model: Any = engine.module
+            with pytest.raises(StateError, match=r"outside of engine\.inference"):
+                model.generate(tokens, max_new_tokens=2)
+            with pytest.raises(ModelError, match="output_hidden_states collects something of all layers"):
+                model(tokens, output_hidden_states=True)
+            with torch.no_grad():
+                assert model(tokens).past_key_values is None
+
+    run_ranks(2, rank)
+
+
+def test_logits_in_chunks_are_those_of_the_models_own_loss() -> None:
+    torch.manual_seed(0)
+    model, batch = build("llama"), padded(1)[0]
+    expected = model(**batch).loss.item()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": "zero3", "mesh": {"pp": 2}, "loss": {"logits": "chunked", "chunk": 4096}}
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            loss = mine(**batch).loss
+            assert loss.item() == pytest.approx(expected, rel=1e-5)
+            engine.backward(loss)
+            engine.step()
+            with pytest.raises(ModelError, match="Let the model compute its loss"):
+                mine(batch["input_ids"])
+
+    run_ranks(2, rank)
+
+
+def test_losses_are_scaled_in_fp16() -> None:
+    [(x, y)] = batches(1, 8)
+
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        expected = engine.forward_backward((x, y))
+        norm = engine.clip_grad_norm_(math.inf)
+        engine.zero_grad()
+        model(x, y).backward()
+        with pytest.raises(StateError, match=r"precision fp16 needs a scaled loss"):
+            engine.step()
+        engine.zero_grad()
+        loss = model(x, y)
+        engine.backward(loss)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+        assert float(engine.step() or math.nan) == pytest.approx(float(norm), rel=1e-2)
+
+    in_stages(use, precision="fp16")
+
+
+def test_a_batch_that_differs_between_stages_is_refused() -> None:
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        x, y = batches(1, 4)[0]
+        engine(x + engine.world.rank, y)
+
+    with pytest.raises((DataError, FaultError), match="were given different batches"):
+        in_stages(use)
+
+
+def test_an_error_in_a_stage_is_told_to_all_and_names_it() -> None:
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        x, y = batches(1, 4)[0]
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("in the first block")
+
+        if engine.world.rank == 0:
+            model.blocks[0].register_full_backward_hook(fail)
+        engine(x, y).backward()
+
+    with pytest.raises((ZeroDivisionError, ShardwiseError)) as raised:
+        in_stages(use)
+    assert "in the first block" in str(raised.value) or "rank 0" in str(raised.value)
+
+
+def test_unequal_shares_are_weighed_by_the_engine_only() -> None:
+    [(x, y)] = batches(1, 8)
+
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        engine.weigh(3, of=4)
+        with pytest.raises(StateError, match=r"Call engine\.backward\(loss\)"):
+            model(x, y).backward()
+        engine.zero_grad()
+        engine.backward(model(x, y))
+        assert math.isfinite(float(engine.step() or math.nan))
+
+    in_stages(use)
+
+
+def test_a_model_that_puts_samples_elsewhere_is_refused() -> None:
+    class Sideways(Decoder):
+        def logits_of(self, hidden: Tensor) -> Tensor:
+            return super().logits_of(hidden.transpose(0, 1)).transpose(0, 1)
+
+    models = [Sideways() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=adamw(mine), world=world) as engine:
+            engine(*batches(1, 24)[0])  # parts of 6 samples would look like the 6 tokens
+
+    with pytest.raises((ModelError, FaultError), match="has to be the samples'"):
+        run_ranks(2, rank)
+
+
+def test_how_a_batch_is_split() -> None:
+    def sizes(*args: Any, most: int = 4, **kwargs: Any) -> list[int]:
+        parts, rows = parts_of(MicroBatch(args, kwargs), most)
+        assert len(parts) == len(rows)
+        return rows
+
+    ids = torch.zeros(8, 12)
+    assert sizes(ids) == [2, 2, 2, 2]
+    assert sizes(input_ids=ids, labels=torch.zeros(8), num_items_in_batch=torch.tensor(5)) == [2, 2, 2, 2]
+    assert sizes(ids, torch.zeros(1, 12)) == [2, 2, 2, 2]
+    assert sizes(ids, most=3) == [3, 3, 2]
+    assert sizes(torch.zeros(3, 12)) == [1, 1, 1]
+    assert sizes(torch.zeros(8, 2)) == [4, 4]  # which cannot be taken for the second dimension
+    assert sizes(ids, torch.zeros(5)) == [1]
+    assert sizes(ids, lengths=[1] * 8) == [1]
+    assert sizes(3, "x") == [1]
+    (first, _), _ = parts_of(MicroBatch((ids[:2],), {"scale": torch.ones(()), "pair": [torch.arange(2)] * 2}), 4)
+    assert (len(first.args[0]), first.kwargs["scale"].item(), first.kwargs["pair"][1].tolist()) == (1, 1.0, [0])
