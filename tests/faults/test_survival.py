@@ -105,8 +105,17 @@ def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: 
 
 @sampled
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("kill", ["1:3:forward", "0:4:backward", "3:4:step", "2:5:9"])
-@pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
+@pytest.mark.parametrize(
+    ("loop", "kill"),
+    [
+        *(
+            (loop, kill)
+            for loop in ("engine", "plain")
+            for kill in ("1:3:forward", "0:4:backward", "3:4:step", "2:5:9")
+        ),
+        *(("train_step", kill) for kill in ("1:3:forward", "0:4:2", "2:5:9")),
+    ],
+)
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_fewer_ranks_split_the_layers(preset: str, loop: str, kill: str, tmp_path: Path) -> None:
     job = started(tmp_path, json.dumps({"preset": preset, **SPLIT}), loop, 10, [kill], retries="0:10", least=1)
