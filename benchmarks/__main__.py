@@ -27,6 +27,7 @@ from benchmarks import (
     planner,
     tensor,
     tiers,
+    weights,
 )
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
@@ -51,6 +52,7 @@ PROGRAMS = (
     "elastic",
     "tiers",
     "generation",
+    "weights",
     "horovod",
     "integrations",
     "mpi",
@@ -117,6 +119,7 @@ _PROGRAMS = {
     "planner": planner.main,
     "tiers": tiers.main,
     "generation": generation.main,
+    "weights": weights.main,
     "horovod": horovod.main,
     "integrations": integrations.main,
     "mpi": mpi.main,
@@ -137,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of peers, growth, tiers, generation, integrations: how often (3; generation 5); of elastic: kills (10)",
     )
-    saves = parser.add_argument_group("checkpoint, tiers and generation")
+    saves = parser.add_argument_group("checkpoint, tiers, generation and weights")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
     between = parser.add_argument_group("hosts")
     between.add_argument(

@@ -58,6 +58,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/engine.py": (*EVERY_PLAN, *ELASTIC),
     "src/shardwise/parallel/experts": (
         "ranks/test_expert*",
+        "ranks/test_lost_experts.py",
         "ranks/test_deepspeed_moe.py",
         "extras/test_expert_models.py",
     ),

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks.device.models import TINY, Batch, llama
+from benchmarks.device.models import FIFTH, TINY, Batch, llama, tokens_of
 from benchmarks.results_file import write_result
 
 NUM_STEPS, ROWS = 6, 4
@@ -265,6 +266,14 @@ def samplers(folder: Path) -> dict[str, Any]:
         apart = engine.mismatch({"input_ids": tokens, "log_probs": log_probs, "counted": counted}, version=version)
         with engine.inference():
             here = mine.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        shared = Path("/dev/shm") / f"shardwise-device-{os.getpid()}"
+        engine.publish(shared, dtype="fp32", wait=False)
+        engine.wait_for_publish()
+        beside = sw.published(shared, reader="sampler")
+        assert beside is not None
+        there = beside.tensors()
+        wrong += [name for name, one in streamed.items() if not torch.equal(one.cpu(), there[name])]
+        sw.unpublish(shared)
     if wrong:
         raise AssertionError(f"streamed weights differ from the engine's: {wrong[:4]}")
     same = float((here == tokens).float().mean())
@@ -315,6 +324,36 @@ def fitted(_: Path) -> dict[str, Any]:
         return beside_plain(engine_steps(engine)) | {"promised": most, "chosen": str(chosen)}
 
 
+def chunked(_: Path) -> dict[str, Any]:
+    """Logits in chunks: the losses of whole ones; with many words, a device's peaks beside the promised ones."""
+    mine = model()
+    with sw.shard(mine, {"preset": "zero3", "loss": "chunked"}, optimizer=sgd(mine)) as engine:
+        row = beside_plain(engine_steps(engine))
+    if device().type == "cpu":
+        return row
+    size = replace(FIFTH, vocab=131_072)
+    for loss in ("whole", "chunked"):
+        large = llama(size, device())
+        plan = {"preset": "zero3", "precision": "bf16", "loss": loss}
+        with sw.shard(large, plan, optimizer=sgd(large)) as engine:
+            batch = tokens_of(size, device())
+            promised = engine.rehearse(batch).total
+            seconds = []
+            for _step in range(4):
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+                engine.backward(engine(**batch).loss)
+                engine.step()
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+            peak = torch.cuda.max_memory_allocated()
+        row[loss] = {"promised": promised, "peak": peak, "over": round(peak / promised, 4), "seconds": min(seconds)}
+        del large, engine
+        torch.cuda.empty_cache()
+    return row
+
+
 JOBS = {
     "Trainer, fp32": Job(trainer, "transformers"),
     "Trainer, bf16": Job(lambda folder: trainer(folder, "bf16"), "transformers"),
@@ -332,6 +371,7 @@ JOBS = {
     "generate": Job(generated),
     "LoRA, merged": Job(adapters, "peft"),
     "activations to fit": Job(fitted),
+    "logits in chunks": Job(chunked),
 }
 
 

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from shardwise import data, optim
     from shardwise.checkpoint import Keep
     from shardwise.checkpoint.formats import convert, inspect
-    from shardwise.checkpoint.published import published, versions_in_use
+    from shardwise.checkpoint.published import published, unpublish, versions_in_use
     from shardwise.comm import World
     from shardwise.engine import Engine, choose_plan, shard
     from shardwise.errors import ShardwiseError
     from shardwise.init import deferred_init
     from shardwise.parallel import experts, tensor
+    from shardwise.parallel.chunked_logits import chunked_cross_entropy, chunked_log_probs
     from shardwise.plan import Plan, load_plan
     from shardwise.plan.mesh import Mesh
 
@@ -38,6 +39,8 @@ __all__ = [
     "World",
     "__version__",
     "choose_plan",
+    "chunked_cross_entropy",
+    "chunked_log_probs",
     "convert",
     "data",
     "deferred_init",
@@ -48,6 +51,7 @@ __all__ = [
     "published",
     "shard",
     "tensor",
+    "unpublish",
     "versions_in_use",
 ]
 
@@ -59,12 +63,15 @@ _HOMES = {
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
     "choose_plan": "shardwise.engine",
+    "chunked_cross_entropy": "shardwise.parallel.chunked_logits",
+    "chunked_log_probs": "shardwise.parallel.chunked_logits",
     "convert": "shardwise.checkpoint.formats",
     "deferred_init": "shardwise.init",
     "inspect": "shardwise.checkpoint.formats",
     "load_plan": "shardwise.plan",
     "published": "shardwise.checkpoint.published",
     "shard": "shardwise.engine",
+    "unpublish": "shardwise.checkpoint.published",
     "versions_in_use": "shardwise.checkpoint.published",
 }
 

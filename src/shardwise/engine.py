@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from shardwise.system.units import bytes_of
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
+    from shardwise.checkpoint.published import Published, Publisher
     from shardwise.elastic.arrival import Arrival
     from shardwise.observe.mismatch import Mismatch
     from shardwise.observe.run_log import RunLog
@@ -56,6 +57,7 @@ _log = logging.getLogger("shardwise")
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
 OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+_FILE_BYTES = 5 * 2**30
 PROFILE_VARIABLE = "SHARDWISE_PROFILE"
 
 
@@ -171,6 +173,8 @@ class Engine:
 
     Checkpoints: `save`, `resume`, `remember`; `save_pretrained` for other libraries.
 
+    For samplers: `publish`, `weights`; `mismatch` says how far they are from the trainer.
+
     Whole tensors of a model in pieces: `get`, `set`, `gathered`, `state_dict`, `load_state_dict` and those of the
     optimizer.
 
@@ -199,6 +203,7 @@ class Engine:
         if plan.patience_seconds is not None:
             world.be_patient(plan.patience_seconds)
         self._run_log = _open_log(plan, world)
+        self._publisher: Publisher | None = None
         if world.is_newcomer and world.membership is not None:
             self._arrive(plan, optimizers, world)
             return
@@ -624,7 +629,7 @@ class Engine:
         folder: str | Path,
         *,
         dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-        max_file_bytes: int = 5 * 2**30,
+        max_file_bytes: int = _FILE_BYTES,
         overwrite: bool = False,
         merge_adapters: bool = False,
     ) -> None:
@@ -637,6 +642,16 @@ class Engine:
         because peft has files of its own for them. Raises `CheckpointError` on all ranks if `folder` is not empty and
         `overwrite` is not given.
         """
+        formats.save_pretrained(
+            formats.base_model(self.module),
+            self._weights_of_files(dtype, merge_adapters=merge_adapters),
+            self.world,
+            Path(folder),
+            max_file_bytes=max_file_bytes,
+            overwrite=overwrite,
+        )
+
+    def _weights_of_files(self, dtype: Literal["fp32", "bf16", "fp16"] | None, *, merge_adapters: bool) -> WeightStream:
         self._require_open()
         if hasattr(self.module, "peft_config") and not merge_adapters:
             raise ModelError(
@@ -644,14 +659,7 @@ class Engine:
                 f"model.save_pretrained(folder, state_dict=engine.state_dict(rank_0_only=True)) writes it. With "
                 f"merge_adapters=True they are merged into the weights that are written."
             )
-        formats.save_pretrained(
-            formats.base_model(self.module),
-            self.weights(dtype=dtype, merge_adapters=merge_adapters),
-            self.world,
-            Path(folder),
-            max_file_bytes=max_file_bytes,
-            overwrite=overwrite,
-        )
+        return self.weights(dtype=dtype, merge_adapters=merge_adapters)
 
     def weights(
         self,
@@ -682,24 +690,51 @@ class Engine:
         keep: int = 2,
         dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         merge_adapters: bool = True,
+        tell: Sequence[Callable[[Published], None]] = (),
+        wait: bool = True,
     ) -> int:
         """Write the weights into `folder`, for samplers that read them while training goes on. All ranks call.
 
         Each `version` (by default the number of steps) is a Hugging Face folder of its own, in which adapters are
         merged; it is announced when it is whole, and found by `sw.published(folder)` in any process. Older ones are
-        deleted, but for the newest `keep` and those that readers have acknowledged. Returns the version. Raises
-        `CheckpointError` on all ranks if rank 0 cannot write, and for a version that is not newer; readers stay with
-        the one before.
-        """
-        from shardwise.checkpoint.published import publish
+        deleted, but for the newest `keep` and those that readers read or use. A folder in /dev/shm is memory that
+        readers on the host of rank 0 share. One job publishes in a folder. Each of `tell` is called with what is
+        announced, on rank 0 and in threads: servers that have to be asked to load it (`integrations.samplers`).
 
-        def write(path: Path) -> None:
-            self.save_pretrained(path, dtype=dtype, merge_adapters=merge_adapters, overwrite=True)
+        With `wait=False` it returns once rank 0 has all weights in its memory, in the `dtype` of the files, and goes on
+        in the background: the next steps wait for nothing. A failure is then raised by the next call that publishes,
+        waits or closes.
+
+        Returns the version. Raises `CheckpointError` on all ranks if rank 0 cannot write, and for a version that is not
+        newer; readers stay with the one before. Also if a call of `tell` raises; the version is published then.
+        """
+        from shardwise.checkpoint.published import Version  # few jobs need it
 
         self._require_open()
         number = self.num_steps if version is None else version
-        publish(self.world, Path(folder), number, keep, write)
-        return number
+        this = Version(Path(folder).absolute(), number, keep)  # a thread writes, and the loop may change its folder
+
+        def publish() -> int:
+            weights = self._weights_of_files(dtype, merge_adapters=merge_adapters)
+            model = formats.base_model(self.module)
+            write = formats.writer_for(model, weights, max_file_bytes=_FILE_BYTES, overwrite=True)
+            self._publishing().publish(self.world, this, weights, write, tell=tell, wait=wait)
+            return number
+
+        return self._session.asking(publish, alone=lambda: number)
+
+    def wait_for_publish(self) -> None:
+        """Return once the last `publish(wait=False)` is announced; raise `CheckpointError` if it failed. All ranks
+        call."""
+        self._require_open()
+        self._session.asking(lambda: self._publishing().wait(self.world), alone=lambda: None)
+
+    def _publishing(self) -> Publisher:
+        if self._publisher is None:
+            from shardwise.checkpoint.published import Publisher
+
+            self._publisher = Publisher()
+        return self._publisher
 
     # -- whole tensors ------------------------------------------------------------------------------------
 
@@ -1063,6 +1098,8 @@ class Engine:
         self._is_open = False
         try:
             self._state.close(self.world.rank)
+            if self._publisher is not None:
+                self._publisher.close()
             if error is None and not self._sharded.is_taken_down:
                 self._session.finish_updates()
         finally:

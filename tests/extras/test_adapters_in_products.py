@@ -101,10 +101,13 @@ def unsplit(model: nn.Module, accumulate: int) -> list[dict[str, Any]]:
     return steps
 
 
-def over_ranks(model: nn.Module, preset: str, mesh: dict[str, int], accumulate: int) -> list[list[dict[str, Any]]]:
+def over_ranks(
+    model: nn.Module, preset: str, mesh: dict[str, int], accumulate: int, **more: Any
+) -> list[list[dict[str, Any]]]:
     num_ranks = math.prod(mesh.values())
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
     plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": accumulate, "clip_grad_norm": CLIP}
+    plan |= more
     names = list(trainable(model))
 
     def rank(world: sw.World) -> list[dict[str, Any]]:
@@ -122,10 +125,10 @@ def over_ranks(model: nn.Module, preset: str, mesh: dict[str, int], accumulate: 
     return run_ranks(num_ranks, rank)
 
 
-def race(model: nn.Module, preset: str, mesh: dict[str, int]) -> None:
+def race(model: nn.Module, preset: str, mesh: dict[str, int], **more: Any) -> None:
     accumulate = max(2, mesh.get("pp", 1))
     expected = unsplit(model, accumulate)
-    for steps in over_ranks(model, preset, mesh, accumulate):
+    for steps in over_ranks(model, preset, mesh, accumulate, **more):
         for mine, plain in zip(steps, expected, strict=True):
             assert mine["loss"] == pytest.approx(plain["loss"], rel=TOLERANCE)
             assert mine["norm"] == pytest.approx(plain["norm"], rel=1e-4)
@@ -142,6 +145,15 @@ def name_of(one: Any) -> str:
 def test_adapters_of_a_dense_model(preset: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     race(llama(), preset, mesh)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh"), [("zero3", {"dp": 2}), ("zero1", {"tp": 2}), ("zero3", {"pp": 2})], ids=name_of
+)
+def test_adapters_on_a_head_of_logits_in_chunks(preset: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = adapted(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)), ["q_proj", "lm_head"])
+    race(model, preset, mesh, loss={"logits": "chunked", "chunk": 4 * VOCAB * 5})
 
 
 def test_saving_adapters_of_a_stage_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(300)
 
 Run = dict[str, Any]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+IN_CHUNKS = {"logits": "chunked", "chunk": 4 * 5 * jobs.VOCABULARY}
+"""Of five rows."""
 
 
 def assert_same(ours: Run, plain: Run, **bounds: float) -> None:
@@ -38,7 +40,8 @@ def test_a_run_is_that_of_ddp_and_of_one_process() -> None:
     settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "max_steps": 20, "eval_strategy": "steps"}
     settings |= {"eval_steps": 7, "lr_scheduler_type": "cosine", "warmup_steps": 3}
     alone = begin(1, jobs.race, ["zero3", None], "gpt2", **settings, per_device_train_batch_size=4)
-    plain, *ours = on_ranks(2, jobs.race, [None, "zero3", "zero1", "ddp"], "gpt2", **settings)[0]
+    plans = [None, "zero3", "zero1", "ddp", {"preset": "zero3", "loss": IN_CHUNKS}]
+    plain, *ours = on_ranks(2, jobs.race, plans, "gpt2", **settings)[0]
     assert len(plain["losses"]) == 20
     assert any(norm > 0.7 for norm in plain["norms"])
     for run in (*ours, *alone()[0]):
@@ -80,6 +83,7 @@ SPLITS: list[tuple[str, int, int, dict[str, Any]]] = [
     # model, ranks, ranks of Trainer's own DDP, plan
     ("llama", 4, 2, {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}}),
     ("mixtral", 2, 2, {"preset": "zero2", "mesh": {"ep": 2}}),
+    ("llama", 2, 1, {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "loss": IN_CHUNKS}),
 ]
 
 
@@ -99,6 +103,12 @@ SEQUENCES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
     (4, 2, {"preset": "zero2", "mesh": {"dp": -1, "sp": 2}, "sequence": {"attention": "ring"}}, {}),
     (2, 1, {"preset": "zero1", "mesh": {"dp": 1, "sp": 2}}, {"average": False, "label_smoothing_factor": 0.1}),
     (2, 1, {"preset": "zero1", "mesh": {"dp": 1, "sp": 2}}, {"average": False, "gradient_accumulation_steps": 2}),
+    (
+        2,
+        1,
+        {"preset": "zero3", "mesh": {"sp": 2}, "loss": IN_CHUNKS},
+        {"average": False, "label_smoothing_factor": 0.1},
+    ),
 ]
 
 

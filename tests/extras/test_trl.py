@@ -40,6 +40,11 @@ def test_split_sequences_are_trained_as_whole_ones(name: str) -> None:
         torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_that_trl_reads_by_itself_cannot_be_split_by_words() -> None:
+    with pytest.raises(RuntimeError, match="compute log-probabilities from the head's weight themselves"):
+        on_ranks(2, jobs.supervised, {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}})
+
+
 def test_completions_are_generated_and_rewarded_as_under_ddp() -> None:
     plain = begin(2, jobs.rewarded, None)
     ours = on_ranks(2, jobs.rewarded, "zero3")

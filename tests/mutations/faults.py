@@ -887,6 +887,46 @@ CONVERSIONS = _of(
     ),
 )
 
+CHUNKS = _of(
+    "chunks",
+    (
+        "gradients of the head's weight are summed in its own dtype",
+        "return torch.promote_types(param.dtype, torch.float32)\n\n    def add",
+        "return param.dtype\n\n    def add",
+        "chunked_logits",
+    ),
+    (
+        "a head with dropout draws other masks in the backward",
+        "ctx.random = _random_states(rows) if",
+        "ctx.random = None if",
+        "chunked_logits",
+    ),
+    (
+        "rows that do not count add to the z-loss",
+        ".square().masked_fill(words == ignore_index, 0.0)",
+        ".square()",
+        "chunked_logits",
+    ),
+    (
+        "the input of a head that is split by words gets a part of its gradient",
+        "            return copy_to(tensor, self.line)\n        return gather_to(",
+        "            return tensor\n        return gather_to(",
+        "chunked_logits",
+    ),
+    (
+        "logits of the step before are computed with the head of this one",
+        "        self.converted.note_update()\n",
+        "",
+        "chunked_logits",
+    ),
+    (
+        "softmax of logits that are not computed yet is left out",
+        'return _put_off(logits, func, (logits,), {"dim": -1, "dtype": dtype})',
+        "return logits",
+        "chunked_logits",
+    ),
+)
+
 BEGINNING = _of(
     "beginning",
     (
@@ -918,5 +958,5 @@ BEGINNING = _of(
 
 FAULTS: tuple[Fault, ...] = (
     *(*BEGINNING, *SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
-    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS),
+    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS, *CHUNKS),
 )

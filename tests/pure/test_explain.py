@@ -13,7 +13,6 @@ import pytest
 
 from shardwise.cli import explain
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
-from shardwise.plan.mesh import MODEL_AXES
 from shardwise.plan.placement import PRESETS
 from shardwise.program import parse, shortened
 
@@ -158,11 +157,7 @@ def test_copies_on_other_hosts_are_explained_if_the_plan_keeps_them(
 @pytest.mark.parametrize(
     ("said_by_plan", "why"),
     [
-        *(
-            (f"preset: zero1\naccumulate: 2\nmesh: {{{axis}: 2, dp: 2}}", f"splits models or samples along {axis}")
-            for axis in MODEL_AXES
-            if axis not in ("tp", "pp", "sp")
-        ),
+        ("preset: zero1\nmesh: {ep: 2, sp: 2}", "splits models or samples along ep, sp"),
         ("preset: zero1\nmesh: {tp: 4}", "splits models or samples along tp, and the remaining ranks cannot form it"),
         ("preset: infinity\ndisk: /tmp", "parameters or states are kept on a disk"),
         ("preset: zero3\nsurvive: checkpoint", "the plan says survive: checkpoint"),

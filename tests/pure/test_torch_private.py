@@ -156,6 +156,7 @@ OF_OTHERS = {
         *("_data_source", "_mode"),
     ),
     "keras": ("_trainable_variables",),
+    "trl": ("_iter_named_params", "_move_model_to_vllm"),
     "pydantic": ("_internal", "_model_construction"),
 }
 """Of libraries that scripts bring: `tests/extras` runs with them. They are what these libraries have for their own

@@ -40,7 +40,9 @@ class Task(Protocol):
         ...
 
 
-def trained_alone(task: Task, model: nn.Module) -> tuple[list[float], nn.Module]:
+def trained_alone(
+    task: Task, model: nn.Module, after_step: Callable[[nn.Module], None] | None = None
+) -> tuple[list[float], nn.Module]:
     plain = copy.deepcopy(model)
     optimizer = adamw(plain)
     losses = []
@@ -49,6 +51,8 @@ def trained_alone(task: Task, model: nn.Module) -> tuple[list[float], nn.Module]
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         optimizer.step()
+        if after_step is not None:
+            after_step(plain)
         losses.append(loss.item())
     return losses, plain
 
@@ -67,12 +71,13 @@ def race_of(
     hosts: str = "",
     bound: float = 5e-6,
     most_wrong: int = 1,
+    after_step: Callable[[nn.Module], None] | None = None,
 ) -> dict[int, list[int]]:
     """Train on threads, of which some die. Returns, by member that trains at the end, the sizes of the worlds in which
-    it took its steps."""
+    it took its steps. `after_step` is what the task's own loop calls after a step."""
     torch.manual_seed(3)
     model = task.make()
-    losses, plain = trained_alone(task, model)
+    losses, plain = trained_alone(task, model, after_step)
     models = [copy.deepcopy(model) for _ in range(num_ranks + num_newcomers)]
 
     def work(world: World, member: int) -> tuple[dict[int, float], dict[int, int], dict[str, Tensor]]:

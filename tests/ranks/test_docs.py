@@ -119,6 +119,10 @@ def a_language_model(_: sw.World | None) -> Names:
     return {"engine": engine, "config": model.config, "prompt": torch.tensor([[1, 2]])}
 
 
+def hidden_states(_: sw.World | None) -> Names:
+    return {"hidden": torch.randn(2, 4, 8), "head": torch.nn.Linear(8, 11), "labels": torch.arange(8).reshape(2, 4)}
+
+
 def a_policy(world: sw.World | None) -> Names:
     """Trained on several ranks, with samples; a version of it is in `weights` if this is the only rank."""
     engine = sw.shard(llama(), "zero3", world=world)
@@ -126,7 +130,7 @@ def a_policy(world: sw.World | None) -> Names:
         engine.publish("weights")
     tokens = torch.arange(8).reshape(2, 4)
     return {
-        **{"engine": engine, "version": -1, "tokens": tokens, "of_sampler": -torch.ones(2, 4)},
+        **{"engine": engine, "version": -1, "tokens": tokens, "of_sampler": -torch.ones(2, 4), "model": llama()},
         "is_sampled": tokens % 4 > 1,
     }
 
@@ -251,13 +255,16 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("README.md", 0): Setting(a_model),
     ("README.md", 1): Setting(),
     ("docs/activations.md", 0): Setting(an_optimizer_and_a_batch),
-    ("docs/activations.md", 1): Setting(an_engine),
-    ("docs/activations.md", 2): Setting(a_model),
+    ("docs/activations.md", 1): Setting(hidden_states),
+    ("docs/activations.md", 2): Setting(an_engine),
+    ("docs/activations.md", 3): Setting(a_model),
     ("docs/after-training.md", 0): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 1): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 2): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 3): Setting(a_policy),
-    ("docs/after-training.md", 4): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 4): Setting(a_policy),
+    ("docs/after-training.md", 5): Setting(a_policy, num_ranks=2, instead={"tell=servers": "tell=[]"}),
+    ("docs/after-training.md", 6): Setting(a_policy, num_ranks=2),
     ("docs/auto.md", 0): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/auto.md", 1): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/deferred-init.md", 0): Setting(),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import pkgutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,13 @@ from torch import nn
 from twins import adamw
 
 import shardwise as sw
+from shardwise.checkpoint import published
+from shardwise.checkpoint.published import Published, Version, folder_of
+from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.ranks.threads_as_members import Killed, run_members
 
 WEIGHTS = "model.safetensors"
 
@@ -60,43 +65,263 @@ def test_a_reader_follows_training(mesh: dict[str, int], tmp_path: Path) -> None
     assert {path.name for path in tmp_path.glob("version-*")} == {"version-00000002", "version-00000003"}
 
 
-def test_what_a_reader_uses_stays(tmp_path: Path) -> None:
-    def work(engine: sw.Engine) -> None:
-        for number in range(5):
-            engine.publish(tmp_path, version=number, keep=1)
-            found = sw.published(tmp_path)
-            if number == 1 and engine.world.rank == 0 and found is not None:
-                found.acknowledge("sampler-0")
-            engine.world.barrier()
+def versions(folder: Path) -> set[int]:
+    return {int(path.name.removeprefix("version-")) for path in folder.glob("version-*")}
 
-    on_ranks(work)
-    assert sw.versions_in_use(tmp_path) == {"sampler-0": 1}
-    assert {path.name for path in tmp_path.glob("version-*")} == {"version-00000001", "version-00000004"}
+
+def publish(folder: Path, number: int, keep: int = 1) -> None:
+    """As the job does, without weights."""
+    folder_of(folder, number).mkdir(parents=True)
+    Version(folder, number, keep).announce()
+
+
+def test_what_a_reader_reads_or_uses_stays(tmp_path: Path) -> None:
+    publish(tmp_path, 0)
+    for number in range(1, 7):
+        if number in (2, 4):
+            found = sw.published(tmp_path, reader="sampler-0")
+            assert found is not None
+            assert found.version == number - 1
+        publish(tmp_path, number)
+        if number == 3:
+            Published(1, folder_of(tmp_path, 1)).acknowledge("sampler-0")
+        expected = {0: {0}, 1: {1}, 2: {1, 2}, 3: {1, 3}}.get(number, {1, 3, number})
+        assert versions(tmp_path) == expected
+    assert sw.versions_in_use(tmp_path) == {"sampler-0": 1}, "it has not said that it uses version 3"
+    Published(3, folder_of(tmp_path, 3)).acknowledge("sampler-0")
+    publish(tmp_path, 7)
+    assert versions(tmp_path) == {3, 7}
+    assert sw.versions_in_use(tmp_path) == {"sampler-0": 3}
+    sw.unpublish(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert sw.published(tmp_path) is None
+    sw.unpublish(tmp_path / "never")
+
+
+@pytest.mark.parametrize("place", ["before it says so", "after it has said so"])
+def test_a_reader_never_gets_what_is_deleted(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the job does between two acts of a reader; see [Note: who may delete]."""
+    publish(tmp_path, 1)
+    say = published._say
+
+    def meanwhile(*args: Any) -> None:
+        monkeypatch.undo()
+        if place == "after it has said so":
+            say(*args)
+        publish(tmp_path, 2)
+        publish(tmp_path, 3)
+        if place == "before it says so":
+            say(*args)
+
+    monkeypatch.setattr(published, "_say", meanwhile)
+    found = sw.published(tmp_path, reader="sampler-0")
+    assert found is not None
+    assert found.path.is_dir()
+    assert found.version == 3, "of two that are there it is the newer one"
+
+
+def test_a_reader_that_comes_while_the_job_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path, 1)
+    stale = published._latest(tmp_path)
+    readers = published._readers
+    found = []
+
+    def as_it_was(_: Path) -> Any:
+        monkeypatch.undo()
+        return stale
+
+    def and_then_comes(home: Path) -> Any:
+        """The job has looked who reads what; a reader that has seen version 1 before says that it reads it."""
+        seen = readers(home)
+        monkeypatch.undo()
+        monkeypatch.setattr(published, "_latest", as_it_was)
+        found.append(sw.published(tmp_path, reader="sampler-0"))
+        return seen
+
+    monkeypatch.setattr(published, "_readers", and_then_comes)
+    publish(tmp_path, 2)
+    assert [one and one.version for one in found] == [2]
+
+
+def test_a_version_is_mapped_and_not_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Transformer()
+    expected = {name: one.clone() for name, one in model.state_dict().items()}
+    with sw.shard(model, "zero1", world=sw.World(0, 1, ThreadTransport(PostOffice(), 0))) as engine:
+        engine.publish(tmp_path)
+        bytes_of_names = {weight.name: weight.num_bytes for weight in engine.weights().metadata()}
+    found = sw.published(tmp_path)
+    assert found is not None
+    tensors = found.tensors()
+    assert {name: one.nbytes for name, one in tensors.items()} == bytes_of_names
+    assert len({one.untyped_storage().data_ptr() for one in tensors.values()}) == 1, "one mapping of the file"
+    tensors["head.weight"].zero_()
+    assert torch.equal(found.tensors()["head.weight"], expected["head.weight"]), "the file is as it was"
+    again = found.tensors()
+    sw.unpublish(tmp_path)
+    fresh = Transformer()
+    fresh.load_state_dict(again, assign=True)
+    assert all(torch.equal(one, expected[name]) for name, one in fresh.state_dict().items())
+
+
+WRITES = "shardwise.checkpoint.formats.hf.HfWriter.write", "shardwise.checkpoint.published.Version.announce"
+"""What rank 0 does for a version: its first tensor, and its last act."""
 
 
 def test_a_failure_leaves_readers_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whatever point rank 0 ends: while it writes the weights, or before it has announced them."""
+    """At whatever point rank 0 fails, and whoever is told: this call, the one that waits, the next one, or the end."""
     failing = [""]
-    for place in ("shardwise.checkpoint.formats.live._write", "shardwise.checkpoint.published._announce"):
+    for place in WRITES:
         monkeypatch.setattr(place, unless(lambda place=place: failing[0] == place, pkgutil.resolve_name(place)))
 
     def work(engine: sw.Engine) -> None:
+        def later() -> None:
+            engine.publish(tmp_path, version=2, wait=False)
+            engine.wait_for_publish()
+
+        def next_time() -> None:
+            engine.publish(tmp_path, version=2, wait=False)
+            engine.publish(tmp_path, version=3)
+
         engine.publish(tmp_path, version=1)
-        for place in ("shardwise.checkpoint.formats.live._write", "shardwise.checkpoint.published._announce"):
-            engine.world.barrier()
-            failing[0] = place
-            with pytest.raises(CheckpointError, match="no space is left"):
-                engine.publish(tmp_path, version=2)
-            found = sw.published(tmp_path)
-            assert found is not None
-            assert found.version == 1
-            load_file(found.path / WEIGHTS)
+        for place in WRITES:
+            for ask in (lambda: engine.publish(tmp_path, version=2), later, next_time):
+                engine.world.barrier()
+                failing[0] = place
+                with pytest.raises(CheckpointError, match=r"Version 2 .* no space is left.* the version before"):
+                    ask()
+                found = sw.published(tmp_path)
+                assert found is not None
+                assert found.version == 1
+                load_file(found.path / WEIGHTS)
         engine.world.barrier()
         failing[0] = ""
         engine.publish(tmp_path, version=2)
         assert sw.published(tmp_path, after=1) is not None
+        engine.world.barrier()
+        failing[0] = WRITES[0]
+        engine.publish(tmp_path, version=3, wait=False)
+        if engine.world.rank == 0:
+            with pytest.raises(CheckpointError, match=r"Version 3 .* no space is left"):
+                engine.close()
 
     on_ranks(work)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])
+def test_a_version_is_written_beside_the_next_steps(
+    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the values after the step that it is of, and nothing waits for the disk before it is asked to. A relative
+    folder is that of the call."""
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    may_write = threading.Event()
+    original = pkgutil.resolve_name(WRITES[0])
+
+    def write(*args: Any) -> None:
+        assert may_write.wait(60)
+        original(*args)
+
+    monkeypatch.setattr(WRITES[0], write)
+
+    def work(engine: sw.Engine) -> None:
+        train(engine)
+        expected = engine.state_dict()
+        assert engine.publish(".", wait=False) == 1
+        engine.world.barrier()
+        monkeypatch.chdir(elsewhere)
+        train(engine)
+        assert sw.published(tmp_path) is None
+        assert not torch.equal(engine.state_dict()["head.weight"], expected["head.weight"])
+        engine.world.barrier()
+        may_write.set()
+        engine.wait_for_publish()
+        engine.wait_for_publish()  # there is nothing to wait for any more
+        found = sw.published(tmp_path)
+        assert found is not None
+        assert found.version == 1
+        stored = load_file(found.path / WEIGHTS)
+        assert stored
+        assert all(torch.equal(one, expected[name]) for name, one in stored.items())
+        assert engine.publish(tmp_path, wait=False) == 2
+
+    on_ranks(work, mesh)
+    assert sw.published(tmp_path, after=1) is not None, "the end waits for what is being written"
+
+
+def test_what_is_written_at_once_is_never_far_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 holds no more than a tensor that waits, one that is written and one that comes."""
+    given, written, behind = [0], [0], [0]
+    give, write = pkgutil.resolve_name("shardwise.checkpoint.published._Writing.give"), pkgutil.resolve_name(WRITES[0])
+
+    def counted_give(*args: Any) -> None:
+        given[0] += 1
+        behind[0] = max(behind[0], given[0] - written[0])
+        give(*args)
+
+    def counted_write(*args: Any) -> None:
+        write(*args)
+        written[0] += 1
+
+    monkeypatch.setattr("shardwise.checkpoint.published._Writing.give", counted_give)
+    monkeypatch.setattr(WRITES[0], counted_write)
+    on_ranks(lambda engine: engine.publish(tmp_path))
+    assert given == written
+    assert given[0] > 5
+    assert behind[0] <= 3
+
+
+def test_a_rank_that_fails_meanwhile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(engine: sw.Engine) -> None:
+        engine.publish(tmp_path, version=1)
+        if engine.world.rank == 1:
+            monkeypatch.setattr(engine._sharded.parts.access, "_whole", fails)  # of this rank alone
+        engine.publish(tmp_path, version=2)
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(work)
+    assert sw.published(tmp_path, after=1) is None
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_publish_when_a_rank_is_lost(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: Any) -> None:
+        raise Killed
+
+    images, folder = tmp_path / "images", tmp_path / "weights"
+    images.mkdir()
+
+    def work(world: sw.World, member: int) -> None:
+        torch.manual_seed(0)
+        model = Transformer()
+        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
+            train(engine)
+            if member == victim:
+                monkeypatch.setattr(engine._sharded.parts.access, "_whole", dies)
+            engine.publish(folder)
+            found, state = sw.published(folder), engine.state_dict()
+            assert found is not None
+            assert found.version == 1
+            assert all(torch.equal(one, state[name]) for name, one in load_file(found.path / WEIGHTS).items())
+
+    assert len(run_members(3, work, images)) == 2
+    assert not list(folder.glob(".*"))
+
+
+def test_what_a_killed_job_leaves_goes(tmp_path: Path) -> None:
+    """Drafts, and a version that was whole but never announced."""
+    on_ranks(lambda engine: engine.publish(tmp_path, version=4))
+    for name in (".writing-version-00000005", ".replaced-version-00000005", "version-00000009"):
+        (tmp_path / name).mkdir()
+    on_ranks(lambda engine: engine.publish(tmp_path, version=5, keep=1))
+    assert {path.name for path in tmp_path.iterdir()} == {"version-00000005", "LATEST.json"}
 
 
 def unless(fails: Callable[[], bool], original: Callable[..., None]) -> Callable[..., None]:
@@ -136,5 +361,5 @@ def test_readers_wait_and_do_not_trust_what_is_announced(tmp_path: Path) -> None
     (tmp_path / "LATEST.json").write_text(json.dumps({"version": 9, "folder": "version-00000009"}))
     found = sw.published(tmp_path)
     assert found is not None
-    with pytest.raises(ConfigError, match="give a name of letters"):
+    with pytest.raises(ConfigError, match="give one of letters"):
         found.acknowledge("../sampler")

@@ -7,6 +7,7 @@ import gc
 import mmap
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardwise.comm.transport.shm import futex, neighbours
 from shardwise.comm.transport.shm.arena import Arena
 from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
-from shardwise.comm.transport.shm.offers import NUM_OFFERS
+from shardwise.comm.transport.shm.offers import NUM_OFFERS, TO_ALL, OfferTable, offer_table_bytes
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
@@ -341,6 +342,40 @@ def test_what_is_offered_in_place_is_overwritten_when_all_have_read_it(monkeypat
         return others.tolist()
 
     assert run_ranks(2, rank) == [[1.0] * 3, [0.0] * 3]
+
+
+class _Overtaken(OfferTable):
+    """As a reader sees it, while its owner does something between two of its looks."""
+
+    def __init__(self, *args: Any, before_look: int, owner_acts: Callable[[], object]) -> None:
+        super().__init__(*args, is_own=False)
+        self._left, self._owner_acts = before_look, owner_acts
+
+    def _order(self) -> None:
+        super()._order()
+        self._left -= 1
+        if self._left == 0:
+            self._owner_acts()
+
+
+@pytest.mark.parametrize("before_look", [1, 2])
+@pytest.mark.parametrize("next_tag", [7, 8])
+def test_a_slot_is_used_again_while_it_is_looked_at(next_tag: int, before_look: int) -> None:
+    """Of an all-to-all all messages have one tag. One for another reader makes room for the next collective's, or for
+    another message of the same."""
+    file = SharedFile.create()
+    mapped = file.map(0, offer_table_bytes(3))
+    owner = OfferTable(mapped, 3, is_own=True)
+    slot = owner.put(7, 1, 0, 4096, 0, 1024)
+
+    def take_its_place() -> None:
+        owner.clear(slot)
+        assert owner.put(next_tag, TO_ALL if next_tag == 8 else 2, 4096, 4096, 64, 16) == slot
+
+    reader = _Overtaken(mapped, 3, before_look=before_look, owner_acts=take_its_place)
+    assert reader.find(7, 2) is None
+    assert reader.find(next_tag, 2) == (slot, 4096, 4096, 64, 16)
+    file.close()
 
 
 def test_more_offers_than_there_are_places_for() -> None:

@@ -3,36 +3,57 @@
     folder/
       version-00000120/     a Hugging Face folder
       version-00000140/
-      LATEST.json           names the newest one that is whole
-      readers/NAME.json     which version a reader uses
+      LATEST.json           names the newest one that is whole, and the oldest that stays
+      readers/NAME.json     which version a reader uses, and which it is reading
 
 A version appears under its name when all of it is written, and is announced after that, so a rank that is killed in
-between leaves readers where they are. No version is deleted that a reader has said it uses. Readers need no rank, no
-network and not this library: `vllm serve folder/version-...` or `from_pretrained` read what `LATEST.json` names.
+between leaves readers where they are. Readers need no rank, no network and not this library: `vllm serve
+folder/version-...` or `from_pretrained` read what `LATEST.json` names. In /dev/shm the folder is memory that processes
+of a host share.
+
+[Note: who may delete] No version is deleted that a reader has said it reads or uses. A reader says so first, and looks
+in `LATEST.json` after that whether the version still stays; the job writes there first which version is the oldest that
+stays, and looks after that what readers have said. So whichever is first, the other one sees it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import queue
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from shardwise.checkpoint.write import flush, write_text
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.init.safetensors_headers import Stored, read_head
 from shardwise.system.safe_files import inside, is_portable_name, read_json
 
+Tensor = torch.Tensor
+Named = tuple[str, Tensor]
+Write = Callable[[Path, Iterator[Named]], None]
+"""Makes a folder of the tensors that arrive."""
 _LATEST, _READERS = "LATEST.json", "readers"
+_VERSION, _READING = "version", "reading"
 _FOLDER = re.compile(r"version-(\d{8,19})")
+_DRAFTS = ".writing-version-*", ".replaced-version-*"
 _POLL_SECONDS = 0.2
 
 
 def folder_of(folder: Path, version: int) -> Path:
     return folder / f"version-{version:08d}"
+
+
+# -- for readers ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -43,53 +64,313 @@ class Published:
     path: Path
 
     def acknowledge(self, reader: str) -> None:
-        """Say that `reader` uses this version from now on: a name of its own for every process that reads."""
-        if not is_portable_name(reader):
-            raise ConfigError(f"acknowledge({reader!r}): give a name of letters, digits, '.', '_' and '-'.")
-        home = self.path.parent / _READERS
-        home.mkdir(exist_ok=True)
-        _write(home / f"{reader}.json", {"version": self.version})
+        """Say that `reader` uses this version from now on: a name of its own for every process that reads. What it used
+        before may be deleted."""
+        _say(self.path.parent, reader, {_VERSION: self.version})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, mapped into memory and not read: pages come when they are used, and from /dev/shm they
+        are those that the job has written, without a copy.
+
+        `model.load_state_dict(found.tensors(), assign=True)` makes a model of them. Whoever writes to a tensor gets a
+        copy of the page. They stay when the version is deleted. Raises `CheckpointError` for damaged files.
+        """
+        return tensors_in(self.path)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Those of its safetensors files, mapped into memory; see `Published.tensors`."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+        found |= {name: _mapped(mapped, stored) for name, stored in read_head(file).items()}
+    return found
+
+
+def _mapped(file: Tensor, stored: Stored) -> Tensor:
+    values = file[stored.start : stored.start + stored.num_bytes]
+    if stored.start % stored.dtype.itemsize:  # files of other writers need not be aligned
+        values = values.clone()
+    return values.view(stored.dtype).view(stored.shape)
 
 
 def published(
     folder: str | Path,
     *,
     after: int = -1,
+    reader: str | None = None,
     timeout: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Published | None:
     """The newest version that `engine.publish(folder)` has announced, if it is newer than the version `after`.
 
-    For any process, without ranks. Waits up to `timeout` seconds for one, and returns `None` if there is none then.
-    Raises `CheckpointError` if what is announced is not there.
+    For any process, without ranks. Waits up to `timeout` seconds for one, and returns `None` if there is none then. A
+    `reader`, a name of its own for every process that reads, says so of itself: the version is not deleted while it
+    loads, nor is the one that it has acknowledged before. Raises `CheckpointError` if what is announced is not there.
     """
     home, ends = Path(folder), clock() + timeout
     while True:
         found = _latest(home)
         if found is not None and found.version > after:
-            return found
+            if reader is None or _hold(found, reader):
+                return found
+            continue  # there is a newer one by now
         left = ends - clock()
         if left <= 0:
             return None
         pause(min(_POLL_SECONDS, left))
 
 
+def _hold(found: Published, reader: str) -> bool:
+    """Say that `reader` is reading it; false if the job may not have seen that in time. See [Note: who may delete]."""
+    home = found.path.parent
+    _say(home, reader, _told(home, reader) | {_READING: found.version})
+    oldest = read_json(inside(home, _LATEST)).get("oldest")
+    return not isinstance(oldest, int) or found.version >= oldest
+
+
 def versions_in_use(folder: str | Path) -> dict[str, int]:
     """The version that each reader has acknowledged last, by its name."""
-    found = {}
-    for path in sorted((Path(folder) / _READERS).glob("*.json")):
-        version = read_json(inside(path.parent, path.name)).get("version")
-        if isinstance(version, int):
-            found[path.stem] = version
-    return found
+    return {reader: told[_VERSION] for reader, told in _readers(Path(folder)).items() if _VERSION in told}
 
 
-def publish(world: World, folder: Path, version: int, keep: int, write: Callable[[Path], None]) -> None:
-    """Let `write` make a folder of weights, and announce it; see `Engine.publish`. All ranks call."""
-    _on_rank_0(world, lambda: _check(folder, version, keep))
-    write(folder_of(folder, version))
-    _on_rank_0(world, lambda: _announce(folder, version, keep))
+def unpublish(folder: str | Path) -> None:
+    """Remove all versions from `folder`, and what readers have said. For any process, once no job publishes there: to
+    give memory in /dev/shm back. Readers keep tensors that they have mapped."""
+    home = Path(folder)
+    (home / _LATEST).unlink(missing_ok=True)
+    _tidy(home)
+    for path in home.glob("version-*") if home.is_dir() else ():
+        if _FOLDER.fullmatch(path.name):
+            shutil.rmtree(path)
+    shutil.rmtree(home / _READERS, ignore_errors=True)
+
+
+def _readers(home: Path) -> dict[str, dict[str, int]]:
+    return {path.stem: _told(home, path.stem) for path in sorted((home / _READERS).glob("*.json"))}
+
+
+def _told(home: Path, reader: str) -> dict[str, int]:
+    path = _file_of(home, reader)
+    if not path.exists():
+        return {}
+    told = read_json(inside(path.parent, path.name))
+    return {word: told[word] for word in (_VERSION, _READING) if isinstance(told.get(word), int)}
+
+
+def _say(home: Path, reader: str, what: Mapping[str, int]) -> None:
+    path = _file_of(home, reader)
+    path.parent.mkdir(exist_ok=True)
+    _write(path, what)
+
+
+def _file_of(home: Path, reader: str) -> Path:
+    if not is_portable_name(reader):
+        raise ConfigError(f"{reader!r} is no name of a reader: give one of letters, digits, '.', '_' and '-'.")
+    return home / _READERS / f"{reader}.json"
+
+
+def _latest(home: Path) -> Published | None:
+    told = None
+    while (home / _LATEST).exists():
+        before, told = told, read_json(inside(home, _LATEST))
+        version, path = told.get("version"), inside(home, told.get("folder"))
+        if isinstance(version, int) and _FOLDER.fullmatch(path.name) is not None and path.is_dir():
+            return Published(version, path)
+        if told == before:  # otherwise a newer one has been announced, and this one deleted
+            raise CheckpointError(f"{home / _LATEST} announces {path.name!a:.100}, which is not there.")
+    return None
+
+
+# -- for the job ------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Version:
+    """One call of `Engine.publish`. It is repeated if a rank is lost in it, and may have been announced by then."""
+
+    folder: Path
+    number: int
+    keep: int
+    has_begun: bool = False
+
+    @property
+    def path(self) -> Path:
+        return folder_of(self.folder, self.number)
+
+    def is_announced(self) -> bool:
+        """Whether it has been; raises if it cannot be the next one."""
+        if self.number < 0 or self.keep < 1:
+            raise ConfigError(
+                f"publish(version={self.number}, keep={self.keep}): version is at least 0 and keep at least 1."
+            )
+        newest = _latest(self.folder)
+        if newest is None or newest.version < self.number:
+            return False
+        if newest.version == self.number and self.has_begun:
+            return True
+        raise CheckpointError(
+            f"{self.folder} has version {newest.version}, and readers look for a higher number than that; "
+            f"{self.number} is not. Pass version=, or give another folder."
+        )
+
+    def announce(self) -> None:
+        """Make it, which is whole, the newest one. Delete others, but for the newest `keep` and those of readers; see
+        [Note: who may delete]. A higher number was never announced: a job was killed before it could."""
+        there = sorted(int(one[1]) for path in self.folder.iterdir() if (one := _FOLDER.fullmatch(path.name)))
+        kept = [number for number in there if number <= self.number][-self.keep :]
+        _write(self.folder / _LATEST, {"version": self.number, "folder": self.path.name, "oldest": kept[0]})
+        kept += [number for told in _readers(self.folder).values() for number in told.values()]
+        for number in there:
+            if number not in kept:
+                shutil.rmtree(folder_of(self.folder, number), ignore_errors=True)
+
+
+Told = Callable[[Published], None]
+"""Told of a version when it is announced, such as a server that is to load it."""
+
+
+class Publisher:
+    """Publishes versions of one engine's weights, one after the other. `close()` it.
+
+    [Note: published beside the steps] Weights change in the next update, so they have left the ranks when `publish`
+    returns: without `wait` rank 0 has them in its memory then, in the dtype of the files, and a thread writes them
+    while training goes on, and drops what it has written. With `wait` that thread is never more than one tensor behind.
+    Only rank 0 knows of it, and no message is sent for it, so a rank that has joined the others meanwhile takes part in
+    the next call as they do.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: _Writing | None = None
+
+    def publish(
+        self,
+        world: World,
+        version: Version,
+        weights: Iterable[Named],
+        write: Write,
+        *,
+        tell: Sequence[Told] = (),
+        wait: bool = True,
+    ) -> None:
+        """Let `write` make a folder of `weights`, and announce it; see `Engine.publish`. All ranks call."""
+        writing: _Writing | None = None
+
+        def prepare() -> None:
+            nonlocal writing
+            self._settle()
+            if not version.is_announced():
+                _tidy(version.folder)
+                writing = _Writing(version, write, tell, is_awaited=wait)
+
+        _on_rank_0(world, prepare)
+        version.has_begun = True
+        self._under_way = writing
+        if writing is not None:
+            writing.start()
+        try:
+            for name, tensor in weights:
+                if writing is not None:
+                    writing.give(name, tensor)
+                del tensor
+        except BaseException:
+            self._under_way = None
+            if writing is not None:
+                writing.abandon()
+            raise
+        if writing is not None:
+            writing.end()
+        if wait:
+            self.wait(world)
+
+    def wait(self, world: World) -> None:
+        """Return once what was published last is announced; raise if it could not be. All ranks call."""
+        _on_rank_0(world, self._settle)
+
+    def close(self) -> None:
+        """Wait for what is being written. Raises what this rank knows of it."""
+        self._settle()
+
+    def _settle(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.join()
+            if under_way.error is not None:
+                raise under_way.error
+
+
+class _Writing(threading.Thread):
+    """Writes a version of the tensors that it is given, and announces it. The interpreter does not exit before."""
+
+    def __init__(self, version: Version, write: Write, tell: Sequence[Told], *, is_awaited: bool) -> None:
+        super().__init__(name="shardwise publish")
+        self.error: CheckpointError | None = None
+        self._version, self._write, self._tell = version, write, tell
+        self._is_awaited = is_awaited
+        self._given: queue.Queue[Named | None] = queue.Queue(1 if is_awaited else 0)
+        self._is_abandoned = self._has_ended = False
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        """Takes a copy: a part of a unit would keep all of it in memory, and the model's own tensors will change."""
+        self._given.put((name, tensor.detach().to("cpu", copy=True)))
+
+    def end(self) -> None:
+        """All have been given."""
+        self._given.put(None)
+
+    def abandon(self) -> None:
+        """There will not be more, and some are missing. Returns when the draft is gone."""
+        self._is_abandoned = True
+        self.end()
+        self.join()
+
+    def run(self) -> None:
+        arriving = self._arriving()
+        try:
+            self._write(self._version.path, arriving)
+            self._version.announce()
+        except Exception as error:
+            self._fail(
+                f"Version {self._version.number} of the weights could not be published in {self._version.folder}: "
+                f"{_said_by(error)} Readers stay with the version before."
+            )
+            while not self._has_ended:  # whoever gives must not wait for ever
+                self._has_ended = self._given.get() is None
+        else:
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """At the same time, because each may load for a while; and all of them, whether others fail or not."""
+        if not self._tell:
+            return
+        found = Published(self._version.number, self._version.path)
+        with ThreadPoolExecutor(len(self._tell), "shardwise tell") as threads:
+            calls = [threads.submit(told, found) for told in self._tell]
+        refusals = [_said_by(error) for call in calls if (error := call.exception()) is not None]
+        if refusals:
+            self._fail(
+                f"Version {found.version} of the weights is published in {self._version.folder}, but {len(refusals)} "
+                f"of {len(calls)} that were told of it have not taken it: {' '.join(refusals)}"
+            )
+
+    def _fail(self, why: str) -> None:
+        """Raised by the next call that publishes or waits, which may be long after."""
+        self.error = CheckpointError(why)
+        if not self._is_awaited:
+            logging.getLogger("shardwise").error("%s", why)
+
+    def _arriving(self) -> Iterator[Named]:
+        while (item := self._given.get()) is not None:
+            yield item
+            del item
+        self._has_ended = True
+        if self._is_abandoned:
+            raise CheckpointError("a rank failed meanwhile, and the weights did not all arrive.")
+
+
+def _said_by(error: BaseException) -> str:
+    return str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
 
 
 def _on_rank_0(world: World, work: Callable[[], None]) -> None:
@@ -105,37 +386,13 @@ def _on_rank_0(world: World, work: Callable[[], None]) -> None:
         raise CheckpointError(answer)
 
 
-def _check(folder: Path, version: int, keep: int) -> None:
-    if version < 0 or keep < 1:
-        raise ConfigError(f"publish(version={version}, keep={keep}): version is at least 0 and keep at least 1.")
-    newest = _latest(folder)
-    if newest is not None and version <= newest.version:
-        raise CheckpointError(
-            f"{folder} has version {newest.version}, and readers look for a higher number than that; {version} is not. "
-            f"Pass version=, or give another folder."
-        )
+def _tidy(folder: Path) -> None:
+    """Remove what a killed job has left."""
+    for pattern in _DRAFTS:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _announce(folder: Path, version: int, keep: int) -> None:
-    """Make `version`, which is whole, the newest one. Delete older ones, but for the newest `keep` and those in use."""
-    _write(folder / _LATEST, {"version": version, "folder": folder_of(folder, version).name})
-    used = set(versions_in_use(folder).values())
-    there = sorted(int(one[1]) for path in folder.iterdir() if (one := _FOLDER.fullmatch(path.name)))
-    for old in there[:-keep]:
-        if old not in used:
-            shutil.rmtree(folder_of(folder, old), ignore_errors=True)
-
-
-def _latest(folder: Path) -> Published | None:
-    if not (folder / _LATEST).exists():
-        return None
-    told = read_json(inside(folder, _LATEST))
-    version, path = told.get("version"), inside(folder, told.get("folder"))
-    if not isinstance(version, int) or _FOLDER.fullmatch(path.name) is None or not path.is_dir():
-        raise CheckpointError(f"{folder / _LATEST} announces {path.name!a:.100}, which is not there.")
-    return Published(version, path)
-
-
-def _write(path: Path, content: dict[str, object]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     write_text(path, json.dumps(content) + "\n")
     flush(path.parent)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,14 +48,15 @@ class _Home:
     """Where a parameter lies in a layout.
 
     Elements are counted in the whole parameter where ranks with other coordinates along `ep` have different parts, and
-    in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank keeps and
-    gives, where ranks have parts of different sizes. With `parts`, see [Note: other parts], elements are counted in the
-    part of the rank in question; `parts` has that of each place along the model axes.
+    in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank of the layout
+    keeps and gives, where ranks have parts of different sizes; of former ranks, those that some rank stands for.
+    With `parts`, see [Note: other parts], elements are counted in the part of the rank in question; `parts` has that of
+    each place along the model axes.
     """
 
     spec: FlatSpec
     slot: Slot
-    spans: tuple[tuple[Span, Span], ...] = ()
+    spans: Mapping[int, tuple[Span, Span]] = field(default_factory=dict)
     givers: frozenset[int] | None = None
     """The ranks that can give elements, if not all can."""
     parts: Mapping[Place, tuple[FlatSpec, Slot]] = field(default_factory=dict)
@@ -67,13 +68,13 @@ class _Home:
         return kept_span(spec, slot, spec.mesh.coordinate(rank))
 
     def given(self, rank: int) -> Span:
-        if self.spans:
-            return self.spans[rank][1]
         spec, slot = self._at(rank)
         if self.parts and slot.box is not None and slot.box.place:
             return Span(0, 0)  # another rank along the model axis has the same
         if self.givers is not None:
             return self._given_by_some(self.givers, rank)
+        if self.spans:
+            return self.spans[rank][1]
         return written_span(spec, slot, spec.mesh.coordinate(rank))
 
     def box(self, rank: int) -> Box:
@@ -178,7 +179,10 @@ class TrainingState:
         self._dealt = frozenset(dealt)
         self._stands_for = held.stands_for
         self._parts = held.parts
-        self._homes = self._homes_in(held.flats) if held.parts is None else _homes_of(held.parts[0])
+        if held.parts is None:
+            self._homes = self._homes_in(held.flats, held.stands_for[world.rank])
+        else:
+            self._homes = _homes_of(held.parts[0])
         former = {rank for ranks in held.stands_for for rank in ranks}
         if former != set(range(next(iter(self._homes.values())).spec.mesh.world_size)):
             self._homes = {name: replace(home, givers=frozenset(former)) for name, home in self._homes.items()}
@@ -200,8 +204,10 @@ class TrainingState:
         """Set the new layout, which has no memory yet. All ranks call."""
         mesh = flats[0].spec.mesh
         self._group = DataGroup(self._world, mesh, mesh.params_axes).group
-        new = [(flat.spec, flat.slots) for flat in flats]
-        self._new_homes = self._homes_in(new) if self._parts is None else _homes_of(self._parts[1])
+        if self._parts is None:
+            self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats], [self._world.rank])
+        else:
+            self._new_homes = _homes_of(self._parts[1])
 
     def move_into(self, flat: Flat, collectives: Collectives) -> States:
         """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call that have these
@@ -235,22 +241,24 @@ class TrainingState:
             if not self._num_left[old]:
                 let_go(old)
 
-    def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]) -> dict[str, _Home]:
+    def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]], ranks: Sequence[int]) -> dict[str, _Home]:
+        """Where parameters lie in the layout of `flats`, of which this rank knows the parts of `ranks`: they had the
+        same experts. All ranks call."""
         homes = {slot.name: _Home(spec, slot) for spec, slots in flats for slot in slots}
         if not self._dealt:
             return homes
-        me = self._world.rank
         own = {
-            name: [
-                (span.start, span.stop)
-                for span in (_in_whole(home.slot, one) for one in (home.kept(me), home.given(me)))
-            ]
+            name: {
+                rank: [astuple(_in_whole(home.slot, span)) for span in (home.kept(rank), home.given(rank))]
+                for rank in ranks
+            }
             for name, home in homes.items()
             if name in self._dealt
         }
         layouts = [json.loads(message) for message in self._world.exchange(json.dumps(own).encode(), "layout")]
         for name in own:
-            spans = tuple((Span(*message[name][0]), Span(*message[name][1])) for message in layouts)
+            known = [item for message in layouts for item in message[name].items()]
+            spans = {int(rank): (Span(*kept), Span(*given)) for rank, (kept, given) in known}
             homes[name] = replace(homes[name], spans=spans)
         return homes
 

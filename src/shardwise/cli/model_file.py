@@ -29,7 +29,7 @@ from shardwise.fit.foreseen import (
     updates_of,
 )
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
-from shardwise.parallel.conversions import Converted, check_plan, convert
+from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split
 from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
 from shardwise.parallel.pipeline import has_pipeline, stage_layout
@@ -66,7 +66,7 @@ def within_budget_of(
 
 def converted(model: nn.Module, plan: Plan) -> Converted:
     """Convert the modules of `model` in place, as `shard` does first."""
-    found = convert(model)
+    found = convert(model, conversions_of(plan, model))
     check_plan(found, plan)
     return found
 

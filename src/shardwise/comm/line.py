@@ -179,9 +179,10 @@ class Line:
         """Send `sent[i]`, one-dimensional, to the rank at position i. Returns what came from each of them,
         one-dimensional, with as many elements as shape `like[i]`.
 
-        This rank's own entry is returned as it is.
+        This rank's own entry is returned as it is. Where nothing is sent, and after a fault, the others are zeros or
+        what they sent: numbers by which a caller may allocate.
         """
-        arrived = [sent[index].new_empty(math.prod(shape)) for index, shape in enumerate(like)]
+        arrived = [sent[index].new_zeros(math.prod(shape)) for index, shape in enumerate(like)]
         arrived[self.index] = sent[self.index]
         self.deal_into(arrived, sent)
         return arrived

@@ -24,7 +24,8 @@ from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
 from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
-from shardwise.parallel.conversions import convert
+from shardwise.parallel.conversions import conversions_of, convert
+from shardwise.parallel.experts.loads import Loads
 from shardwise.parallel.model_axes import rows_for
 from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Plan
@@ -86,7 +87,7 @@ def arrive(
     The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
     """
     check_device(model, world)
-    converted = convert(model)
+    converted = convert(model, conversions_of(plan, model))
     plan = in_own_precision(plan, model)
     vet(optimizers, model)
     world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
@@ -126,6 +127,7 @@ def arrive(
         group.update({key: decode(value) for key, value in settings.items()})
     for one in every:
         _load_buffers(model, decode(one["came"]["buffers"]))
+    Loads(model).begin({name: counts for one in every for name, counts in decode(one["came"]["loads"]).items()})
     table = table_for(plan, mesh)
     bare = Sharding(here, mesh, table, updates, units, [], ByteMeter(), converted=converted, smaller=smaller)
     if designed.staged is not None:
@@ -146,7 +148,7 @@ def _units(
     they allocate no memory. Those of this rank's part of the model, or of the first one if `mesh` has other parts."""
     boxes = designed.boxes
     if designed.staged is None:
-        chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, None)
+        chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, designed.experts)
         if any(mesh.size(axis) != designed.mesh.size(axis) for axis in SAME_PARAMS_AXES if axis in mesh.axes):
             boxes = boxes_on(model, plan, mesh, 0)
     else:  # the model has no other stages any more, and tables name axes, not their sizes

@@ -131,7 +131,8 @@ class Layout:
             return list(kept.images) if kept is not None else []
         found = []
         for path in self._files_of(rank):
-            with contextlib.suppress(StateError):  # its writer died before it was complete
+            # its writer died before it was complete, or was stopped, goes on, and has a newer one
+            with contextlib.suppress(StateError, FileNotFoundError):
                 found.append(Image.open(path))
         return found
 

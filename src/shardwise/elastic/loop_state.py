@@ -1,4 +1,5 @@
-"""What is restored when an iteration is repeated: random numbers, buffers, the loss scale, learning rates."""
+"""What is restored when an iteration is repeated: random numbers, buffers, what routers have counted, the loss scale,
+learning rates."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.checkpoint import encode
 from shardwise.checkpoint.json_codec import decode
 from shardwise.errors import ConfigError
+from shardwise.parallel.experts.loads import Counted, Loads
 from shardwise.sharded.sharded_model import ShardedModel
 
 Tensor = torch.Tensor
@@ -38,6 +40,7 @@ class _Snapshot:
     random: Any
     buffers: list[tuple[Tensor, Tensor]]
     scale: dict[str, Any] | None
+    loads: Counted
     settings: _Settings | None
     """`None` where iterations are never undone after their end."""
 
@@ -69,6 +72,8 @@ class LoopState:
 
     def follow(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
+        self.loads = Loads(sharded.model)
+        """What routers have counted."""
         self._optimizers = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
         """They have their settings also while the model is not sharded, between two attempts to recover."""
 
@@ -88,6 +93,7 @@ class LoopState:
             (random.getstate(), np.random.get_state(), torch.get_rng_state()),
             [(buffer, buffer.detach().clone()) for buffer in self._sharded.model.buffers()],
             scaler.state_dict() if scaler is not None else None,
+            self.loads.now(),
             self.settings() if keeps_last else None,
         )
         self._snapshots = [*(self._snapshots[-1:] if keeps_last else ()), taken]
@@ -117,6 +123,7 @@ class LoopState:
         with torch.no_grad():
             for buffer, value in taken.buffers:
                 buffer.copy_(value)
+        self.loads.restore(taken.loads)
         scaler = self._sharded.progress.scaler
         if scaler is not None and taken.scale is not None:
             scaler.load_state_dict(taken.scale)

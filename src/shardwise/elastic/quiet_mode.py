@@ -6,13 +6,15 @@ from contextlib import ExitStack
 
 import torch
 
+from shardwise.parallel.experts.totals import totals_of_this_rank
 from shardwise.sharded.sharded_model import ShardedModel
 
 
 class QuietMode:
-    """Parameters are gathered as in `engine.inference()`, and nothing is sent. What ranks compute that share layers or
-    samples (`tp`, `sp`) has the right shapes only, since each runs at its own pace, or not at all. A model in pipeline
-    stages does not run: no stage has what it would receive. Whether gradients are enabled stays as the loop has it."""
+    """Parameters are gathered as in `engine.inference()`, and nothing is sent. What ranks compute that share layers,
+    samples or experts (`tp`, `sp`, `ep`) has the right shapes only, since each runs at its own pace, or not at all. A
+    model in pipeline stages does not run: no stage has what it would receive. Whether gradients are enabled stays as
+    the loop has it."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -26,6 +28,7 @@ class QuietMode:
         try:
             members = sharded.peers.group if sharded.parts.pipeline is not None else None
             self._inside.enter_context(sharded.converted.suspended())
+            self._inside.enter_context(totals_of_this_rank(sharded.model))
             self._inside.enter_context(sharded.parts.runner.inference(sharded.world, None, members))
             lines = sharded.lines
             for line in lines:  # sequences stay split, unlike in inference: the loop has its part of the batch

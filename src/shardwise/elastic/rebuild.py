@@ -20,7 +20,7 @@ from shardwise.plan.placement import mesh_for
 from shardwise.plan.replica_groups import Smaller, mesh_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.sharding import Sharding, Updates
-from shardwise.sharded.state import Former, move, trained_as_before
+from shardwise.sharded.state import Former, dealt_out, move, trained_as_before
 from shardwise.system.telemetry import ByteMeter
 
 
@@ -80,11 +80,13 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
         if is_split_anew:
             before, after = (_parts(former, plan, of) for of in (held.flats[0][0].mesh, mesh))
             held = replace(held, parts=(before, after))
+        dealt = dealt_out(former.model, sharding.experts, designed)
+        belongings = TrainingState(held, world, dealt)
         fitted = (sharding.fitted, sharding.budget)
         with ExitStack() as undoing:  # another rank is lost: the next attempt begins with the model in its plain form
             if designed.split is not None:
                 undoing.callback(designed.split.undo)
-            renewed = move(former, designed, TrainingState(held, world), world, fitted=fitted)
+            renewed = move(former, designed, belongings, world, fitted=fitted)
             undoing.callback(take_down, renewed)
             renewed.parts.runner.step.restore_params()
             undoing.pop_all()

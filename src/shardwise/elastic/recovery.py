@@ -155,6 +155,7 @@ class Recovery:
         self.survival.begin(self.iterations.version)
         if arrival is None:
             self._tell_of_groups()
+            self.loop_state.loads.begin()
 
     @property
     def survival(self) -> Survival:
@@ -190,6 +191,7 @@ class Recovery:
         if awaits_updates or self.survival.copies is None:
             self._sharded.parts.runner.gathering.await_updates()
         self.survival.await_copies()
+        self.loop_state.loads.add_up()  # before a rank has the new version, to which all may return
         iterations.next_version(iterations.begun, num_steps)
         images = self.survival.image
         refusal = why_no_space(lambda: self.survival.complete(iterations.version))
@@ -424,6 +426,7 @@ class Recovery:
             "groups": groups,
             "trained": trained.facts(),
             "buffers": encode(dict(sharded.model.named_buffers())),
+            "loads": encode(self.loop_state.loads.known()),
             "schedules": self.loop_state.schedules(),
             "loop": self._host.state_for_newcomers(num_steps),
         }

@@ -66,6 +66,7 @@ from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.errors import CommError, ConfigError, CorruptionError
 from shardwise.optim.precision import Norm
+from shardwise.parallel.experts.router import routers_of
 from shardwise.plan.replica_groups import num_groups
 from shardwise.runtime.fault_tolerant_backward import Tolerant
 from shardwise.runtime.hooks import in_backward
@@ -230,6 +231,10 @@ class ElasticSession(Session):
         is_evaluated = not self._iterations.is_open
         if self._iterations.is_alone or (is_evaluated and self._quiet.is_undefined):
             output = pytree.tree_map_only(torch.Tensor, _without_values, output)
+        if grads:
+            for router in routers_of(self._model).values():
+                if router.loss is not None:
+                    router.loss.requires_grad_()
         return _with_grads(output) if grads else output
 
     def adding_up(self, work: Callable[[], torch.Tensor], alone: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -290,6 +295,9 @@ class ElasticSession(Session):
             self.sharded.backward(loss, weight)
         except CommError as error:
             self.recovery.recover(error)
+        except Exception:
+            if self._noted_fault is None:  # see [Note: recomputed after a fault] in fault_tolerant_backward.py
+                raise
         self._handle_noted_fault()
 
     def step(self, is_last: bool | None = None) -> Norm | None:
@@ -518,6 +526,7 @@ class ElasticSession(Session):
     def close(self, error: BaseException | None = None) -> None:
         self.unwrap()
         self._steps.close()
+        self._loop_state.loads.end()
         self.recovery.close(error)
 
 

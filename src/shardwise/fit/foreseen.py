@@ -22,7 +22,7 @@ from shardwise.fit.stage_rehearsal import StageRehearsal
 from shardwise.fit.work import Worked
 from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
 from shardwise.optim import hidden_matrices
-from shardwise.parallel.conversions import Converted, check_plan, convert
+from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
@@ -78,7 +78,7 @@ def count_step(
     Raises `ModelError` for a model that cannot be rehearsed.
     """
     if converted is None:
-        converted = convert(model)
+        converted = convert(model, conversions_of(plan, model))
         check_plan(converted, plan)
     device = torch.device("cpu") if on_cpu else device_here()
     on_cpu = device.type == "cpu" if on_cpu is None else on_cpu

@@ -32,6 +32,7 @@ from shardwise.integrations.model_patches import (
     is_prepared,
     param_ids,
     patch_zero_grad,
+    refuse_fused_heads,
     refuse_no_sync,
     refuse_other_engines,
     synchronize_generation,
@@ -248,6 +249,7 @@ class Accelerator(BatchSharingAccelerator):
             self._coordination.release()
             if plan.preset == "auto":
                 plan = self._chosen(model, plan, mine, device)
+            refuse_fused_heads(model, plan)
             tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, mine[0])
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             if tuner is not None:

@@ -100,6 +100,20 @@ def take_over(model: nn.Module) -> bool:
     return True
 
 
+def refuse_fused_heads(model: nn.Module, plan: sw.Plan) -> None:
+    """Raise `ConfigError` for a model of TRL's trainers over `tp`: its forward reads the weight of the head by itself,
+    of which a rank has some words only."""
+    if (plan.mesh or {}).get("tp", 1) == 1:
+        return
+    for module in model.modules():
+        forward = getattr(module.__dict__.get("forward"), "__func__", None)
+        if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+            raise ConfigError(
+                "TRL's trainers compute log-probabilities from the head's weight themselves (add_fused_lm_head), and "
+                "over tp a rank has only some words of it. Leave tp out of the mesh; sp splits long sequences."
+            )
+
+
 def refuse_no_sync(model: nn.Module) -> None:
     """Let `model.no_sync()`, which only DDP's wrapper has, say what is there in its place."""
 

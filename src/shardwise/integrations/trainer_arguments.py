@@ -26,14 +26,31 @@ _REFUSED = {
     "precision in the plan.",
     "fp16_full_eval": "fp16_full_eval casts the whole model, but its parameters are sharded. Set fp16=True, or "
     "precision in the plan.",
-    "use_vllm": "use_vllm reads weights on rank 0 only, but they are sharded over all ranks. Leave it out: weights are "
-    "gathered once for each round of generation.",
     "save_on_each_node": "save_on_each_node writes on several hosts, but here only rank 0 writes. Use a folder that "
     "all hosts share.",
     "torch_compile_mode": "torch_compile_mode is for whole models, but the engine compiles each unit separately. Leave "
     "it out.",
 }
+_SENDS_BY_ITSELF = "_move_model_to_vllm"
+"""The method of TRL's trainers that have their own way to a server of vLLM, rather than its `VLLMGeneration`."""
 _LAYERWISE = ("layerwise", "lomo")
+
+
+def refuse_vllm(args: Any, trainer: type) -> None:
+    """Raise `ConfigError` where TRL's `use_vllm` cannot be fed with weights of all ranks."""
+    if not getattr(args, "use_vllm", False):
+        return
+    instead = "Leave it out: weights are gathered once for each round of generation."
+    if getattr(args, "vllm_mode", "server") != "server":
+        raise ConfigError(
+            f"use_vllm with vllm_mode={args.vllm_mode!r} makes an engine of vLLM in each rank's own process, which is "
+            f"not supported. Use vllm_mode='server'. Or: {instead}"
+        )
+    if hasattr(trainer, _SENDS_BY_ITSELF):
+        raise ConfigError(
+            f"{trainer.__name__} with use_vllm reads weights on rank 0 only, but they are sharded over all ranks. "
+            f"GRPOTrainer and RLOOTrainer can be used so. {instead}"
+        )
 
 
 def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ import transformers.trainer
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABLE, Sections
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, require_agreement, without
-from shardwise.integrations.trainer_arguments import refuse_arguments
+from shardwise.integrations.trainer_arguments import refuse_arguments, refuse_vllm
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
@@ -53,6 +54,8 @@ class ShardwiseTrainerMixin(_Base):
         self._is_planned = shardwise is not None
         super().__init__(*args, **kwargs)
         self._refuse_two_optimizers()
+        if hasattr(self, "vllm_generation"):  # TRL's, with use_vllm: it walks over the model's own parameters
+            self.vllm_generation._iter_named_params = self._weights_for_vllm
 
     @property
     def engine(self) -> sw.Engine | None:
@@ -66,6 +69,7 @@ class ShardwiseTrainerMixin(_Base):
         if hasattr(self.args, CONFIG_ATTRIBUTE):
             self._take_deepspeed_config()
         refuse_arguments(self.args, self.plan, self.model)
+        refuse_vllm(self.args, type(self))
         require_agreement(
             self.plan, "accumulate", self.plan.accumulate, self.args.gradient_accumulation_steps,
             "gradient_accumulation_steps of TrainingArguments",
@@ -204,10 +208,17 @@ class ShardwiseTrainerMixin(_Base):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Called by trainers of TRL that generate. Weights are gathered once; with `ds3_gather_for_generation=False`
-        each token gathers them unit by unit."""
-        is_gathered = self.engine is not None and getattr(self.args, "ds3_gather_for_generation", True)
+        each token gathers them unit by unit. A server of vLLM generates with its own."""
+        is_here = self.engine is not None and not getattr(self.args, "use_vllm", False)
+        is_gathered = is_here and getattr(self.args, "ds3_gather_for_generation", True)
         with self.engine.inference() if is_gathered and self.engine is not None else nullcontext():
             return super()._generate_single_turn(*args, **kwargs)
+
+    def _weights_for_vllm(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What TRL sends to its server: whole tensors one by one, in the dtype that the model had. Collective."""
+        if self.engine is None:
+            raise StateError("The server of vLLM gets weights of a model that is sharded: call train() or evaluate().")
+        yield from self.engine.weights(dtype=self.accelerator.dtype_before(self.model))
 
     # -- saving -----------------------------------------------------------------------------------------
 

@@ -109,3 +109,6 @@ class SyncedBatchNorms:
 
     def connect(self, module: nn.Module, lines: tuple[Line, ...]) -> None:
         module.__dict__["lines"] = lines
+
+    def note_update(self, module: nn.Module) -> None:
+        """Nothing of it is kept."""

@@ -1,10 +1,10 @@
 """Conversions of a model's modules, before its units are chosen.
 
 [Note: conversions] Some modules have to compute otherwise than the plain model's: batch norms over the rows of all
-ranks, layers that multiply in fewer bits. They are converted here, once, before anything asks for the model's modules
-or parameters. So units, tables, optimizers, rehearsals and checkpoints see the converted model, and none of them knows
-of conversions. What splits a model along `tp` and `ep` comes later and is no conversion: it lies below the table, as
-boxes, and needs memory that has been laid out.
+ranks, layers that multiply in fewer bits, heads whose logits never exist whole. They are converted here, once, before
+anything asks for the model's modules or parameters. So units, tables, optimizers, rehearsals and checkpoints see the
+converted model, and none of them knows of conversions. What splits a model along `tp` and `ep` comes later and is no
+conversion: it lies below the table, as boxes, and needs memory that has been laid out.
 
 - *Modules* are converted in place: the object stays, at its path and with its hooks, and gets another class. Rules and
   units name classes by name, so the new one keeps the name that users know, if it can.
@@ -39,7 +39,7 @@ Lines = tuple[Line, ...]
 
 
 class Conversion(Protocol):
-    """One kind of conversion. A new one is a class like this, and an entry in `CONVERSIONS`."""
+    """One kind of conversion. A new one is a class like this, and an entry in `conversions_of`."""
 
     what: str
     """What converted modules are, in words, for reports."""
@@ -59,8 +59,19 @@ class Conversion(Protocol):
         """Let a converted module send along `lines`, from now on; along none, it computes alone."""
         ...
 
+    def note_update(self, module: nn.Module) -> None:
+        """A step has updated the parameters of a converted module."""
+        ...
 
-CONVERSIONS: tuple[Conversion, ...] = (SyncedBatchNorms(),)
+
+def conversions_of(plan: Plan, model: nn.Module) -> tuple[Conversion, ...]:
+    """The conversions for `plan`. Raises `ModelError` for one that `model` cannot have."""
+    if plan.loss.logits == "whole":
+        return (SyncedBatchNorms(),)
+    from shardwise.parallel.chunked_logits.conversion import ChunkedHeads  # only plans that ask for it load it
+
+    chunk = plan.loss.chunk
+    return SyncedBatchNorms(), ChunkedHeads(model, chunk if isinstance(chunk, int) else None)
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,11 @@ class Converted:
         makes the line along an axis."""
         self._connect(tuple(line_of(axis) for axis in mesh.replica_axes if mesh.size(axis) > 1))
 
+    def note_update(self) -> None:
+        """A step has updated parameters."""
+        for one in self.modules:
+            one.conversion.note_update(one.module)
+
     def _connect(self, lines: Lines) -> None:
         self._lines = lines
         for one in self.modules:
@@ -139,7 +155,7 @@ class Converted:
         )
 
 
-def convert(model: nn.Module, conversions: Sequence[Conversion] = CONVERSIONS) -> Converted:
+def convert(model: nn.Module, conversions: Sequence[Conversion]) -> Converted:
     """Convert the modules of the plain `model` in place; see [Note: conversions].
 
     Raises `ModelError` if that is impossible, and leaves the model as it was.

@@ -136,7 +136,7 @@ def carry_out_experts(
     if experts is not None:
         experts.carry_out(Line(collectives, world.group(mesh, EXPERTS)))
     axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1]
-    share_totals(model, RankTotal(collectives, [world.group(mesh, axis) for axis in axes]))
+    share_totals(model, RankTotal([Line(collectives, world.group(mesh, axis)) for axis in axes]))
 
 
 def synchronize_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:

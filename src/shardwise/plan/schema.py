@@ -313,6 +313,24 @@ class TensorParallel(Strict):
     verify: bool = Field(default=False, description="compare the first batch with the unsplit model, module by module")
 
 
+class Loss(Strict):
+    """How the loss of a language model of transformers is computed. `whole` or `chunked` alone is enough."""
+
+    shorthand: ClassVar[str] = "whole or chunked"
+    logits: Literal["whole", "chunked"] = Field(
+        default="whole",
+        description="chunked: some tokens' logits at a time, computed again in the backward; whole: all at once",
+    )
+    chunk: Literal["auto"] | Bytes = Field(
+        default="auto", description="bytes of a chunk's logits, in fp32; auto: 64M, or what the head's input takes"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"logits": value} if isinstance(value, str) else value
+
+
 class Profile(Strict):
     """A few steps recorded in detail: a trace of torch's profiler for each rank, with names of units and actions."""
 
@@ -395,6 +413,7 @@ class Plan(Strict):
         default=TensorParallel(), description="tensor parallelism, for a mesh with an axis tp"
     )
     sequence: Sequence = Field(default=Sequence(), description="sequence parallelism, for a mesh with an axis sp")
+    loss: Loss = Field(default=Loss(), description="whether the logits of all tokens exist at once")
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "

@@ -10,7 +10,7 @@ from shardwise.plan.replica_groups import Smaller, is_lone, num_groups
 from shardwise.program.footprint import optim_bytes_of
 from shardwise.program.spec import FlatSpec
 
-_OF_GROUPS = ({"tp", "pp"}, {"tp", "sp"})
+_OF_GROUPS = ({"tp", "pp"}, {"tp", "sp"}, {"tp", "ep"})
 """The axes that replica groups may have, some or all of one set, so that others can continue without one."""
 ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
 

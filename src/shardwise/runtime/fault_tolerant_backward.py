@@ -8,6 +8,10 @@ that they are not used. Memory that has been freed reads as NaN, which does no h
 [Note: a backward after a fault] A fault may also be met between a forward and its backward, in `engine.mean(loss)`. The
 ranks have another world then, and the iteration is void. What was computed in the former one is sent back all the same,
 and its gradients arrive at parameters of the present one: those events are dropped too.
+
+[Note: recomputed after a fault] A router that is recomputed without its parameters chooses other experts, whose tensors
+have other sizes than in the forward, and torch's checkpointing and autograd raise. In a backward of the engine such an
+error is dropped, as it follows from a fault that is known. Out of `loss.backward()` it comes, and the job restarts.
 """
 
 from __future__ import annotations

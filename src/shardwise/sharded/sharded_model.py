@@ -21,6 +21,7 @@ from shardwise.errors import StateError
 from shardwise.memory import torch_dtype
 from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.optim.precision import LossScaler, Norm, cast_floating
+from shardwise.parallel.experts.totals import lines_of_totals
 from shardwise.parallel.sequence import SplitBatches, WholeOutputs
 from shardwise.plan import Plan
 from shardwise.program import Activations
@@ -144,7 +145,10 @@ class ShardedModel:
             found.append(split.line)
         if self.parts.sequence is not None:
             found.append(self.parts.sequence.line)
-        return found
+        experts = self.parts.sharding.experts
+        if experts is not None and experts.line is not None:
+            found.append(experts.line)
+        return [*found, *lines_of_totals(self.model)]
 
     def find_states(self) -> None:
         """After a failed step: let tensors refer to the disk's rows again."""
@@ -393,6 +397,7 @@ class ShardedModel:
         if self.disk is not None:
             self.disk.end_step(self.world)
         parts.gradients.note_step()
+        self.converted.note_update()
         self._begin_step()
         self.world.journal.clock.rest()
         if member is self.require_optimizer().members[0]:

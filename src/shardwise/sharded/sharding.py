@@ -26,7 +26,7 @@ from shardwise.memory import (
 )
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.optim.precision.auto import settle
-from shardwise.parallel.conversions import Converted, check_plan, convert
+from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import ExpertSplit
 from shardwise.parallel.model_axes import (
@@ -106,7 +106,8 @@ class Sharding:
         """The design of the same `model` for `plan` on a `world` in which ranks were lost or have joined, and this one
         has the same place in its replica group."""
         if self.stage_design is None:
-            return design(model, plan, world, known=self if self.split is not None else None)
+            is_split = self.split is not None or self.experts is not None
+            return design(model, plan, world, known=self if is_split else None)
         mesh = mesh_for(plan, world.size, world.local_size)
         return replace(self.stage_design, plan=plan, mesh=mesh, table=table_for(plan, mesh))
 
@@ -263,7 +264,7 @@ def lay(
     check_same_settings({**wishes.settings(device), "optimizers": len(optimizers)}, "argument", world)
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
-    converted = convert(model)
+    converted = convert(model, conversions_of(plan, model))
     try:
         check_plan(converted, plan)
         sharding = _lay_converted(model, plan, optimizers, world, wishes, device)

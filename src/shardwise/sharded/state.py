@@ -240,6 +240,11 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
             f"reshard() keeps how a model is split along {', '.join(before.model_axes) or 'model axes'}: the mesh is "
             f"{before}, and the new plan's is {after}. Save a checkpoint, and resume it with the new plan."
         )
+    if plan.loss != sharded.plan.loss:
+        raise ConfigError(
+            f"reshard() keeps how the loss is computed: loss is {sharded.plan.loss.logits}, and the new plan's is "
+            f"{plan.loss.logits}. Save a checkpoint, and resume it with the new plan."
+        )
     if after.model_axes and plan.compile is not None:
         raise ConfigError(
             f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."
@@ -310,7 +315,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     disk = designed.open_disk(world, model, sharded.parts.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
-    dealt = _dealt_out(model, sharded.parts.sharding.experts, designed)
+    dealt = dealt_out(model, sharded.parts.sharding.experts, designed)
     log_fitted(fitted, world)
     try:
         known = replace(sharded.parts.sharding, updates=updates)
@@ -464,7 +469,7 @@ def move(
     return renewed
 
 
-def _dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str]:
+def dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str]:
     """The parameters of which ranks along `ep` have different parts, before or after."""
     either = {param for split in (had, designed.experts) if split is not None for param in split.params}
     return [name for name, param in model.named_parameters() if param in either]

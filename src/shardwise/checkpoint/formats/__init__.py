@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint
     from shardwise.checkpoint.formats.inspection import Inspection, dtype_word, inspect
-    from shardwise.checkpoint.formats.live import save_pretrained
+    from shardwise.checkpoint.formats.live import save_pretrained, writer_for
     from shardwise.checkpoint.formats.merged_adapters import base_model
     from shardwise.checkpoint.formats.source import Source, Spec
 
@@ -42,6 +42,7 @@ __all__ = [
     "open_checkpoint",
     "plan_conversion",
     "save_pretrained",
+    "writer_for",
 ]
 
 _HOMES = {
@@ -61,6 +62,7 @@ _HOMES = {
     "open_checkpoint": "shardwise.checkpoint.formats.forms",
     "plan_conversion": "shardwise.checkpoint.formats.conversion",
     "save_pretrained": "shardwise.checkpoint.formats.live",
+    "writer_for": "shardwise.checkpoint.formats.live",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from shardwise.comm import World
 from shardwise.errors import CheckpointError
 
 Tensor = torch.Tensor
+Writer = Callable[[Path, Iterator[tuple[str, Tensor]]], None]
+"""Writes a folder of the tensors that it gets."""
 
 
 class Weight(Protocol):
@@ -46,8 +48,7 @@ def save_pretrained(
     arriving = iter(weights)
     if world.rank == 0:
         try:
-            with drafted(folder, overwrite=overwrite) as draft:
-                _write(model, weights.metadata(), arriving, draft, max_file_bytes)
+            writer_for(model, weights, max_file_bytes=max_file_bytes, overwrite=overwrite)(folder, arriving)
         except (CheckpointError, ValueError) as error:  # ValueError: a configuration that transformers refuses
             refusal = str(error)
     for _ in arriving:  # each step is a collective, whatever happens on rank 0
@@ -57,28 +58,32 @@ def save_pretrained(
         raise CheckpointError(answer)
 
 
-def _write(
-    model: nn.Module,
-    weights: tuple[Weight, ...],
-    arriving: Iterator[tuple[str, Tensor]],
-    draft: Path,
-    max_file_bytes: int,
-) -> None:
-    specs = {one.name: Spec(PARAM, one.name, tuple(one.shape), one.dtype) for one in weights}
-    with HfWriter(draft, list(specs.values()), max_file_bytes) as writer:
-        while (item := next(arriving, None)) is not None:  # a `for` would close it, with the others in the middle
-            writer.write(specs[item[0]], item[1].contiguous())
-    _write_configuration(model, draft, next((one.dtype for one in weights if one.dtype.is_floating_point), None))
+def writer_for(model: nn.Module, weights: Weights, *, max_file_bytes: int, overwrite: bool) -> Writer:
+    """What writes the configuration of `model`, as it is now, and the tensors of `weights` as they arrive. It needs
+    neither of the two any more, so another thread may call it."""
+    specs = {one.name: Spec(PARAM, one.name, tuple(one.shape), one.dtype) for one in weights.metadata()}
+    dtype = next((spec.dtype for spec in specs.values() if spec.dtype.is_floating_point), None)
+    configurations = _configurations(model, dtype)
+
+    def write(folder: Path, arriving: Iterator[tuple[str, Tensor]]) -> None:
+        with drafted(folder, overwrite=overwrite) as draft:
+            with HfWriter(draft, list(specs.values()), max_file_bytes) as writer:
+                while (item := next(arriving, None)) is not None:  # a `for` would close it, with others in the middle
+                    writer.write(specs[item[0]], item[1].contiguous())
+            for configuration in configurations:
+                configuration.save_pretrained(draft)
+
+    return write
 
 
-def _write_configuration(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    """As transformers does; a plain module has no configuration, and its folder is a state dict."""
+def _configurations(model: Any, dtype: torch.dtype | None) -> list[Any]:
+    """Those that transformers writes; a plain module has none, and its folder is a state dict."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if not hasattr(config, "save_pretrained"):
-        return
+        return []
     config.architectures = [type(model).__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
     if hasattr(model, "can_generate") and model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        return [config, copy.deepcopy(model.generation_config)]
+    return [config]

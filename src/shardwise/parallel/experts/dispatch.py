@@ -40,13 +40,13 @@ class DispatchedExperts:
 
     def __init__(self, module: nn.Module, line: Line, deals: Sequence[Span]) -> None:
         self._module = module
-        self._line = line
+        self.line = line
         self._deals = tuple(deals)
         self._num_experts = deals[-1].stop
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RehearsedExperts:
         """Copies are made for rehearsals only, because a sharded model itself cannot be copied."""
-        return RehearsedExperts(copy.deepcopy(self._module, memo), copy.deepcopy(self._line, memo), self._deals)
+        return RehearsedExperts(copy.deepcopy(self._module, memo), copy.deepcopy(self.line, memo), self._deals)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         """As `Experts.forward`; `top_k_index` numbers the experts of the whole model."""
@@ -54,8 +54,8 @@ class DispatchedExperts:
         counts = self._counts(assignment.counts)
         sent = [int(part.sum()) for part in self._by_rank(assignment.counts.cpu())]
         arriving = [sum(of_rank) for of_rank in counts]
-        rows = swap(assignment.rows(hidden_states), sent, arriving, self._line)
-        made = swap(self._computed(rows, counts, top_k_weights), arriving, sent, self._line)
+        rows = swap(assignment.rows(hidden_states), sent, arriving, self.line)
+        made = swap(self._computed(rows, counts, top_k_weights), arriving, sent, self.line)
         return assignment.combine(made, top_k_weights)
 
     def _capacity(self, top_k_index: Tensor) -> int | None:
@@ -69,8 +69,8 @@ class DispatchedExperts:
 
     def _counts(self, counts: Tensor) -> list[list[int]]:
         """For each rank, how many rows it sends to each of this rank's experts."""
-        own = self._deals[self._line.index].numel
-        told = self._line.deal(self._by_rank(counts), [torch.Size([own])] * self._line.num_ranks)
+        own = self._deals[self.line.index].numel
+        told = self.line.deal(self._by_rank(counts), [torch.Size([own])] * self.line.num_ranks)
         found: list[list[int]] = torch.stack(told).tolist()
         return found
 
@@ -87,7 +87,7 @@ class DispatchedExperts:
         """The outputs for `rows`, one of `experts` each, numbered from this rank's first expert."""
         index = experts.unsqueeze(1)
         if isinstance(self._module, Experts):
-            assignment = assign(index, self._deals[self._line.index].numel)
+            assignment = assign(index, self._deals[self.line.index].numel)
             return assignment.combine(self._module.made_of(assignment.rows(rows), assignment.counts), None)
         forward: Callable[..., Tensor] = type(self._module).forward
         return forward(self._module, rows, index, None if weights is None else weights.new_ones(rows.shape[0], 1))
@@ -104,18 +104,18 @@ class RehearsedExperts(DispatchedExperts):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
         num_sent = assignment.order.shape[0]
-        num_arriving, own = self._num_arriving(top_k_index), self._deals[self._line.index].numel
-        self._line.deal(  # what `_counts` sends
-            self._by_rank(assignment.counts), [torch.Size([own])] * self._line.num_ranks
+        num_arriving, own = self._num_arriving(top_k_index), self._deals[self.line.index].numel
+        self.line.deal(  # what `_counts` sends
+            self._by_rank(assignment.counts), [torch.Size([own])] * self.line.num_ranks
         )
         rows = assignment.rows(hidden_states)
-        arrived = swap(rows, *self._shares(num_sent, num_arriving), self._line)
+        arrived = swap(rows, *self._shares(num_sent, num_arriving), self.line)
         made = self._made_of(arrived, assignment.order.new_zeros(num_arriving), top_k_weights)
-        back = swap(made, *self._shares(num_arriving, num_sent), self._line)
+        back = swap(made, *self._shares(num_arriving, num_sent), self.line)
         return assignment.combine(back, top_k_weights)
 
     def _num_arriving(self, top_k_index: Tensor) -> int:
-        num_ranks, num_own = self._line.num_ranks, self._deals[self._line.index].numel
+        num_ranks, num_own = self.line.num_ranks, self._deals[self.line.index].numel
         num_choices = top_k_index.numel()
         capacity = self._capacity(top_k_index)
         if capacity is not None:
@@ -125,7 +125,7 @@ class RehearsedExperts(DispatchedExperts):
 
     def _shares(self, num_sent: int, num_arriving: int) -> tuple[list[int], list[int]]:
         """Rows per rank for both totals: even shares, with an equal number for this rank itself in both."""
-        num_ranks, here = self._line.num_ranks, self._line.index
+        num_ranks, here = self.line.num_ranks, self.line.index
         own = min(num_sent, num_arriving) // num_ranks
         shares = []
         for total in (num_sent, num_arriving):

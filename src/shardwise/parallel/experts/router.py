@@ -79,7 +79,10 @@ class Router(nn.Module):
         self.loss: Tensor | None = None
         """The loss of the last training forward, until `auxiliary_loss` takes it."""
         self.load: Tensor | None = None
-        """Choices per expert, int64 `[num_experts]`, on this rank in training since the last `update_biases`."""
+        """Choices per expert, int64 `[num_experts]`, on this rank in training since the last `update_biases`, or since
+        the last step that has added them to `counts`."""
+        self.counts: Tensor | None = None
+        """The same on all ranks, fp32, where steps add them up; see `loads.py`."""
         self.total: Total = torch.Tensor.clone
         """Replaced by a sum over ranks if an engine's ranks share a batch."""
         self.reset_parameters()
@@ -159,11 +162,19 @@ def update_biases(model: nn.Module) -> None:
     for router in routers_of(model).values():
         if router.bias is None:
             continue
-        load, router.load = router.load, None
-        if load is None:
-            load = torch.zeros(router.num_experts, dtype=torch.int64, device=router.bias.device)
-        counts = router.total(load.to(torch.float32))
+        if router.counts is None:
+            counts = router.total(take_load(router))
+        else:
+            counts, router.counts = router.counts, torch.zeros_like(router.counts)
         router.bias += router.bias_rate * torch.sign(counts.mean() - counts)
+
+
+def take_load(router: Router) -> Tensor:
+    """What `router` has counted on this rank, in fp32. It counts anew."""
+    load, router.load = router.load, None
+    if load is None:
+        return torch.zeros(router.num_experts, device=router.weight.device)
+    return load.to(torch.float32)
 
 
 def check_routers(model: nn.Module, *, in_stages: bool, is_compiled: bool) -> None:

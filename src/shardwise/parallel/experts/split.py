@@ -99,6 +99,12 @@ class ExpertSplit:
         """The shapes of the parameters with all experts."""
         return {param: shape for found in self.modules for param, shape in zip(found.params, found.shapes, strict=True)}
 
+    @property
+    def line(self) -> Line | None:
+        """Along which tokens are sent, once it is carried out."""
+        forward = self.modules[0].module.__dict__.get("forward")
+        return forward.line if isinstance(forward, DispatchedExperts) else None
+
     def carry_out(self, line: Line) -> None:
         """Change the modules in place. Their parameters are already parts."""
         for found in self.modules:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.comm import Line
 from shardwise.errors import ConfigError
@@ -39,6 +40,9 @@ def join(part: Tensor, line: Line, sample: Sample, dim: int) -> Tensor:
 
     See [Note: gradients of a whole] for its backward.
     """
+    if has_torch_function_unary(part):  # logits that are not computed yet join the input of their head
+        joined: Tensor = handle_torch_function(join, (part,), part, line, sample, dim)
+        return joined
     if not -part.dim() <= dim < part.dim() or part.shape[dim] != sample.layout.num_local:
         raise ConfigError(
             f"engine.join_sequence was given a tensor {list(part.shape)} to join along dimension {dim}, but "

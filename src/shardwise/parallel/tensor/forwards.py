@@ -19,8 +19,8 @@ from torch.nn import functional
 from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.functions import apply as _apply
-from shardwise.parallel.tensor.functions import copy_to, gather_from, reduce_from, scatter_to
-from shardwise.parallel.tensor.regions import Regions
+from shardwise.parallel.tensor.functions import copy_to, gather_from, gather_to, reduce_from, scatter_to
+from shardwise.parallel.tensor.regions import SEQUENCE_DIM, Regions
 from shardwise.plan.placement import Span
 from shardwise.runtime.hooks import in_backward
 
@@ -75,7 +75,7 @@ class Column(Forward):
         self.shared = shared
         kind = type(self.module)
         self.is_conv1d = kind.__name__ == "Conv1D"
-        self.is_linear = kind is nn.Linear or self.is_conv1d
+        self.is_linear = kind.forward is nn.Linear.forward or self.is_conv1d
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         entered = tensor
@@ -90,11 +90,21 @@ class Column(Forward):
                 made = self.original(entered, *args, **kwargs)
         if self.gathers or (self.is_cut and self.regions.keeps_whole):  # a generated token has one row of logits
             return gather_from(made, self.line, -1, self.sizes)
-        if not self.is_cut:
-            return made
+        return self.as_cut(made) if self.is_cut else made
+
+    def entered(self, tensor: Tensor) -> Tensor:
+        """Its input, outside of regions, for products with parts of it; `as_cut` makes whole results of those."""
+        if self.is_entered:
+            return tensor
+        if not self.on_sequence or self.regions.keeps_whole:
+            return copy_to(tensor, self.line)
+        return gather_to(tensor, self.line, SEQUENCE_DIM, [tensor.shape[SEQUENCE_DIM]] * self.line.num_ranks)
+
+    def as_cut(self, part: Tensor) -> Tensor:
+        """This rank's features as a tensor with those of all ranks."""
         from shardwise.parallel.tensor.split_logits import Cut, cut_logits  # only ranks with split logits load it
 
-        return cut_logits(made, Cut(self.line, made.dim() - 1, self.sizes, self._gathered))
+        return cut_logits(part, Cut(self.line, part.dim() - 1, self.sizes, self._gathered))
 
 
 class SharedHeads:

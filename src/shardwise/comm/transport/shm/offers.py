@@ -3,6 +3,10 @@
 [Note: one writer] Every cell is written by one rank: an offer by its owner, a read mark by its reader. A cell is
 written before the counter is advanced, and read after it; taking the lock in between keeps processors with weak
 ordering from reordering these.
+
+[Note: slots that are reused] One tag may have several offers, each for another reader (`all_to_all`). A reader that
+looks at them may come upon one that is not for it, has been read, and makes room for the next offer just then. So every
+slot has a version, which is odd while its offer is written, and what was read counts if the version is still the same.
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ class OfferTable:
         marks = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)
         self._marks = marks.reshape(NUM_OFFERS, num_ranks)
         self._tags = self._offers[:, 0]
+        self._versions = self._offers[:, 6]
+        """See [Note: slots that are reused]."""
         self._fence = threading.Lock()
         if is_own:
             self._tags[:] = _FREE
@@ -61,9 +67,12 @@ class OfferTable:
     def put(self, tag: int, to: int, offset: int, block_bytes: int, start: int, num_bytes: int) -> int:
         """Write an offer. `to` is the index of its reader, or `TO_ALL`."""
         slot = self._unused.pop()
+        self._versions[slot] += 1
+        self._order()
         self._marks[slot] = 0
         self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
         self._order()
+        self._versions[slot] += 1
         self._tags[slot] = tag
         self.notify()
         return slot
@@ -85,9 +94,13 @@ class OfferTable:
     def find(self, tag: int, reader: int) -> Offer | None:
         """The offer with this tag that `reader` has not read yet."""
         for slot in np.flatnonzero(self._tags == tag).tolist():
-            _, to, *where = self._offers[slot, :6].tolist()
-            if to in (TO_ALL, reader) and not self._marks[slot, reader]:
-                self._order()
+            version = int(self._versions[slot])
+            self._order()
+            found, to, *where = self._offers[slot, :6].tolist()
+            is_read = bool(self._marks[slot, reader])
+            self._order()
+            is_same = found == tag and version % 2 == 0 and version == self._versions[slot]
+            if is_same and to in (TO_ALL, reader) and not is_read:
                 return Offer(slot, *where)
         return None
 
