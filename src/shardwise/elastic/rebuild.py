@@ -37,10 +37,8 @@ def make_plain(former: Former) -> None:
     """Give the model of `former`, taken down, its modules and the shapes of its parameters back, without their values,
     which other ranks have."""
     sharding = former.sharding
-    if sharding.experts is not None:
-        sharding.experts.undo()
-    sharding.converted.undo()
     _unsplit(sharding)
+    sharding.converted.undo()
     if sharding.staged is not None:
         sharding.staged.undo()
     for optimizer in former.optimizers:
@@ -48,9 +46,10 @@ def make_plain(former: Former) -> None:
 
 
 def _unsplit(sharding: Sharding) -> None:
-    """Give the modules that `tp` has split, and all parameters, their plain form back, without values."""
-    if sharding.split is not None:
-        sharding.split.undo()
+    """Give the modules that are split, and all parameters, their plain form back, without values."""
+    for split in (sharding.split, sharding.experts):
+        if split is not None:
+            split.undo()
     sharding.shared_buffers.clear()
     for flat in (flat for unit in sharding.units for flat in unit.flats):
         give_back_shapes(flat)
