@@ -354,6 +354,27 @@ def chunked(_: Path) -> dict[str, Any]:
     return row
 
 
+def only_generating(_: Path) -> dict[str, Any]:
+    """Greedy tokens by DeepSpeed's `init_inference`, and logits of weights in 8 bits, beside the plain model's."""
+    import shardwise.integrations.deepspeed as ds
+
+    prompt = next(batches())["input_ids"][:, :8]
+    plain_model = model().eval()
+    with torch.no_grad():
+        expected = plain_model.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        logits = plain_model(prompt).logits
+    engine = ds.init_inference(model(), dtype=torch.float32)
+    found = engine.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    if not torch.equal(found, expected):
+        raise AssertionError(f"{found} instead of {expected}")
+    narrow = sw.load_for_inference(model=model(), weights="int8", dtype=torch.float32)
+    with torch.no_grad():
+        apart = float((narrow(prompt).logits - logits).norm() / logits.norm())
+    if apart > 0.02:
+        raise AssertionError(f"logits of weights in 8 bits are {apart:.1%} apart")
+    return {"apart": apart}
+
+
 JOBS = {
     "Trainer, fp32": Job(trainer, "transformers"),
     "Trainer, bf16": Job(lambda folder: trainer(folder, "bf16"), "transformers"),
@@ -372,6 +393,7 @@ JOBS = {
     "LoRA, merged": Job(adapters, "peft"),
     "activations to fit": Job(fitted),
     "logits in chunks": Job(chunked),
+    "only generating": Job(only_generating),
 }
 
 

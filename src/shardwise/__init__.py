@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.comm import World
     from shardwise.engine import Engine, choose_plan, shard
     from shardwise.errors import ShardwiseError
+    from shardwise.inference import load_for_inference
     from shardwise.init import deferred_init
     from shardwise.parallel import experts, tensor
     from shardwise.parallel.chunked_logits import chunked_cross_entropy, chunked_log_probs
@@ -46,6 +47,7 @@ __all__ = [
     "deferred_init",
     "experts",
     "inspect",
+    "load_for_inference",
     "load_plan",
     "optim",
     "published",
@@ -68,6 +70,7 @@ _HOMES = {
     "convert": "shardwise.checkpoint.formats",
     "deferred_init": "shardwise.init",
     "inspect": "shardwise.checkpoint.formats",
+    "load_for_inference": "shardwise.inference",
     "load_plan": "shardwise.plan",
     "published": "shardwise.checkpoint.published",
     "shard": "shardwise.engine",

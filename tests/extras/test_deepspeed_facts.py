@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.integrations.deepspeed import schedules
-from shardwise.integrations.deepspeed.fields import FIELDS, RENAMED
+from shardwise.integrations.deepspeed.fields import FIELDS, INFERENCE, INFERENCE_RENAMED, RENAMED
 
 pytest.importorskip("deepspeed")
 
@@ -71,6 +71,32 @@ def test_fields_have_the_names_and_defaults_of_deepspeed(section: str) -> None:
         default = info.get_default(call_default_factory=True)
         if path not in OTHERWISE:
             assert known.default == getattr(default, "value", default) or (known.default is None and not default), path
+
+
+def test_arguments_of_init_inference_have_the_names_and_defaults_of_deepspeed() -> None:
+    config = __import__("deepspeed.inference.config", fromlist=["DeepSpeedInferenceConfig"])
+    sections = {
+        "": config.DeepSpeedInferenceConfig,
+        "tensor_parallel.": config.DeepSpeedTPConfig,
+        "moe.": config.DeepSpeedMoEConfig,
+        "quant.": config.QuantizationConfig,
+        "quant.weight.": config.WeightQuantConfig,
+        "quant.activation.": config.ActivationQuantConfig,
+        "quant.qkv.": config.QKVQuantConfig,
+        "checkpoint_config.": config.InferenceCheckpointConfig,
+    }
+    found = set()
+    for section, kind in sections.items():
+        for field, info in kind.model_fields.items():
+            for name in filter(None, (field, info.alias)):
+                path = INFERENCE_RENAMED.get(f"{section}{name}", f"{section}{name}")
+                if f"{path}." in sections:
+                    continue
+                found.add(path)
+                default = info.get_default(call_default_factory=True)
+                expected = "fp16" if default is torch.float16 else getattr(default, "value", default)
+                assert INFERENCE[path].default == expected, path
+    assert found == INFERENCE.keys()
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{name}-{place}" for place, (name, _) in enumerate(CASES)])

@@ -47,6 +47,10 @@ def main() -> None:
             told["with dropout"] = [sampled(engine.module), engine.module(torch.ones(1, 4, dtype=int)).logits.tolist()]
         told["data"] = engine.data_ranks[0]
         engine.close()
+        if "pp" not in plan["mesh"]:
+            model = build()
+            torch.manual_seed(SEED + world.rank)
+            told["without an engine"] = sampled(sw.load_for_inference(model=model, mesh={"tp": 2}, world=world))
         (folder / f"{world.rank}.json").write_text(json.dumps(told))
 
 

@@ -80,10 +80,14 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_version": (TENSOR, "a write in place to what is kept or sent is noticed"),
     "_is_view": (torch.Tensor, "a question about a parameter at rest that needs no values"),
     "_typed_storage": (torch.Tensor, "the older of two ways to a storage, which is refused like the other"),
-    "_make_wrapper_subclass": (torch.Tensor, "tensors without memory of their own: split logits, parameters at rest"),
+    "_make_wrapper_subclass": (
+        torch.Tensor,
+        "tensors without memory of their own: split logits, parameters at rest, weights in codes",
+    ),
     "_post_accumulate_grad_hooks": (hooked, "hooks of the user's that would run on gradients that are not there"),
     "_has_compatible_shallow_copy_type": (torch, "module.to() asks it of parameters; it needs no values"),
     # operators
+    "_to_copy": (torch.ops.aten, "a move or a conversion of a weight in codes, which stays one"),
     "_schema": (OPERATOR, "which arguments an operator writes to"),
     "_overloadname": (OPERATOR, "operators are told apart by name and overload"),
     "_overloadpacket": (OPERATOR, "an operator is recognised in all of its overloads"),
@@ -148,6 +152,7 @@ OF_OTHERS = {
             "_ep_plan",
         ),
         *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_init_weights", "_is_hf_initialized"),
+        *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
         *("_load_pretrained_model", "_globalstep_last_logged"),
     ),
     "accelerate": ("_is_overflow", "_save_model_state_pre_hook"),

@@ -135,6 +135,16 @@ def a_policy(world: sw.World | None) -> Names:
     }
 
 
+def a_saved_model(world: sw.World | None) -> Names:
+    if world is not None and world.rank == 0:
+        llama().save_pretrained("model")
+    return {"world": world, "prompts": torch.tensor([[3, 1, 2]])}
+
+
+def a_deepspeed_script_that_generates(world: sw.World | None) -> Names:
+    return {"deepspeed": deepspeed, "model": llama(), "world": world, "prompts": torch.tensor([[3, 1, 2]])}
+
+
 def a_language_model_in_stages(world: sw.World | None) -> Names:
     engine = sw.shard(llama(), {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}, world=world)
     return {"engine": engine, "tokens": torch.tensor([[3, 1, 2]]), "prompt": torch.tensor([[1, 2]])}
@@ -265,6 +275,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/after-training.md", 4): Setting(a_policy),
     ("docs/after-training.md", 5): Setting(a_policy, num_ranks=2, instead={"tell=servers": "tell=[]"}),
     ("docs/after-training.md", 6): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 7): Setting(a_saved_model, num_ranks=2, instead={"mesh=": "world=world, mesh="}),
     ("docs/auto.md", 0): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/auto.md", 1): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/deferred-init.md", 0): Setting(),
@@ -288,6 +299,9 @@ BLOCKS: dict[tuple[str, int], Setting] = {
         a_monitored_script, num_ranks=2, instead={"    model=model,": "    model=model, world=world,"}
     ),
     ("docs/deepspeed.md", 2): Setting(
+        a_deepspeed_script_that_generates, num_ranks=2, instead={"(model, tensor": "(model, world=world, tensor"}
+    ),
+    ("docs/deepspeed.md", 3): Setting(
         a_deepspeed_script, num_ranks=2, instead={"    model=model, opt": "    model=model, world=world, opt"}
     ),
     ("docs/engine.md", 0): Setting(),

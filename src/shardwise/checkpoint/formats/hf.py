@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,26 @@ def is_hf(path: Path) -> bool:
 
 def open_hf(path: Path) -> Source:
     """The weights in the folder `path`."""
+    kept, left_out = files_to_keep(path)
+    return replace(
+        _of_files(path, _names_by_file(path)),
+        facts=_facts(path),
+        files=stored_files(path),
+        kept=kept,
+        left_out=left_out,
+    )
+
+
+def open_files(files: Sequence[Path]) -> Source:
+    """The weights in files of safetensors or `torch.save`, wherever they are."""
+    return _of_files(files[0].parent, dict.fromkeys(files))
+
+
+def _of_files(path: Path, names_by_file: Mapping[Path, Sequence[str] | None]) -> Source:
     readers: dict[Spec, Callable[[], Tensor]] = {}
     files: dict[str, Path] = {}
-    for file, wanted in _names_by_file(path).items():
-        found = _in_pickle(file) if file.name.endswith(".bin") else _in_safetensors(file)
+    for file, wanted in names_by_file.items():
+        found = _in_safetensors(file) if file.suffix == ".safetensors" else _in_pickle(file)
         for name in found if wanted is None else wanted:
             if name not in found:
                 raise CheckpointError(f"{file} has no {name!a:.200}, though the index says so; it is incomplete.")
@@ -48,17 +65,7 @@ def open_hf(path: Path) -> Source:
             files[name] = file
             spec, read = found[name]
             readers[spec] = read
-    kept, left_out = files_to_keep(path)
-    return Source(
-        form=FORM,
-        path=path,
-        specs=tuple(readers),
-        read=lambda spec: readers[spec](),
-        facts=_facts(path),
-        files=stored_files(path),
-        kept=kept,
-        left_out=left_out,
-    )
+    return Source(form=FORM, path=path, specs=tuple(readers), read=lambda spec: readers[spec]())
 
 
 def files_to_keep(folder: Path) -> tuple[tuple[Path, ...], list[str]]:

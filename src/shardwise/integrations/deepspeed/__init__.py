@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from shardwise.integrations.deepspeed import tensors as utils
     from shardwise.integrations.deepspeed.config import Note, TranslatedConfig, load_config, read_config
     from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
+    from shardwise.integrations.deepspeed.hybrid_engine import DeepSpeedHybridEngine
+    from shardwise.integrations.deepspeed.inference import InferenceEngine, init_inference
+    from shardwise.integrations.deepspeed.inference_config import default_inference_config
     from shardwise.integrations.deepspeed.initialization import add_config_arguments, init_distributed, initialize
     from shardwise.integrations.deepspeed.pipe import LayerSpec, PipelineEngine, PipelineModule, TiedLayerSpec
 
 __all__ = [
     "DeepSpeedEngine",
+    "DeepSpeedHybridEngine",
+    "InferenceEngine",
     "LayerSpec",
     "Note",
     "PipelineEngine",
@@ -28,7 +33,9 @@ __all__ = [
     "TiedLayerSpec",
     "TranslatedConfig",
     "add_config_arguments",
+    "default_inference_config",
     "init_distributed",
+    "init_inference",
     "initialize",
     "load_config",
     "lr_schedules",
@@ -42,6 +49,8 @@ __all__ = [
 _MODULES = {"lr_schedules": "schedules", "moe": "moe", "pipe": "pipe", "utils": "tensors", "zero": "zero"}
 _MODULE_OF = {
     "DeepSpeedEngine": "engine",
+    "DeepSpeedHybridEngine": "hybrid_engine",
+    "InferenceEngine": "inference",
     "LayerSpec": "pipe",
     "Note": "config",
     "PipelineEngine": "pipe",
@@ -49,7 +58,9 @@ _MODULE_OF = {
     "TranslatedConfig": "config",
     "TiedLayerSpec": "pipe",
     "add_config_arguments": "initialization",
+    "default_inference_config": "inference_config",
     "init_distributed": "initialization",
+    "init_inference": "inference",
     "initialize": "initialization",
     "load_config": "config",
     "read_config": "config",

@@ -41,6 +41,7 @@ _STATES_AS_WEIGHTS = (
 _WHOLE_PARAMS = "it has no effect below stage 3, as in DeepSpeed: parameters are whole on every rank"
 _STATES_TOO = "parameters are offloaded together with gradients and optimizer states"
 _EXPLAINED = (_STATES_TOO,)
+_GENERATES = "generate inside `with engine.inference():`"
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
@@ -127,12 +128,14 @@ class TranslatedConfig:
     def report(self, *, monitors_by: str | None = None) -> str:
         """One line for each field that was not simply honoured, with unknown fields first.
 
-        If the caller does not open `monitors`, `monitors_by` says what is used instead.
+        If the caller is not `initialize`, `monitors_by` says what is used instead of `monitors`.
         """
         notes = self.notes
         if monitors_by is not None:
             enabled = [note.path for note in notes if note.path in _ENABLED and _ENABLED[note.path] in self.monitors]
             notes = (*notes, *(Note(path, FieldStatus.ELSEWHERE, monitors_by) for path in enabled))
+            if self.value("hybrid_engine.enabled"):
+                notes = (*notes, Note("hybrid_engine.enabled", FieldStatus.ELSEWHERE, _GENERATES))
         order = (FieldStatus.UNKNOWN, FieldStatus.AUTO, FieldStatus.ELSEWHERE, FieldStatus.NOT_NEEDED)
         shown = [note for status in order for note in notes if note.status is status]
         shown += [note for note in notes if note.status is FieldStatus.HONOURED and note.text in _EXPLAINED]
@@ -195,6 +198,9 @@ def read_config(
     values, notes = _classified(config, auto or {})
     values.one_of("checkpoint.tag_validation", ("ignore", "warn", "fail"))
     values.one_of("gradient_allreduce_op", ("mean", "sum"))
+    values.flag("hybrid_engine.enabled")
+    values.flag("hybrid_engine.pin_parameters")
+    values.count("hybrid_engine.inference_tp_size")
     plan: dict[str, Any] = {}
     _set_precision(plan, values)
     _set_table(plan, values, notes)

@@ -87,6 +87,7 @@ class DeepSpeedEngine(nn.Module):
         """Calls of `backward` since the last `step`."""
         self._has_noted_frozen = False
         described = {name: value for name, value in engine.plan.model_dump(mode="json").items() if value is not None}
+        self._note_overflow()
         self.monitor = Monitor(
             config.monitors,
             lambda: engine.world.rank,
@@ -353,6 +354,7 @@ class DeepSpeedEngine(nn.Module):
         self._last_was_boundary = True
         only_finite = self.shardwise.plan.takes_only_finite
         self._last_was_skipped = only_finite and isinstance(norm, float) and not math.isfinite(norm)
+        self._note_overflow()
         if self._last_was_skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -360,6 +362,11 @@ class DeepSpeedEngine(nn.Module):
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
+
+    def _note_overflow(self) -> None:
+        """Scripts ask the optimizer, which in DeepSpeed is one of its own that has this attribute."""
+        if self.optimizer is not None:
+            self.optimizer.overflow = self._last_was_skipped  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free all gradients. `step` does this itself."""

@@ -124,6 +124,8 @@ def _entry_modules() -> dict[str, dict[str, Any]]:
         "deepspeed.accelerator": _DEVICES,
         "deepspeed.accelerator.real_accelerator": _DEVICES,
         "deepspeed.pipe": _PIPELINE,
+        "deepspeed.inference": {},
+        "deepspeed.inference.engine": {"InferenceEngine": ours.InferenceEngine},
         "deepspeed.launcher": {},
         "deepspeed.launcher.runner": {"main": launch},
     }
@@ -185,6 +187,7 @@ def _runtime_modules() -> dict[str, dict[str, Any]]:
         "deepspeed.runtime": {},
         "deepspeed.runtime.config": _CONFIGS,
         "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
+        "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": ours.DeepSpeedHybridEngine},
         "deepspeed.runtime.lr_schedules": lr_schedules,
         "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
         "deepspeed.runtime.utils": {

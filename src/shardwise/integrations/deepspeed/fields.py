@@ -303,6 +303,17 @@ _SECTIONS = {
     "data_types": _DATA_TYPES,
     "elasticity": _ELASTICITY,
     **MONITORS,
+    "hybrid_engine": {
+        **_all(_HONOURED, "", enabled=False, pin_parameters=True, inference_tp_size=1),
+        **_all(
+            _NOT_NEEDED,
+            "a cache is as long as generate() needs, and is freed when it returns",
+            max_out_tokens=512,
+            release_inference_cache=False,
+        ),
+        **_all(_NOT_NEEDED, "units that are not kept whole are gathered one by one", tp_gather_partition_size=8),
+        **_all(_NOT_NEEDED, "it does not change any results", enable_cuda_graph=False),
+    },
     "aio": _all(
         _NOT_NEEDED,
         "`shardwise bench disk` finds block size and depth",
@@ -383,7 +394,6 @@ REFUSED_SECTIONS = {
     "torch_autocast": "use torch.autocast in the script, around the forward",
     "expert_parallel": "use an axis `ep` in the mesh of a shardwise plan (docs/experts.md)",
     "compile": "use compile: inductor in a shardwise plan",
-    "hybrid_engine": "engine.inference() generates with the weights that are trained",
     "data_efficiency": "mixtures and packing are in shardwise.data",
     "curriculum_learning": "mixtures and packing are in shardwise.data",
     "progressive_layer_drop": "drop layers in the model itself",
@@ -394,6 +404,115 @@ REFUSED_SECTIONS = {
     "eigenvalue": "it is part of quantize_training, which is not supported",
 }
 """Sections that change results or memory: refused unless they are empty or have `enabled: false`."""
+
+_OWN_CODE = "the model's own code computes, for every model: there are no kernels to replace it"
+_GROUPS_OF_MESH = "groups follow from tp_size"
+_LAYERS_KNOW = "the layers themselves know"
+INFERENCE: Mapping[str, Field] = {
+    **_all(_HONOURED, "int8: the weights of linear layers, computed with in 16 bits", dtype="fp16"),
+    **_all(_HONOURED, "", **{"tensor_parallel.enabled": True, "tensor_parallel.tp_size": 1}),
+    **_all(_NOT_NEEDED, "heads are never split in two", **{"tensor_parallel.tp_grain_size": 64}),
+    **_all(_REFUSED, _GROUPS_OF_MESH, **{"tensor_parallel.mpu": None, "tensor_parallel.tp_group": None}),
+    **_all(_HONOURED, "the model stays on the CPU, and computes there", keep_module_on_host=False),
+    **_all(
+        _HONOURED,
+        "a folder of Hugging Face, a checkpoint of DeepSpeed or shardwise, or a JSON file or object with a list of "
+        "files; each rank keeps its own part",
+        checkpoint=None,
+        base_dir="",
+        **{"checkpoint_config.checkpoint_dir": None, "checkpoint_config.base_dir": None},
+    ),
+    **_all(
+        _REFUSED,
+        "nothing is written: any number of ranks read their parts of any checkpoint",
+        save_mp_checkpoint_path=None,
+        **{"checkpoint_config.save_mp_checkpoint_path": None},
+    ),
+    **_all(
+        _HONOURED,
+        "8 or 4 bits, for dtype int8",
+        **{"quant.enabled": True, "quant.weight.enabled": True, "quant.weight.num_bits": 8},
+    ),
+    **_all(
+        _NOT_NEEDED,
+        "in 8 bits each output has a symmetric scale; in 4 bits up to 64 inputs share one, from their least value up",
+        **{"quant.weight.q_type": "symmetric", "quant.weight.q_groups": 1},
+    ),
+    **_all(
+        _NOT_NEEDED,
+        "weights alone are in fewer bits, as in DeepSpeed",
+        **{
+            "quant.activation.enabled": True,
+            "quant.activation.num_bits": 8,
+            "quant.activation.q_type": "symmetric",
+            "quant.activation.q_groups": 1,
+            "quant.qkv.enabled": True,
+        },
+    ),
+    **_all(
+        _REFUSED,
+        "set dtype to int8: all linear layers but the head are in as many bits as num_bits says",
+        **{"quant.weight.quantized_initialization": {}, "quant.weight.post_init_quant": {}},
+    ),
+    **_all(
+        _NOT_NEEDED,
+        _OWN_CODE,
+        replace_with_kernel_inject=False,
+        replace_method="auto",
+        use_triton=False,
+        triton_autotune=False,
+        enable_cuda_graph=False,
+        triangular_masking=True,
+        return_tuple=True,
+        transposed_mode=False,
+        config=None,
+    ),
+    **_all(
+        _NOT_NEEDED,
+        "models that have a tensor-parallel plan, their own or ours, are split by it, and others are refused",
+        injection_policy=None,
+    ),
+    **_all(_REFUSED, "it is internal to DeepSpeed; leave it out", injection_policy_tuple=None),
+    **_all(
+        _NOT_NEEDED,
+        "a cache is as long as generate() needs; only the model limits the number of tokens",
+        max_out_tokens=1024,
+        min_out_tokens=1,
+    ),
+    **_all(_NOT_NEEDED, "models may be built inside OnDevice or not", set_empty_params=False),
+    **_all(_NOT_NEEDED, "checkpoints are whole, or of any number of ranks", training_mp_size=1),
+    **_all(
+        _NOT_NEEDED,
+        "it is not read by DeepSpeed either; to generate with a model that does not fit, use initialize() with stage 3",
+        zero={},
+    ),
+    **_all(_REFUSED, "every rank has all experts, or its part of each along tp", **{"moe.ep_size": 1}),
+    **_all(_REFUSED, _GROUPS_OF_MESH, **{"moe.ep_mp_group": None, "moe.ep_group": None}),
+    **_all(_NOT_NEEDED, _LAYERS_KNOW, **{"moe.enabled": True, "moe.moe_experts": [1], "moe.type": "standard"}),
+}
+"""The arguments of `init_inference`, with the defaults of DeepSpeed's `DeepSpeedInferenceConfig`."""
+INFERENCE_RENAMED: Mapping[str, str] = {
+    "kernel_inject": "replace_with_kernel_inject",
+    "tp": "tensor_parallel",
+    "tm": "triangular_masking",
+    "ckpt_config": "checkpoint_config",
+    "injection_dict": "injection_policy",
+    "args": "config",
+    "max_tokens": "max_out_tokens",
+    "min_tokens": "min_out_tokens",
+    "mp_size": "tensor_parallel.tp_size",
+    "mpu": "tensor_parallel.mpu",
+    "ep_size": "moe.ep_size",
+    "ep_group": "moe.ep_group",
+    "expert_group": "moe.ep_group",
+    "ep_mp_group": "moe.ep_mp_group",
+    "expert_mp_group": "moe.ep_mp_group",
+    "moe_experts": "moe.moe_experts",
+    "moe_type": "moe.type",
+    "moe.num_experts": "moe.moe_experts",
+    "moe.expert_group": "moe.ep_group",
+}
+"""Other names of arguments, most of them older."""
 
 FREE_SECTIONS = ("optimizer.params", "scheduler.params", "zero_optimization.leaf_module", "checkpoint.writer")
 """Mappings with arbitrary keys."""

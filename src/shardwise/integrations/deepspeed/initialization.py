@@ -22,6 +22,8 @@ from shardwise.integrations.deepspeed.autotuning import VARIABLE, Tuner, first_c
 from shardwise.integrations.deepspeed.config import ComponentConfig, TranslatedConfig, load_config, read_config
 from shardwise.integrations.deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler, release
+from shardwise.integrations.deepspeed.generation import Generation
+from shardwise.integrations.deepspeed.hybrid_engine import DeepSpeedHybridEngine
 from shardwise.integrations.deepspeed.leaf_modules import mark_by_config
 from shardwise.integrations.deepspeed.logging import set_log_level_from_string
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
@@ -100,6 +102,7 @@ def initialize(
         if joined.membership is not None:  # batches and loops of these scripts are those of one world size
             plan["survive"] = "checkpoint"
         release(model)
+        Generation.remove(model)
         made = _optimizer(optimizer, translated.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, translated.scheduler, made)
         tuner = _tuner(asked, model, made)
@@ -113,8 +116,7 @@ def initialize(
         mark_by_config(model, translated.value("zero_optimization.leaf_module") or {})
         if isinstance(model, PipelineModule) and translated.recomputed_run:
             model.activation_checkpoint_interval = translated.recomputed_run
-        kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-        engine = kind(inner, translated, made, schedule, collate_fn)
+        engine = _kind_of_engine(translated, model)(inner, translated, made, schedule, collate_fn)
     except BaseException as error:
         if world is None:
             joined.close(error)
@@ -123,6 +125,12 @@ def initialize(
         print(f"shardwise: notes on the DeepSpeed config\n{report}")
     loader = None if training_data is None else engine.training_loader(training_data)
     return engine, made, loader, schedule
+
+
+def _kind_of_engine(translated: TranslatedConfig, model: nn.Module) -> type[DeepSpeedEngine]:
+    if isinstance(model, PipelineModule):
+        return PipelineEngine
+    return DeepSpeedHybridEngine if translated.value("hybrid_engine.enabled") else DeepSpeedEngine
 
 
 def _tuner(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Tuner | None:

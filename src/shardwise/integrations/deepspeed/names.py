@@ -13,6 +13,8 @@ from enum import Enum
 from importlib.abc import MetaPathFinder
 from typing import NoReturn
 
+from shardwise.integrations.deepspeed.fields import INFERENCE, Field
+
 
 class NameStatus(Enum):
     """What becomes of a use. The values are printed in docs."""
@@ -52,7 +54,8 @@ _PROFILE = "use torch.profiler, whose traces name shardwise's actions, or engine
 _TUNING = "use `shardwise deepspeed --autotuning tune` in a shell"
 _QUANTIZE = "quantize after training"
 _TENSOR = "set tensor_parallel.autotp_size in the config"
-_INFERENCE = "use engine.shardwise.inference()"
+_INFERENCE = "use deepspeed.init_inference(model, config); other programs serve what engine.shardwise.publish() writes"
+_ROLLOUT = "set hybrid_engine in the config, and use engine.generate()"
 _SEQUENCE = "set sequence_parallel_size in the config"
 _CONFIG = "give the config to initialize() as a dict or a file; shardwise.integrations.deepspeed.read_config checks it"
 _COMPRESSED = "compressing optimizers are not supported; use AdamW, Lamb or Lion of deepspeed.ops"
@@ -68,9 +71,9 @@ _LAUNCH = "use `shardwise deepspeed` or `shardwise launch` in a shell"
 _MODULES: dict[str, Row] = {
     **_refused(_TENSOR, "deepspeed", "tp_model_init set_autotp_mode module_inject record_tp_model_init_args"),
     **_refused(_TENSOR, "deepspeed", "merge_tp_model_init_into_config runtime.tensor_parallel"),
-    **_refused(_INFERENCE, "deepspeed", "init_inference InferenceEngine inference default_inference_config"),
-    **_refused(_INFERENCE, "deepspeed", "DeepSpeedInferenceConfig DeepSpeedHybridEngine model_implementations"),
-    **_refused(_INFERENCE, "deepspeed", "runtime.hybrid_engine runtime.hybrid_engine_graph runtime.rollout"),
+    **_refused(_INFERENCE, "deepspeed", "inference.* inference.engine.* DeepSpeedInferenceConfig"),
+    **_refused(_INFERENCE, "deepspeed", "model_implementations"),
+    **_refused(_ROLLOUT, "deepspeed", "runtime.hybrid_engine_graph runtime.rollout"),
     **_refused(_TUNING, "deepspeed", "autotuning"),
     **_refused(
         _QUANTIZE,
@@ -526,6 +529,12 @@ def page() -> str:
         for name, row in rows.items():
             by_row.setdefault(row, []).append(name)
         lines += [f"| {', '.join(f'`{one}`' for one in names)} | {_said(row)} |" for row, names in by_row.items()]
+    lines += ["\n## Arguments of `init_inference`\n", "| arguments | here |", "|---|---|"]
+    by_field: dict[str, list[str]] = {}
+    for path, field in INFERENCE.items():
+        by_field.setdefault(_became(field), []).append(path)
+    lines += [f"| {_listed(paths)} | {said} |" for said, paths in by_field.items()]
+    lines.append("\nOlder and shorter names, such as `mp_size`, `tp`, `max_tokens`, `kernel_inject`, are known too.")
     lines.append("\n## Values of the config\n")
     lines.append(
         f"These methods of the engine return the config's value, or DeepSpeed's default: {_listed(SETTINGS)}.\n"
@@ -536,6 +545,10 @@ def page() -> str:
 
 def _said(row: Row) -> str:
     return f"{row.status.value}: {row.text}"
+
+
+def _became(field: Field) -> str:
+    return field.status.value + (f": {field.why}" if field.why else "")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -59,7 +59,10 @@ class _Region:
     """This rank's part of `inputs`, which is saved for the backward instead of them."""
 
     def was_entered_with(self, tensor: Tensor) -> bool:
-        """Whether it was entered with `tensor` in its present state."""
+        """Whether it was entered with `tensor` in its present state, which a tensor of `torch.inference_mode` does not
+        tell."""
+        if tensor.is_inference():
+            return False
         return self.tensor() is tensor and (self.version, self.has_grad) == (tensor._version, torch.is_grad_enabled())
 
 
@@ -111,7 +114,7 @@ class Regions:
         region = _Region(
             module,
             weakref.ref(tensor),
-            tensor._version,
+            0 if tensor.is_inference() else tensor._version,
             torch.is_grad_enabled(),
             inputs,
             autocast_dtype(tensor),
