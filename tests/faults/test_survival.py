@@ -61,6 +61,9 @@ def started(
     )
 
 
+SPLIT = {"mesh": {"tp": 4}, "tensor": {"plan": {"0": "column", "2": "row"}}}
+
+
 def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most_wrong: int) -> None:
     assert job.returncode == 0, said
     losses = oracle(num_steps)
@@ -98,6 +101,28 @@ def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: 
     job = started(tmp_path, plan, loop, 10, kills, retries="0:10")
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=2)
+
+
+@sampled
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(
+    ("loop", "kill"),
+    [
+        *(
+            (loop, kill)
+            for loop in ("engine", "plain")
+            for kill in ("1:3:forward", "0:4:backward", "3:4:step", "2:5:9")
+        ),
+        *(("train_step", kill) for kill in ("1:3:forward", "0:4:2", "2:5:9")),
+    ],
+)
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_fewer_ranks_split_the_layers(preset: str, loop: str, kill: str, tmp_path: Path) -> None:
+    job = started(tmp_path, json.dumps({"preset": preset, **SPLIT}), loop, 10, [kill], retries="0:10", least=1)
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=0)
+    assert "2 ranks continue" in said
+    assert "restart" not in said
 
 
 @pytest.mark.timeout(360)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -87,3 +88,13 @@ def test_copies_are_outside_of_the_replica_group(
             where = (at.coordinate(rank), at.coordinate(keeper))
             assert any(where[0][axis] != where[1][axis] for axis in mesh if axis not in MODEL_AXES), "of another group"
             assert all(where[0][axis] == where[1][axis] for axis in mesh if axis in MODEL_AXES), "with the same part"
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 1, "tp": 4}], ids=str)
+def test_in_a_group_alone_every_rank_has_a_copy_on_another_host(preset: str, mesh: dict[str, int]) -> None:
+    assert keepers([spec(preset, mesh)], "aabb") == (2, 3, 0, 1)
+    assert keepers([spec(preset, mesh)], "aaab") == (3, 3, 3, 0)
+    assert keepers([spec(preset, mesh)], "aaaa") == (None,) * 4
+    frozen = replace(spec(preset, mesh), trainable=False)
+    assert copy_bytes([frozen], 2, "aabb").sent_once == 4 * 1024

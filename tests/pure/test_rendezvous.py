@@ -627,7 +627,7 @@ class GroupJob(Job):
     def begin(self) -> None:
         super().begin()
         for number in sorted(self.alive):
-            self.say(number, "groups", text='{"dp": 2, "tp": 2}')
+            self.say(number, "groups", text='[{"dp": 2, "tp": 2}]')
 
     def spares(self) -> list[tuple[int, ...]]:
         return [one.members for one in self.announcements if one.kind == "spare"]
@@ -664,7 +664,7 @@ def test_a_replica_group_leaves_and_comes_back_with_its_spare() -> None:
 def test_a_member_that_leaves_on_request_takes_its_group_along() -> None:
     job = GroupJob(6, 2, 6)
     job.begin()
-    job.say(0, "groups", text='{"dp": 3, "tp": 2}')
+    job.say(0, "groups", text='[{"dp": 3, "tp": 2}]')
     job.say(3, "leaving")
     assert job.announcements[-1].kind == "wanted"
     job.all_get_ready()
@@ -709,7 +709,7 @@ def test_groups_in_any_order(seed: int) -> None:
     draw = random.Random(seed)
     job = GroupJob(6, 2, 6, can_grow=True)
     job.begin()
-    job.say(0, "groups", text='{"dp": 3, "tp": 2}')
+    job.say(0, "groups", text='[{"dp": 3, "tp": 2}]')
     job.lets_in = False
     part = {number: number % 2 for number in range(6)}
     for victim in draw.sample(range(6), 2):
@@ -721,3 +721,70 @@ def test_groups_in_any_order(seed: int) -> None:
         assert len(members) in (2, 4)
         assert [part[number] for number in members] == [0, 1] * (len(members) // 2)
         assert all(members[at] + 1 == members[at + 1] for at in range(0, len(members), 2))
+
+
+class OneGroup(Job):
+    """Members that split layers over four ranks, over two, or over one."""
+
+    def begin(self) -> None:
+        super().begin()
+        for number in sorted(self.alive):
+            self.say(number, "groups", text='[{"tp": 4}, {"tp": 4}, {"tp": 2}, {"tp": 1}]')
+
+    def all_get_ready(self) -> None:
+        for number in self.rendezvous.members:
+            self.say(number, "ready", self.rendezvous.generation)
+        self.settle()
+
+
+def test_a_group_goes_on_as_a_smaller_one_and_grows_again() -> None:
+    job = OneGroup(4, 1, 4)
+    job.begin()
+    job.lets_in = False
+    job.kill(1)
+    job.settle()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0, 2))
+    assert [one.members for one in job.announcements if one.kind == "spare"] == [(3,)]
+    assert job.announcements[-1].kind == "formed", "with three nothing larger is possible"
+    assert job.rendezvous.can_spare((0,))
+    job.start(4)
+    assert job.announcements[-1].kind == "wanted"
+    job.lets_in = True
+    job.all_get_ready()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0, 2, 3, 4))
+
+
+def test_with_a_smaller_group_too_small_for_the_job_it_waits_for_others() -> None:
+    job = OneGroup(4, 3, 4, can_grow=True)
+    job.begin()
+    job.lets_in = False
+    job.kill(1)
+    job.settle()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0, 2)), "the iteration is ended on two"
+    assert [one.kind for one in job.announcements][-2:] == ["wanted", "formed"]
+    job.lets_in = True
+    generation = job.rendezvous.generation
+    job.all_get_ready()
+    assert job.rendezvous.generation == generation, "they stand until there are enough"
+    job.start(4)
+    job.settle()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0, 2, 3, 4))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_smaller_groups_in_any_order(seed: int) -> None:
+    """Whoever dies, and whenever: as many go on as can, and all that have the state of the training are not forgotten
+    for newcomers."""
+    draw = random.Random(seed)
+    job = OneGroup(4, 1, 4, can_grow=True)
+    job.begin()
+    job.lets_in = False
+    victims = draw.sample(range(4), draw.randrange(1, 4))
+    for victim in victims:
+        job.kill(victim)
+        job.settle(draw if draw.random() < 0.5 else None)
+    job.settle()
+    rendezvous = job.rendezvous
+    if rendezvous.state == "formed":
+        assert len(rendezvous.members) in (1, 2)
+        assert not set(rendezvous.members) & set(victims)

@@ -13,7 +13,7 @@ from shardwise.elastic.rebuild import plan_on
 from shardwise.errors import ConfigError
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import Regrouped, going_on, mesh_over, regroup
+from shardwise.plan.replica_groups import Regrouped, Smaller, going_on, mesh_of, mesh_over, regroup
 from tests.thorough import varies
 
 NAMES = ("pp", "node", "dp", "ep", "sp", "tp")
@@ -159,6 +159,44 @@ def test_the_rest_of_two_groups_is_one_group() -> None:
 def test_nobody_goes_on_where_no_group_is_whole() -> None:
     regrouped = regroup(Mesh(("dp", "tp"), (1, 2)), [0])
     assert (regrouped.groups, regrouped.spares, regrouped.leaving) == ((), (0,), ({"dp": 0},))
+
+
+OF_FOUR = ({"tp": 4}, {"tp": 2}, {"tp": 1})
+OF_TWO = ({"dp": 1, "tp": 2}, {"dp": 1, "tp": 1})
+
+
+@pytest.mark.parametrize(
+    ("axes", "smaller", "num_before", "seats", "waiting", "members", "mesh"),
+    [
+        ({"tp": 4}, OF_FOUR, 4, {0: 0, 2: 2, 3: 3}, (), (0, 2), "tp=2"),
+        ({"tp": 4}, OF_FOUR, 2, {2: 1}, (), (2,), "tp=1"),
+        ({"tp": 4}, OF_FOUR, 2, {0: 0, 2: 1}, (3,), (0, 2), "tp=2"),
+        ({"tp": 4}, OF_FOUR, 2, {0: 0, 2: 1}, (3, 4, 5), (0, 2, 3, 4), "tp=4"),
+        ({"tp": 4}, OF_FOUR, 4, {0: 0, 1: 1, 2: 2, 3: 3}, (4, 5, 6, 7), (0, 1, 2, 3), "tp=4"),
+        ({"tp": 4}, OF_FOUR[:1], 4, {0: 0, 1: 1, 2: 2}, (), (), ""),
+        ({"tp": 4}, (), 4, {0: 0, 1: 1, 2: 2}, (), (), ""),
+        ({"dp": 2, "tp": 2}, OF_TWO, 4, {1: 1, 2: 2, 3: 3}, (), (2, 3), "dp=1 x tp=2"),
+        ({"dp": 2, "tp": 2}, OF_TWO, 4, {1: 1, 2: 2}, (), (2, 1), "dp=1 x tp=2"),  # each keeps its part
+        ({"dp": 2, "tp": 2}, OF_TWO, 4, {0: 0, 2: 2}, (), (0, 2), "dp=1 x tp=2"),
+        ({"dp": 2, "tp": 2}, OF_TWO, 2, {7: 1}, (), (7,), "dp=1 x tp=1"),
+        ({"dp": 2, "tp": 2}, OF_TWO, 1, {7: 0}, (3, 4, 5), (7, 3, 4, 5), "dp=2 x tp=2"),
+        ({"dp": 2, "tp": 2}, OF_TWO, 4, {}, (3, 4), (), ""),
+    ],
+)
+def test_who_goes_on_where_no_group_is_whole(
+    axes: dict[str, int],
+    smaller: Smaller,
+    num_before: int,
+    seats: dict[int, int],
+    waiting: tuple[int, ...],
+    members: tuple[int, ...],
+    mesh: str,
+) -> None:
+    found = going_on(axes, num_before, seats, waiting, smaller)
+    assert found.members == members
+    assert sorted([*found.members, *found.spares]) == sorted([*seats, *waiting])
+    if members:
+        assert str(mesh_of(axes, smaller, len(members))) == mesh
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,14 +34,18 @@ class Net(nn.Module):
 @sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-kept"])
-def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_images_take_what_is_promised(axis: str, preset: str, precision: str, tmp_path: Path) -> None:
     start = Net()
     models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
 
     def work(world: World, member: int) -> tuple[int, int, int]:
         model = models[member]
         optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
-        engine = sw.shard(model, {"preset": preset, "precision": precision}, optimizer=optimizer, world=world)
+        plan: dict[str, Any] = {"preset": preset, "precision": precision}
+        if axis == "tp":
+            plan |= {"mesh": {"tp": NUM_RANKS}, "tensor": {"plan": {"layers.0": "column", "layers.1": "row"}}}
+        engine = sw.shard(model, plan, optimizer=optimizer, world=world)
         for _ in range(3):
             engine.backward(engine(torch.ones(4, WIDTH)).float().sum())
             engine.step()

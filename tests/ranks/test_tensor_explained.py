@@ -89,3 +89,23 @@ def test_stages_are_priced_as_they_are_split(tmp_path: Path, capsys: pytest.Capt
             return engine.memory().measured["param"]
 
     assert promised == max(run_ranks(4, rank))
+
+
+def test_the_mesh_without_a_lost_rank_is_shown_and_its_price(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"preset": "ddp", "mesh": {"tp": 4}, "tensor": TENSOR}))
+    (tmp_path / "model.py").write_text(MODEL)
+    asked = ["explain", str(tmp_path / "plan.json"), "--world", "4", "--model", f"{tmp_path}/model.py:build"]
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ranks_that_leave"] == 2
+    one_rank, one_host, _ = told["losses"]
+    assert (one_rank["num_lost"], one_rank["why_restarted"]) == (2, "")
+    assert one_rank["read_bytes"] > told["bytes"]["optim"], "all that was in the image of another rank"
+    assert one_host["why_restarted"] == "all ranks are on that host"
+    assert main([*asked, "--per-host", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "An elastic job goes on with 2 of 4 ranks, on the mesh tp=2, until enough others are there." in said
+    assert "one host: the others stand for" in said
+    assert "2 ranks are missing until as many join" in said

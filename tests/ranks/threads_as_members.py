@@ -13,7 +13,7 @@ from typing import TypeVar
 from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 from shardwise.comm.generation import Regrouped
 from shardwise.errors import SpareError, TurnedAwayError
-from shardwise.plan.replica_groups import GoingOn, going_on, group_size
+from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
 from shardwise.testing import prepare_operators
 
 Result = TypeVar("Result")
@@ -53,6 +53,7 @@ class Crowd:
         self.generation = 0
         self.axes: Mapping[str, int] = {}
         """Of the plan's mesh, if ranks train in replica groups."""
+        self.smaller: Smaller = ()
         self._members = list(range(num_ranks))
         self._living = set(self._members)
         self._starting = [num_ranks + number for number in range(num_newcomers)]
@@ -104,7 +105,14 @@ class Crowd:
 
     def changes_wanted(self) -> bool:
         is_too_few = len(self._living) < self._least
-        return not self.is_ending and (len(self._waiting) >= group_size(self.axes) or is_too_few)
+        return not self.is_ending and (is_too_few or self._could_grow())
+
+    def _could_grow(self) -> bool:
+        members, waiting = list(self._members), list(self._waiting)
+        if group_size(self.axes) == 1:
+            return bool(waiting)
+        seats = {member: place for place, member in enumerate(members)}
+        return len(going_on(self.axes, len(members), seats, waiting, self.smaller).members) > len(members)
 
     def enter(self, member: int) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice] | None:
         """For a newcomer or a spare, what `meet` returns, once it is let in; `None` if it never is."""
@@ -144,7 +152,7 @@ class Crowd:
         found = GoingOn((*staying, *coming), ())
         if group_size(self.axes) > 1:
             seats = {member: self._members.index(member) for member in staying}
-            found = going_on(self.axes, len(self._members), seats, coming)
+            found = going_on(self.axes, len(self._members), seats, coming, self.smaller)
             assert found.members, "no replica group is whole"
         if lets_in and len(found.members) < self._least:
             return False
@@ -206,8 +214,8 @@ class ThreadMembership:
     def needs_all(self) -> None:
         raise AssertionError("nobody starts threads again")
 
-    def needs_groups(self, axes: Mapping[str, int]) -> None:
-        self.crowd.axes = dict(axes)
+    def needs_groups(self, axes: Mapping[str, int], smaller: Smaller = ()) -> None:
+        self.crowd.axes, self.crowd.smaller = dict(axes), smaller
 
     def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
         """Nobody starts threads by it."""

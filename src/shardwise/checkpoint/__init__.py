@@ -16,7 +16,7 @@ from shardwise.checkpoint.content import Content, Entry, content_of
 from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
 from shardwise.checkpoint.json_codec import encode
 from shardwise.checkpoint.keep import Keep, numbers_of
-from shardwise.checkpoint.reshard import Held, TrainingState
+from shardwise.checkpoint.reshard import Held, Parts, TrainingState
 from shardwise.checkpoint.saver import Request, Saver
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "Held",
     "Keep",
     "Loaded",
+    "Parts",
     "Request",
     "Saver",
     "Stateful",

@@ -8,6 +8,10 @@ the two layouts.
 [Note: former ranks] The old layout may belong to other ranks: a rank of this world *stands for* those former ranks
 whose elements it can read, including itself if it was among them. A newcomer stands for none and receives everything;
 for a rank that is gone, a rank with its image stands in. Without a change of ranks every rank stands for itself.
+
+[Note: other parts] Where the mesh changes along `tp`, or a rank gets another place there, ranks had other parts of
+split parameters than they will have. Boxes say which elements of the whole parameter a part has, and `common_runs`
+which of them two parts share, as when a checkpoint is read on another mesh.
 """
 
 from __future__ import annotations
@@ -26,12 +30,17 @@ from shardwise.comm import Collectives, DataGroup, World
 from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat, let_go, torch_dtype
 from shardwise.optim import AdoptedOptimizer
-from shardwise.plan.placement import Slot, Span
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Box, Run, Slot, Span, common_runs
 from shardwise.program import FlatSpec
 
 Tensor = torch.Tensor
 PARAM = "param"
 States = dict[str, dict[str, Any]]
+Place = tuple[int, ...]
+"""Along the axes that split layers."""
+Parts = Mapping[Place, Sequence[tuple[FlatSpec, Sequence[Slot]]]]
+"""The flat buffers of a layout at each place."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class _Home:
     Elements are counted in the whole parameter where ranks with other coordinates along `ep` have different parts, and
     in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank of the layout
     keeps and gives, where ranks have parts of different sizes; of former ranks, those that some rank stands for.
+    With `parts`, see [Note: other parts], elements are counted in the part of the rank in question; `parts` has that of
+    each place along the model axes.
     """
 
     spec: FlatSpec
@@ -48,18 +59,31 @@ class _Home:
     spans: Mapping[int, tuple[Span, Span]] = field(default_factory=dict)
     givers: frozenset[int] | None = None
     """The ranks that can give elements, if not all can."""
+    parts: Mapping[Place, tuple[FlatSpec, Slot]] = field(default_factory=dict)
 
     def kept(self, rank: int) -> Span:
         if self.spans:
             return self.spans[rank][0]
-        return kept_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
+        spec, slot = self._at(rank)
+        return kept_span(spec, slot, spec.mesh.coordinate(rank))
 
     def given(self, rank: int) -> Span:
+        spec, slot = self._at(rank)
+        if self.parts and slot.box is not None and slot.box.place:
+            return Span(0, 0)  # another rank along the model axis has the same
         if self.givers is not None:
             return self._given_by_some(self.givers, rank)
         if self.spans:
             return self.spans[rank][1]
-        return written_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
+        return written_span(spec, slot, spec.mesh.coordinate(rank))
+
+    def box(self, rank: int) -> Box:
+        """The part of the whole parameter that `rank` has."""
+        slot = self._at(rank)[1]
+        return slot.box or Box.whole(slot.shape)
+
+    def _at(self, rank: int) -> tuple[FlatSpec, Slot]:
+        return self.parts[_model_place(self.spec, rank)] if self.parts else (self.spec, self.slot)
 
     def _given_by_some(self, givers: frozenset[int], rank: int) -> Span:
         """Ranks that keep the same elements share in giving them."""
@@ -91,10 +115,10 @@ class Held:
     """What this rank can read of a layout, its own or of former ranks: see [Note: former ranks]."""
 
     flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]
-    """All of the layout."""
+    """All of the layout: those of this rank."""
     stands_for: tuple[tuple[int, ...], ...]
     """By rank of this world: the ranks of the layout that it reads for all. They had the same parts of parameters, as
-    far as `tp` and `pp` split them, as the one that it was itself."""
+    far as `tp` and `pp` split them, as the one that it was itself, unless `parts` says what other ranks had."""
     tensors: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
     """By the rank of the layout, the parameter's name, and `param` or the state's key: the elements that it kept."""
     values: States = field(default_factory=dict)
@@ -103,6 +127,21 @@ class Held:
     """The rows of parameters whose `tensors` lie on a disk."""
     buffers: dict[str, Flat] = field(default_factory=dict)
     """The flat buffer of each parameter that can be let go when all of it has been moved."""
+    parts: tuple[Parts, Parts] | None = None
+    """This layout and the next one, if ranks get other parts of parameters: see [Note: other parts]."""
+
+    def changes_parts(self, mesh: Mesh) -> bool:
+        """Whether ranks get other parts of parameters on `mesh` than the former ranks had for which they stand. The
+        same on all."""
+        before = self.flats[0][0].mesh
+
+        def place(of: Mesh, rank: int) -> dict[str, int]:
+            return {axis: of.coordinate(rank)[axis] for axis in of.model_axes}
+
+        sizes = [{axis: of.size(axis) for axis in of.model_axes} for of in (before, mesh)]
+        return sizes[0] != sizes[1] or any(
+            place(before, former) != place(mesh, rank) for rank, ranks in enumerate(self.stands_for) for former in ranks
+        )
 
     @classmethod
     def live(cls, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World) -> Held:
@@ -139,7 +178,11 @@ class TrainingState:
         self._world = world
         self._dealt = frozenset(dealt)
         self._stands_for = held.stands_for
-        self._homes = self._homes_in(held.flats, held.stands_for[world.rank])
+        self._parts = held.parts
+        if held.parts is None:
+            self._homes = self._homes_in(held.flats, held.stands_for[world.rank])
+        else:
+            self._homes = _homes_of(held.parts[0])
         former = {rank for ranks in held.stands_for for rank in ranks}
         if former != set(range(next(iter(self._homes.values())).spec.mesh.world_size)):
             self._homes = {name: replace(home, givers=frozenset(former)) for name, home in self._homes.items()}
@@ -161,7 +204,10 @@ class TrainingState:
         """Set the new layout, which has no memory yet. All ranks call."""
         mesh = flats[0].spec.mesh
         self._group = DataGroup(self._world, mesh, mesh.params_axes).group
-        self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats], [self._world.rank])
+        if self._parts is None:
+            self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats], [self._world.rank])
+        else:
+            self._new_homes = _homes_of(self._parts[1])
 
     def move_into(self, flat: Flat, collectives: Collectives) -> States:
         """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call that have these
@@ -291,12 +337,11 @@ class TrainingState:
     ) -> None:
         me = self._world.rank
         for thing in things:
+            old, new = self._homes[thing.name], homes[thing.name]
             for former in self._stands_for[me]:
-                had, needed = self._homes[thing.name].kept(former), homes[thing.name].kept(me)
-                common = had.overlap(needed)
-                if common.numel:
-                    target = _slice_of(filled[thing.name, thing.kind], common.within(needed))
-                    self._put(flat, target, self._own(thing, former, common.within(had)))
+                for at, to, numel in _common(old, former, old.kept(former), new, me, new.kept(me)):
+                    target = _slice_of(filled[thing.name, thing.kind], Span(to, to + numel))
+                    self._put(flat, target, self._own(thing, former, Span(at, at + numel)))
 
     def _exchange(
         self,
@@ -312,44 +357,63 @@ class TrainingState:
         sent, arrived, targets = [], [], []
         for other in self._group.ranks:
             goes = [
-                self._own(thing, former, span.within(self._homes[thing.name].kept(former))).to(device)
-                for thing, former, span in self._passing(things, homes, world.rank, other)
+                self._own(thing, former, Span(at, at + numel)).to(device)
+                for thing, former, (at, _, numel) in self._passing(things, homes, world.rank, other)
             ]
             comes = list(self._passing(things, homes, other, world.rank))
-            num_comes = sum(span.numel for _, _, span in comes)
+            num_comes = sum(numel for _, _, (_, _, numel) in comes)
             sent.append(torch.cat(goes) if goes else torch.empty(0, dtype=dtype, device=device))
             arrived.append(torch.empty(num_comes, dtype=dtype, device=device))
             targets.append(comes)
         collectives.all_to_all(arrived, sent, self._group, "reshard").wait()
         for message, comes in zip(arrived, targets, strict=True):
             start = 0
-            for thing, _, span in comes:
-                target = _slice_of(filled[thing.name, thing.kind], span.within(homes[thing.name].kept(world.rank)))
-                self._put(flat, target, message[start : start + span.numel])
-                start += span.numel
+            for thing, _, (_, to, numel) in comes:
+                target = _slice_of(filled[thing.name, thing.kind], Span(to, to + numel))
+                self._put(flat, target, message[start : start + numel])
+                start += numel
 
     def _passing(
         self, things: Sequence[_Thing], homes: Mapping[str, _Home], giver: int, taker: int
-    ) -> Iterator[tuple[_Thing, int, Span]]:
-        """What one rank gives another, and of which former rank, in an order that both know."""
+    ) -> Iterator[tuple[_Thing, int, Run]]:
+        """What one rank gives another, and of which former rank, in an order that both know. Runs as in `_common`."""
         if giver == taker:
             return
         for thing in things:
             old, new = self._homes[thing.name], homes[thing.name]
             lacking = [new.kept(taker)]
-            for former in self._stands_for[taker]:
+            for former in () if old.parts else self._stands_for[taker]:
                 lacking = [left for span in lacking for left in _without(span, old.kept(former))]
             for former in self._stands_for[giver]:
-                if _model_place(old.spec, former) != _model_place(new.spec, taker):
+                if not old.parts and _model_place(old.spec, former) != _model_place(new.spec, taker):
                     continue  # ranks with other parts of every layer
                 given = old.given(former)
                 for span in lacking:
-                    common = span.overlap(given)
-                    if common.numel:
-                        yield thing, former, common
+                    yield from ((thing, former, run) for run in _common(old, former, given, new, taker, span))
 
 
-def _model_place(spec: FlatSpec, rank: int) -> tuple[int, ...]:
+def _homes_of(parts: Parts) -> dict[str, _Home]:
+    places: dict[str, dict[Place, tuple[FlatSpec, Slot]]] = {}
+    for place, flats in parts.items():
+        for spec, slots in flats:
+            for slot in slots:
+                places.setdefault(slot.name, {})[place] = spec, slot
+    return {name: _Home(*next(iter(every.values())), parts=every) for name, every in places.items()}
+
+
+def _common(old: _Home, former: int, had: Span, new: _Home, taker: int, needed: Span) -> list[Run]:
+    """The elements in both `had`, of a former rank, and `needed`, of `taker`: starts among all that either keeps, and
+    their number."""
+    if old.parts:
+        runs = common_runs(old.box(former), had, new.box(taker), needed)
+    else:
+        common = had.overlap(needed)
+        runs = [(common.start, common.start, common.numel)] if common.numel else []
+    first, start = old.kept(former).start, new.kept(taker).start
+    return [(at - first, to - start, numel) for at, to, numel in runs]
+
+
+def _model_place(spec: FlatSpec, rank: int) -> Place:
     """The place of `rank` along the axes that split layers, which a change of plan does not affect."""
     coordinate = spec.mesh.coordinate(rank)
     return tuple(coordinate[axis] for axis in spec.mesh.model_axes)

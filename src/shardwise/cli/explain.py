@@ -22,6 +22,7 @@ from shardwise.observe.run_view import RECORD, read_run
 from shardwise.plan import Budget, Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
+from shardwise.plan.replica_groups import has_split_layers_only
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import default_path, read_calibration
 
@@ -203,12 +204,14 @@ def _subject(
     programs of its ranks, to be timed on `hardware`."""
     if args.model is None:
         examples = example_units(table, mesh, plan, args.optimizer)
-        return plan, Subject(examples, (), args.optimizer_states, args.optimizer), ()
+        why = "whether fewer ranks can is known of a model (--model)" if has_split_layers_only(mesh) else ""
+        return plan, Subject(examples, (), args.optimizer_states, args.optimizer, why_no_smaller=why), ()
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
     converted = model_file.converted(model, plan)
     per_host = args.per_host or args.world
     fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
+    has_budget = plan.budget.device is not None
     plan, table = fitted.plan, table_for(fitted.plan, mesh)  # in the model's own precision, if the plan says none
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
@@ -217,6 +220,8 @@ def _subject(
     pipeline_rank, stages_of_units = model_file.stages_by_unit(model, plan, mesh)
     subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.summary, conversions=str(converted))
     subject = replace(subject, pipeline_rank=pipeline_rank, stages_of_units=stages_of_units)
+    smaller = model_file.smaller_meshes_of(model, plan, mesh, has_budget=has_budget)
+    subject = replace(subject, smaller=smaller.meshes, why_no_smaller=smaller.why_none)
     if args.batch is None:
         return plan, subject, ()
     given = args.expert_load

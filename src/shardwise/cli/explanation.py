@@ -27,7 +27,7 @@ from shardwise.plan.placement import (
     ruled_tables,
     table_for,
 )
-from shardwise.plan.replica_groups import num_groups
+from shardwise.plan.replica_groups import Smaller, num_leaving
 from shardwise.program import (
     Activations,
     Buffer,
@@ -105,6 +105,10 @@ class Subject:
     """Elements that are sent to experts for one choice of one token, in all layers together."""
     budget: str = ""
     """The result of the plan's budget, and the reason for it."""
+    smaller: Smaller = ()
+    """The meshes on which an elastic job goes on without a whole replica group."""
+    why_no_smaller: str = ""
+    """Why there is none, if a reason is known."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,7 @@ class Explanation:
             per_host=self.per_host or self.mesh.world_size,
             survive=self.plan.survive,
             why_restarted=self.why_restarted or (ON_ACCELERATOR if on_device else ""),
+            smaller=self.subject.smaller,
             rates=Rates(step, self.checkpoint_every, self.memory_rate),
         )
 
@@ -159,12 +164,13 @@ class Explanation:
         ranks continue."""
         if self.plan.survive == "checkpoint":
             return "the plan says survive: checkpoint"
-        return why_no_images(self.mesh, self._flats)
+        return why_no_images(self.mesh, self._flats, self.subject.smaller, self.subject.why_no_smaller)
 
     @property
     def num_leaving(self) -> int:
-        """How many ranks leave an elastic job when one of them is lost: those of its replica group."""
-        return self.mesh.world_size // num_groups(self.mesh)
+        """How many ranks leave an elastic job when one of them is lost: those of its replica group, or those without
+        a place on the smaller mesh on which the others go on."""
+        return num_leaving(self.mesh, self.subject.smaller)
 
     @property
     def images(self) -> ImageBytes | None:

@@ -31,6 +31,7 @@ from shardwise.fit.foreseen import (
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split
+from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
 from shardwise.parallel.pipeline import has_pipeline, stage_layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -68,6 +69,11 @@ def converted(model: nn.Module, plan: Plan) -> Converted:
     found = convert(model, conversions_of(plan, model))
     check_plan(found, plan)
     return found
+
+
+def smaller_meshes_of(model: nn.Module, plan: Plan, mesh: Mesh, *, has_budget: bool) -> SmallerMeshes:
+    """Where an elastic job goes on without a whole replica group."""
+    return smaller_meshes(model, plan, mesh, has_budget=has_budget)
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:

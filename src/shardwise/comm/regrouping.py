@@ -10,7 +10,7 @@ the other. `generation.py` has both for `World`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -107,9 +107,10 @@ class Membership(Protocol[W]):
         last checkpoint."""
         ...
 
-    def needs_groups(self, axes: Mapping[str, int]) -> None:
+    def needs_groups(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]] = ()) -> None:
         """Declare that ranks train in replica groups, on the mesh of a plan's `axes`: a group that loses a rank leaves
-        as a whole, and members are ranks in the order of that mesh."""
+        as a whole, and members are ranks in the order of that mesh. If none is left, they train on a `smaller` one
+        (`plan.replica_groups.Smaller`)."""
         ...
 
     def tell_pace(self, size: int, step_seconds: float, error: float) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.checkpoint import Held, Loaded
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
-from shardwise.elastic.rebuild import plan_on, rebuilt, with_group_sizes
+from shardwise.elastic.rebuild import boxes_on, plan_on, rebuilt
 from shardwise.elastic.regroup_reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
@@ -27,8 +27,9 @@ from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts.loads import Loads
 from shardwise.parallel.model_axes import rows_for
+from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import SAME_PARAMS_AXES, Mesh
 from shardwise.plan.placement import table_for
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import Design, Sharding, Updates, check_device, design
@@ -101,13 +102,14 @@ def arrive(
     if plan.precision == "auto":  # the others have settled it, whatever this rank's device is fast at
         plan = plan.with_precision(state["precision"], "auto")
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
-    plan = with_group_sizes(plan, mesh)
+    plan = plan.model_copy(update={"mesh": state["axes"]})
+    smaller = SmallerMeshes(tuple(state["smaller"]))
     device = next(model.parameters()).device
     trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in every])
     trained.plan_in(model)
     trained.add_groups(model, optimizers)
     updates: Updates = vet(optimizers, model)
-    here = plan_on(plan, world.size, world.local_size)
+    here = plan_on(plan, world.size, world.local_size, smaller.meshes)
     designed = design(model, here, world)
     if designed.stages is not None:
         designed = designed.in_stages(model, optimizers, world.rank, keeps_others=True)
@@ -126,7 +128,8 @@ def arrive(
     for one in every:
         _load_buffers(model, decode(one["came"]["buffers"]))
     Loads(model).begin({name: counts for one in every for name, counts in decode(one["came"]["loads"]).items()})
-    bare = Sharding(here, mesh, table_for(plan, mesh), updates, units, [], ByteMeter(), converted=converted)
+    table = table_for(plan, mesh)
+    bare = Sharding(here, mesh, table, updates, units, [], ByteMeter(), converted=converted, smaller=smaller)
     if designed.staged is not None:
         designed.staged.free_others(device)
         bare = replace(bare, stage_design=designed, treatments=designed.treatments)
@@ -142,12 +145,15 @@ def _units(
     model: nn.Module, plan: Plan, mesh: Mesh, updates: Updates, device: torch.device, designed: Design
 ) -> list[Unit]:
     """The units and flat buffers that the others had before, on another mesh than `designed`, computed from the model;
-    they allocate no memory."""
+    they allocate no memory. Those of this rank's part of the model, or of the first one if `mesh` has other parts."""
+    boxes = designed.boxes
     if designed.staged is None:
         chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, designed.experts)
+        if any(mesh.size(axis) != designed.mesh.size(axis) for axis in SAME_PARAMS_AXES if axis in mesh.axes):
+            boxes = boxes_on(model, plan, mesh, 0)
     else:  # the model has no other stages any more, and tables name axes, not their sizes
         chosen, rows = designed.choices, designed.rows
-    choices = [replace(choice, boxes=designed.boxes) for choice in chosen]
+    choices = [replace(choice, boxes=boxes) for choice in chosen]
     specs = unit_specs(choices, rows, mesh, updates)
     units = [
         make_unit(choice, spec, rows, mesh.coordinate(0), ByteMeter(), device)

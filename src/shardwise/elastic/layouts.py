@@ -3,6 +3,8 @@
 [Note: sources] The state of a lost rank may be in its own image, in the memory of its host, if another rank of that
 host survives; and in the copy that its keeper has on another host, which all ranks of that host can read. After
 regrouping, all ranks exchange what they can read, and so agree on the step to return to and on who reads which state.
+A reader had the same part of the model, and has itself what never changes; where there was one replica group only,
+images have that too, and any rank reads them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
 from shardwise.memory import Flat
 from shardwise.plan.placement import Slot
+from shardwise.plan.replica_groups import is_lone
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import Keepers, keepers, kept_axes
 from shardwise.sharded.sharded_model import ShardedModel
@@ -91,7 +94,8 @@ class Layout:
         """The layout of a sharded model, with images, which are empty before `survival.begin`."""
         flats, world = sharded.parts.flats, sharded.world
         specs = [(flat.spec, flat.slots) for flat in flats]
-        own = folder if any(kept_axes(spec) for spec, _ in specs) else None
+        lone = is_lone(sharded.mesh)
+        own = folder if lone or any(kept_axes(spec) for spec, _ in specs) else None
         kept_by: Keepers = ()
         if sharded.plan.survive != "host":
             kept_by = keepers([spec for spec, _ in specs], world.hosts)
@@ -99,11 +103,11 @@ class Layout:
         if any(keeper is not None for keeper in kept_by):
             names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
             copies = Copies(world, kept_by, own, names, meter)
-        survival = Survival(flats, sharded.parts.optimizer, own, _file_name(label, world.rank), copies)
+        survival = Survival(flats, sharded.parts.optimizer, own, _file_name(label, world.rank), copies, is_lone=lone)
         still = {
             slot.name: flat.param_piece(index)
             for flat in flats
-            if not flat.spec.trainable and not flat.spec.table.param.shard
+            if not lone and not flat.spec.trainable and not flat.spec.table.param.shard
             for index, slot in enumerate(flat.slots)
         }
         ranks = tuple(range(world.size))
@@ -232,18 +236,19 @@ class Layout:
         """By lost rank whose state after `step` can be read, the rank that reads it. Several lost ranks are divided
         among the ranks that could read them."""
         readers = {}
+        reads_all = is_lone(self.specs[0][0].mesh)
         for rank in self.gone:
             sources = [
                 (reader, one)
                 for reader, sees in enumerate(seen)
-                if self._has_same_part(reader, rank)
+                if reads_all or self._has_same_part(reader, rank)
                 for one in sees.get(rank, ())
             ]
             whole = [reader for reader, one in sources if one.has(step)]
             parts = [
                 reader
                 for reader, one in sources
-                if one.live_step == step and one.sees_update and self._sees_rest(reader, rank)
+                if one.live_step == step and one.sees_update and not reads_all and self._sees_rest(reader, rank)
             ]
             able = sorted(set(whole or parts))
             if able:

@@ -37,7 +37,7 @@ from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import CommError, CorruptionError, FaultError, SpareError, StateError, TurnedAwayError
-from shardwise.plan.replica_groups import group_size
+from shardwise.plan.replica_groups import group_size, num_groups
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
 
@@ -105,6 +105,10 @@ class Loop(Protocol):
         """This rank was a spare, and has joined the others again."""
         ...
 
+    def seed_anew(self) -> None:
+        """This rank is in a replica group with others, which have drawn other random numbers."""
+        ...
+
 
 class Recovery:
     """One rank's images of its state, and its way from one world to the next.
@@ -121,6 +125,7 @@ class Recovery:
         self._sharded = sharded
         self.world = sharded.world
         self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, sharded.mesh)
+        self._smaller = sharded.parts.sharding.smaller.meshes
         self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
@@ -411,6 +416,8 @@ class Recovery:
         groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
+            "axes": self._plan.mesh,
+            "smaller": list(map(dict, self._smaller)),
             "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
             "precision": self._plan.precision,
@@ -433,6 +440,9 @@ class Recovery:
         take_down(self._sharded)
         self._loop.unwrap()
         self._sharded = sharded = rebuilt(former, self._plan, held, self.world)
+        is_mixed = None in layout.ranks or num_groups(layout.specs[0][0].mesh) > 1
+        if is_mixed and held.changes_parts(sharded.mesh):
+            self._loop.seed_anew()
         self._loop.wrap(sharded)
         self._former_model = self._replanned = None
         self._make_layout(sharded)
@@ -473,7 +483,7 @@ class Recovery:
         """Let the launcher know which ranks leave together."""
         mesh = self._plan.mesh
         if mesh is not None and group_size(mesh) > 1:
-            self._membership.needs_groups(mesh)
+            self._membership.needs_groups(mesh, self._smaller)
 
     def _make_layout(self, sharded: ShardedModel) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call."""

@@ -176,6 +176,9 @@ class ElasticSession(Session):
         self._noted_fault = self._last = self._shown_steps = None
         self._is_first_commit = True
 
+    def seed_anew(self) -> None:
+        self._must_seed = True
+
     def _note_fault(self, error: CommError) -> None:
         self._noted_fault = error
 
@@ -435,15 +438,16 @@ class ElasticSession(Session):
             recovery.plan_again()
         iterations.num_steps[iterations.version] = self.sharded.progress.num_steps
         self._loop_state.restore_settings()
+        if self._must_seed and not iterations.is_void():
+            self._seed()
         self._loop_state.take(iterations.begun, keeps_last=recovery.survival.copies is not None)
         if iterations.is_void():
             self._loop_state.note_settings()
-        elif self._must_seed:
-            self._seed()
 
     def _seed(self) -> None:
         """In the first step that a rank takes with others: the ranks of its replica group, which have all joined with
-        it, draw the same random numbers from now on, whatever they have drawn before."""
+        it, draw the same random numbers from now on, whatever they have drawn before. If the step is void, its
+        repetition begins with them too."""
         self._must_seed = False
         mesh = self.sharded.mesh
         if num_groups(mesh) < mesh.world_size:

@@ -7,12 +7,13 @@ import logging
 
 from shardwise.comm.generation import Membership
 from shardwise.errors import ConfigError
+from shardwise.fit.loss_price import loss_prices
 from shardwise.optim import Cooperative
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import copy_bytes, kept_axes
 from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images
 from shardwise.sharded.sharded_model import ShardedModel
-from shardwise.system.units import format_bytes
+from shardwise.system.units import format_bytes, format_seconds
 
 _log = logging.getLogger("shardwise")
 _RESTART = "If a rank is lost, this job restarts from its last checkpoint instead."
@@ -59,7 +60,7 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
 
 def _log_survival(sharded: ShardedModel, why: str) -> None:
     if why:
-        _log.warning("%s: %s", why[0].upper() + why[1:], _RESTART)
+        _log.warning("%s: %s %s", why[0].upper() + why[1:], _RESTART, _cost_of_restart(sharded, why))
         return
     costs = copy_bytes(_specs(sharded), _num_states(sharded), sharded.world.hosts)
     if not costs.sent:
@@ -79,6 +80,16 @@ def _log_survival(sharded: ShardedModel, why: str) -> None:
     )
 
 
+def _cost_of_restart(sharded: ShardedModel, why: str) -> str:
+    """As `explain` prices it."""
+    size = sharded.world.size
+    price = loss_prices(
+        sharded.mesh, _specs(sharded), _num_states(sharded), per_host=size, survive=None, why_restarted=why
+    )[0]
+    read = format_bytes(price.read_bytes)
+    return f"That takes about {format_seconds(price.seconds)}, and the steps since then; each rank reads {read}."
+
+
 def _specs(sharded: ShardedModel) -> list[FlatSpec]:
     return [flat.spec for flat in sharded.parts.flats]
 
@@ -93,7 +104,8 @@ def _num_states(sharded: ShardedModel) -> int:
 def _why_not(sharded: ShardedModel, membership: Membership) -> str:
     """Why the others could not continue; empty if they can."""
     specs = _specs(sharded)
-    if why := why_no_images(sharded.mesh, specs):
+    smaller = sharded.parts.sharding.smaller
+    if why := why_no_images(sharded.mesh, specs, smaller.meshes, smaller.why_none):
         return why
     shards = any(kept_axes(spec) for spec in specs)
     if sharded.parts.sharding.device.type != "cpu":

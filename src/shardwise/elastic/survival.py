@@ -34,6 +34,12 @@ class Survival:
 
     `folder` is where files are made; without one, no other rank needs this rank's state, and its image serves only to
     undo a step. `name` is the file name that others look for. With `copies`, each step is also copied to another host.
+    `is_lone`: no other rank has anything of what this one has.
+
+    [Note: a part that nobody else has] After a step, the shadow is copied behind the next one, at another pace on each
+    rank. Until then, a lost rank's state after the step is its live region, with the parameters as others have them.
+    Where no other rank has them, they must be in the live region too, or the ranks would have no step in common: the
+    others may have given up the step before.
     """
 
     def __init__(
@@ -43,8 +49,11 @@ class Survival:
         folder: Path | None,
         name: str,
         copies: Copies | None = None,
+        *,
+        is_lone: bool = False,
     ) -> None:
-        self._flats = [flat for flat in flats if flat.spec.trainable or flat.spec.table.param.shard]
+        self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
+        self._is_lone = is_lone
         self._optimizer = optimizer
         self._folder, self._name = folder, name
         self.copies = copies
@@ -142,7 +151,7 @@ class Survival:
         plot = Plot()
         for flat in self._flats:
             if flat.spec.trainable:
-                plot.add_block(*_block_of(flat), is_live=_is_movable(flat))
+                plot.add_block(*_block_of(flat), is_live=self._is_movable(flat))
             else:
                 for cell in _cells_of(flat):
                     plot.add_still(*cell)
@@ -169,7 +178,7 @@ class Survival:
     def _move_in(self, image: Image, states: Sequence[tuple[Piece, str, Tensor]]) -> None:
         cells = {(cell.name, cell.kind): cell for cell in image.directory.cells}
         for flat in self._flats:
-            if _is_movable(flat):
+            if self._is_movable(flat):
                 self._move_flat(flat, image, cells)
             else:
                 for name, kind, tensor in _cells_of(flat):
@@ -191,7 +200,9 @@ class Survival:
         """Move the master weights of `flat`, and the pieces that the optimizer updates, into the live region."""
         assert flat.master is not None
         block = image.live(cells[flat.name, BLOCK])
-        if flat.spec.master_is_param:
+        if flat.spec.master_is_param and flat.spec.resident:
+            flat.rest_in(block)
+        elif flat.spec.master_is_param:
             mine = flat.optim_span.within(flat.param_span)
             block.copy_(flat.param)
             flat.param = block
@@ -202,6 +213,13 @@ class Survival:
         for piece in self._optimizer.pieces if self._optimizer is not None else ():
             if piece.flat is flat:
                 piece.tensor.data = flat.master_piece(piece.index)[0].view(piece.tensor.shape)
+
+    def _is_movable(self, flat: Flat) -> bool:
+        """Whether what the optimizer updates is in memory of this process alone, from which nothing is sent."""
+        if not flat.spec.trainable or not flat.spec.master_is_param:
+            return flat.spec.trainable
+        is_sent = flat.spec.resident and not self._is_lone
+        return not is_sent and flat.shared is None
 
     # -- states -------------------------------------------------------------------------------------------
 
@@ -334,13 +352,6 @@ class _Background:
             finally:
                 self._job = None
                 self._done.set()
-
-
-def _is_movable(flat: Flat) -> bool:
-    """Whether what the optimizer updates is in memory of this process alone, from which nothing is sent."""
-    if not flat.spec.trainable:
-        return False
-    return not flat.spec.master_is_param or not (flat.spec.resident or flat.shared is not None)
 
 
 def _block_of(flat: Flat) -> tuple[str, Tensor, list[tuple[str, str, Tensor]]]:

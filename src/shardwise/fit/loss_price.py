@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shardwise.fit.simulate import Job
 from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import num_groups
+from shardwise.plan.replica_groups import Smaller, is_lone, num_groups, num_leaving
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import kept_axes
 from shardwise.program.footprint import optim_bytes_of
@@ -87,19 +87,22 @@ def loss_prices(
     per_host: int,
     survive: Survive,
     why_restarted: str,
+    smaller: Smaller = (),
     rates: Rates | None = None,
 ) -> list[LossPrice]:
-    """Of one rank, one host with `per_host` ranks, and the launcher. `why_restarted` as `why_no_images` says it."""
+    """Of one rank, one host with `per_host` ranks, and the launcher. `why_restarted` as `why_no_images` says it; if
+    `mesh` is one replica group, the others go on on a `smaller` mesh."""
     job = _Losses(mesh, flats, num_states, rates or Rates())
-    size, num_of_group = mesh.world_size, mesh.world_size // num_groups(mesh)
+    size, num_of_group = mesh.world_size, num_leaving(mesh, smaller)
     why = why_restarted or ("no other rank is left" if num_of_group == size else "")
-    of_host = _leaving_with_host(mesh, per_host)
+    is_split = is_lone(mesh) and bool(smaller)
+    of_host = num_leaving(mesh, smaller, min(per_host, size)) if is_split else _leaving_with_host(mesh, per_host)
     if per_host >= size:
         why_host = ONE_HOST
     elif of_host == size:
         why_host = NO_GROUP
     else:
-        is_alone = survive == "host" and _is_on_one_host(mesh, flats, per_host)
+        is_alone = survive == "host" and (is_split or _is_on_one_host(mesh, flats, per_host))
         why_host = why or (NO_COPIES if is_alone else "")
     return [
         job.price("rank", num_of_group, why, Job.exit_seconds),
@@ -133,7 +136,7 @@ class _Losses:
 
     def _of_images(self, num_lost: int) -> int:
         """The range that a rank has once the others have taken over the sharded state."""
-        sharded = [flat for flat in self.flats if kept_axes(flat)]
+        sharded = [flat for flat in self.flats if is_lone(self.mesh) or kept_axes(flat)]
         size = self.mesh.world_size
         return -(-image_bytes(sharded, self.num_states).copy * size // (size - num_lost))
 

@@ -255,6 +255,19 @@ class Flat:
                     self.meter.hold("optim", self.master.nbytes)
         return views
 
+    def rest_in(self, memory: Tensor) -> None:
+        """Keep the parameters, which are whole here between steps, in `memory`, as large as `full` and of its dtype."""
+        memory.copy_(self.full)
+        self.full = self.param = memory
+        if self.spec.trainable and self.spec.master_is_param:
+            self.master = _part(memory, self.optim_span)
+        is_resting = self.guard.is_resting
+        self.guard.wake()
+        for slot, param in zip(self.slots, self.params, strict=True):
+            _set_data(param, _part(memory, slot.span).view(slot.shape))
+        if is_resting:
+            self.guard.rest()
+
     def _resting(self, buffer: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of zeros for a row, on its tier; `HostMemory` counts its own."""
         if self.spec.tier_of(buffer) == "device":

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import LabelledTable, UnitChoice, choose_units
 from shardwise.parallel.experts import ExpertSplit, check_routers, expert_split
 from shardwise.parallel.model_axes import Boxes, boxes_after, boxes_for, rows_for, split_of
 from shardwise.parallel.pipeline import AXIS as STAGES
 from shardwise.parallel.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.parallel.sequence import check_model as check_sequence
+from shardwise.parallel.tensor import AXIS as TENSOR
 from shardwise.parallel.tensor import ModelSplit
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.plan.replica_groups import Smaller, has_split_layers_only, num_groups
 from shardwise.runtime import check_backend
 from shardwise.runtime.activations import Treatments, treatments_for
 
@@ -74,3 +76,40 @@ def outline(
     if stages is not None:
         treatments.check_stages(model, stages.pieces)
     return Outline(choices, rows, boxes, split, experts, stages, treatments)
+
+
+@dataclass(frozen=True)
+class SmallerMeshes:
+    """The meshes on which a job of one model and plan goes on when no replica group is whole."""
+
+    meshes: Smaller = ()
+    why_none: str = ""
+    """Why there is none, in words that follow a colon; empty where that is plain from the plan."""
+
+
+def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, *, has_budget: bool) -> SmallerMeshes:
+    """For a plain `model`: those with fewer ranks along `tp`, as far as the model can be split so. They are divisors of
+    the present number, because what a forward counts evenly now (heads, tokens of a split sequence) it does there too.
+
+    `has_budget`: the memory of a rank is limited. Then there are none of fewer ranks, each of which would hold more of
+    the model. Without a limit it is enough that the ranks of a host hold together what they held before.
+    """
+    if not has_split_layers_only(mesh):
+        return SmallerMeshes()
+    of_group = {axis: mesh.size(axis) if axis == TENSOR else 1 for axis in mesh.axes}
+    found, whys = [of_group], list[str]()
+    whole = mesh.size(TENSOR)
+    for size in (size for size in range(whole - 1, 0, -1) if whole % size == 0):
+        if has_budget:
+            whys.append("the plan has a budget for each rank, and each of fewer ranks would hold more")
+            break
+        axes_of = {**of_group, TENSOR: size}
+        try:
+            outline(model, plan.model_copy(update={"mesh": axes_of}), Mesh.of(axes_of, size), 0)
+        except (ConfigError, ModelError) as error:
+            whys.append(f"with {size} ranks along {TENSOR}: {error}")
+        else:
+            found.append(axes_of)
+    if len(found) == 1 and num_groups(mesh) == 1:
+        return SmallerMeshes((), whys[0])
+    return SmallerMeshes(tuple(found))

@@ -5,6 +5,10 @@ A *replica group* is the ranks that hold and train one copy of the model togethe
 so the group leaves the mesh as a whole, which is one coordinate along the data axes. Its healthy ranks become *spares*.
 As soon as spares and newcomers are as many as a group has ranks, they form one.
 
+If no group is whole, those that are left form a *smaller* one, if the job has a mesh for it: with fewer ranks along
+`tp`, each of which holds a larger part of the model. Whenever ranks come or are lost then, all of them form the
+largest mesh that there is for as many.
+
 The replica as the unit of failure is known from torchft and FT-HSDP (arXiv:2602.00277).
 """
 
@@ -16,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.mesh import MODEL_AXES, SAME_PARAMS_AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -85,27 +89,86 @@ class GoingOn:
 
 
 def going_on(
-    axes: Mapping[str, int], num_before: int, seats: Mapping[int, int], waiting: Sequence[int] = ()
+    axes: Mapping[str, int],
+    num_before: int,
+    seats: Mapping[int, int],
+    waiting: Sequence[int] = (),
+    smaller: Smaller = (),
 ) -> GoingOn:
-    """Who goes on of the members that had the ranks `seats` among `num_before`, on the mesh of a plan's `axes`.
+    """Who goes on of the members that had the ranks `seats` among `num_before`, on the mesh of a plan's `axes`, or on
+    one of the `smaller` ones.
 
     A replica group that has lost a rank leaves at once, and its others become spares, even if it could be filled up:
     ranks may be anywhere in a step when one is lost, and a member with another part of the model than before has to
     come in where a step begins. There, as many groups as possible are formed of the `waiting` members.
+
+    Where no group is whole, all members may get another part of the model, at any point of a step: as few as possible
+    if they can form a group, and any of them on a smaller mesh.
     """
+    were_whole = num_before % group_size(axes) == 0
+    if were_whole:
+        found = _in_whole_groups(axes, num_before, seats, waiting)
+        if found.members or not smaller:
+            return found
+    everyone = [*sorted(seats, key=seats.__getitem__), *waiting]
+    members = tuple(everyone[: most_of(axes, smaller, len(everyone))] if seats else ())
+    if were_whole and len(members) >= group_size(axes):
+        members = _laid(axes, num_before, seats, members)
+    return GoingOn(members, _others(everyone, members))
+
+
+def _in_whole_groups(
+    axes: Mapping[str, int], num_before: int, seats: Mapping[int, int], waiting: Sequence[int]
+) -> GoingOn:
     mesh = mesh_over(axes, num_before)
+    coming = waiting if _data_axes(mesh) else ()  # without such axes there is only one group
     of_group: dict[tuple[int, ...], list[int]] = {}
     for member, seat in seats.items():
         of_group.setdefault(_place(mesh.coordinate(seat), _data_axes(mesh)), []).append(member)
     size = len(_places(mesh, _group_axes(mesh)))
     whole = {member for group in of_group.values() if len(group) == size for member in group}
-    members = [*(member for member in seats if member in whole), *waiting]
-    regrouped = regroup(mesh, [seats.get(member) for member in members])
-    going: tuple[int, ...] = ()
-    if whole and regrouped.groups:
-        after = mesh_over(axes, regrouped.num_ranks)
-        going = tuple(members[number] for number in regrouped.members_on(after))
-    return GoingOn(going, tuple(member for member in (*seats, *waiting) if member not in going))
+    members = [*(member for member in seats if member in whole), *coming]
+    going = _laid(axes, num_before, seats, members) if whole else ()
+    return GoingOn(going, _others((*seats, *waiting), going))
+
+
+def _laid(
+    axes: Mapping[str, int], num_before: int, seats: Mapping[int, int], members: Sequence[int]
+) -> tuple[int, ...]:
+    """By rank: the `members` that form whole groups, as `regroup` has them."""
+    regrouped = regroup(mesh_over(axes, num_before), [seats.get(member) for member in members])
+    if not regrouped.groups:
+        return ()
+    after = mesh_over(axes, regrouped.num_ranks)
+    return tuple(members[number] for number in regrouped.members_on(after))
+
+
+def _others(members: Sequence[int], without: Sequence[int]) -> tuple[int, ...]:
+    gone = set(without)
+    return tuple(member for member in members if member not in gone)
+
+
+Smaller = Sequence[Mapping[str, int]]
+"""Axes of the meshes on which a job goes on without a whole replica group, the largest first; the first is of one
+group, the others of fewer ranks. Empty if it does not."""
+
+
+def most_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> int:
+    """How many of `num_ranks` can train on the mesh of `axes`, or on one of the `smaller` ones."""
+    of_each = group_size(axes)
+    has_data_axis = any(axis not in MODEL_AXES for axis in axes)
+    whole = num_ranks // of_each if has_data_axis else min(1, num_ranks // of_each)
+    sizes = (math.prod(mesh.values()) for mesh in smaller)
+    return whole * of_each or next((size for size in sizes if size <= num_ranks), 0)
+
+
+def mesh_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> Mesh:
+    """The mesh of `num_ranks`: that of `mesh_over`, or the smaller one of as many. Raises `ConfigError` if there is
+    none."""
+    for mesh in smaller:
+        if math.prod(mesh.values()) == num_ranks:
+            return Mesh.of(mesh, num_ranks)
+    return mesh_over(axes, num_ranks)
 
 
 def group_size(axes: Mapping[str, int]) -> int:
@@ -121,6 +184,26 @@ def group_place(mesh: Mesh, rank: int) -> tuple[int, ...]:
 def num_groups(mesh: Mesh) -> int:
     """Replica groups of `mesh`."""
     return len(_places(mesh, _data_axes(mesh)))
+
+
+def num_leaving(mesh: Mesh, smaller: Smaller, num_lost: int = 1) -> int:
+    """How many ranks leave `mesh` when one of them is lost: those of its replica group. If that is the only one: the
+    `num_lost` ranks, and those without a place on a smaller mesh."""
+    if num_groups(mesh) > 1:
+        return mesh.world_size // num_groups(mesh)
+    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    return mesh.world_size - most_of(axes, smaller, mesh.world_size - num_lost)
+
+
+def is_lone(mesh: Mesh) -> bool:
+    """Whether `mesh` is one replica group, of whose layers every rank has another part, and that is all that differs
+    between its ranks."""
+    return num_groups(mesh) == 1 and has_split_layers_only(mesh)
+
+
+def has_split_layers_only(mesh: Mesh) -> bool:
+    """Whether the ranks of a replica group differ in their parts of layers, and in nothing else."""
+    return {axis for axis in _group_axes(mesh) if mesh.size(axis) > 1} == set(SAME_PARAMS_AXES)
 
 
 def _fill(

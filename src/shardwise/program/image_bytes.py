@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import num_groups
+from shardwise.plan.replica_groups import Smaller, is_lone, num_groups
 from shardwise.program.footprint import optim_bytes_of
 from shardwise.program.spec import FlatSpec
 
@@ -20,7 +20,8 @@ class ImageBytes:
     """Bytes of one rank. `live` would lie elsewhere without an image; `copy` is the image's cost."""
 
     live: int
-    """What the optimizer updates in place there: states, and master weights of another dtype than the parameters."""
+    """What the optimizer updates in place there: states, and master weights of another dtype than the parameters; the
+    parameters themselves too, if no other rank has them."""
     copy: int
     """The same after the last step, and the parameters that only this rank has."""
 
@@ -38,19 +39,24 @@ def image_bytes(
     for flat in flats:
         param, optim = flat.table.param, flat.table.optim
         if not flat.trainable:
-            copy += flat.num_bytes(param.shard, param.dtype) if param.shard else 0
+            copy += flat.num_bytes(param.shard, param.dtype) if param.shard or is_lone(flat.mesh) else 0
             continue
         updated = optim_bytes_of(flat, states_per_param, coordinate)
-        live += updated
-        copy += updated + (flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0)
+        params = flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
+        live += updated + (params if flat.resident and is_lone(flat.mesh) else 0)
+        copy += updated + params
     return ImageBytes(live, copy)
 
 
-def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec]) -> str:
-    """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says."""
+def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec], smaller: Smaller = (), why_no_smaller: str = "") -> str:
+    """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says. If `mesh` is
+    one replica group, the others need one of the `smaller` meshes; `why_no_smaller` is known where there is none."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
-    if not any(together.issuperset(axes) for together in _OF_GROUPS) or (axes and num_groups(mesh) == 1):
-        return f"the mesh splits models or samples along {', '.join(axes)}, and the remaining ranks cannot form it"
+    if not any(together.issuperset(axes) for together in _OF_GROUPS) or (
+        axes and num_groups(mesh) == 1 and not smaller
+    ):
+        named, because = ", ".join(axes), f": {why_no_smaller}" if why_no_smaller else ""
+        return f"the mesh splits models or samples along {named}, and the remaining ranks cannot form it{because}"
     if any(flat.tier_of(row) == "disk" for flat in flats for row in ("param", "master")):
         return "parameters or states are kept on a disk"
     return ""

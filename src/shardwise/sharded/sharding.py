@@ -35,7 +35,7 @@ from shardwise.parallel.model_axes import (
     carry_out_split,
     sequence_parts,
 )
-from shardwise.parallel.outline import Outline, outline
+from shardwise.parallel.outline import Outline, SmallerMeshes, outline, smaller_meshes
 from shardwise.parallel.pipeline import AXIS as STAGES
 from shardwise.parallel.pipeline import StagedModel, has_pipeline, stage_warnings
 from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck
@@ -83,6 +83,8 @@ class Sharding:
     """The outcome of the plan's budget, and why, if it had one."""
     budget: Budget = field(default_factory=Budget)
     """The budget of this plan, or of an earlier one."""
+    smaller: SmallerMeshes = field(default_factory=SmallerMeshes)
+    """Where an elastic job goes on without a whole replica group."""
 
     @property
     def plan_to_fit(self) -> Plan:
@@ -293,6 +295,9 @@ def _lay_converted(
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
     budget, plan = plan.budget, fitted.plan
     designed = design(model, plan, world)
+    smaller = SmallerMeshes()
+    if world.membership is not None:
+        smaller = smaller_meshes(model, plan, mesh, has_budget=budget.device is not None)
     values = FirstValues(model, wishes, world, peers, device)
     check_batch_norms(model, designed, device)
     require_elementwise(model, designed, updates)
@@ -311,7 +316,7 @@ def _lay_converted(
     updates = designed.own(updates)
     try:
         sharding = designed.carry_out(world, device, updates, disk)
-        sharding = replace(sharding, split=designed.split, fitted=fitted.summary, budget=budget)
+        sharding = replace(sharding, split=designed.split, fitted=fitted.summary, budget=budget, smaller=smaller)
         values.apply(sharding.units)
         if designed.staged is not None:
             designed.staged.free_others(device)

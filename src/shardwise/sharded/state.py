@@ -449,6 +449,7 @@ def move(
         converted=former.sharding.converted,
         fitted=fitted[0],
         budget=fitted[1],
+        smaller=former.sharding.smaller,
     )
     training_state.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}

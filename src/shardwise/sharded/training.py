@@ -51,7 +51,7 @@ class Session:
     def _answer_calls(self) -> None:
         """Let a model in stages be called by a loop of one's own."""
         if self.sharded.parts.pipeline is not None:
-            from shardwise.sharded.loop_calls import answer_calls  # only ranks with a pipeline load it
+            from shardwise.sharded.staged_calls import answer_calls  # only ranks with a pipeline load it
 
             answer_calls(self.sharded, self.sharded.parts.pipeline)
 

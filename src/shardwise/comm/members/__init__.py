@@ -3,7 +3,13 @@
 from shardwise.comm.members.channels import ChannelMemory, LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.launcher_address import LauncherAddress
-from shardwise.comm.members.member_messages import TAKEN_FOR_LOST, Announcement, MemberMessage, axes_of_text
+from shardwise.comm.members.member_messages import (
+    TAKEN_FOR_LOST,
+    Announcement,
+    MemberMessage,
+    meshes_as_text,
+    meshes_of_text,
+)
 from shardwise.comm.members.pace import Pace
 
 __all__ = [
@@ -15,7 +21,8 @@ __all__ = [
     "LauncherChannel",
     "MemberMessage",
     "Pace",
-    "axes_of_text",
     "generation_prefix",
+    "meshes_as_text",
+    "meshes_of_text",
     "scope_of",
 ]

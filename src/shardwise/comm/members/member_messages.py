@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -56,7 +56,8 @@ class MemberMessage:
       Without `lets_in` it is at a point where newcomers cannot join.
     - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
-    - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh.
+    - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh,
+      and of the smaller ones on which ranks go on where none is whole.
     - `pace`: how fast the ranks of `generation` train, from the first of them. `text` has a `Pace`.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
 
@@ -82,7 +83,7 @@ class MemberMessage:
         """Raises `ValueError` for anything else."""
         plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
         if plain["kind"] == "groups":
-            axes_of_text(plain["text"])
+            meshes_of_text(plain["text"])
         if plain["kind"] == "pace":
             Pace.from_text(plain["text"])
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("at_fault", "cut_off")}})
@@ -121,10 +122,17 @@ class Announcement:
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("members", "before", "hosts")}})
 
 
-def axes_of_text(text: str) -> dict[str, int]:
-    """The axes of a mesh. Raises `ValueError` for anything else."""
-    axes: dict[str, int] = plain_data.read(text.encode(), {str: int})
-    return axes
+def meshes_as_text(axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]]) -> str:
+    """The axes of the plan's mesh, and of smaller ones, as text."""
+    return json.dumps([dict(axes), *map(dict, smaller)])
+
+
+def meshes_of_text(text: str) -> tuple[dict[str, int], tuple[dict[str, int], ...]]:
+    """Raises `ValueError` for anything else."""
+    every: list[dict[str, int]] = plain_data.read(text.encode(), [{str: int}])
+    if not every:
+        raise ValueError("there is no mesh")
+    return every[0], tuple(every[1:])
 
 
 def reports_as_text(reports: Sequence[bytes]) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +20,7 @@ from shardwise.comm.members.member_messages import (
     Announcement,
     MemberMessage,
     MemberMessageKind,
+    meshes_as_text,
 )
 from shardwise.comm.members.pace import Pace
 from shardwise.comm.regrouping import Regrouped, W
@@ -138,9 +138,9 @@ class StoreMembership(Generic[W]):
         """See `Membership`."""
         self._send("needs_all")
 
-    def needs_groups(self, axes: Mapping[str, int]) -> None:
+    def needs_groups(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]] = ()) -> None:
         """See `Membership`."""
-        self._send("groups", json.dumps(dict(axes)))
+        self._send("groups", meshes_as_text(axes, smaller))
 
     def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
         """See `Membership`."""

@@ -14,6 +14,7 @@ ready again at the next point where processes can join. If they are too few, the
 
 [Note: spares] In a job with replica groups only whole groups go on (`plan/replica_groups.py`). The others of a group
 that has lost a rank become spares: living processes that wait to join, like new ones, but only as many as form groups.
+Where no group is whole, ranks go on as a smaller one if they can, and all get their parts anew when that can grow.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage, axes_of_text
+from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage, meshes_of_text
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
 from shardwise.launch.job_report import ranks_in_words
-from shardwise.plan.replica_groups import GoingOn, going_on, group_size
+from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
 
 State = Literal["gathering", "entering", "formed", "lost"]
 _MAX_IN_VAIN = 5
@@ -105,6 +106,8 @@ class Rendezvous:
     """Whether members have reported that if one is lost, all must restart."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """The axes of the plan's mesh, if ranks train in replica groups."""
+    smaller: Smaller = ()
+    """Meshes on which ranks train if no replica group is whole."""
     requests: LeaveRequests = field(default_factory=LeaveRequests)
     _since: float = 0.0
     _in_vain: tuple[int, int] = (0, 0)
@@ -184,7 +187,7 @@ class Rendezvous:
             case "needs_all":
                 self.needs_all = True
             case "groups":
-                self.axes = axes_of_text(message.text)
+                self.axes, self.smaller = meshes_of_text(message.text)
             case "pace":
                 self.step = max(self.step, message.step)
             case "done":
@@ -320,12 +323,11 @@ class Rendezvous:
             self._publish(Announcement("formed", self.generation))
 
     def _call_for_changes(self) -> None:
-        room = self.most - len(self._living())
-        is_too_few = len(self._living()) < self.least
-        of_each = group_size(self.axes)
-        waits = sum(process.waits for process in self.processes.values()) >= of_each or is_too_few
-        comes = room >= of_each and not self.is_ending and waits
-        leaves = any(process.is_leaving for process in self._living())
+        living = self._living()
+        coming = [process.number for process in self._coming(len(living))]
+        grows = len(self._going_on([process.number for process in living], coming).members) > len(living)
+        comes = not self.is_ending and (grows or len(living) < self.least)
+        leaves = any(process.is_leaving for process in living)
         if (comes or leaves) and not self.requests.is_stopping and self._wanted != self.generation:
             self._wanted = self.generation
             self._publish(Announcement("wanted", self.generation))
@@ -373,7 +375,7 @@ class Rendezvous:
         if group_size(self.axes) == 1 or not self.former:
             return GoingOn(tuple(by_host([*staying, *waiting], self.processes)), ())
         seats = {number: self.former.index(number) for number in staying}
-        return going_on(self.axes, len(self.former), seats, waiting)
+        return going_on(self.axes, len(self.former), seats, waiting, self.smaller)
 
     def _stop_for_lack(self, num_staying: int) -> None:
         """End the job, which no process can join any more, unless it has ended well before its first generation."""
