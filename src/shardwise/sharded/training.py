@@ -22,7 +22,6 @@ from shardwise.parallel.tensor.forwards import whole_sequences
 from shardwise.program.schedule import Op
 from shardwise.runtime import keeps_all
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
-from shardwise.sharded.inference_checks import paged_caches_refused, require_same_budget
 from shardwise.sharded.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
@@ -300,6 +299,8 @@ def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextM
 def _inference_of_all_layers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
     """Inference without a pipeline. If layers are split, the ranks that have their parts go on with the random numbers
     of the first, or they would sample different tokens."""
+    from shardwise.sharded.inference_checks import paged_caches_refused, require_same_budget  # only to generate
+
     if not keeps_all(sharded.parts.runner.units, 0):
         told = sharded.world.exchange(json.dumps(keep_bytes).encode(), "inference")
         require_same_budget(dict(enumerate(map(json.loads, told))))
