@@ -31,6 +31,7 @@ from shardwise.plan import Plan, Profile, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table
 from shardwise.program import Footprint, render
+from shardwise.runtime import bytes_inside
 from shardwise.runtime.micro_batches import LossFunction
 from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.engine_report import MemoryReport, describe, memory_of, rehearsed, write_timeline
@@ -496,17 +497,26 @@ class Engine:
 
         All ranks enter and leave; in between prompts, lengths and the number of calls may differ from rank to rank.
         Parameters are whole inside, in the dtype of the forward, and nothing is sent. With `keep_bytes` (`"2GiB"`, 0)
-        only as many units as fit are kept whole; the others are gathered when any rank needs one, which takes as many
-        messages as a forward has such units, and the memory of two of them. Ranks of one pipeline make the same calls
-        of the model itself, and each gets its output (docs/pipeline.md).
+        only as many units as fit are kept whole. The others are gathered when any rank needs one, from the second
+        forward on while the one before computes: each once in a forward, with a single small message for all of them.
+        `inference_bytes` is the memory for gathered parameters; it is free again afterwards, and modules are in
+        training mode, or not, as before. Ranks of one pipeline make the same calls of the model itself, and each gets
+        its output (docs/pipeline.md).
 
         Raises `ConfigError` for `keep_bytes` that is no number of bytes, and `StateError` inside another `inference`,
-        between a forward and its backward, or if ranks with the same pipeline stages have to gather parameters and
-        give different `keep_bytes`.
+        between a forward and its backward, or if ranks that have to gather parameters give different `keep_bytes`.
+        Inside, `generate_batch` of transformers raises `ModelError` if its cache would not fit a rank's part of the
+        model.
         """
         self._require_open()
-        num_bytes = None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)
-        return inference(self._sharded, num_bytes)
+        return inference(self._sharded, _budget(keep_bytes))
+
+    def inference_bytes(self, keep_bytes: int | str | None = None) -> int:
+        """Bytes of gathered parameters that this rank holds at most inside `inference(keep_bytes)`, on top of its
+        shards: of the units that are kept, and of the three largest others. More, if a forward reads parameters of
+        several units at once, other than a block's and those of what is around the blocks. Asks nobody."""
+        self._require_open()
+        return bytes_inside(self._sharded.parts.runner.units, _budget(keep_bytes))
 
     def mismatch(
         self,
@@ -1243,6 +1253,10 @@ class EngineHost:
         """They do so until this rank comes back."""
         if self._engine._run_log is not None:
             self._engine._run_log.rest()
+
+
+def _budget(keep_bytes: int | str | None) -> int | None:
+    return None if keep_bytes is None else bytes_of("keep_bytes of inference()", keep_bytes)
 
 
 def _open_log(plan: Plan, world: World, *, always: bool = False) -> RunLog | None:

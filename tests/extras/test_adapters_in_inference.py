@@ -1,4 +1,4 @@
-"""A model wrapped by peft, in pipeline stages, generates the unsplit model's tokens inside `engine.inference()`."""
+"""A model wrapped by peft generates the plain model's tokens inside `engine.inference()`, also in pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-from tests.thorough import sampled
+from tests import inside
+from tests.thorough import sampled, thorough_only
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -80,6 +81,49 @@ def test_greedy_tokens_and_logits(
 
     for place, found in run_ranks(num_ranks, rank):
         torch.testing.assert_close(found, expected[place], rtol=1e-5, atol=1e-5)
+
+
+def with_and_without(model: Any, place: int) -> list[torch.Tensor]:
+    """Greedy tokens with adapters, without, and with them again."""
+    asked = prompt(1 + place)
+    settings = {"max_new_tokens": NEW - place, "do_sample": False}
+    found = [model.generate(**asked, **settings)]
+    with model.disable_adapter():
+        found += [model.generate(**asked, **settings) for _ in range(1 + place)]
+    return [*found, model.generate(**asked, **settings)]
+
+
+@pytest.mark.parametrize("keep_bytes", [0, pytest.param(None, marks=thorough_only("the other has all of its code"))])
+def test_adapters_on_and_off_between_steps(keep_bytes: int | None) -> None:
+    """The base is frozen, and generates without the adapters that are trained. peft calls the model that it wraps, and
+    a token still takes one message."""
+    model = llama().train()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    tokens = prompt(2)["input_ids"]
+
+    def rank(world: sw.World) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        own = models[world.rank]
+        trained = [param for param in own.parameters() if param.requires_grad]
+        with sw.shard(own, "zero3", optimizer=torch.optim.SGD(trained, lr=0.1), world=world) as engine:
+            for _ in range(2):
+                engine.backward(own(input_ids=tokens, labels=tokens).loss)
+                engine.step()
+            plain = llama().train()
+            plain.load_state_dict(engine.state_dict())
+            with engine.inference(keep_bytes):
+                own.eval()
+                found = with_and_without(own, world.rank)
+                for length in (3, 3, 9):
+                    inside.ledger(engine).clear()
+                    own.generate(**prompt(1), max_new_tokens=length, do_sample=False, eos_token_id=None)
+                messages = inside.ledger(engine).sent_bytes["exchange", "world"]
+            assert messages == (0 if keep_bytes is None else 64 * 9)
+            assert own.training
+            return found, with_and_without(plain.eval(), world.rank)
+
+    for found, expected in run_ranks(2, rank):
+        assert all(map(torch.equal, found, expected))
+        assert not torch.equal(found[0], found[1])
 
 
 def sampled(model: Any) -> list[list[int]]:

@@ -28,6 +28,7 @@ from benchmarks.draw import draw_races
 from benchmarks.echo import EchoTransport
 from benchmarks.figures import read_figures, write_figures
 from benchmarks.fresh import RunError, run_ranks
+from benchmarks.generation import rates_over, slowest
 from benchmarks.machine import allocator_settings, header, processor
 from benchmarks.model import batch_of, build_model
 from benchmarks.neighbours import Neighbours, Patience, busy_seconds, own_seconds
@@ -321,3 +322,11 @@ def test_compiled_runs_are_compared_with_the_same_engine_of_the_same_round() -> 
     assert faults_of([{**row, "num_graph_breaks": 2} if row is compiled else row for row in rows]) == [
         "shardwise-zero3, compiled: 2 graph breaks."
     ]
+
+
+def test_of_each_round_the_slower_rank_counts_and_rates_are_compared_within_rounds() -> None:
+    ranks = [{"whole": [1.0, 2.0, 4.0], "ours": [2.0, 2.0, 4.0]}, {"whole": [2.0, 1.0, 3.0], "ours": [1.0, 1.0, 5.0]}]
+    times = slowest(ranks)
+    assert times == {"whole": [2.0, 2.0, 4.0], "ours": [2.0, 2.0, 5.0]}
+    assert rates_over(times, "whole") == {"ours": 1.0}
+    assert rates_over(times, "ours") == {"whole": 1.0}

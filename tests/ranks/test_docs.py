@@ -132,6 +132,7 @@ def a_policy(world: sw.World | None) -> Names:
     return {
         **{"engine": engine, "version": -1, "tokens": tokens, "of_sampler": -torch.ones(2, 4), "model": llama()},
         "is_sampled": tokens % 4 > 1,
+        "prompt": tokens[:1],
     }
 
 
@@ -274,11 +275,12 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/after-training.md", 0): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 1): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 2): Setting(a_policy, num_ranks=2),
-    ("docs/after-training.md", 3): Setting(a_policy),
+    ("docs/after-training.md", 3): Setting(a_policy, num_ranks=2),
     ("docs/after-training.md", 4): Setting(a_policy),
-    ("docs/after-training.md", 5): Setting(a_policy, num_ranks=2, instead={"tell=servers": "tell=[]"}),
-    ("docs/after-training.md", 6): Setting(a_policy, num_ranks=2),
-    ("docs/after-training.md", 7): Setting(a_saved_model, num_ranks=2, instead={"mesh=": "world=world, mesh="}),
+    ("docs/after-training.md", 5): Setting(a_policy),
+    ("docs/after-training.md", 6): Setting(a_policy, num_ranks=2, instead={"tell=servers": "tell=[]"}),
+    ("docs/after-training.md", 7): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 8): Setting(a_saved_model, num_ranks=2, instead={"mesh=": "world=world, mesh="}),
     ("docs/auto.md", 0): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/auto.md", 1): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/deferred-init.md", 0): Setting(),

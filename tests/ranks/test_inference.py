@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 import threading
 from pathlib import Path
 
@@ -14,13 +16,12 @@ from twins import adamw, batches, engine_step
 
 import shardwise as sw
 from shardwise.errors import StateError
-from shardwise.memory import Unit
+from shardwise.memory import GATHERING, Unit
 from shardwise.runtime.gathering import Gathering
-from shardwise.runtime.inference import Inference
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import sampled, thorough_only
+from tests.thorough import drawn, sampled, thorough_only, varies
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}
 
@@ -162,6 +163,77 @@ class Tower(nn.Module):
         return x
 
 
+UNITS = ["first", *(f"blocks.{index}" for index in range(6))]
+
+
+def drawn_programs(seed: int) -> None:
+    numbers = random.Random(seed)
+    num_ranks, keep_bytes = numbers.randint(2, 4), numbers.choice([0, 0, 600, 1200])
+    programs = [[numbers.randint(0, 4) for _ in range(numbers.randint(0, 6))] for _ in range(num_ranks)]
+    failing, fails_at = numbers.choice([None, numbers.randrange(num_ranks)]), numbers.randint(1, 20)
+    torch.manual_seed(seed)
+    plain, x = Tower(), torch.randn(2, 8)
+    replicas = [copy.deepcopy(plain) for _ in range(num_ranks)]
+
+    def use(model: Tower, number: int) -> torch.Tensor:
+        if number == 4:
+            return model.blocks[3].weight.sum()
+        return model.through(x, number) if number else model(x)
+
+    def rank(world: sw.World) -> str:
+        model, calls = replicas[world.rank], itertools.count(1)
+        engine = sw.shard(model, {"preset": "zero3", "units": UNITS}, world=world)
+
+        def fail(*_: object) -> None:
+            if world.rank == failing and next(calls) == fails_at:
+                raise ValueError("as drawn")
+
+        hooks = [block.register_forward_pre_hook(fail) for block in model.blocks]
+        found = ""
+        try:
+            with engine.inference(keep_bytes):
+                for number in programs[world.rank]:
+                    assert torch.equal(use(model, number), use(plain, number))
+        except (ValueError, StateError) as error:
+            found = str(error)
+        for hook in hooks:
+            hook.remove()
+        with engine.inference(keep_bytes):
+            assert torch.equal(model(x), plain(x))
+        assert inside.meter(engine).now["working"] == 0
+        return found
+
+    told = run_ranks(num_ranks, rank)
+    if not any(told):
+        return
+    for number, error in enumerate(told):
+        assert "as drawn" in error if number == failing else f"Rank {failing} left engine.inference()" in error
+
+
+@varies
+def test_ranks_run_drawn_programs() -> None:
+    """Whatever each rank does, and however long, it gets the plain model's values; and if one raises, in whatever it
+    does, the others are told, and all can begin again."""
+    for seed in range(drawn(4, 200)):
+        drawn_programs(seed)
+
+
+def test_ranks_that_keep_different_units_are_named() -> None:
+    replicas = [Transformer() for _ in range(3)]
+
+    def rank(world: sw.World) -> None:
+        engine = sw.shard(replicas[world.rank], "zero3", world=world)
+        with (
+            pytest.raises(StateError, match="keep_bytes=0 on rank 0 and None on rank 2, which gather together"),
+            engine.inference(None if world.rank == 2 else 0),
+        ):
+            pass
+        with engine.inference(0):
+            pass
+
+    run_ranks(3, rank)
+
+
 @sampled
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 2), ("disk", 1), ("host", 2)])
@@ -196,45 +268,38 @@ def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, t
 
 
 @sampled
-@pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 1), ("disk", 3), ("host", 2)])
+@pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 1), ("disk", 3), ("host", 2), ("device", 3)])
 def test_the_next_unit_is_on_its_way_and_ranks_may_part(
     tier: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the second round through the model on, the next unit is prefetched. Ranks that use other blocks still get
     the plain model's values."""
-    began: list[str] = []
     ready: list[bool] = []
-    begin, take = Gathering.begin, Inference._round
+    take = Gathering.open
 
-    def noted(self: Gathering, unit: Unit) -> None:
-        began.append(unit.name)
-        begin(self, unit)
+    def opened(self: Gathering, unit: Unit) -> None:
+        ready.append(any(flat.state is GATHERING for flat in unit.flats))
+        take(self, unit)
 
-    def asked(self: Inference, wish: int | None) -> None:
-        ready.append(wish is not None and self._prefetched is self._units[wish])
-        take(self, wish)
-
-    monkeypatch.setattr(Gathering, "begin", noted)
-    monkeypatch.setattr(Inference, "_round", asked)
+    monkeypatch.setattr(Gathering, "open", opened)
     torch.manual_seed(0)
     plain = Tower()
     replicas = [copy.deepcopy(plain) for _ in range(num_ranks)]
     x = torch.randn(3, 8)
     rows = {"param": {"tier": tier}, "optim": {"tier": tier}, "grad": {"tier": "host"}}
-    units = ["first", *(f"blocks.{index}" for index in range(6))]
+    plan = {"preset": "zero3", "units": UNITS, **({} if tier == "device" else {"rows": rows, "disk": str(tmp_path)})}
 
     def rank(world: sw.World) -> None:
         model = replicas[world.rank]
-        plan = {"preset": "zero3", "rows": rows, "disk": str(tmp_path), "units": units}
-        with sw.shard(model, plan, world=world) as engine, engine.inference():
+        with sw.shard(model, plan, world=world) as engine, engine.inference(0):
             for _ in range(4):
                 assert torch.equal(model(x), plain(x))
             if world.size == 1:
-                assert ready.count(False) == 7 + 2, "the first round, and what came after its last two units"
+                assert ready == [False] * 8 + [True] * 20, "the first forward, and the first unit of the second"
             for turn in range(6):
                 step = 1 + (turn + world.rank) % 3
                 assert torch.equal(model.through(x, step), plain.through(x, step))
                 assert torch.equal(model(x), plain(x))
 
     run_ranks(num_ranks, rank)
-    assert len(began) > 4 * num_ranks
+    assert sum(ready) > 20 * num_ranks

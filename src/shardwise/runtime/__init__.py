@@ -6,7 +6,7 @@ from shardwise.runtime.compiled import WrappedForward, check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
-from shardwise.runtime.inference import Inference, keeps_all
+from shardwise.runtime.inference import Inference, bytes_inside, keeps_all
 from shardwise.runtime.nested import argument_tensors, named_tensors, tensors_in
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.runtime.runner import Runner, Settings
@@ -25,6 +25,7 @@ __all__ = [
     "Settings",
     "WrappedForward",
     "argument_tensors",
+    "bytes_inside",
     "changed_inside",
     "check_backend",
     "in_backward",

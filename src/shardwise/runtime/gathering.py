@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from shardwise.errors import CommError
 from shardwise.memory import ABSENT, GATHERING, Flat, Unit
-from shardwise.program import Moment, drop_due, gather_due, serial
+from shardwise.program import Block, Moment, drop_due, gather_due, serial
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.foreign_reads import Reach
 from shardwise.runtime.param_mover import ParamMover
@@ -59,13 +59,14 @@ class Gathering:
     def _updating(self) -> list[ParamMover]:
         return [mover.params for mover in self._executor.movers.values() if mover.params.flat.is_updating]
 
-    def begin(self, unit: Unit) -> None:
-        """Start to gather `unit`; `open` waits for it."""
+    def beginning(self, unit: Unit) -> BoundBlock:
+        """What starts to gather `unit`, of which nothing is gathered; `open` waits for it."""
         moment = unit.moments.before_forward
         absent = {flat.name for flat in unit.flats if flat.state is ABSENT}
         due = serial(tuple(action for action in gather_due(unit.spec, moment) if action.flat in absent))
-        with self.unwatched():
-            self._executor.run(moment, [action for action in due if (action.verb, action.subject) != ("wait", "full")])
+        started = tuple(action for action in due if (action.verb, action.subject) != ("wait", "full"))
+        (block,) = self._executor.bind((Block(moment, started),))
+        return block
 
     def gather_with_others(self, unit: Unit, *, keeps: bool) -> None:
         """Gather `unit` on all ranks, because some rank needs it. Unless this rank `keeps` it, or has had it whole, it

@@ -60,6 +60,7 @@ class Runner:
         settings: Settings,
     ) -> None:
         self.units = list(units)
+        self._model = model
         self.passes = Passes(executor.journal)
         self.programs = Programs([unit.spec for unit in units], executor, settings.prefetch_bytes)
         self.gathering = Gathering(units, executor)
@@ -113,7 +114,6 @@ class Runner:
 
     def leave_root(self, *, raised: bool) -> None:
         if self._inference is not None:
-            self._inference.release_all()
             return
         if raised:
             self._journal.note(sys.exc_info()[1])
@@ -381,7 +381,7 @@ class Runner:
         if self._compiled is not None:  # every sequence length would be compiled anew; training installs it again
             self._compiled.remove()
         self.gathering.await_updates()
-        self._inference = Inference(self.units, self.gathering, world, members, keep_bytes)
+        self._inference = Inference(self._model, self.units, self.gathering, world, members, keep_bytes)
         try:
             with self._inference.running():
                 yield self._inference
@@ -400,7 +400,6 @@ class Runner:
         """A computation reads `unit` without calling it: keep it gathered and plain until that computation ends."""
         if self._inference is not None:
             self._inference.need(unit)
-            unit.wake()
         elif in_backward():
             self.passes.current.lasting.add(unit.name)
             self._ways.need(unit, training=True, is_backward=True)

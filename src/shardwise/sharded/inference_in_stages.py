@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwise.errors import StateError
 from shardwise.parallel.pipeline import AXIS, Pipeline
 from shardwise.parallel.pipeline.call_agreement import CallAgreement
 from shardwise.parallel.pipeline.inference_calls import Calls
@@ -19,6 +18,7 @@ from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
 from shardwise.parallel.tensor import Generators, draws
 from shardwise.parallel.tensor.forwards import whole_sequences
 from shardwise.runtime import keeps_all
+from shardwise.sharded.inference_checks import paged_caches_refused, require_same_budget
 from shardwise.sharded.sharded_model import ShardedModel
 
 
@@ -44,7 +44,8 @@ def inference_in_stages(sharded: ShardedModel, pipeline: Pipeline, keep_bytes: i
     device = sharded.parts.sharding.device
     with sharded.inference(keep_bytes, world.line("stages", same_stages)) as inference, numbers:
         calls = Calls(pipeline, world.collectives(device), device, inference, agreement)
-        with whole, staged.receiving_whole_sequences(), calls.answered():
+        refused = paged_caches_refused(sharded.model, AXIS)
+        with whole, staged.receiving_whole_sequences(), refused, calls.answered():
             yield
 
 
@@ -62,14 +63,9 @@ def _agree(sharded: ShardedModel, keep_bytes: int | None) -> _Agreed:
     mine = json.dumps([gathers, keep_bytes, draws(sharded.model)]).encode()
     told = [json.loads(one) for one in sharded.world.exchange(mine, "inference")]
     agreed = _Agreed(draws=any(one[2] for one in told), gathers=any(one[0] for one in told))
-    for first, *others in _ranks_by_place(sharded).values():
-        other = next((rank for rank in others if told[rank][1] != told[first][1]), None)
-        if agreed.gathers and other is not None:
-            raise StateError(
-                f"engine.inference() was given keep_bytes={told[first][1]} on rank {first} and {told[other][1]} on "
-                f"rank {other}, which have the same stages and gather together what they do not keep. Give both the "
-                f"same."
-            )
+    if agreed.gathers:
+        for ranks in _ranks_by_place(sharded).values():
+            require_same_budget({rank: told[rank][1] for rank in ranks}, have="have the same stages and ")
     return agreed
 
 

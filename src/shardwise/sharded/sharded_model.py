@@ -346,7 +346,7 @@ class ShardedModel:
     @contextmanager
     def inference(self, keep_bytes: int | None, members: Group | None = None) -> Iterator[Inference]:
         """See `Engine.inference`, and for `members` `runtime.Inference`. Sequences are whole inside."""
-        with ExitStack() as stack:
+        with ExitStack() as stack, _modes_restored(self.model):
             stack.enter_context(self.converted.suspended())
             if self.parts.sequence is not None:
                 stack.enter_context(self.parts.sequence.suspended())
@@ -460,3 +460,15 @@ class ShardedModel:
             return None
         dtype = torch_dtype(self.table.compute)
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+@contextmanager
+def _modes_restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modules are in training mode, or not, as before: transformers' `generate_batch` leaves a model in
+    evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

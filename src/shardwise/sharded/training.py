@@ -3,8 +3,9 @@ update. Evaluation and inference, which have no update."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
 from shardwise.parallel.tensor import Generators
 from shardwise.parallel.tensor.forwards import whole_sequences
 from shardwise.program.schedule import Op
+from shardwise.runtime import keeps_all
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
 from shardwise.sharded.sharded_model import ShardedModel
 
@@ -297,8 +299,16 @@ def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextM
 def _inference_of_all_layers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
     """Inference without a pipeline. If layers are split, the ranks that have their parts go on with the random numbers
     of the first, or they would sample different tokens."""
-    with sharded.inference(keep_bytes), whole_sequences([sharded.model]):
+    from shardwise.sharded.inference_checks import paged_caches_refused, require_same_budget  # only to generate
+
+    if not keeps_all(sharded.parts.runner.units, 0):
+        told = sharded.world.exchange(json.dumps(keep_bytes).encode(), "inference")
+        require_same_budget(dict(enumerate(map(json.loads, told))))
+    with ExitStack() as stack:
+        stack.enter_context(sharded.inference(keep_bytes))
+        stack.enter_context(whole_sequences([sharded.model]))
         if TENSOR_AXIS in sharded.mesh.model_axes:
             group = sharded.world.group(sharded.mesh, TENSOR_AXIS)
             Generators(sharded.world.rank_device, group.index).synchronize(sharded.world, group)
+            stack.enter_context(paged_caches_refused(sharded.model, TENSOR_AXIS))
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -149,10 +150,26 @@ def _listed(params: OneOrSeveral) -> list[nn.Parameter]:
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Inside, forwards of `model`, an engine, compute no gradients, and parameters are gathered once.
 
-    Yields the engine. All ranks call; they may generate different numbers of tokens. See `Engine.inference`.
+    Yields the engine. All ranks call; they may generate different numbers of tokens, and for different numbers of
+    prompts. See `Engine.inference`.
     """
-    with model.shardwise.inference():
+    with model.shardwise.inference(), _own_pace():
         yield model
+
+
+@contextmanager
+def _own_pace() -> Iterator[None]:
+    """Inside, transformers' `generate` does not wait for other ranks by default, as it does while a config of stage 3
+    lives (`synced_gpus`): a rank with more prompts than others would wait for ever."""
+    module: Any = sys.modules.get("transformers.generation.utils")
+    if module is None:
+        yield
+        return
+    before, module.is_deepspeed_zero3_enabled = module.is_deepspeed_zero3_enabled, lambda: False
+    try:
+        yield
+    finally:
+        module.is_deepspeed_zero3_enabled = before
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
