@@ -41,6 +41,8 @@ class OneDevice(Devices):
         self.kind = kind
         self.device = torch.device(kind, 0) if kind != "cpu" else torch.device("cpu")
         self.real = LateAccelerator(kind) if kind != "cpu" else None
+        if self.real is not None:
+            settle_attention(self.device)
         self._meetings: dict[object, Meeting] = {}
         self._streams: dict[object, Any] = {}
         self._lock = threading.Lock()
@@ -93,6 +95,13 @@ class OneDevice(Devices):
     def _forget(self, key: object) -> None:
         with self._lock:
             del self._meetings[key]
+
+
+def settle_attention(device: torch.device) -> None:
+    """Torch orders its attention kernels when the first one is chosen, and a thread that comes meanwhile gets the order
+    from before: a rank's forward had FlashAttention, and its recomputation cuDNN's, which saves other tensors."""
+    query = torch.ones(1, 1, 8, 16, device=device, dtype=torch.bfloat16)
+    torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
 
 
 class LateAccelerator(TorchAccelerator):

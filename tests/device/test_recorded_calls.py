@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -26,6 +27,11 @@ from tests.models import Transformer
 from tests.thorough import thorough_only
 
 pytestmark = pytest.mark.device
+where_it_rehearses = (
+    thorough_only("slow; smaller tests beside it cover the same code")
+    if os.environ.get("DEVICE", "cpu") == "cpu"
+    else lambda test: test
+)
 VERBS = {"gather", "gather together", "reduce_scatter", "swap_chunks", "all_reduce", "all_to_all", "broadcast"}
 
 
@@ -64,7 +70,7 @@ def trained(
     return recorded(math.prod(mesh.values()), work)
 
 
-@thorough_only("slow; smaller tests beside it cover the same code")
+@where_it_rehearses
 @pytest.mark.timeout(300)
 def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path) -> None:
     """Presets one after the other, each with groups of its own, as one job makes them."""

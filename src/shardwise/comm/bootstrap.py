@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import logging
 import socket
 import time
@@ -176,7 +177,12 @@ def _store_at(
     if not is_host:
         _await_host(process.rank, host, port, deadline, patience_seconds)
         return TCPStore(host, port, process.size, is_master=False, timeout=timeout, wait_for_workers=False)
-    descriptor = listen_at(host, port).detach()  # as torch would, but with our own error for a port that is taken
+    try:
+        listener = listen_at(host, port)
+    except OSError:
+        gc.collect()  # an earlier world of this process that is part of a cycle keeps its store until then
+        listener = listen_at(host, port)
+    descriptor = listener.detach()  # as torch would, but with our own error for a port that is taken
     return TCPStore(
         host, port, process.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
@@ -224,6 +230,10 @@ def open_groups(
     A device's backend connects at once, with sockets of its own. So gloo gets a separate group beside it, and the
     sockets that are found to be opened are gloo's.
     """
+    # Its functions have the default group of that moment as a default argument. Imported later, as torch itself does,
+    # it would keep this group, the store and its port while the process lives, and rank 0 could join no other world.
+    import torch.distributed.nn.functional  # noqa: F401
+
     device = opened.device.device
     settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cpu" and by_mpi:
