@@ -28,6 +28,7 @@ QUESTIONS = {
     "How do I see memory, and predict it?": "engine.rehearse(",
     "What if it does not fit?": "`zero1`",
     "How do I recompute activations?": "activations: recompute",
+    "What if the logits do not fit?": "loss: chunked",
     "How do I log a metric?": "engine.log(",
     "How do I freeze parameters, and unfreeze them later?": "requires_grad_(",
     "Which optimizers work, and can I bring my own?": "optimizer",

@@ -91,6 +91,7 @@ def plan_of(preset: str, **mesh: int) -> dict[str, Any]:
     return {"preset": preset, "mesh": mesh or {"dp": 2, "ep": 2}}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("loop", LOOPS)
@@ -176,6 +177,7 @@ class LoopAdds(Tokens):
         return super().loss(model, step) + auxiliary_loss(model)
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "ep": 2}], ids=["dp", "ep"])
 @pytest.mark.parametrize("loop", ["engine", "plain"])
@@ -189,6 +191,7 @@ def test_the_loop_adds_the_losses_of_routers(preset: str, loop: str, mesh: dict[
     assert {one[-1] for one in sizes.values()} == {4}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "ep": 2}], ids=["dp", "ep"])
 @pytest.mark.parametrize("loop", LOOPS)
@@ -205,6 +208,7 @@ def test_choices_that_are_not_in_a_bias_yet_are_not_lost(
     assert {one[-1] for one in sizes.values()} == {4}
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("loop", ["engine", "train_step"])

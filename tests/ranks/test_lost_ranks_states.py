@@ -200,7 +200,6 @@ def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
 
 
 SPLITS: dict[str, dict[str, Any]] = {
-    "tp": {"tensor": {"plan": {"0": "column", "1": "row"}}},
     "pp": {"accumulate": 2},
     "sp": {},
     "ep": {},

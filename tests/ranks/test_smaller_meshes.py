@@ -93,6 +93,7 @@ def test_a_rank_dies_before(point: str, preset: str, rank: int, tmp_path: Path) 
     assert all(one[-1] == (4 if rank % 2 else 2) for one in sizes.values())
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_rank_dies_while_its_state_is_copied(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,7 @@ def test_a_rank_dies_anywhere(
         )
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_frozen_is_there_afterwards(preset: str, tmp_path: Path) -> None:
@@ -143,6 +145,7 @@ def test_parts_of_different_sizes(tmp_path: Path) -> None:
     assert sizes[0][-1] == 3
 
 
+@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_a_host_of_a_group_is_lost(preset: str, tmp_path: Path) -> None:
