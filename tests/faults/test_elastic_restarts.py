@@ -24,7 +24,6 @@ TENSOR = {"plan": {"0": "column", "2": "row"}}
 PLANS: dict[str, dict[str, Any]] = {
     "pp": {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": TENSOR},
     "sp": {"preset": "zero3", "mesh": {"sp": 2}},
-    "ep": {"preset": "zero2", "mesh": {"dp": 2, "ep": 2}},
     "disk": {"preset": "infinity"},
     "checkpoint": {"preset": "zero3", "survive": "checkpoint"},
 }
