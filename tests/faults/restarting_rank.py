@@ -42,8 +42,6 @@ def model_for(axis: str) -> nn.Module:
     torch.manual_seed(0)
     if axis == "sp":
         return Attending()
-    if axis == "ep":
-        return nn.Sequential(nn.Linear(WIDTH, 32), sw.experts.MoE(32, 32, num_experts=4), nn.Linear(32, OUTPUTS))
     return build()
 
 
@@ -54,7 +52,7 @@ def data_for(axis: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def main(out: Path, plan: str, num_steps: int, victim: int, at: int) -> None:
     torch.set_num_threads(1)
-    axis = next((axis for axis in ("sp", "ep") if axis in json.loads(plan).get("mesh", {})), "")
+    axis = "sp" if "sp" in json.loads(plan).get("mesh", {}) else ""
     model = model_for(axis)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses: dict[int, float] = {}
