@@ -51,7 +51,7 @@ class ShardwiseTrainerMixin(_Base):
     def __init__(self, *args: Any, shardwise: PlanLike | None = None, **kwargs: Any) -> None:
         self.plan = sw.load_plan(self.default_plan if shardwise is None else shardwise)
         self._sections = None
-        self._step: WholeStep | None = None
+        self._in_stages: WholeStep | None = None  # not `_step`, by which TRL's GRPO trainer counts
         self._is_step_logged = False
         self._is_planned = shardwise is not None
         super().__init__(*args, **kwargs)
@@ -162,15 +162,15 @@ class ShardwiseTrainerMixin(_Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """See Trainer. In pipeline stages, the first `training_step` trains all of them."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._step = WholeStep(self, batches) if has_stages(self.plan) and can_run_whole(self, batches) else None
+        self._in_stages = WholeStep(self, batches) if has_stages(self.plan) and can_run_whole(self, batches) else None
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         """See Trainer."""
         if self.engine is not None:
             self.engine.give_whole_outputs(training=not has_plain_steps(self))
-            if self._step is not None:
-                return self._step.loss_of_next(self.engine, model, num_items_in_batch)
+            if self._in_stages is not None:
+                return self._in_stages.loss_of_next(self.engine, model, num_items_in_batch)
         return super().training_step(model, inputs, num_items_in_batch, **kwargs)
 
     def get_train_dataloader(self) -> Any:
