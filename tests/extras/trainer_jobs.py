@@ -169,7 +169,7 @@ class Stepping(transformers.TrainerCallback):
         self.whole: list[bool] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.whole.append(getattr(self.trainer, "_step", None) is not None)
+        self.whole.append(getattr(self.trainer, "_in_stages", None) is not None)
 
 
 def in_stages(plan: Any, kind: str = "", **settings: Any) -> dict[str, Any]:
