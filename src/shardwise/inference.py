@@ -159,6 +159,8 @@ def _built(folder: Folder | None, dtype: torch.dtype | None) -> nn.Module:
             "load_for_inference(folder) builds the model with transformers, which is not installed. Install it, or "
             "give the model as well: load_for_inference(folder, model=model)."
         ) from error
+    if not path.exists():
+        raise CheckpointError(f"There is no folder {path} to load a model from.")
     if not (path / "config.json").exists():
         raise CheckpointError(
             f"{path} has no config.json, which says what model its weights are of. Give the model as well: "

@@ -23,6 +23,8 @@ from benchmarks.device.larger import HOST_BYTES, STATE_BYTES, largest
 from benchmarks.device.on_ranks import PARTS
 from benchmarks.device.page import page_of, verdict_of
 from benchmarks.device.rows import Rows
+from benchmarks.device.scripts import Script
+from benchmarks.device.scripts import run as run_script
 from benchmarks.device.speed import num_params_of
 from benchmarks.device.test_reports import TestReports
 from benchmarks.fresh import ROOT, environment
@@ -51,6 +53,27 @@ def test_a_part_runs(part: str, tmp_path: Path) -> None:
 def whole_of(parts: dict[str, Any]) -> dict[str, Any]:
     machine = {"gpus": [], "cores": 2}
     return {"machine": machine, "versions": {"torch": "2"}, "started": "now", "parts": parts}
+
+
+def test_a_script_is_a_row_however_it_ends(tmp_path: Path) -> None:
+    def row_of(code: str, seconds: float = 60, needs: str = "") -> dict[str, Any]:
+        script = Script("one", [sys.executable, "-c", code, "{out}"], needs)
+        return run_script(script, tmp_path / "one", dict(os.environ), time.monotonic() + seconds)
+
+    writes = "import sys, pathlib; pathlib.Path(sys.argv[1], 'row.json').write_text('{\"apart\": 0.5}')"
+    rows = [
+        row_of("print('fine')"),
+        row_of("raise ValueError('no such kernel')"),
+        row_of("print()", needs="no_such_module"),
+        row_of("print()", seconds=0),
+        row_of(writes),
+    ]
+    assert rows[0]["said"] == "fine\n"
+    assert "ValueError: no such kernel" in rows[1]["error"]
+    assert [row["left_out"] for row in rows[2:4]] == ["there is no no_such_module here", "no time was left"]
+    assert rows[4]["apart"] == 0.5
+    part = {"status": "done", "seconds": 1.0, "errors": [rows[1]["error"]], "rows": rows}
+    assert "2 of 5 run right: one, one" in page_of(whole_of({"scripts": part}))
 
 
 def test_a_failure_is_a_row_and_what_comes_after_it_runs(tmp_path: Path) -> None:
