@@ -211,6 +211,29 @@ class Wire(Strict):
     grad: WireFormat = Field(default=WireFormat(), description="gradients; default: in precision")
 
 
+class PowerSGD(Strict):
+    """Gradients of matrices sent as two thin factors each, for slow links; see docs/between-hosts.md. A number is
+    `rank`."""
+
+    shorthand: ClassVar[str] = "a whole number of at least 1"
+    rank: int | None = Field(
+        default=None, ge=1, description="columns of the factors; default: gradients are sent as they are"
+    )
+    start_step: int = Field(default=1000, ge=0, description="steps in which gradients are still sent as they are")
+    min_rate: float = Field(
+        default=2.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="a matrix is sent as factors if it has more than this many times their elements",
+    )
+    seed: int = Field(default=0, ge=0, description="of the first factors, which are random")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: object) -> object:
+        return {"rank": value} if isinstance(value, int) else value
+
+
 class Activations(Strict):
     """What happens to the tensors that a unit's forward saves for its backward. The name of a policy alone is
     enough."""
@@ -431,6 +454,7 @@ class Plan(Strict):
         default=Activations(), description="policy for the tensors that forwards save for backwards"
     )
     wire: Wire = Field(default=Wire(), description="dtypes of communication")
+    powersgd: PowerSGD = Field(default=PowerSGD(), description="gradients of matrices sent as thin factors, with ddp")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     tensor: TensorParallel = Field(
         default=TensorParallel(), description="tensor parallelism, for a mesh with an axis tp"
@@ -540,6 +564,10 @@ class Plan(Strict):
         """The same plan for a model that `former` has laid out: if it says no precision, in the model's own."""
         follows = self.follows_model and former.has_own_precision
         return self.with_own_precision(former.precision) if follows else self
+
+    def with_factors_begun(self) -> Plan:
+        """The same plan once gradients are sent as factors."""
+        return self.model_copy(update={"powersgd": self.powersgd.model_copy(update={"start_step": 0})})
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with its budget replaced by `offload`, which was computed from it."""
