@@ -30,6 +30,7 @@ DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 PrecisionName = Literal[DtypeName, "auto"]
 TierName = Literal["device", "host", "disk"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+Fp8RecipeName = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 PolicyName = Literal["keep", "recompute", "selective", "offload", "disk"]
 
 
@@ -181,16 +182,16 @@ class WireFormat(Strict):
     """How elements are sent. The name of a dtype alone is enough."""
 
     shorthand: ClassVar[str] = "the name of a dtype"
-    dtype: Literal[DtypeName, "int8", "int4"] | None = Field(
+    dtype: Literal[DtypeName, "int8", "int4", "fp8"] | None = Field(
         default=None,
-        description="a dtype to which they are rounded, or integers with a scale for each block; see docs/plans.md",
+        description="a dtype to which they are rounded, or codes with a scale for each block; see docs/plans.md",
     )
     block: Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096] | None = Field(
-        default=None, description="elements of one scale; default: 256 of int8, 128 of int4"
+        default=None, description="elements of one scale; default: 256 of int8 and fp8, 128 of int4"
     )
     axes: Literal["everywhere"] | Names | None = Field(
         default=None,
-        description="mesh axes along which integers are sent; everywhere: all; default: node, if the mesh has it, "
+        description="mesh axes along which codes are sent; everywhere: all; default: node, if the mesh has it, "
         "else all",
     )
 
@@ -377,6 +378,27 @@ class Loss(Strict):
         return {"logits": value} if isinstance(value, str) else value
 
 
+class Fp8(Strict):
+    """Linear layers that multiply in 8 bits. The name of a recipe alone is enough."""
+
+    shorthand: ClassVar[str] = "the name of a recipe"
+    recipe: Fp8RecipeName | None = Field(
+        default=None,
+        description="how factors are rounded: tensorwise, rowwise, rowwise_with_gw_hp (weight gradients are not), "
+        "blockwise, mxfp8; default: no layer multiplies in 8 bits",
+    )
+    skip: Names | None = Field(
+        default=None,
+        description="patterns of names of layers that are left as they are; [] takes all that can; auto, alone or "
+        "among others: the first and last linear layer, routers, adapters, layers too small to gain; default: [auto]",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"recipe": value} if isinstance(value, str) else value
+
+
 class Profile(Strict):
     """A few steps recorded in detail: a trace of torch's profiler for each rank, with names of units and actions."""
 
@@ -461,6 +483,7 @@ class Plan(Strict):
     )
     sequence: Sequence = Field(default=Sequence(), description="sequence parallelism, for a mesh with an axis sp")
     loss: Loss = Field(default=Loss(), description="whether the logits of all tokens exist at once")
+    fp8: Fp8 = Field(default=Fp8(), description="linear layers that multiply in 8 bits")
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "

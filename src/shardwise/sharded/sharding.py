@@ -26,7 +26,15 @@ from shardwise.memory import (
 )
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.optim.precision.auto import settle
-from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
+from shardwise.parallel.conversions import (
+    Converted,
+    check_plan,
+    conversions_of,
+    convert,
+)
+from shardwise.parallel.conversions import (
+    check_device as check_conversions_on,
+)
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import ExpertSplit
 from shardwise.parallel.model_axes import (
@@ -271,6 +279,7 @@ def lay(
     converted = convert(model, conversions_of(plan, model))
     try:
         check_plan(converted, plan)
+        check_conversions_on(converted, device)
         sharding = _lay_converted(model, plan, optimizers, world, wishes, device)
     except BaseException:
         converted.undo()

@@ -249,6 +249,11 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
             f"reshard() keeps how the loss is computed: loss is {sharded.plan.loss.logits}, and the new plan's is "
             f"{plan.loss.logits}. Save a checkpoint, and resume it with the new plan."
         )
+    if plan.fp8 != sharded.plan.fp8:
+        raise ConfigError(
+            f"reshard() keeps which layers multiply in 8 bits: fp8 is {sharded.plan.fp8.recipe}, and the new plan's is "
+            f"{plan.fp8.recipe}, or its skip differs. Save a checkpoint, and resume it with the new plan."
+        )
     if after.model_axes and plan.compile is not None:
         raise ConfigError(
             f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."

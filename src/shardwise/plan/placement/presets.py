@@ -48,8 +48,8 @@ class Preset:
 
 NODE = "node"
 """The axis between hosts."""
-_BLOCKS = {"int8": 256, "int4": 128}
-"""Elements of one scale by default: a scale adds 0.8 % to int8, and 3.1 % to int4."""
+_BLOCKS = {"int8": 256, "int4": 128, "fp8": 256}
+"""Elements of one scale by default: a scale adds 0.8 % to int8 and fp8, and 3.1 % to int4."""
 DP, TWO = ("dp",), (NODE, "local")
 COPY, SHARD, PARTIAL = Place(), Place(shard=DP), Place(partial=DP)
 LOCAL, BOTH = Place(shard=("local",)), Place(shard=TWO)
@@ -204,12 +204,12 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
     Codes are worth their time where messages leave a host: along `node`, where the mesh has that axis. Of other axes
     nothing is known, so that codes are sent along all.
     """
-    if asked.dtype != "int8" and asked.dtype != "int4":
+    if asked.dtype != "int8" and asked.dtype != "int4" and asked.dtype != "fp8":
         if asked.block is not None or asked.axes is not None:
             key = "block" if asked.block is not None else "axes"
             raise PlacementError(
-                f"wire.{kind}.{key} is given, but wire.{kind}.dtype is {asked.dtype or 'not'}: only int8 and int4 are "
-                f"sent in blocks and along some axes. Leave out {key}, or choose one of these."
+                f"wire.{kind}.{key} is given, but wire.{kind}.dtype is {asked.dtype or 'not'}: only int8, int4 and fp8 "
+                f"are sent in blocks and along some axes. Leave out {key}, or choose one of these."
             )
         return (None if asked.dtype is None else Wire(asked.dtype)), None
     axes: Axes = mesh.replica_axes
