@@ -55,6 +55,8 @@ def _begin_elsewhere(config: pytest.Config) -> None:
     if worker is None or _names_tests(config):
         return
     files = [path for name in config.args for path in (sorted(Path(name).rglob("test_*.py")) or [Path(name)])]
+    ignored = [Path(name).absolute() for name in config.getoption("ignore") or ()]  # pytest takes named files anyway
+    files = [path for path in files if not any(path.absolute().is_relative_to(one) for one in ignored)]
     start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     config.args = [str(path) for path in (*files[start:], *files[:start])]
     config.stash[IN_ORDER] = {path.absolute(): place for place, path in enumerate(files)}

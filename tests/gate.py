@@ -59,6 +59,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/parallel/experts": (
         "ranks/test_expert*",
         "ranks/test_lost_experts.py",
+        "ranks/test_lost_groups.py",
         "ranks/test_deepspeed_moe.py",
         "extras/test_expert_models.py",
     ),
@@ -98,6 +99,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/parallel/pipeline": (
         "ranks/test_pipeline*",
         "ranks/test_lost_stages.py",
+        "ranks/test_lost_groups.py",
         "ranks/test_sequence_in_stages.py",
         "ranks/test_inference*",
     ),
