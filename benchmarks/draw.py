@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.names import is_ours
-from benchmarks.neighbours import BUSY_CORES
 from shardwise.errors import ShardwiseError
+from shardwise.system.neighbours import BUSY_CORES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

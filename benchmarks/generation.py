@@ -27,12 +27,12 @@ from torch import nn
 import shardwise as sw
 from benchmarks.fresh import run_ranks
 from benchmarks.machine import header
-from benchmarks.neighbours import Neighbours
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from benchmarks.tiers import read_through
 from shardwise.system.disk import BufferPool, IoQueue, TierFolder
 from shardwise.system.machine import num_cores
+from shardwise.system.neighbours import Neighbours
 from shardwise.system.units import format_bytes
 
 UNSHARDED, DEEPSPEED = "unsharded", "deepspeed-3"

@@ -12,11 +12,12 @@ from typing import Any
 from benchmarks.fresh import RunError, run_ranks
 from benchmarks.machine import header
 from benchmarks.names import ALONE, ENGINE_NAMES, REFERENCE, needs
-from benchmarks.neighbours import BUSY_CORES, Neighbours, Patience
+from benchmarks.patience import Patience
 from benchmarks.results_file import write_result
 from benchmarks.schedule import interleaved
 from benchmarks.sizes import SIZES
 from benchmarks.summary import Run, others_cores_of, races_of, ratios_of, rows_of
+from shardwise.system.neighbours import BUSY_CORES, Neighbours
 
 Tell = Callable[[str], None]
 

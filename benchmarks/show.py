@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.names import is_ours
-from benchmarks.neighbours import BUSY_CORES
 from benchmarks.summary import Ratio, Row, Run, failures_of, ratios_of, rows_of
+from shardwise.system.neighbours import BUSY_CORES
 from shardwise.system.units import format_count
 
 

@@ -23,7 +23,6 @@ from rich.console import Console
 
 from benchmarks.fresh import ROOT, RunError, run_ranks
 from benchmarks.machine import header
-from benchmarks.neighbours import Neighbours
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 from benchmarks.summary import TOLERANCE
@@ -33,6 +32,7 @@ from shardwise.optim.disk_states import DiskStates
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.system.disk import BufferPool, DiskFile, IoQueue, SystemCalls, TierFolder
 from shardwise.system.machine import num_cores
+from shardwise.system.neighbours import Neighbours
 from shardwise.system.telemetry import Timeline, hidden_share
 from shardwise.system.units import format_bytes
 

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from benchmarks.fresh import run_ranks
 from benchmarks.machine import header
-from benchmarks.neighbours import Neighbours
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
+from shardwise.system.neighbours import Neighbours
 from shardwise.system.units import format_bytes
 
 NUM_RANKS = 2

@@ -31,9 +31,9 @@ from benchmarks.fresh import RunError, run_ranks
 from benchmarks.generation import rates_over, slowest
 from benchmarks.machine import allocator_settings, header, processor
 from benchmarks.model import batch_of, build_model
-from benchmarks.neighbours import Neighbours, Patience, busy_seconds, own_seconds
 from benchmarks.overhead import summary_of as host_summary
 from benchmarks.overhead_rank import Block, measure
+from benchmarks.patience import Patience
 from benchmarks.peers import Settings, race, runs_of
 from benchmarks.results_file import read_result, write_result
 from benchmarks.show import show_loss_verdict, show_race
@@ -42,6 +42,7 @@ from benchmarks.traffic import tcp_sent_bytes
 from shardwise.cli.bench import find_checkout, python_of
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import Attempt, rank_environment
+from shardwise.system.neighbours import Neighbours, busy_seconds, own_seconds
 from tests.thorough import thorough_only
 
 ROOT = Path(__file__).resolve().parents[2]

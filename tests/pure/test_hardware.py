@@ -207,6 +207,17 @@ def test_a_profile_follows_from_measurements() -> None:
     assert Hardware.model_validate(found.model_dump(exclude_none=True)) == found
 
 
+def test_the_faster_of_two_rounds_counts() -> None:
+    """A machine that others use is slow for seconds at a time, longer than a setting is repeated."""
+    busy = {dtype: [(m, n, k, 1.5 * seconds) for m, n, k, seconds in some] for dtype, some in SPEEDS.products.items()}
+    other = replace(SPEEDS, products=busy, copy_bytes_per_second=2e10, messages=[(2**13, 1e-5), SPEEDS.messages[1]])
+    assert Speeds.fastest([SPEEDS]) == SPEEDS
+    found = Speeds.fastest([other, SPEEDS])
+    assert found.products == SPEEDS.products
+    assert found.copy_bytes_per_second == 2e10
+    assert found.messages == other.messages
+
+
 def test_a_calibration_is_of_one_machine(tmp_path: Path) -> None:
     found = hardware_from(SPEEDS, Calibration("here", memory=HostFigures(1e10, 1e9, 2, "today")), "mine")
     path = tmp_path / "calibration.json"

@@ -16,9 +16,11 @@ from shardwise.cli.tier_bench import disk_figures, host_figures, link_figures, r
 from shardwise.errors import ConfigError
 from shardwise.fit.calibrate import disk, host, links
 from shardwise.fit.calibrate.speed import hardware_from, measured_fresh_blocks, measured_speeds, this_machine
+from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import Disk, Hardware, fresh_seconds
 from shardwise.system.calibration import Calibration, default_path, read_calibration, write_calibration
 from shardwise.system.machine import num_cores
+from shardwise.system.neighbours import BUSY_CORES, Neighbours
 from shardwise.system.units import format_bytes, format_count, format_seconds
 
 DTYPES = ("fp32", "bf16")
@@ -33,10 +35,12 @@ def run(args: argparse.Namespace) -> int:
     if known.machine and known.machine != machine:
         known = Calibration(known.host)  # the file came from elsewhere, or the machine has changed
     known = _measured(known, args.disk)
-    speeds, fresh = measured_speeds(DTYPES), measured_fresh_blocks()
+    neighbours = Neighbours()
+    rounds, fresh = measured_speeds(DTYPES), measured_fresh_blocks()
+    others_cores = neighbours.cores()
     at_disk = known.disk_at(args.disk) if args.disk else next(iter(known.disks.values()), None)
     found = hardware_from(
-        speeds,
+        Speeds.fastest(rounds),
         known,
         f"this machine ({known.host})",
         None
@@ -57,9 +61,11 @@ def run(args: argparse.Namespace) -> int:
             f"{error.filename or path} cannot be written ({error}), so the figures are not kept."
         ) from error
     if args.json:
-        print(json.dumps({"machine": machine, "hardware": profile, "calibration": str(path)}, indent=1))
+        told = {"machine": machine, "hardware": profile, "others_cores": others_cores, "calibration": str(path)}
+        print(json.dumps(told, indent=1))
     else:
-        console_for_output().print("\n".join(_lines(found, machine, path)), markup=False, soft_wrap=True)
+        lines = [*_lines(found, machine, path), *_busy(others_cores)]
+        console_for_output().print("\n".join(lines), markup=False, soft_wrap=True)
     return 0
 
 
@@ -107,3 +113,11 @@ def _lines(found: Hardware, machine: str, path: Path) -> Iterator[str]:
         rate, latency = found.local.bytes_per_second, found.local.latency_seconds
         yield f"  from rank to rank: {format_bytes(rate)}/s after {format_seconds(latency)}"
     yield f"Kept in {path}; shardwise explain --time uses it."
+
+
+def _busy(others_cores: float) -> Iterator[str]:
+    if others_cores > BUSY_CORES:
+        yield (
+            f"Others used {others_cores:.1f} cores meanwhile, so steps may be predicted too long. Run shardwise "
+            f"calibrate again when nothing else runs."
+        )

@@ -38,9 +38,11 @@ def this_machine() -> str:
     return describe_machine(names)
 
 
-def measured_speeds(dtypes: Sequence[str]) -> Speeds:
-    """Start ranks that measure, with memory that they keep: what new pages cost has a price of its own."""
-    return Speeds(**measured_by_ranks("shardwise.fit.calibrate.speed_rank", num_measured_ranks(), dtypes, KEPT))
+def measured_speeds(dtypes: Sequence[str]) -> list[Speeds]:
+    """Start ranks that measure, with memory that they keep: what new pages cost has a price of its own. One of each
+    round."""
+    rounds = measured_by_ranks("shardwise.fit.calibrate.speed_rank", num_measured_ranks(), dtypes, KEPT)
+    return [Speeds(**one) for one in rounds]
 
 
 def measured_fresh_blocks() -> FreshBlocks:

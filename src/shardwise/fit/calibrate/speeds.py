@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -24,5 +24,30 @@ class Speeds:
     exchanges: Sequence[tuple[int, float]] = ()
     device_memory_bytes: int | None = None
 
+    @classmethod
+    def fastest(cls, rounds: Sequence[Speeds]) -> Speeds:
+        """The least time, or the highest rate, of each figure in rounds of the same measurements."""
+        first = rounds[0]
+        return replace(
+            first,
+            products=_least_by_dtype([one.products for one in rounds]),
+            attention=_least_by_dtype([one.attention for one in rounds]),
+            attention_backward=_least_by_dtype([one.attention_backward for one in rounds]),
+            memory=_least_by_dtype([one.memory for one in rounds]),
+            copy_bytes_per_second=max(one.copy_bytes_per_second for one in rounds),
+            launch_seconds=min(one.launch_seconds for one in rounds),
+            messages=_least([one.messages for one in rounds]),
+            exchanges=_least([one.exchanges for one in rounds]),
+        )
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _least(rounds: Sequence[Sequence[tuple[Any, ...]]]) -> list[Any]:
+    """Of rows that end with their seconds, each with the least that a round has."""
+    return [min(rows, key=lambda row: row[-1]) for rows in zip(*rounds, strict=True)]
+
+
+def _least_by_dtype(rounds: Sequence[Mapping[str, Sequence[tuple[Any, ...]]]]) -> dict[str, list[Any]]:
+    return {dtype: _least([one[dtype] for one in rounds]) for dtype in rounds[0]}

@@ -1,4 +1,4 @@
-"""How busy others kept the machine while a run took place: all busy time of all cores, less that of the run."""
+"""How busy others keep this machine: all busy time of all cores, less that of this process and its children."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Callable
 import psutil
 
 BUSY_CORES = 0.15
-"""More than this in use by others while a run takes place, and its times are theirs too."""
-
-LOOKING_SECONDS = 2.0
+"""More than this in use by others while something is timed, and its times are theirs too."""
 
 Seconds = Callable[[], float]
 
@@ -45,28 +43,3 @@ class Neighbours:
         seconds = max(self._clock() - self._start, 1e-9)
         others = (self._busy() - self._busy_at_start) - (self._own() - self._own_at_start)
         return round(max(0.0, others) / seconds, 2)
-
-
-def look() -> float:
-    """Cores that others use now; takes `LOOKING_SECONDS`."""
-    neighbours = Neighbours()
-    time.sleep(LOOKING_SECONDS)
-    return neighbours.cores()
-
-
-class Patience:
-    """Seconds that may be spent on waiting until others leave the machine, and on running again what they disturbed."""
-
-    def __init__(self, seconds: float, look: Callable[[], float] = look) -> None:
-        self._left = seconds
-        self._look = look
-
-    def wait_for_calm(self) -> None:
-        """Return when others are quiet, or patience is at its end."""
-        while self._left > 0 and self._look() > BUSY_CORES:
-            self._left -= LOOKING_SECONDS
-
-    def allows_another(self, run_seconds: float) -> bool:
-        """Whether a disturbed run of this length may be thrown away and done again."""
-        self._left -= run_seconds
-        return self._left > 0
