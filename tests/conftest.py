@@ -23,7 +23,7 @@ from tests.thorough import SOAK, divided, drawn
 
 torch.set_num_threads(1)
 # A machine that does other things must not fail a test. Examples are the same each time, except in `make soak`.
-settings.register_profile("busy", deadline=None, derandomize=not SOAK, max_examples=drawn(40, 100))
+settings.register_profile("busy", deadline=None, derandomize=not SOAK, max_examples=drawn(25, 100))
 settings.load_profile("busy")
 
 UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))

@@ -45,6 +45,7 @@ Tensor = torch.Tensor
 WITH_LOOPS = [(axis, way, loop) for axis, way in WAYS for loop in AXES[axis].loops]
 
 
+@thorough_only("test_a_rank_dies_before has it, for one loop")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("axis", "way", "loop"), WITH_LOOPS)
@@ -139,6 +140,7 @@ def _meshes(axis: str) -> list[dict[str, int]]:
     return [own, dict(reversed(own.items())), *([] if AXES[axis].has_groups else [{"tp": 4}])]
 
 
+@thorough_only("drawn moments; test_a_rank_dies_before has fixed ones")
 @sampled
 @pytest.mark.parametrize(("axis", "way"), WAYS)
 def test_a_rank_dies_anywhere(axis: str, way: str, tmp_path: Path) -> None:
