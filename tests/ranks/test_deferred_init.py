@@ -411,7 +411,8 @@ def test_ranks_that_come_by_their_values_in_different_ways_take_rank_0s(first: s
 
 def test_stages_of_such_ranks_are_refused() -> None:
     plan = {"preset": "zero1", "mesh": {"pp": 2, "dp": 1}}
-    for first, other in itertools.permutations(MADE, 2):
+    pairs = set(itertools.permutations(MADE, 2)) - {("with values", "on meta")}  # which takes rank 0's, below
+    for first, other in sorted(pairs):
         models = [MADE[first](7), MADE[other](7)]
 
         def rank(world: sw.World, models: list[nn.Module] = models) -> None:
@@ -489,6 +490,31 @@ def test_meta_models_that_nobody_fills_are_refused_by_name() -> None:
 
     with pytest.raises(ModelError, match=r"initial values for far"):
         sw.shard(on_meta(Half, 1)[0])
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3", {"preset": "zero2", "mesh": {"pp": 2}}])
+def test_ranks_whose_models_are_empty_take_the_first_rank_s_values(plan: Any) -> None:
+    """As verl and FSDP's recipes load a model: rank 0 reads the files, the others have it on the meta device. What its
+    modules' own methods would do, or that they have none, is of no matter then."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), Scale(), nn.Linear(3, 3))
+
+    first = build()
+    for value, tensor in enumerate((*first.parameters(), *first.buffers())):
+        tensor.data.fill_(value)
+    twin = copy.deepcopy(first)
+    models = [first, on_meta(build, 1)[0]]
+
+    def rank(world: sw.World) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        model = models[world.rank]
+        engine = sw.shard(model, plan, world=world)
+        far = getattr(model[1], "far", None)
+        return engine.state_dict(), far
+
+    for state, far in run_ranks(2, rank):
+        assert_equal(state, twin)
+        assert far is None or torch.equal(far, torch.full((3,), 5.0))
 
 
 def test_init_fills_meta_models() -> None:

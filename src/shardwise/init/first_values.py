@@ -23,7 +23,7 @@ from shardwise.init.deferred import Deferred, undefer
 from shardwise.init.files import WeightFiles
 from shardwise.init.loading import read_part
 from shardwise.init.match import Match, match
-from shardwise.init.meta import Init, record_init
+from shardwise.init.meta import Init, await_values, record_init
 from shardwise.init.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
 from shardwise.memory import Flat, Unit, copy_into, is_dense, part_of
 from shardwise.plan.placement import Span
@@ -73,7 +73,7 @@ class FirstValues:
         if wishes.init is not None and not self._is_meta:
             raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
         self._device = device
-        self._has_begun = False
+        self._has_begun = self._takes_firsts = False
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
 
     def give_to_stages(self, world: World) -> None:
@@ -81,7 +81,7 @@ class FirstValues:
 
         Raises `ModelError` if ranks would compute different values for a model without values. All ranks must call.
         """
-        self._begin()  # while the model is whole, because its initialisers draw in sequence
+        self._begin(world.exchange)  # while the model is whole, because its initialisers draw in sequence
         digests = set(world.exchange(self._digest(), "first values"))
         if digests != {_OWN}:
             if len(digests) > 1:
@@ -92,6 +92,8 @@ class FirstValues:
             return
         collectives = world.collectives(self._device)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
+            if self._takes_firsts:
+                tensor.data = torch.empty_like(tensor, device=self._device)
             if tensor.numel() and is_dense(tensor):
                 values = tensor.detach()
                 sent = values.contiguous().view(-1)
@@ -105,7 +107,7 @@ class FirstValues:
         Flat buffers are filled one at a time: beside what it keeps, a rank has at most one parameter that is being
         computed or read, or one unit if rank 0's values are broadcast.
         """
-        self._begin()
+        self._begin(self._data_group.exchange)
         alone = self._can_apply_alone()
         for unit in units:
             for flat in unit.flats:
@@ -119,11 +121,16 @@ class FirstValues:
         if self._match is not None:
             self._match.let_go()
 
-    def _begin(self) -> None:
+    def _begin(self, exchange: Callable[[bytes, str], Sequence[bytes]]) -> None:
         if self._has_begun:
             return
         self._has_begun = True
-        if self._is_meta:
+        has_own = not (self._is_meta or self._is_deferred or self._match is not None)
+        first_has_own = exchange(b"own" if has_own else b"none", "first values")[0] == b"own"
+        self._takes_firsts = first_has_own and self._is_meta and self._match is None
+        if self._takes_firsts:  # whatever the modules' own initialisers would do, and where they have none
+            await_values(self._model, self._device)
+        elif self._is_meta:
             filled = set(self._match) if self._match is not None else set()
             record_init(self._model, CPU, self._wishes.init, filled)
         for param in self._model.parameters():
@@ -138,13 +145,13 @@ class FirstValues:
         return len(digests) == 1 and _OWN not in digests
 
     def _digest(self) -> bytes:
-        """Equal on ranks that would compute the same values. `_OWN` from a rank whose model has them: comparing whole
-        models would cost more than sending one.
+        """Equal on ranks that would compute the same values. `_OWN` from a rank whose model has them, or takes those of
+        the first: comparing whole models would cost more than sending one.
 
         Ranks may differ in this: one has sent all parameters to others inside `deferred_init`, and so has their values,
         or rank 0 alone has read them, and the other models are on the meta device.
         """
-        if not self._is_meta and not self._is_deferred and self._match is None:
+        if self._takes_firsts or (not self._is_meta and not self._is_deferred and self._match is None):
             return _OWN
         left = [param for name, param in self._model.named_parameters() if not self._is_stored(name)]
         digest = hashlib.sha256(digest_of(origin for param in left if (origin := origin_of(param)) is not None))

@@ -12,6 +12,7 @@ from shardwise.init.files import some
 from shardwise.init.recorder import Recorder
 from shardwise.init.tape import origin_of
 
+CPU = torch.device("cpu")
 Init = Callable[[nn.Module], object]
 
 
@@ -44,6 +45,17 @@ def record_init(model: nn.Module, device: torch.device, init: Init | None, fille
     if left:
         raise _without_values(left)
     recorder.finish(but=filled_buffers(model, filled))
+
+
+def await_values(model: nn.Module, device: torch.device) -> None:
+    """Make a model on the meta device one that gets all its values from elsewhere: parameters without memory, and
+    buffers on `device`."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device))
+    adopt(model, Recorder(), CPU)
 
 
 def adopt(model: nn.Module, recorder: Recorder, device: torch.device) -> None:
