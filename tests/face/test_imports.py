@@ -36,7 +36,7 @@ def brought_in(first: str, then: str) -> list[str]:
 
 
 def test_to_shard_a_model_takes_little_beyond_torch() -> None:
-    """230 modules of our own, 50 of pydantic, take 0.15 of torch's own time; each package more would be felt by every
+    """250 modules of our own, 50 of pydantic, take 0.15 of torch's own time; each package more would be felt by every
     rank of every job. Garbage, of which torch has much to look through, is not looked for meanwhile."""
     then = "shardwise.shard; assert gc.isenabled() and len(collections) < 5"
     found = brought_in(f"import torch; {COLLECTIONS}", then)
@@ -54,7 +54,7 @@ def test_to_shard_a_model_takes_little_beyond_torch() -> None:
     assert not UNUSED & set(found)
     assert not [name for name in found if name.startswith(("shardwise.cli", "shardwise.launch", "shardwise.observe"))]
     assert len([name for name in found if not name.startswith("shardwise")]) < 80, found
-    assert len(found) <= 380, "see `python -X importtime`"
+    assert len(found) <= 400, "see `python -X importtime`"
 
 
 @pytest.mark.parametrize("then", ["", "import shardwise.launch.worker, shardwise.launch"])

@@ -155,6 +155,7 @@ OF_OTHERS = {
         *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
         *("_load_pretrained_model", "_globalstep_last_logged", "_prepare_inputs"),
     ),
+    "verl": ("_build_model_optimizer",),
     "accelerate": ("_is_overflow", "_save_model_state_pre_hook"),
     "lightning": (
         *("_compiler_ctx", "_layer_sync", "_lightning_optimizers", "_reset_optimizers_and_schedulers", "_restarting"),
