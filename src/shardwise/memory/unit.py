@@ -133,7 +133,7 @@ def _unit_spec(
     flats = []
     for kind, named in _by_kind(choice, rows).items():
         slots = choice.slots(named)
-        numel = padded_numel(slots, mesh.num_replicas)
+        numel = padded_numel(slots, mesh.num_replicas * mesh.num_islands)  # sums over islands divide evenly too
         name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)

@@ -29,6 +29,8 @@ OwnVerb = Literal[
     "hand_back",
     "checksum",
     "compare",
+    "subtract",
+    "mix",
 ]
 Verb = MoveVerb | OwnVerb
 Stream = Literal["compute", "gather", "reduce", "fetch", "evict"]
@@ -54,6 +56,8 @@ Subject = Literal[
     "matrix",
     "update",
     "checksums",
+    "outer",
+    "anchor",
 ]
 """The name in the text of an action: for a transfer, its source or its result; for a wait, what is complete after
 it."""
@@ -72,6 +76,9 @@ Buffer = Literal[
     "staging",
     "codes",
     "work",
+    "anchor",
+    "outer",
+    "messages",
 ]
 """Memory of one flat buffer on one rank.
 
@@ -80,7 +87,9 @@ range kept until the backward; `fresh` is what a backward leaves, `sum` the inte
 what waits for the step and `due` what the update reads; `outgoing` is what was updated on the host, cast to the dtype
 of the resting parameters. `matrix` stands for the whole matrices that this rank orthogonalizes, `given` for its pieces
 of matrices that other ranks do. `staging` is memory for messages, `codes` for parameters as they are sent, if that is
-not as they are (`Table.param_wire`); `work` is scratch memory of an update.
+not as they are (`Table.param_wire`); `work` is scratch memory of an update. `anchor` is what islands have in common of
+what the optimizer updates, `outer` an outer gradient, and `messages` the memory in which it is sent, beside gradients
+of later steps: see `outer_step.py`.
 
 The rows of the table give the tier of a buffer: see `tier_of` in `spec.py`.
 """
@@ -205,6 +214,14 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("wait", "updated"): Effect(waits="param", frees=("codes",)),
     ("wait", "param"): Effect(waits="param", frees=("codes",)),
     ("broadcast", "buffers"): Effect(sends=True),
+    # in outer steps: see `outer_step.py`
+    ("subtract", "outer"): Effect("outer", reads=("anchor", "master")),
+    ("all_reduce", "outer"): Effect(
+        "outer", reads=("outer",), scratch=("messages",), sends=True, stream="reduce", awaited=("outer", "outer")
+    ),
+    ("wait", "outer"): Effect(waits="outer", frees=("messages",)),
+    ("update", "anchor"): Effect(reads=("outer",), changes=("anchor",), frees=("outer",)),
+    ("mix", "master"): Effect(reads=("anchor",), changes=("master",)),
     # in verified steps: see `verification.py`
     ("checksum", "param"): Effect(reads=("param",)),
     ("checksum", "master"): Effect(reads=("master",)),

@@ -116,6 +116,10 @@ class Walk:
             self._drop(name, buffer)
 
     def _scratch_bytes(self, flat: FlatSpec, buffer: Buffer, action: Action) -> int:
+        if buffer == "messages" and flat.table.outer is not None:
+            wire, dtype = flat.table.outer.wire, flat.table.optim.dtype
+            copies = 1 if wire.dtype == dtype else 2
+            return copies * wire.num_bytes(flat.num_elements(flat.table.optim.shard))
         if buffer != "codes":
             return self._num_bytes(flat, buffer)
         num_ranks = flat.mesh.size(action.over)  # all ranks' codes; this one sends its own to all others
@@ -128,6 +132,8 @@ class Walk:
                 return flat.full_bytes
             case "held":
                 return flat.num_bytes(flat.table.held.shard, flat.table.held.dtype)
+            case "outer":
+                return flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
             case "outgoing":
                 return flat.num_bytes(flat.table.optim.shard, flat.table.param.dtype)
         over = self._matrix_exchanges[flat.name]

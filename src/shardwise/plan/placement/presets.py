@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.errors import ConfigError, PlacementError, nearest
 from shardwise.plan import PlaceEdit, Plan, Rows, Rule
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import ISLAND_AXIS, Mesh
 from shardwise.plan.placement.place import WIDTH, Axes, Dtype, Kind, Place
-from shardwise.plan.placement.table import Table
+from shardwise.plan.placement.table import Outer, Table
 from shardwise.plan.placement.wire import Wire
 
 
@@ -143,6 +143,10 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     ):  # what is held is what rests, wherever that is
         held = replace(held, tier=param.tier)
     grad, optim = row("grad", base.grad, states), row("optim", base.optim, states)
+    outer = None
+    if ISLAND_AXIS in mesh.axes:
+        param, held, grad, optim = (replace(one, varying=(ISLAND_AXIS,)) for one in (param, held, grad, optim))
+        outer = _outer(plan, optim)
     _check_tiers(param, held, grad, optim, what)
     if rule is None and plan.wire.param is not None and not (param.shard or optim.shard):
         raise PlacementError(
@@ -159,7 +163,22 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         grad_wire=Wire(plan.wire.grad or compute),
         param_wire=None if plan.wire.param is None else Wire(plan.wire.param),
         step="device" if optim.tier == "device" else "host",
+        outer=outer,
     )
+
+
+def _outer(plan: Plan, optim: Place) -> Outer:
+    """The common model of islands: a rank has the elements that it updates."""
+    from shardwise.plan.placement.fragment import fragments_of  # only plans with islands load it
+
+    asked = plan.islands
+    if asked.wire is not None and WIDTH[asked.wire] > WIDTH[optim.dtype]:
+        raise PlacementError(
+            f"islands.wire is {asked.wire}, wider than master weights in {optim.dtype}, so sending would take more for "
+            f"nothing. Leave it out: outer gradients are then sent as they are."
+        )
+    place = Place(shard=optim.shard, tier=asked.tier, dtype=optim.dtype)
+    return Outer(place, int(asked.optimizer.momentum > 0), fragments_of(asked), Wire(asked.wire or optim.dtype))
 
 
 def _edits_of(kind: Kind, rows: Sequence[Rows]) -> dict[str, Any]:

@@ -6,11 +6,26 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shardwise.errors import PlacementError, nearest
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.plan.placement.wire import FP32, Wire
+
+if TYPE_CHECKING:
+    from shardwise.plan.placement.fragment import Fragment
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Of the model that islands have in common: where it is, with how many states of the outer optimizer; the parts
+    that have outer steps in turn, and the format in which outer gradients are sent."""
+
+    place: Place
+    num_states: int
+    fragments: tuple[Fragment, ...]
+    wire: Wire = FP32
 
 
 @dataclass(frozen=True)
@@ -19,8 +34,8 @@ class Table:
 
     `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in
     which forward and backward run, `step` the tier of the update. `grad_wire` is the format in which gradients are
-    sent; `param_wire` that of parameters, or `None` if they are sent as they are. Raises `PlacementError` for rows that
-    no step could follow.
+    sent; `param_wire` that of parameters, or `None` if they are sent as they are. With islands, along which all four
+    kinds vary, `outer` says where their common model is. Raises `PlacementError` for rows that no step could follow.
     """
 
     axes: Axes
@@ -32,8 +47,11 @@ class Table:
     grad_wire: Wire = FP32
     param_wire: Wire | None = None
     step: Tier = "device"
+    outer: Outer | None = None
 
     def __post_init__(self) -> None:
+        if any(self.place(kind).varying != self.param.varying for kind in KINDS):
+            raise PlacementError("What varies along an axis varies with everything that is computed from it.")
         for kind in KINDS:
             self._check_axes(kind)
         for kind in ("param", "grad"):
@@ -53,17 +71,23 @@ class Table:
     @property
     def full(self) -> Place:
         """What forward and backward need: everything, on the device, in the compute dtype."""
-        return Place(dtype=self.compute)
+        return Place(dtype=self.compute, varying=self.param.varying)
 
     @property
     def fresh(self) -> Place:
         """What a backward produces: a summand of everything, in the dtype that is sent."""
-        return Place(partial=self.axes, dtype=self.grad_wire.dtype)
+        return Place(partial=self.axes, dtype=self.grad_wire.dtype, varying=self.grad.varying)
 
     @property
     def due(self) -> Place:
         """What the update needs: the gradient of the elements whose states are on this rank."""
         return replace(self.optim, tier=self.step)
+
+    @property
+    def outer_gradient(self) -> Place:
+        """What an island has to say in an outer step, in the dtype of its master weights: a summand of the range that
+        it updates."""
+        return Place(shard=self.optim.shard, partial=self.optim.varying, dtype=self.optim.dtype)
 
     @cached_property
     def order(self) -> Axes:
@@ -88,7 +112,8 @@ class Table:
         def keep(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
-        return self._with_axes(keep)
+        kept = self._with_axes(keep)
+        return kept if kept.param.varying else replace(kept, outer=None)
 
     def stored_as(self, dtype: Dtype) -> Table:
         """The same table for frozen parameters that are stored, gathered and used in `dtype`."""
@@ -111,11 +136,14 @@ class Table:
 
     def _with_axes(self, chosen: Callable[[Axes], Axes]) -> Table:
         def kept(place: Place) -> Place:
-            return replace(place, shard=chosen(place.shard), partial=chosen(place.partial))
+            shard, partial, varying = map(chosen, (place.shard, place.partial, place.varying))
+            return replace(place, shard=shard, partial=partial, varying=varying)
 
+        outer = self.outer and replace(self.outer, place=kept(self.outer.place))
         return replace(
             self,
             axes=chosen(self.axes),
+            outer=outer,
             param=kept(self.param),
             held=kept(self.held),
             grad=kept(self.grad),
