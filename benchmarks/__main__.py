@@ -29,6 +29,7 @@ from benchmarks import (
     tensor,
     tiers,
     weights,
+    wires,
 )
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
@@ -59,6 +60,7 @@ PROGRAMS = (
     "mpi",
     "hosts",
     "islands",
+    "wires",
 )
 RESULTS = ROOT / "runs" / "bench"
 
@@ -127,6 +129,7 @@ _PROGRAMS = {
     "mpi": mpi.main,
     "hosts": hosts.main,
     "islands": islands.main,
+    "wires": wires.main,
 }
 
 
@@ -145,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     saves = parser.add_argument_group("checkpoint, tiers, generation and weights")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
-    between = parser.add_argument_group("hosts")
+    between = parser.add_argument_group("hosts and wires")
     between.add_argument(
         "--hosts", type=hosts.shape_of, nargs="+", metavar="N", help="how many, or 2x2 with 2 ranks on each (2x2 2 4)"
     )

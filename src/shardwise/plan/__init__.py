@@ -22,6 +22,7 @@ from shardwise.plan.schema import (
     StyleName,
     TensorParallel,
     Wire,
+    WireFormat,
 )
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "StyleName",
     "TensorParallel",
     "Wire",
+    "WireFormat",
     "flatten",
     "load_plan",
     "plan_table",

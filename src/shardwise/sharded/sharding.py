@@ -159,13 +159,17 @@ class Design(Outline):
         for choice in self.choices:
             params = {name: param for name, param in choice.params.items() if param in own}
             sites = tuple(site for site in choice.sites if site in present)
-            shared = {name: param for name, param in params.items() if len(staged.holders[name]) > 1}
-            alone = {name: param for name, param in params.items() if name not in shared}
+            alone: dict[str, nn.Parameter] = {}
+            shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+            for name, param in params.items():
+                pp_ranks = staged.holders[name]
+                (alone if len(pp_ranks) == 1 else shared.setdefault(pp_ranks, {}))[name] = param
             if alone:
                 choices.append(replace(choice, params=alone, sites=sites))
-            if shared:  # see [Note: shared parameters] in parallel/pipeline/tied_gradients.py
-                name = f"{choice.name}+" if alone else choice.name
-                choices.append(replace(choice, name=name, params=shared, sites=sites))
+            for pp_ranks, theirs in shared.items():  # [Note: shared parameters] in parallel/pipeline/tied_gradients.py
+                others = ",".join(map(str, pp_ranks)) if len(shared) > 1 else ""
+                name = f"{choice.name}+{others}" if alone or others else choice.name
+                choices.append(replace(choice, name=name, params=theirs, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
         treatments = self.treatments.within(staged.model)
         boxes = staged.boxes(self.boxes)
