@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError, PlacementError, ProgramError
-from shardwise.plan import Islands, Plan, load_plan
+from shardwise.plan import Islands, Plan, WireFormat, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Place, Table, mesh_for, table_for
 from shardwise.plan.placement.fragment import fragments_of
@@ -104,7 +104,7 @@ def test_the_program_of_an_outer_step() -> None:
 
 
 def test_with_an_overlap_a_whole_fragment_is_on_its_way() -> None:
-    first, second = steps_of(plan_of(every=4, fragments=2, overlap=1, wire="bf16"))
+    first, second = steps_of(plan_of(every=4, fragments=2, overlap=1, wire=WireFormat(dtype="bf16")))
     assert [str(action) for action in first.begin.actions if action.communicates] == [
         f"all_reduce {name} outer island bf16 128 B @reduce" for name in "ac"
     ]
@@ -137,6 +137,17 @@ def test_an_outer_step_without_one_of_its_actions_is_refused(left_out: str, says
     assert len(left) == len(actions) - 1
     with pytest.raises(ProgramError, match=says):
         check_outer(left, units("abc", plan))
+
+
+def test_outer_gradients_as_codes() -> None:
+    """With two islands each rank gets the other's codes; they are never made codes again."""
+    wire = load_plan({"preset": "zero1", "islands": {"wire": {"dtype": "int8", "block": 16}}}).islands.wire
+    (step,) = steps_of(plan_of(every=4, wire=wire))
+    sent = 64 + 64 // 16 * 2
+    assert f"all_reduce a outer island fp32 as int8/16 {sent} B @reduce" in [str(one) for one in step.begin.actions]
+    assert step.sent_bytes == 3 * sent
+    short, spelt_out = (load_plan({"preset": "zero1", "islands": {"wire": one}}) for one in ("int4", {"dtype": "int4"}))
+    assert short == spelt_out
 
 
 def test_an_action_of_a_buffer_without_an_anchor_is_refused() -> None:
@@ -183,7 +194,10 @@ def test_copies_are_compared_within_an_island() -> None:
         ({"preset": "infinity"}, "Rows on a disk are not supported with islands"),
         ({"offload": {"optim": 1.0, "optim_disk": 0.5}}, "Rows on a disk are not supported with islands"),
         ({"survive": "buddy"}, "Set survive: checkpoint"),
-        ({"islands": {"wire": "fp64"}}, "islands.wire is fp64, wider than master weights in fp32"),
+        ({"islands": {"wire": "fp64"}}, "islands.wire is fp64, and master weights are fp32"),
+        ({"islands": {"wire": "int8"}, "precision": "fp64"}, "islands.wire is int8/256, and master weights are fp64"),
+        ({"islands": {"wire": {"dtype": "int8", "axes": ["dp"]}}}, "outer gradients are sent along one"),
+        ({"islands": {"wire": {"dtype": "bf16", "block": 64}}}, "which is for int8 and int4"),
     ],
 )
 def test_what_islands_exclude(change: dict[str, Any], says: str) -> None:

@@ -242,11 +242,11 @@ def _below_rows(explained: Explanation) -> Text:
         sent = f"parameters in {table.param_wire}, {sent}"
     if table.param_codes is not None:
         sent = f"parameters in {table.param.dtype}{_codes_words(table.param_codes, table)}, {sent}"
+    if table.outer is not None:
+        sent = f"{sent}, outer gradients in {table.outer.codes or table.outer.wire}"
     if table.sends_codes:
         sent = f"{sent}; vectors, embeddings and routers are sent without codes"
     text = f"computes in {table.compute}; sends {sent}"
-    if table.outer is not None:
-        text += f"; outer gradients in {table.outer.wire}"
     alone = [axis for axis in mesh.axes if mesh.size(axis) == 1]
     if alone:
         text += f"; nothing is split over {' and '.join(alone)}, which has one rank"

@@ -359,9 +359,7 @@ class Islands(Strict):
     mix: float = Field(
         default=0.0, ge=0, lt=1, description="share of its own values that an island keeps after an outer step"
     )
-    wire: DtypeName | None = Field(
-        default=None, description="dtype of outer gradients on the wire; default: that of master weights"
-    )
+    wire: WireFormat = Field(default=WireFormat(), description="outer gradients; default: as master weights")
     tier: Literal["device", "host"] = Field(
         default="host", description="where the common model and its optimizer's state are"
     )

@@ -242,13 +242,17 @@ def outer_gradients(flat: FlatSpec) -> Actions:
     table = flat.table
     if table.outer is None:
         raise ProgramError(f"{flat.name} has no anchor, so it has no outer step.")
-    numel, wire = flat.num_elements(table.optim.shard), table.outer.wire
+    numel, wire, codes = flat.num_elements(table.optim.shard), table.outer.wire, table.outer.codes
     due = [Action("subtract", flat.name, "outer")]
     for move in moves(table.outer_gradient, table.outer.place, table.order):
-        if move.verb == "all_reduce":  # `update anchor` brings it to the anchor's tier
-            size = flat.mesh.size(move.over)
-            sent = 2 * (size - 1) * wire.num_bytes(numel // size)
-            due.append(Action("all_reduce", flat.name, "outer", move.over, wire.dtype, sent))
+        if move.verb != "all_reduce":  # `update anchor` brings it to the anchor's tier
+            continue
+        size = flat.mesh.size(move.over)
+        sent, text = 2 * (size - 1) * wire.num_bytes(numel // size), ""
+        if codes is not None:
+            way = SumOfCodes.cheapest(move.verb, codes, wire, numel, size)
+            sent, text = way.sent_bytes(numel, size), str(way)
+        due.append(Action("all_reduce", flat.name, "outer", move.over, wire.dtype, sent, codes=text))
     return tuple(due)
 
 

@@ -118,8 +118,10 @@ class Walk:
     def _scratch_bytes(self, flat: FlatSpec, buffer: Buffer, action: Action) -> int:
         if buffer == "messages" and flat.table.outer is not None:
             wire, dtype = flat.table.outer.wire, flat.table.optim.dtype
-            copies = 1 if wire.dtype == dtype else 2
-            return copies * wire.num_bytes(flat.num_elements(flat.table.optim.shard))
+            numel = flat.num_elements(flat.table.optim.shard)
+            if action.codes:
+                return SumOfCodes.parse(action.verb, action.codes).memory_bytes(numel, flat.mesh.size(action.over))
+            return (1 if wire.dtype == dtype else 2) * wire.num_bytes(numel)
         if buffer != "codes":
             return self._num_bytes(flat, buffer)
         num_ranks = flat.mesh.size(action.over)  # all ranks' codes; this one sends its own to all others

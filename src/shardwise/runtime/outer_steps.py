@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm import Collectives, Group, Work
+from shardwise.comm import Communicator, Group, Work
 from shardwise.memory import Flat, torch_dtype
 from shardwise.plan import Islands, OuterOptimizer
+from shardwise.plan.placement import SumOfCodes
 from shardwise.program import Action, UnitSpec
 from shardwise.program.outer_step import OuterStep, build_outer
+from shardwise.runtime.codec import EncodedAllReduce, codec_for
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.reduction import staging_bytes
 
@@ -38,7 +40,7 @@ class OuterSteps:
         specs: Sequence[UnitSpec],
         flats: Sequence[Flat],
         executor: Executor,
-        collectives: Collectives,
+        collectives: Communicator,
         groups: Mapping[str, Group],
         writing: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -95,12 +97,14 @@ class OuterSteps:
 class _OuterGradient:
     """The outer gradient of one flat buffer, while there is one."""
 
-    def __init__(self, flat: Flat, collectives: Collectives, groups: Mapping[str, Group]) -> None:
+    def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
         assert flat.spec.table.outer is not None
         self._flat = flat
         self._collectives = collectives
         self._groups = groups
+        codes = flat.spec.table.outer.codes
         self._wire = torch_dtype(flat.spec.table.outer.wire.dtype)
+        self._codec = codec_for(codes) if codes is not None else None
         self._num_islands = flat.spec.mesh.num_islands
         self._value: Tensor | None = None
         self._work: Work | None = None
@@ -122,7 +126,11 @@ class _OuterGradient:
     def _all_reduce(self, action: Action) -> None:
         """Start the sum over islands, each of which counts equally."""
         value, group = self._require(), self._groups[action.over]
-        self._work = self._collectives.all_reduce(value, value, group, self._wire, self._flat.name)
+        if self._codec is not None and action.codes:
+            way, name = SumOfCodes.parse(action.verb, action.codes), self._flat.name
+            self._work = EncodedAllReduce(self._codec, way, self._collectives, value, value, group, name)
+        else:
+            self._work = self._collectives.all_reduce(value, value, group, self._wire, self._flat.name)
         self._staging_bytes = staging_bytes(action, value, len(group.ranks), self._wire)
         self._flat.meter.hold("working", self._staging_bytes)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from shardwise.comm import Collectives, DataGroup, World
+from shardwise.comm import Collectives, Communicator, DataGroup, World
 from shardwise.errors import ConfigError
 from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
@@ -362,7 +362,7 @@ class _Assembly:
         self._hooks.callback(pipeline.release)
         return pipeline
 
-    def _outer_steps(self, executor: Executor, collectives: Collectives, runner: Runner) -> OuterSteps | None:
+    def _outer_steps(self, executor: Executor, collectives: Communicator, runner: Runner) -> OuterSteps | None:
         if not self._mesh.island_axes:
             return None
         from shardwise.runtime.outer_steps import OuterSteps  # only plans with islands load it

@@ -182,14 +182,22 @@ def _outer(plan: Plan, optim: Place) -> Outer:
     """The common model of islands: a rank has the elements that it updates."""
     from shardwise.plan.placement.fragment import fragments_of  # only plans with islands load it
 
-    asked = plan.islands
-    if asked.wire is not None and WIDTH[asked.wire] > WIDTH[optim.dtype]:
+    asked, wire, codes = plan.islands, Wire(optim.dtype), None
+    if asked.wire.axes is not None:
+        raise PlacementError("islands.wire has axes, and outer gradients are sent along one. Leave out axes.")
+    if asked.wire.dtype == "int8" or asked.wire.dtype == "int4":
+        codes = Codes(asked.wire.dtype, asked.wire.block or _BLOCKS[asked.wire.dtype], (ISLAND_AXIS,))
+    elif asked.wire.block is not None:
+        raise PlacementError("islands.wire has a block, which is for int8 and int4. Leave it out, or choose one.")
+    elif asked.wire.dtype is not None:
+        wire = Wire(asked.wire.dtype)
+    if WIDTH[wire.dtype] > WIDTH[optim.dtype] or (codes is not None and optim.dtype != "fp32"):
         raise PlacementError(
-            f"islands.wire is {asked.wire}, wider than master weights in {optim.dtype}, so sending would take more for "
-            f"nothing. Leave it out: outer gradients are then sent as they are."
+            f"islands.wire is {codes or wire}, and master weights are {optim.dtype}: sending would take more for "
+            f"nothing, or cannot be scaled. Leave it out: outer gradients are then sent as they are."
         )
     place = Place(shard=optim.shard, tier=asked.tier, dtype=optim.dtype)
-    return Outer(place, int(asked.optimizer.momentum > 0), fragments_of(asked), Wire(asked.wire or optim.dtype))
+    return Outer(place, int(asked.optimizer.momentum > 0), fragments_of(asked), wire, codes)
 
 
 def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes | None]:

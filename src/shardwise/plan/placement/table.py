@@ -28,6 +28,8 @@ class Outer:
     num_states: int
     fragments: tuple[Fragment, ...]
     wire: Wire = FP32
+    codes: Codes | None = None
+    """What is sent instead, if that is codes."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,12 @@ class Table:
         [Note: blocks of codes] Where codes are sent, that is at the start of a block. So no block is cut by a shard or
         has elements of two parameters, and the codes of a parameter do not depend on how many ranks there are.
         """
-        return math.lcm(ALIGN, *(codes.block for codes in (self.grad_codes, self.param_codes) if codes is not None))
+        return math.lcm(ALIGN, *(codes.block for codes in self._every_codes))
+
+    @property
+    def _every_codes(self) -> tuple[Codes, ...]:
+        outer = None if self.outer is None else self.outer.codes
+        return tuple(codes for codes in (self.grad_codes, self.param_codes, outer) if codes is not None)
 
     def param_wire_over(self, axis: str) -> Wire | Codes | None:
         """The format in which parameters are sent along `axis`, or `None` if they are sent as they are."""
@@ -122,11 +129,12 @@ class Table:
 
     @property
     def sends_codes(self) -> bool:
-        return self.grad_codes is not None or self.param_codes is not None
+        return bool(self._every_codes)
 
     def without_codes(self) -> Table:
         """The same table for parameters that are sent whole, and whose gradients are."""
-        return replace(self, grad_codes=None, param_codes=None)
+        outer = self.outer and replace(self.outer, codes=None)
+        return replace(self, grad_codes=None, param_codes=None, outer=outer)
 
     @cached_property
     def order(self) -> Axes:
