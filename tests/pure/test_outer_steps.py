@@ -194,6 +194,7 @@ def test_copies_are_compared_within_an_island() -> None:
         ({"preset": "infinity"}, "Rows on a disk are not supported with islands"),
         ({"offload": {"optim": 1.0, "optim_disk": 0.5}}, "Rows on a disk are not supported with islands"),
         ({"survive": "buddy"}, "Set survive: checkpoint"),
+        ({"preset": "ddp", "powersgd": 2}, "sent as factors along a single axis"),
         ({"islands": {"wire": "fp64"}}, "islands.wire is fp64, and master weights are fp32"),
         ({"islands": {"wire": "int8"}, "precision": "fp64"}, "islands.wire is int8/256, and master weights are fp64"),
         ({"islands": {"wire": {"dtype": "int8", "axes": ["dp"]}}}, "outer gradients are sent along one"),

@@ -145,7 +145,9 @@ def _is_known_kind(chunk: Chunk, index: Index) -> bool:
     if first == ISLAND:
         number, _, own = rest.partition(".")
         return _is_number(number, index.world_size) and (own in ("param", "buffer") or _is_state(own))
-    return chunk.kind == "param" or (first == "buffer" and (not dot or _is_number(rest, index.world_size)))
+    return chunk.kind in ("param", "factor") or (
+        first in ("buffer", "unsent") and (not dot or _is_number(rest, index.world_size))
+    )
 
 
 def _is_state(kind: str) -> bool:
@@ -162,7 +164,7 @@ def _numel(where: str, chunk: Chunk, index: Index) -> int:
     if chunk.shape is not None:
         if (chunk.start, chunk.stop) != (0, 0) or len(chunk.shape) > MAX_DIMS:
             raise _WrongError(f"{where} is whole and has elements {chunk.start} to {chunk.stop} as well.")
-        if not _is_state(chunk.kind) and chunk.kind != RANK:
+        if not _is_state(chunk.kind) and chunk.kind not in (RANK, "factor"):
             raise _WrongError(f"{where}.shape is for states of an optimizer only.")
         return math.prod(chunk.shape)
     numel = math.prod(index.shapes[chunk.name])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.content import Content, Entry
+from shardwise.checkpoint.content import FACTOR, Content, Entry
 from shardwise.checkpoint.index import ISLAND, Index
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of
 from shardwise.checkpoint.read import Reader
@@ -72,6 +72,11 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
     for entry in content.entries:
         if entry.kind.removeprefix(_own_prefix(content.island)).startswith("state."):
             continue
+        if entry.kind == FACTOR or (entry.num_ranks and not _has_residual(reader, entry)):
+            factor = reader.whole(entry.kind, entry.name) if entry.kind == FACTOR else None
+            fits = factor is not None and factor.span.numel == entry.span.numel
+            recipe.tensors.append(Filling(entry, [factor] if factor is not None and fits else []))
+            continue
         kind = _kind_there(reader, entry)
         if kind.startswith("outer.") and reader.first_chunk(kind, entry.name) is None:
             recipe.absent.append(entry)  # written without islands, or without momentum
@@ -106,6 +111,10 @@ def _state_kinds(reader: Reader, name: str, island: int | None) -> dict[str, str
         if found:
             return found
     return {}
+
+
+def _has_residual(reader: Reader, entry: Entry) -> bool:
+    return entry.num_ranks == reader.index.world_size and reader.first_chunk(entry.kind, entry.name) is not None
 
 
 def has_states(reader: Reader, name: str) -> bool:
@@ -222,6 +231,8 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
 def _fill_tensor(filling: Filling, reader: Reader) -> Wanted:
     """Returns what has still to be read."""
     entry, out = filling.entry, filling.entry.tensor.detach()
+    if not filling.reads and (entry.num_ranks or entry.kind == FACTOR):
+        out.zero_()  # it begins anew
     if entry.rows is not None:
         _stream(reader, entry.rows, out, filling.reads, entry.span, entry.box)
         return []

@@ -27,6 +27,8 @@ OwnVerb = Literal[
     "collect",
     "orthogonalize",
     "hand_back",
+    "project",
+    "restore",
     "checksum",
     "compare",
     "subtract",
@@ -55,6 +57,8 @@ Subject = Literal[
     "norms",
     "matrix",
     "update",
+    "signs",
+    "momentum",
     "checksums",
     "outer",
     "anchor",
@@ -79,6 +83,9 @@ Buffer = Literal[
     "anchor",
     "outer",
     "messages",
+    "signs",
+    "arrived",
+    "averaged",
 ]
 """Memory of one flat buffer on one rank.
 
@@ -87,9 +94,10 @@ range kept until the backward; `fresh` is what a backward leaves, `sum` the inte
 what waits for the step and `due` what the update reads; `outgoing` is what was updated on the host, cast to the dtype
 of the resting parameters. `matrix` stands for the whole matrices that this rank orthogonalizes, `given` for its pieces
 of matrices that other ranks do. `staging` is memory for messages, `codes` for parameters as they are sent, if that is
-not as they are (`Table.param_wire`); `work` is scratch memory of an update. `anchor` is what islands have in common of
-what the optimizer updates, `outer` an outer gradient, and `messages` the memory in which it is sent, beside gradients
-of later steps: see `outer_step.py`.
+not as they are (`Table.param_wire`); `work` is scratch memory of an update. `signs` are this rank's, by the rank that
+averages them, `arrived` the other ranks' for this one to average, and `averaged` what all ranks have averaged.
+`anchor` is what islands have in common of what the optimizer updates, `outer` an outer gradient, and `messages` the
+memory in which it is sent, beside gradients of later steps: see `outer_step.py`.
 
 The rows of the table give the tier of a buffer: see `tier_of` in `spec.py`.
 """
@@ -165,6 +173,8 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     # gradients, in a pass
     ("reduce_scatter", "grad"): _sum("fresh", "grad", cuts=True),
     ("all_reduce", "grad"): _sum("fresh", "grad"),
+    ("project", "grad"): _sum("fresh", "grad"),
+    ("restore", "grad"): _sum("fresh", "grad"),
     ("cast", "grad"): _sum("fresh", "grad", sends=False),
     ("evict", "grad"): _evict("fresh", "grad"),
     ("wait", "sum"): Effect(waits="sum", frees=("staging",)),
@@ -200,6 +210,25 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
         awaited=("update", "update"),
     ),
     ("wait", "update"): Effect(waits="given", frees=("staging", "given")),
+    # what an update averages over the ranks itself, one bit per element: see `sign_exchange.py`
+    ("collect", "momentum"): Effect(
+        "signs",
+        reads=("due",),
+        scratch=("arrived",),
+        sends=True,
+        stream="gather",
+        awaited=("signs", "signs"),
+    ),
+    ("wait", "signs"): Effect(waits="signs", frees=("arrived",)),
+    ("hand_back", "momentum"): Effect(
+        "averaged",
+        reads=("signs",),
+        frees=("signs",),
+        sends=True,
+        stream="reduce",
+        awaited=("momentum", "momentum"),
+    ),
+    ("wait", "momentum"): Effect(waits="averaged", frees=("averaged",)),
     # updates that are not one call for all units on the device: a unit's on the host, with its states read from and
     # written to a disk. memory/disk_memory.py reads ahead and writes behind on its own
     ("fetch", "states"): Effect(reads=("master",)),

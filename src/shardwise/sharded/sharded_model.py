@@ -398,6 +398,7 @@ class ShardedModel:
             self.disk.end_step(self.world)
         parts.gradients.note_step()
         self.converted.note_update()
+        self.require_optimizer().find_changed_updates()
         self._begin_step()
         self.world.journal.clock.rest()
         if member is self.require_optimizer().members[0]:
@@ -405,6 +406,7 @@ class ShardedModel:
             self.world.journal.num_steps += 1
         if member is self.require_optimizer().members[-1]:
             self._outer_step()
+        self.begin_factors_when_due()
         if parts.verification is not None and self._is_next_verified:
             parts.runner.step.take_checksums()
             parts.verification.note()
@@ -420,6 +422,12 @@ class ShardedModel:
         """Wait for outer gradients that are on their way, so that nothing is left in messages. All ranks call."""
         if self.parts.outer_steps is not None:
             self.parts.outer_steps.settle()
+
+    def begin_factors_when_due(self) -> None:
+        """After a step, or a resume: whether the next one sends gradients as factors, and this plan does not yet."""
+        asked = self.plan.powersgd
+        if asked.rank is not None and 0 < asked.start_step <= self.progress.num_steps:
+            self.parts.unfreezing.begin_factors()
 
     # -- verified steps: docs/verify.md -----------------------------------------------------------------
 
