@@ -23,6 +23,8 @@ NUM_RANKS = 2
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 TORCH, OURS, APART = "torch", "shardwise", "apart"
 DEEPSPEED, OURS_ZERO1 = "deepspeed-1 1f1b", "shardwise-zero1 1f1b"
+LOOPS = {"shardwise loop": 1, "shardwise loop of 2": 2}
+"""Loops of one's own that call the model: how many calls share the micro-batches of a step."""
 SIZES = ("light", "heavy")
 Spans = dict[str, list[float]]
 """By rank and op (`0 F3@1`), when it began and ended, in microseconds."""
@@ -34,7 +36,8 @@ def main(args: argparse.Namespace, console: Console) -> int:
     held_size = "tiny" if args.quick else "held"
     pairs = [(f"{TORCH} {schedule}", f"{OURS} {schedule}") for schedule in SCHEDULES]
     pairs += [(DEEPSPEED, OURS_ZERO1)] if find_spec("deepspeed") else []
-    engines = [APART, *(engine for pair in pairs for engine in pair)]
+    pairs += [(f"{OURS} gpipe", loop) for loop in LOOPS]
+    engines = list(dict.fromkeys([APART, *(engine for pair in pairs for engine in pair)]))
     result: dict[str, Any] = header(args.note) | {"benchmark": "pipeline", "ranks": NUM_RANKS, "races": []}
     wrong = []
     for size in sizes:

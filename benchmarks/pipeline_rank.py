@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 from benchmarks.engines import adamw
 from benchmarks.figures import write_figures
 from benchmarks.model import Block
-from benchmarks.pipeline import APART, DEEPSPEED, OURS_ZERO1, TORCH, spans_of
+from benchmarks.pipeline import APART, DEEPSPEED, LOOPS, OURS_ZERO1, TORCH, spans_of
 from benchmarks.pipeline_sizes import PIPELINE_SIZES, PipelineSize
 from benchmarks.turns import Trainer, take_turns
 from benchmarks.worker import warm_up
@@ -52,6 +52,8 @@ def _trainer(name: str, size: PipelineSize, world: World, engines: dict[str, Eng
         return _apart(size)
     if name == DEEPSPEED:
         return _deepspeed(size)
+    if name in LOOPS:
+        return _loop(size, world, LOOPS[name])
     maker, _, schedule = name.partition(" ")
     if maker == TORCH:
         return _torch(size, schedule)
@@ -146,6 +148,43 @@ def _engine(size: PipelineSize, schedule: str, world: World, preset: str) -> Eng
     }
     model = nn.Sequential(*build_layers(size))
     return shard(model, plan, optimizer=adamw(model), world=world)
+
+
+class Losing(nn.Module):
+    """The same layers, with the loss in the model, so that no logits are sent."""
+
+    def __init__(self, size: PipelineSize) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*build_layers(size))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.layers(x), y)
+
+
+def _loop(size: PipelineSize, world: World, num_calls: int) -> Trainer:
+    """`loss = model(x, y); engine.backward(loss)`, whose calls split their batches among the stages themselves."""
+    stages = [[f"layers.{layer}" for layer in stage] for stage in cut_evenly(size, world.size)]
+    plan = {
+        "preset": "ddp",
+        "mesh": {"pp": world.size, "dp": 1},
+        "accumulate": num_calls,
+        "pipeline": {"stages": stages},
+    }
+    model = Losing(size)
+    engine = shard(model, plan, optimizer=adamw(model), world=world)
+    batches = list(zip(*(one.chunk(num_calls) for one in tokens(size)), strict=True))
+
+    def passes() -> Tensor:
+        losses = []
+        for number, batch in enumerate(batches):
+            loss = model(*batch)
+            engine.backward(loss)
+            losses.append(loss.detach())
+            if number + 1 < len(batches):
+                engine.step()  # ends a micro-batch
+        return torch.stack(losses).mean()
+
+    return Trainer(passes, engine.step)
 
 
 def _torch(size: PipelineSize, schedule: str) -> Trainer:

@@ -59,6 +59,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/parallel/experts": (
         "ranks/test_expert*",
         "ranks/test_lost_experts.py",
+        "ranks/test_lost_groups.py",
         "ranks/test_deepspeed_moe.py",
         "extras/test_expert_models.py",
     ),
@@ -99,6 +100,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/parallel/pipeline": (
         "ranks/test_pipeline*",
         "ranks/test_lost_stages.py",
+        "ranks/test_lost_groups.py",
         "ranks/test_sequence_in_stages.py",
         "ranks/test_inference*",
     ),
@@ -123,8 +125,13 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "tests/": (),
     "tests/extras/requirements.txt": PACKAGES,
     "tests/extras/vision.txt": ("extras/test_zoo.py",),
-    "docs/": ("extras/test_site.py", "extras/test_integration_docs.py", "extras/test_tutorial.py"),
-    "README.md": ("extras/test_release.py", "extras/test_site.py"),
+    "docs/": (
+        "ranks/test_docs.py",
+        "extras/test_site.py",
+        "extras/test_integration_docs.py",
+        "extras/test_tutorial.py",
+    ),
+    "README.md": ("ranks/test_docs.py", "extras/test_release.py", "extras/test_site.py"),
     "mkdocs.yml": ("extras/test_site.py",),
     "examples/": ("processes/test_main_job.py", "extras/test_tutorial.py"),
     "benchmarks/": ("pure/test_bench_parts.py",),

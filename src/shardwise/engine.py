@@ -286,6 +286,13 @@ class Engine:
         return None if norm is None else float(norm)
 
     @property
+    def losses(self) -> tuple[torch.Tensor, ...]:
+        """The losses of the micro-batches of the last `train_step`, `forward_backward` or `eval_step`, in order:
+        detached scalars, under a pipeline the same on all its stages. Losses that a loop computes are not among them.
+        """
+        return self._sharded.progress.losses
+
+    @property
     def scaler(self) -> LossScaler | None:
         """The loss scale of fp16; `None` in other precisions."""
         return self._sharded.progress.scaler

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from benchmarks.device import calibrated, predicted
 from benchmarks.device.__main__ import outcome_of
 from benchmarks.device.allocations import sites_at_peak
 from benchmarks.device.gaps import gaps_of, rates_of
 from benchmarks.device.larger import HOST_BYTES, STATE_BYTES, largest
+from benchmarks.device.models import TINY
 from benchmarks.device.on_ranks import PARTS
 from benchmarks.device.page import page_of, verdict_of
 from benchmarks.device.rows import Rows
@@ -28,6 +30,9 @@ from benchmarks.device.scripts import run as run_script
 from benchmarks.device.speed import num_params_of
 from benchmarks.device.test_reports import TestReports
 from benchmarks.fresh import ROOT, environment
+from shardwise.fit.clock import time_ranks
+from shardwise.fit.hardware import hardware
+from shardwise.plan.placement import mesh_for
 from tests.thorough import thorough_only
 
 
@@ -74,6 +79,71 @@ def test_a_script_is_a_row_however_it_ends(tmp_path: Path) -> None:
     assert rows[4]["apart"] == 0.5
     part = {"status": "done", "seconds": 1.0, "errors": [rows[1]["error"]], "rows": rows}
     assert "2 of 5 run right: one, one" in page_of(whole_of({"scripts": part}))
+
+
+CALIBRATE = """#!{python}
+import pathlib, sys
+print("calibrated"), pathlib.Path(sys.argv[-1]).write_text({text!r})
+"""
+
+
+def calibrated_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, seconds: float = 60) -> dict[str, Any]:
+    """What the part writes where `shardwise calibrate` is `script`."""
+    stand_in, out = tmp_path / "python", tmp_path / "calibrated.json"
+    stand_in.write_text(script)
+    stand_in.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(stand_in))
+        patch.setattr(sys, "argv", ["calibrated", "--device", "cpu", "--out", str(out), "--seconds", str(seconds)])
+        assert calibrated.main() == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    return row
+
+
+def test_a_calibration_is_a_row_however_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = calibrated_row(tmp_path, monkeypatch, "#!/bin/sh\necho no such device >&2\nexit 3\n")
+    assert row["error"] == "exit 3: no such device\n"
+    row = calibrated_row(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 60\n", seconds=0.05)
+    assert row["error"].startswith("stopped after")
+
+
+def test_measured_steps_stand_beside_those_predicted_by_profile_and_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = hardware("h100-sxm")
+    text = json.dumps({"hardware": known.model_dump(mode="json")})
+    row = calibrated_row(tmp_path, monkeypatch, CALIBRATE.format(python=sys.executable, text=text))
+    assert row["said"] == "calibrated\n"
+    programs, seconds, promised = {}, {}, {}
+    for name in ("ours zero3", "ours zero3 recompute"):
+        programs[name] = plan, program, promised[name] = predicted.program_of(predicted.PLANS[name], TINY)
+        clock = time_ranks([program], known.with_ranks(1), mesh_for(plan, 1), num_micro_batches=1)
+        seconds[name] = clock.step_seconds
+    assert promised["ours zero3 recompute"] < promised["ours zero3"]
+    assert seconds["ours zero3 recompute"] > seconds["ours zero3"]
+
+    speed = [
+        {"name": "ours zero3, round 1", "seconds": 9.0},
+        {"name": "ours zero3, round 2", "seconds": 2 * seconds["ours zero3"], "peak_allocated_bytes": 2**30},
+        {"name": "ours zero3 recompute, round 1", "seconds": seconds["ours zero3 recompute"]},
+        {"name": "ours ddp, round 1", "error": "out of memory"},
+        {"name": "plain, round 1", "seconds": 0.5},
+    ]
+    result = whole_of({"speed": {"rows": speed}, "calibrated": {"rows": [row]}})
+    assert predicted.machines(result | {"machine": {"gpus": ["NVIDIA H200"]}}).keys() == {"h200", "calibrated"}
+    shown: list[Any] = []
+    (tmp_path / "device.json").write_text(json.dumps(result))
+    monkeypatch.setattr(predicted, "PLANS", {name: {"name": name} for name in programs})
+    monkeypatch.setattr(predicted, "program_of", lambda values, _: programs[values["name"]])
+    monkeypatch.setattr(predicted, "show_figures", lambda *table: shown.append(table))
+    monkeypatch.setattr(sys, "argv", ["predicted", str(tmp_path / "device.json")])
+    predicted.main()
+    ((_, head, rows, _),) = shown
+    assert head[2] == "by calibrated, ms"
+    assert [(name, by.split()[1], peak) for name, _, by, _, peak in rows] == [
+        ("ours zero3", "(-50%)", "1.00"),
+        ("ours zero3 recompute", "(+0%)", ""),
+    ]
 
 
 def test_a_failure_is_a_row_and_what_comes_after_it_runs(tmp_path: Path) -> None:

@@ -4,21 +4,24 @@ is trained, a critic that is trained, and a reference and a reward model that ar
 import argparse
 import json
 import os
-from types import SimpleNamespace
 
 import deepspeed
 import torch
 from deepspeed import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed_sft import convert_linear_layer_to_lora
+from deepspeed_sft import (
+    Tokenizer,
+    _z3_params_to_fetch,
+    convert_linear_layer_to_lora,
+    create_hf_model,
+    get_train_ds_config,
+    precision_of,
+)
 from ppo import actor_loss_of, advantages_and_returns, critic_loss_of, end_scores, log_probs_of
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, get_scheduler, set_seed
-from transformers.initialization import no_init_weights
-from transformers.integrations.deepspeed import HfDeepSpeedConfig
+from transformers import AutoModel, AutoModelForCausalLM, get_scheduler, set_seed
 
 PAD = 0
 PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH = 8, 5, 6
@@ -55,48 +58,32 @@ def parse_args():
 # -- configs ----------------------------------------------------------------------------------------------
 
 
-def precision_of(dtype):
-    if dtype == "fp32":
-        return {}
-    return {"fp16": {"enabled": True, "loss_scale_window": 100}} if dtype == "fp16" else {"bfloat16": {"enabled": True}}
-
-
 def train_config(args, stage, hybrid=False):
-    device = "cpu" if args.offload else "none"
+    config = get_train_ds_config(
+        args.offload,
+        args.dtype,
+        stage,
+        hybrid,
+        args.inference_tp_size,
+        args.release_inference_cache,
+        not args.unpin_actor_parameters,
+        args.tp_gather_partition_size,
+        PROMPT_LENGTH + ANSWER_LENGTH,
+        tb_name="step3",
+    )
+    return {**config, **batches_of(args)}
+
+
+def batches_of(args):
     return {
         "train_batch_size": args.per_device_batch_size * torch.distributed.get_world_size(),
         "train_micro_batch_size_per_gpu": args.per_device_batch_size,
-        "steps_per_print": 10,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "offload_param": {"device": device},
-            "offload_optimizer": {"device": device},
-            "stage3_param_persistence_threshold": 20,
-            "stage3_max_live_parameters": 3e7,
-            "stage3_prefetch_bucket_size": 3e7,
-            "memory_efficient_linear": False,
-        },
-        **precision_of(args.dtype),
-        "gradient_clipping": 1.0,
-        "prescale_gradients": False,
-        "wall_clock_breakdown": False,
-        "hybrid_engine": {
-            "enabled": hybrid,
-            "max_out_tokens": PROMPT_LENGTH + ANSWER_LENGTH,
-            "inference_tp_size": args.inference_tp_size,
-            "release_inference_cache": args.release_inference_cache,
-            "pin_parameters": not args.unpin_actor_parameters,
-            "tp_gather_partition_size": args.tp_gather_partition_size,
-        },
-        "tensorboard": {"enabled": False, "output_path": "logs", "job_name": "step3"},
     }
 
 
 def eval_config(args, stage, offload=False):
     return {
-        "train_batch_size": args.per_device_batch_size * torch.distributed.get_world_size(),
-        "train_micro_batch_size_per_gpu": args.per_device_batch_size,
+        **batches_of(args),
         "steps_per_print": 10,
         "zero_optimization": {
             "stage": stage,
@@ -132,20 +119,6 @@ class RewardModel(nn.Module):
             return values
         scores = end_scores(values, input_ids, prompt_length, self.PAD_ID)
         return {"values": values, "chosen_end_scores": scores}
-
-
-def create_hf_model(model_class, path, tokenizer, ds_config, rlhf_training=False):
-    config = AutoConfig.from_pretrained(path)
-    dschf = HfDeepSpeedConfig(ds_config) if ds_config["zero_optimization"]["stage"] == 3 else None  # noqa: F841
-    if rlhf_training:
-        with no_init_weights():
-            model = model_class.from_config(config)
-    else:
-        model = model_class.from_pretrained(path, config=config)
-    model.config.end_token_id = tokenizer.eos_token_id
-    model.config.pad_token_id = model.config.eos_token_id
-    model.resize_token_embeddings(8 * ((len(tokenizer) + 7) // 8))
-    return model
 
 
 def load_state_dict_into_model(model, state_dict, zero_stage):
@@ -292,14 +265,10 @@ class PPOTrainer:
         return self.actor_model.optimizer.overflow, self.critic_model.optimizer.overflow
 
 
-def to_fetch(params):
-    return [p for p in params if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-
-
 def moving_average(model, model_ema, beta, zero_stage):
     with torch.no_grad():
         for param, param_ema in zip(model.parameters(), model_ema.parameters()):  # noqa: B905
-            fetched = to_fetch([param, param_ema]) if zero_stage == 3 else []
+            fetched = _z3_params_to_fetch([param, param_ema]) if zero_stage == 3 else []
             with deepspeed.zero.GatheredParameters(fetched, enabled=len(fetched) > 0):
                 param_ema.data.copy_(torch.lerp(param.data, param_ema.data, beta))
 
@@ -313,7 +282,7 @@ def save_zero_three_model(engine, rank, folder, zero_stage):
         return
     output = {}
     for name, param in model.named_parameters():
-        with deepspeed.zero.GatheredParameters(to_fetch([param]), enabled=True):
+        with deepspeed.zero.GatheredParameters(_z3_params_to_fetch([param]), enabled=True):
             value = param.data.cpu().clone()
         if rank == 0:
             output[name] = value
@@ -336,10 +305,6 @@ def main():
     rank = torch.distributed.get_rank()
     set_seed(7)
     torch.distributed.barrier()
-
-    class Tokenizer(SimpleNamespace):
-        def __len__(self):
-            return 61
 
     tokenizer = Tokenizer(pad_token_id=PAD, eos_token_id=1)
     prompts = list(prompts_of(PROMPTS))

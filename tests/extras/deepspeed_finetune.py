@@ -89,9 +89,9 @@ def main():
     told["resumed"] = trained(arguments, f"{arguments.output_dir}/checkpoint-2")
     config = None
     if arguments.deepspeed:
-        split = json.loads(Path(arguments.deepspeed).read_text()).get("sequence_parallel_size", 1)
+        given = json.loads(Path(arguments.deepspeed).read_text())
         config = {
-            "sequence_parallel_size": split,
+            **{name: given[name] for name in ("sequence_parallel_size", "pipeline") if name in given},
             "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
             "gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
             "bf16": {"enabled": "auto"}, "csv_monitor": {"enabled": True, "output_path": "nowhere"},

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+from types import SimpleNamespace
 
 import deepspeed
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, SchedulerType, default_data_collator, get_scheduler, set_seed
+from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 
@@ -48,13 +50,31 @@ def parse_args():
 # -- ds_utils.py ---------------------------------------------------------------------------------------
 
 
-def get_train_ds_config(offload, dtype, stage=2, enable_hybrid_engine=False, tb_path="", tb_name=""):
+class Tokenizer(SimpleNamespace):
+    def __len__(self):
+        return 61
+
+
+def precision_of(dtype):
+    if dtype == "fp32":
+        return {}
+    return {"fp16": {"enabled": True, "loss_scale_window": 100}} if dtype == "fp16" else {"bfloat16": {"enabled": True}}
+
+
+def get_train_ds_config(
+    offload,
+    dtype,
+    stage=2,
+    enable_hybrid_engine=False,
+    inference_tp_size=1,
+    release_inference_cache=False,
+    pin_parameters=True,
+    tp_gather_partition_size=8,
+    max_out_tokens=512,
+    tb_path="",
+    tb_name="",
+):
     device = "cpu" if offload else "none"
-    precision = {}
-    if dtype == "fp16":
-        precision = {"fp16": {"enabled": True, "loss_scale_window": 100}}
-    elif dtype == "bf16":
-        precision = {"bfloat16": {"enabled": True}}
     return {
         "train_batch_size": 32,
         "train_micro_batch_size_per_gpu": 4,
@@ -69,17 +89,17 @@ def get_train_ds_config(offload, dtype, stage=2, enable_hybrid_engine=False, tb_
             "stage3_prefetch_bucket_size": 3e7,
             "memory_efficient_linear": False,
         },
-        **precision,
+        **precision_of(dtype),
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "wall_clock_breakdown": False,
         "hybrid_engine": {
             "enabled": enable_hybrid_engine,
-            "max_out_tokens": 512,
-            "inference_tp_size": 1,
-            "release_inference_cache": False,
-            "pin_parameters": True,
-            "tp_gather_partition_size": 8,
+            "max_out_tokens": max_out_tokens,
+            "inference_tp_size": inference_tp_size,
+            "release_inference_cache": release_inference_cache,
+            "pin_parameters": pin_parameters,
+            "tp_gather_partition_size": tp_gather_partition_size,
         },
         "tensorboard": {"enabled": False, "output_path": f"{tb_path}/ds_tensorboard_logs/", "job_name": tb_name},
     }
@@ -204,16 +224,20 @@ def get_optimizer_grouped_parameters(model, weight_decay, lora_lr=5e-4):
     return [group for group in groups if group["params"]]
 
 
-def create_hf_model(model_class, model_name_or_path, ds_config=None):
+def create_hf_model(model_class, model_name_or_path, tokenizer, ds_config=None, rlhf_training=False):
     model_config = AutoConfig.from_pretrained(model_name_or_path)
     if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
         dschf = HfDeepSpeedConfig(ds_config)
     else:
         dschf = None
-    model = model_class.from_pretrained(model_name_or_path, config=model_config)
-    model.config.end_token_id = 0
+    if rlhf_training:
+        with no_init_weights():
+            model = model_class.from_config(model_config)
+    else:
+        model = model_class.from_pretrained(model_name_or_path, config=model_config)
+    model.config.end_token_id = tokenizer.eos_token_id
     model.config.pad_token_id = model.config.eos_token_id
-    model.resize_token_embeddings(int(8 * math.ceil(model.config.vocab_size / 8.0)))
+    model.resize_token_embeddings(int(8 * math.ceil(len(tokenizer) / 8.0)))
     return model
 
 
@@ -291,7 +315,9 @@ def main():
     set_random_seed(args.seed)
     torch.distributed.barrier()
 
-    model = create_hf_model(AutoModelForCausalLM, args.model_name_or_path, ds_config)
+    model = create_hf_model(
+        AutoModelForCausalLM, args.model_name_or_path, Tokenizer(pad_token_id=0, eos_token_id=0), ds_config
+    )
     if args.lora_dim > 0:
         model = convert_linear_layer_to_lora(model, args.lora_module_name, args.lora_dim)
         if args.only_optimize_lora:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,9 @@ class Module(pl.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if (engine := in_stages(self)) is not None:
+            self.norms.append(float(engine.clip_grad_norm_(math.inf)))
+            return
         grads = [param.grad for param in self.parameters() if param.grad is not None]
         self.norms.append(torch.nn.utils.get_total_norm(grads).item())
 
@@ -144,8 +148,16 @@ def trainer_of(plan: Any, folder: str, *, settings: Any = None, **arguments: Any
     return pl.Trainer(**{**QUIET, **own, **arguments})
 
 
+def in_stages(module: pl.LightningModule) -> sw.Engine | None:
+    """The engine of a module that is in pipeline stages."""
+    engine: sw.Engine | None = getattr(module.trainer.strategy, "engine", None)
+    return engine if engine is not None and "pp" in (engine.plan.mesh or {}) else None
+
+
 def values(module: pl.LightningModule) -> dict[str, Any]:
-    return {name: value.detach().tolist() for name, value in module.state_dict().items()}
+    engine = in_stages(module) if module._trainer is not None else None
+    state = module.state_dict() if engine is None else engine.state_dict()
+    return {name: value.detach().tolist() for name, value in state.items()}
 
 
 def trained(plan: Any, folder: str, *, is_deferred: bool = False, settings: Any = None, **arguments: Any) -> Any:
@@ -219,6 +231,11 @@ def alone(folder: str, theirs: str) -> Any:
     return ours, resumed("ddp", folder, f"{theirs}/epoch=0.ckpt"), *found
 
 
+def alone_from(folder: str, theirs: str) -> Any:
+    """The second epoch in one process, from checkpoints of ours and of Lightning's."""
+    return resumed("zero2", folder, f"{folder}/epoch=0.ckpt"), resumed("ddp", folder, f"{theirs}/epoch=0.ckpt")
+
+
 CUT = {"blocks.*.up": "column", "blocks.*.down": "row", "embed": "vocabulary", "head": "vocabulary"}
 
 
@@ -230,6 +247,22 @@ def split(folder: str, theirs: str) -> Any:
     full = {"state_dict_type": "full"}
     other = resumed(plan, folder, f"{theirs}/epoch=0.ckpt", settings=full, save=f"{folder}/end.ckpt")
     return found, again, other
+
+
+STAGES: Any = {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}}
+
+
+def staged(folder: str) -> Any:
+    """The same on 2 x 2 ranks, in two pipeline stages."""
+    return trained(STAGES, folder, is_deferred=True), resumed(STAGES, folder, f"{folder}/epoch=0.ckpt")
+
+
+class Direct(Module):
+    """Its steps call a model in it."""
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        logits = self.net(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 class Attending(nn.Module):
@@ -270,8 +303,8 @@ class Experts(Module):
 
 
 def shared(kind: str, plan: Any, folder: str) -> Any:
-    """Train an epoch with tokens or experts split over ranks by `plan`."""
-    module = {"sp": Sequences, "ep": Experts}[kind]()
+    """Train an epoch with tokens, experts or stages split over ranks by `plan`."""
+    module = {"sp": Sequences, "ep": Experts, "pp": Direct}[kind]()
     trainer = trainer_of(plan, folder, max_epochs=1, gradient_clip_val=0.5, enable_checkpointing=False)
     trainer.fit(module, DataLoader(Rows(12), batch_size=2))
     found = {"losses": module.losses, "state": values(module)}
@@ -391,7 +424,9 @@ def refused(what: str, folder: str) -> None:
     elif what == "spawn":
         settings = {"start_method": "spawn"}
     elif what == "axes":
-        plan = {"preset": "zero3", "mesh": {"pp": 2}}
+        plan, settings = {"preset": "zero3", "mesh": {"pp": 2}}, {"state_dict_type": "full"}
+    elif what == "auto":
+        plan = {"preset": "auto", "mesh": {"pp": 2}}
     elif what == "batch norms":
         arguments["sync_batchnorm"] = True
     elif what == "accumulation":

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import sampled
 
@@ -154,35 +151,6 @@ def test_adapters_on_a_head_of_logits_in_chunks(preset: str, mesh: dict[str, int
     torch.manual_seed(0)
     model = adapted(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)), ["q_proj", "lm_head"])
     race(model, preset, mesh, loss={"logits": "chunked", "chunk": 4 * VOCAB * 5})
-
-
-def test_saving_adapters_of_a_stage_is_refused(tmp_path: Path) -> None:
-    """They would be incomplete; those that a checkpoint brings to the unsplit model are all there."""
-    torch.manual_seed(0)
-    model = llama()
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(
-            mine, {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}, optimizer=sgd(mine), world=world
-        ) as engine:
-            state = engine.state_dict(rank_0_only=True)
-            with pytest.raises(ModelError, match="adapters of other pipeline stages would be missing"):
-                mine.save_pretrained(tmp_path / "adapters", state_dict=state)
-            engine.save(tmp_path / "checkpoints")
-
-    run_ranks(2, rank)
-    assert not (tmp_path / "adapters").exists()
-    whole = llama()
-    with sw.shard(whole, "ddp", optimizer=sgd(whole)) as engine:
-        engine.resume(tmp_path / "checkpoints")
-        whole.save_pretrained(tmp_path / "adapters", state_dict=engine.state_dict())
-    written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    expected = peft.get_peft_model_state_dict(model)
-    assert written.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(written[name], value), name
 
 
 @pytest.mark.parametrize(("preset", "mesh"), WITH_EXPERTS, ids=name_of)

@@ -67,14 +67,14 @@ def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @sampled
-@pytest.mark.parametrize("split", [1, 2])
-def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, split: int) -> None:
-    """Over `split` sequences two ranks have the batches of one."""
+@pytest.mark.parametrize("splits", [{}, {"sequence_parallel_size": 2}, {"pipeline": {"stages": 2}}], ids=str)
+def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, splits: dict[str, Any]) -> None:
+    """Over split sequences, and in stages, two ranks have the batches of one."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
-    waited = begin(2 // split, plain, [str(theirs / "told.json"), "--output_dir", str(theirs), *ARGUMENTS])
-    (tmp_path / "ds.json").write_text(json.dumps(AUTO | ({"sequence_parallel_size": split} if split > 1 else {})))
+    waited = begin(1 if splits else 2, plain, [str(theirs / "told.json"), "--output_dir", str(theirs), *ARGUMENTS])
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO | splits))
     words = [str(SCRIPT), str(ours / "told.json"), "--output_dir", str(ours), *ARGUMENTS]
     done = launched(*words, "--deepspeed", str(tmp_path / "ds.json"))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -94,6 +94,7 @@ def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path, spl
     assert told["deepspeed"] == str(tmp_path / "ds.json")
     assert (ours / "checkpoint-2" / "shardwise").is_dir()
     assert "zero_optimization.overlap_comm: not needed" in done.stdout
+    assert "pipeline" not in done.stdout
     assert (
         "csv_monitor.enabled: available elsewhere; Trainer logs to the trackers set by report_to of TrainingArguments"
         in done.stdout

@@ -81,6 +81,32 @@ def test_ranks_that_share_in_a_model(tmp_path: Path) -> None:
     same({"state": jobs.values(weights)}, {"state": jobs.values(expected_weights)}, "state")
 
 
+def test_ranks_that_have_stages(tmp_path: Path) -> None:
+    """Everything equals a run on half as many ranks with whole models, and one rank goes on from the checkpoint."""
+    folder, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    plain = begin(2, jobs.by_ddp, theirs)
+    ours = on_ranks(4, jobs.staged, folder)
+    expectations = plain()
+    for rank in range(4):
+        (run, again), (expected, resumed) = ours[rank], expectations[rank % 2]
+        same(run, expected, "losses", "norms", "metrics", "state", "predicted", "rate", "steps")
+        for name in ("val", "test"):
+            assert run[name][0] == pytest.approx(expected[name][0], abs=1e-5)
+        same(again, resumed, "losses", "state", "rate")
+    assert Path(ours[0][0]["best"], "meta.pt").is_file()
+    found, beside = on_ranks(1, jobs.alone_from, folder, theirs)[0]
+    same(found, beside, "losses", "state", "rate")
+
+
+def test_models_in_a_module_are_called_in_stages(tmp_path: Path) -> None:
+    wait = begin(1, jobs.shared, "pp", None, str(tmp_path))
+    found = on_ranks(2, jobs.shared, "pp", {"preset": "zero1", "mesh": {"pp": 2}}, str(tmp_path))
+    alone = wait()[0]
+    assert len(alone["losses"]) == 6
+    for run in found:
+        same(run, alone, "losses", "state")
+
+
 def test_ranks_that_share_in_tokens(tmp_path: Path) -> None:
     wait = begin(1, jobs.shared, "sp", None, str(tmp_path))
     found = on_ranks(2, jobs.shared, "sp", {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, str(tmp_path))
@@ -139,7 +165,8 @@ def test_averaged_weights_and_uneven_batches(tmp_path: Path) -> None:
 REFUSED = {
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "spawn": "start_method='spawn' starts ranks",
-    "axes": "mesh has pp, but Lightning .* keep pp, with Trainer",
+    "axes": "state_dict_type='full' .* the plan's mesh has pp",
+    "auto": "preset: auto is not for loops that call a model in pipeline stages",
     "state": "state_dict_type is 'sharded_'",
 }
 REFUSED_AT_SETUP = {

@@ -113,6 +113,35 @@ def test_merged_weights_are_those_of_peft(adapters: str, plan: dict[str, Any], t
     assert torch.equal(loaded.eval()(tokens).logits, type(merged).from_pretrained(tmp_path / "theirs")(tokens).logits)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+@pytest.mark.parametrize("adapters", ADAPTERS)
+@sampled
+def test_adapters_of_all_stages_are_saved_by_peft(adapters: str, tmp_path: Path) -> None:
+    """Also a head and tokens that are trained on one stage; and what is saved is loaded into a plain model."""
+    model = adapted(adapters)
+    tokens = torch.randint(0, VOCAB, (4, 8))
+
+    def work(engine: sw.Engine) -> dict[str, torch.Tensor]:
+        engine.train_step({"input_ids": tokens, "labels": tokens})
+        mine: Any = engine.module
+        with pytest.raises(ModelError, match="has the adapters of its own pipeline stages only"):
+            mine.save_pretrained(tmp_path / "adapters")
+        mine.save_pretrained(tmp_path / "adapters", state_dict=engine.state_dict(rank_0_only=True))
+        return engine.state_dict()
+
+    state = on_ranks(model, {"preset": "zero3", "mesh": {"pp": 2}}, work)[0]
+    model.load_state_dict(state)
+    written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(model)
+    assert written.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(written[name], value), name
+    torch.manual_seed(4)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
 def test_the_model_that_trains_is_not_changed() -> None:
     """To merge writes to copies: the next step is the one that would have been."""
     model = adapted("lora")

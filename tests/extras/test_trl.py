@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import trl_jobs as jobs
 from rank_processes import begin, on_ranks
+from safetensors.torch import load_file
+
+from tests.thorough import sampled
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,6 +45,44 @@ def test_split_sequences_and_stages_are_trained_as_whole_ones(name: str, mesh: d
     assert len(ours["losses"]) == len(ours["by_token"]) // (2 if name == "preferred" else 1) == 4
     for parameter, value in expected["state"].items():
         torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+
+
+STAGES = {"preset": "zero3", "mesh": {"pp": 2}}
+
+
+@sampled
+@pytest.mark.parametrize("name", ["adapted", "preferred_to_itself", "compared"])
+def test_adapters_and_rewards_in_stages(name: str, tmp_path: Path) -> None:
+    """SFT with LoRA, DPO whose reference is the model without its adapters, and a reward model."""
+    folders = tmp_path / "theirs", tmp_path / "ours"
+    for folder in folders:
+        folder.mkdir()
+
+    def job_of(folder: Path) -> Any:
+        if name == "adapted":
+            return jobs.supervised, {"peft_config": jobs.adapters(), "eval_strategy": "steps", "eval_steps": 2}
+        return getattr(jobs, name), {"folder": str(folder)}
+
+    (theirs, settings), (mine, own) = map(job_of, folders)
+    plain = begin(1, theirs, None, **settings)
+    runs = on_ranks(2, mine, STAGES, **own)
+    expected = plain()[0]
+    for run in runs:
+        for figure in ("losses", "norms", "rates", "evaluations", "by_token"):
+            assert run[figure] == pytest.approx(expected[figure], abs=1e-5), figure
+        for parameter, value in expected["state"].items():
+            torch.testing.assert_close(torch.tensor(run["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+    assert len(expected["losses"]) == 4
+    if name == "preferred_to_itself":
+        files = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+        assert files[0].keys() == files[1].keys()
+        for parameter, value in files[0].items():
+            torch.testing.assert_close(files[1][parameter], value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trainer_that_generates_refuses_stages() -> None:
+    with pytest.raises(RuntimeError, match="trainers that generate, and eval_use_gather_object, count samples"):
+        on_ranks(2, jobs.rewarded, STAGES)
 
 
 def test_a_head_that_trl_reads_by_itself_cannot_be_split_by_words() -> None:

@@ -194,17 +194,37 @@ def in_stages(plan: Any, kind: str = "", **settings: Any) -> dict[str, Any]:
 
     trainer = make(plan, "classifier" if is_classifier else "llama", compute_metrics=metrics, **settings)
     trainer.train_dataset, trainer.eval_dataset = padded(rows(28)), padded(rows(7, seed=1))
+    if kind == "ragged":
+        trainer.data_collator = _padded_to_the_longest
     stepping = Stepping(trainer)
     trainer.add_callback(stepping)
+    losses_of_each: list[float] = []
+    train = trainer.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = train(*args, **kwargs)
+        losses_of_each.append(loss.item())
+        return loss
+
+    trainer.training_step = training_step
     if kind == "own loss":
         trainer.compute_loss_func = _own_loss
     if kind == "overridden":
+        del trainer.training_step
         trainer.__class__ = type("Comparing", (type(trainer),), {"compute_loss": _compared})
     trainer.train()
     found = told(trainer, getattr(trainer, "engine", None))
     accuracy = trainer.evaluate()["eval_accuracy"]
     predicted = trainer.predict(padded(rows(3, seed=2))).predictions.tolist()
-    return found | {"whole": stepping.whole, "accuracy": accuracy, "predicted": predicted}
+    return found | {"of each": losses_of_each, "whole": stepping.whole, "accuracy": accuracy, "predicted": predicted}
+
+
+def _padded_to_the_longest(found: Rows) -> dict[str, torch.Tensor]:
+    """Rows that are cut off at lengths of their own, padded to the longest of the batch, and no further."""
+    lengths = [int(row["attention_mask"].sum()) - int(row["input_ids"][0]) % 5 for row in found]
+    kept = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    batch = {name: torch.stack([row[name][: max(lengths)] for row in found]) for name in found[0]}
+    return batch | {"attention_mask": kept.long(), "labels": batch["labels"].masked_fill(~kept, -100)}
 
 
 def _own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -353,8 +373,8 @@ def in_half(scale: float) -> dict[str, Any]:
     return told(trainer, trainer.engine) | {"taken": taken, "precision": trainer.engine.plan.precision}
 
 
-def tuned(plan: Any, folder: str) -> dict[str, Any]:
-    """LoRA, saved and resumed."""
+def tuned(plan: Any, folder: str, is_resumed: bool = False) -> dict[str, Any]:
+    """LoRA, saved and resumed; or only resumed."""
     from peft import LoraConfig, get_peft_model
 
     def adapted() -> nn.Module:
@@ -363,10 +383,12 @@ def tuned(plan: Any, folder: str) -> dict[str, Any]:
         return get_peft_model(base, config)
 
     settings = {**SAVING, "load_best_model_at_end": False, "save_steps": 3, "activation_checkpointing": True}
-    trainer = make(plan, adapted(), folder, **settings)
-    trainer.train()
-    trainer.save_model(f"{folder}/final")
-    found = told(trainer, getattr(trainer, "engine", None))
+    found: dict[str, Any] = {}
+    if not is_resumed:
+        trainer = make(plan, adapted(), folder, **settings)
+        trainer.train()
+        trainer.save_model(f"{folder}/final")
+        found = told(trainer, getattr(trainer, "engine", None))
     again = make(plan, adapted(), folder, **settings)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     return found | {"resumed": told(again, getattr(again, "engine", None))}

@@ -7,12 +7,22 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from trainer_jobs import VOCABULARY, llama, told
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trainer_jobs import VOCABULARY, llama, llama_config, told
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True, "report_to": [],
@@ -45,14 +55,19 @@ def ours(trainer: type, plan: Any) -> tuple[type, dict[str, Any]]:
     return type("Ours", (ShardwiseTrainerMixin, trainer), {}), {"shardwise": plan}
 
 
-def supervised(plan: Any, **settings: Any) -> dict[str, Any]:
+def adapters() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+def supervised(plan: Any, peft_config: Any = None, **settings: Any) -> dict[str, Any]:
     made, given = ours(SFTTrainer, plan)
     data = Dataset.from_list([{"text": text} for text in texts(32, 0)])
     arguments = SFTConfig(tempfile.mkdtemp(), **{**COMMON, **settings})
     tests = Dataset.from_list([{"text": text} for text in texts(8, 3)]) if settings else None
     trainer = made(
-        llama(), args=arguments, train_dataset=data, eval_dataset=tests, processing_class=tokenizer(), **given
-    )
+        llama(), args=arguments, train_dataset=data, eval_dataset=tests, processing_class=tokenizer(),
+        peft_config=peft_config, **given,
+    )  # fmt: skip
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
 
@@ -84,6 +99,35 @@ def preferred(plan: Any, model: Any = None) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
+
+
+def preferred_to_itself(plan: Any, folder: str) -> dict[str, Any]:
+    """Adapters; the reference is the model with these switched off. Saved at the end."""
+    made, given = ours(DPOTrainer, plan)
+    columns = {"prompt": texts(32, 0), "chosen": texts(32, 1), "rejected": texts(32, 2)}
+    data = Dataset.from_dict({name: [f" {text}" for text in column] for name, column in columns.items()})
+    trainer = made(
+        llama(), args=DPOConfig(folder, **COMMON), train_dataset=data, processing_class=tokenizer(),
+        peft_config=adapters(), **given,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(folder)
+    return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
+
+
+def compared(plan: Any, **_: Any) -> dict[str, Any]:
+    """A reward model, of pairs."""
+    made, given = ours(RewardTrainer, plan)
+    columns = {"chosen": texts(32, 1), "rejected": texts(32, 2)}
+    arguments = RewardConfig(tempfile.mkdtemp(), **COMMON, eval_strategy="steps", eval_steps=2)
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(llama_config(num_labels=1))
+    data, tests = Dataset.from_dict(columns), Dataset.from_dict({name: some[:6] for name, some in columns.items()})
+    trainer = made(model, args=arguments, train_dataset=data, eval_dataset=tests, processing_class=tokenizer(), **given)
+    trainer.train()
+    logs = trainer.state.log_history
+    margins = [log[name] for log in logs for name in ("margin", "accuracy", "max_reward") if name in log]
+    return told(trainer, getattr(trainer, "engine", None)) | {"by_token": margins}
 
 
 def rewarded(plan: Any, **more: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shardwise.checkpoint import checkpoints_in, folder
 from shardwise.errors import CheckpointError
 from tests.thorough import drawn
 
-NUM_KILLS = drawn(15, 100)
+NUM_KILLS = drawn(6, 100)
 NOBODY = 65534
 
 

@@ -694,8 +694,8 @@ PRECISION = _of(
     ),
     (
         "narrow gradients are squared in their own dtype",
-        "squares = [torch.linalg.vector_norm(part.to(dtype)).square() for part in torch.split(due, _SLICE_NUMEL)]",
-        "squares = [torch.linalg.vector_norm(part).square().to(dtype) for part in torch.split(due, _SLICE_NUMEL)]",
+        "squares = [torch.linalg.vector_norm(part.to(dtype)).square() for part in torch.split(due, numel)]",
+        "squares = [torch.linalg.vector_norm(part).square().to(dtype) for part in torch.split(due, numel)]",
         "fp16",
     ),
 )
@@ -794,8 +794,8 @@ ELASTIC = _of(
     ),
     (
         "one that waits alone is called in",
-        "for process in self.processes.values()) >= of_each or is_too_few",
-        "for process in self.processes.values()) >= 1 or is_too_few",
+        "grows = len(self._going_on([process.number for process in living], coming).members) > len(living)",
+        "grows = bool(coming)",
         "rendezvous",
     ),
     (
@@ -812,7 +812,7 @@ ELASTIC = _of(
     ),
     (
         "an image is read by a rank with another part of the model",
-        "if self._has_same_part(reader, rank)",
+        "if reads_all or self._has_same_part(reader, rank)",
         "if self.ranks[reader] is not None",
         "lost_groups",
     ),

@@ -144,6 +144,18 @@ PLANS = {
         {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "gradient_clipping": 0},
         {"preset": "ddp", "mesh": {"dp": -1, "sp": 2, "tp": 2}},
     ),
+    "stages of a model that is no PipelineModule": (
+        {"pipeline": {"stages": 2, "partition": "parameters"}, "zero_optimization": {"stage": 1}},
+        {"preset": "zero1", "mesh": {"pp": 2, "dp": -1}, "clip_grad_norm": 1.0},
+    ),
+    "stages that compute again, among other splits": (
+        {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, "sequence_parallel_size": 2},
+        {"preset": "ddp", "activations": "recompute", "mesh": {"pp": 2, "dp": -1, "sp": 2}, "clip_grad_norm": 1.0},
+    ),
+    "stages that are not asked for": (
+        {"pipeline": {"stages": "auto", "partition": "uniform"}, "gradient_clipping": 0},
+        {"preset": "ddp"},
+    ),
     "wire": (
         {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 0},
         {"preset": "ddp", "wire": {"grad": "bf16"}, "rows": {"grad": {"dtype": "fp32"}}},
@@ -223,6 +235,12 @@ REFUSED = {
     "another reduction": ({"gradient_allreduce_op": "max"}, "it must be one of mean, sum"),
     "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is not a number"),
     "a flag that is a number": ({"fp16": {"enabled": 1}}, "true or false"),
+    "stages that do not divide": ({"pipeline": {"stages": 3}}, "ranks, 4, is not a multiple"),
+    "stages that are no number": ({"pipeline": {"stages": "two"}}, "pipeline.stages is 'two'; it must be an integer"),
+    "stages by the layers of a PipelineModule": (
+        {"pipeline": {"stages": 2, "partition": "uniform"}},
+        "pipeline.partition is 'uniform', which counts the layers of a PipelineModule",
+    ),
     "ranks that do not divide": ({"tensor_parallel": {"autotp_size": 3}}, "ranks, 4, is not a multiple"),
 }
 
@@ -233,6 +251,12 @@ def test_sums_need_ranks_that_differ_by_data_alone(section: dict[str, Any], stag
     with pytest.raises(ConfigError, match="without pipelines or split sequences"):
         read_config(config, world_size=4, num_stages=stages, may_sum=True)
     assert read_config({"gradient_allreduce_op": "sum"}, world_size=4, may_sum=True).sums_gradients
+
+
+def test_a_pipeline_module_has_its_own_stages() -> None:
+    read = read_config({"pipeline": {"stages": 4, "partition": "uniform"}}, world_size=4, num_stages=2)
+    assert (read.plan["mesh"], read.num_replicas) == ({"pp": 2, "dp": -1}, 2)
+    assert "pipeline.stages: not needed; the arguments of PipelineModule are used" in read.report()
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
@@ -18,66 +17,30 @@ from shardwise.comm.members.channels import MemberChannel
 from shardwise.launch.autoscale import Gain, Sizes
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
-from shardwise.launch.elastic.job_notes import FolderNotes
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.scaling import Asking, Scaling
 from shardwise.launch.elastic.slots import Slot, Slots
-from shardwise.launch.elastic.workers import Ended, Event
 from shardwise.launch.environment import Attempt
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.log_folder import Folder
-from shardwise.launch.outcome import Outcome
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import Seal, new_token
+from tests.pure.simulated_workers import SimulatedWorkers
 
 TOKEN = new_token()
 CUT = "Ranks 0 and 1 could not reach each other, though both are alive. The connection to rank 1 broke: reset."
 
 
-class Members:
+class Members(SimulatedWorkers):
     """The processes of a job: a step of `script` for each second that the launcher waits."""
 
     def __init__(self, script: Iterator[None]) -> None:
-        self.now, self.living, self.notes = 0.0, list[int](), FolderNotes(None)
-        self._script = script
+        super().__init__(lambda: next(script, None))
         self.settings: list[dict[str, str]] = []
-        self._ended: list[Ended] = []
-        self._outcomes: dict[int, Outcome] = {}
 
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
-        self.living.append(number)
+        super().start(number, slot, attempt, settings)
         self.settings.append(settings)
-
-    def wait(self, milliseconds: int) -> None:
-        self.now += 1
-        next(self._script, None)
-
-    def events(self) -> Sequence[Event]:
-        found, self._ended = self._ended, []
-        self.living = [number for number in self.living if number not in {event.number for event in found}]
-        return found
-
-    def end_one(self, number: int) -> None:
-        self._outcomes[number] = Outcome(number, -signal.SIGKILL, signal.SIGKILL, self.now)
-        self._ended.append(Ended(number, self._outcomes[number]))
-
-    def outcome(self, number: int) -> Outcome:
-        return self._outcomes.get(number, Outcome(number, -signal.SIGTERM, signal.SIGTERM, self.now))
-
-    def is_stopped(self, number: int, pid: int) -> bool:
-        return False
-
-    def kill(self) -> int:
-        return 0
-
-    def send(self, number: signal.Signals) -> None: ...
-    def end_job(self) -> None: ...
-    def begin(self) -> None: ...
-    def close(self) -> None: ...
-    def leave(self, host: str) -> None: ...
-
-    def wait_for_end(self, seconds: float, hurry: Callable[[], bool]) -> None:
-        self.living.clear()
 
 
 def said_by_the_launcher(

@@ -7,7 +7,7 @@ import itertools
 import pickle
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,19 +23,18 @@ from shardwise.errors import LaunchError
 from shardwise.launch.adopted import RankRecord
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
-from shardwise.launch.elastic.job_notes import FolderNotes
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.slots import Slot, Slots
 from shardwise.launch.elastic.succession import JobState, Succession
 from shardwise.launch.elastic.supervise_elastic import take_over
-from shardwise.launch.elastic.workers import Ended, Event, WorkersMemory
+from shardwise.launch.elastic.workers import WorkersMemory
 from shardwise.launch.environment import Attempt
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.orphans import Orphanhood
-from shardwise.launch.outcome import Outcome
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import Seal, new_token
+from tests.pure.simulated_workers import SimulatedWorkers
 
 TOKEN = new_token()
 NEVER = 10**9
@@ -62,6 +61,7 @@ class Processes:
 
     def __init__(self) -> None:
         self.now = 0.0
+        """In seconds, one for each time that its launcher waits."""
         self.store = HashStore()
         self.members: dict[int, Member] = {}
         self.codes: dict[int, int] = {}
@@ -128,21 +128,16 @@ class Member:
             self._channel.confirm(self.generation)
 
 
-class Workers:
+class Workers(SimulatedWorkers):
     """One launcher's view of the processes."""
 
     def __init__(self, processes: Processes, life: Life) -> None:
-        self.notes = FolderNotes(None)
-        self._processes, self._life = processes, life
-        self._known, self._lives = 0, set[int]()
-
-    @property
-    def living(self) -> list[int]:
-        return sorted(self._lives)
+        super().__init__(processes.go_on, processes.codes)
+        self.now = processes.now
+        self._processes, self._life, self._known = processes, life, 0
 
     def memory(self) -> WorkersMemory:
-        codes = self._processes.codes
-        records = [RankRecord(number, codes.get(number), Path("none"), 0.0) for number in range(self._known)]
+        records = [RankRecord(number, self.codes.get(number), Path("none"), 0.0) for number in range(self._known)]
         return WorkersMemory(records, frozenset(self._lives))
 
     def adopt(self, memory: WorkersMemory) -> None:
@@ -151,44 +146,20 @@ class Workers:
             del self._processes.members[number]  # nobody knows of it
 
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
+        super().start(number, slot, attempt, settings)
         first = int(settings["SHARDWISE_FIRST_ANNOUNCEMENT"])
         self._processes.members[number] = Member(number, self._processes, first)
         self._known = number + 1
-        self._lives.add(number)
         self._life.act()
 
     def wait(self, milliseconds: int) -> None:
-        self._processes.go_on()
+        super().wait(milliseconds)
         heard = sorted((n, *t) for n, t in self._processes.heard.items())
-        assert self._processes.now < 500, (heard, self._processes.codes, list(self._processes.members))
-
-    def events(self) -> Sequence[Event]:
-        ended = [number for number in self.living if number in self._processes.codes]
-        self._lives -= set(ended)
-        return [Ended(number, self.outcome(number)) for number in ended]
-
-    def outcome(self, number: int) -> Outcome:
-        return Outcome(number, self._processes.codes.get(number, -signal.SIGTERM), None, self._processes.now)
-
-    def is_stopped(self, number: int, pid: int) -> bool:
-        return False
+        assert self.now < 500, (heard, self.codes, list(self._processes.members))
 
     def end_one(self, number: int) -> None:
         self._life.act()
-        self._processes.codes.setdefault(number, -signal.SIGKILL)
-
-    def wait_for_end(self, seconds: float, hurry: Callable[[], bool]) -> None:
-        self._processes.codes.update(dict.fromkeys(self._lives, -signal.SIGTERM))
-        self._lives.clear()
-
-    def kill(self) -> int:
-        return 0
-
-    def send(self, number: signal.Signals) -> None: ...
-    def end_job(self) -> None: ...
-    def begin(self) -> None: ...
-    def close(self) -> None: ...
-    def leave(self, host: str) -> None: ...
+        super().end_one(number)
 
 
 class Mortal:

@@ -184,6 +184,7 @@ def counting(subject: ModelSubject) -> list[tuple[str, int, int]]:
     return rehearsed
 
 
+@sampled
 @pytest.mark.parametrize(("build", "told"), [(Decoder, (1, 2)), (Spares, (1, 2, 4))])
 def test_two_sizes_of_micro_batches_tell_of_all_others(build: type[Decoder], told: tuple[int, ...]) -> None:
     """Of each way to split a model. Where a single sample is treated otherwise, two other sizes do."""

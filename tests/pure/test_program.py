@@ -225,7 +225,7 @@ def test_two_steps_of_a_reduction_need_a_wait_between() -> None:
 
 
 @varies
-@settings(deadline=None, max_examples=drawn(100, 300))
+@settings(deadline=None, max_examples=drawn(50, 300))
 @given(st.data())
 def test_every_trace_of_every_table_passes_the_check(data: st.DataObject) -> None:
     mesh, table = data.draw(placed())
@@ -254,7 +254,7 @@ def test_an_evaluation_leaves_everything_at_rest(data: st.DataObject) -> None:
 
 
 @varies
-@settings(deadline=None, max_examples=drawn(70, 200))
+@settings(deadline=None, max_examples=drawn(40, 200))
 @given(st.data())
 def test_prefetching_changes_when_and_never_what(data: st.DataObject) -> None:
     mesh, table = data.draw(placed())

@@ -218,7 +218,7 @@ def outcome(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[boo
 
 
 @varies
-@settings(deadline=None, max_examples=drawn(50, 150))
+@settings(deadline=None, max_examples=drawn(30, 150))
 @given(st.sampled_from(sorted(TABLES)), st.integers(0, 2**32), st.integers(1, 3))
 def test_what_passes_is_right_and_nothing_else(name: str, seed: int, num_edits: int) -> None:
     """Actions are moved at random. What the check lets through computes the same at whatever moment each

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import thorough
+from tests.conftest import _begin_elsewhere
 from tests.covering import combinations, covering
 
 
@@ -108,3 +110,15 @@ def test_few_cases_have_every_combination(strength: int) -> None:
     assert set().union(*(combinations(case, strength) for case in cases)) == wanted
     assert len(cases) <= (0, 4, 16, 32)[strength]
     assert cases == covering(values, strength)
+
+
+def test_a_worker_begins_elsewhere_and_leaves_out_what_is_ignored(tmp_path: Path) -> None:
+    """Files that are named are not ignored by pytest."""
+    paths = [tmp_path / f"test_{letter}.py" for letter in "abcd"]
+    for path in paths:
+        path.touch()
+    worker = {"workerid": "gw1", "workercount": 2}
+    options = {"ignore": [str(paths[1])]}
+    config: Any = SimpleNamespace(workerinput=worker, args=[str(tmp_path)], stash=pytest.Stash(), getoption=options.get)
+    _begin_elsewhere(config)
+    assert config.args == [str(path) for path in (paths[2], paths[3], paths[0])]

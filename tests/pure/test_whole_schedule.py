@@ -195,7 +195,7 @@ def test_activations_are_those_of_each_op_beside_what_others_have_left() -> None
 
 
 @varies
-@settings(deadline=None, max_examples=drawn(40, 400))
+@settings(deadline=None, max_examples=drawn(25, 400))
 @given(st.sampled_from(sorted(TABLES)), st.sampled_from(SCHEDULES), st.integers(0, 2**32), st.integers(1, 3))
 def test_what_passes_the_check_is_right_and_nothing_else(
     name: str, schedule: tuple[str, int], seed: int, num_edits: int

@@ -167,7 +167,7 @@ def settings_of(draw: Any) -> tuple[int, dict[str, Any]]:
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @varies
-@settings(max_examples=drawn(6, 30), deadline=None)
+@settings(max_examples=drawn(3, 30), deadline=None)
 @given(wrote=settings_of(), reads=settings_of(), wait=st.booleans())
 def test_any_to_any(wrote: tuple[int, dict[str, Any]], reads: tuple[int, dict[str, Any]], wait: bool) -> None:
     data = batches(3, rows=ROWS)

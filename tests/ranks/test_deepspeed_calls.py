@@ -747,6 +747,41 @@ class Last(nn.Linear):
         return super().forward(hidden + residual)
 
 
+def test_a_plain_model_is_trained_in_the_stages_of_the_config(tmp_path: Path) -> None:
+    """In whole batches, as one process does; and from the checkpoint on one rank."""
+    steps = [step.flatten(1, 2)[:, None].expand(-1, RANKS, -1, -1) for step in batches(4)]
+    twin = Transformer()
+    models = [copy.deepcopy(twin) for _ in range(3)]
+    wanted = plain(twin, steps)
+    config = {**CONFIG, "zero_optimization": {"stage": 2}}
+    config["train_micro_batch_size_per_gpu"] = RANKS * MICRO
+
+    def rank_of(world: sw.World) -> tuple[list[float], list[float]]:
+        engine, *_ = deepspeed.initialize(
+            model=models[world.rank], config={**config, "pipeline": {"stages": 2}}, world=world
+        )
+        assert (engine.dp_world_size, engine.shardwise.plan.mesh) == (1, {"pp": 2, "dp": -1})
+        assert engine.train_batch_size() == GAS * RANKS * MICRO
+        first = trained(engine, steps[:2], 0)
+        engine.save_checkpoint(tmp_path)
+        losses, norms = (one + other for one, other in zip(first, trained(engine, steps[2:], 0), strict=True))
+        assert engine.module_state_dict().keys() == twin.state_dict().keys()
+        return losses, norms
+
+    for losses, norms in run_ranks(2, rank_of):
+        assert losses == pytest.approx(wanted[0], rel=1e-5)
+        assert norms == pytest.approx(wanted[1], rel=1e-5)
+
+    def alone(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[2], config=config, world=world)
+        assert engine.load_checkpoint(tmp_path)[0] is not None
+        losses, norms = trained(engine, steps[2:], 0)
+        assert losses == pytest.approx(wanted[0][2:], rel=1e-5)
+        assert norms == pytest.approx(wanted[1][2:], rel=1e-5)
+
+    run_ranks(1, alone)
+
+
 @pytest.mark.parametrize("interval", [0, 2])
 def test_layers_may_pass_tuples_between_stages(interval: int) -> None:
     torch.manual_seed(1)

@@ -465,6 +465,7 @@ def test_a_config_by_itself() -> None:
 
 def test_monitors_without_an_engine(tmp_path: Path) -> None:
     config = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "own"}}
+    config["pipeline"] = {"stages": 2}  # of more ranks than this
     master = monitor.MonitorMaster(monitor.get_monitor_config(config))
     assert master.enabled
     master.write_events([("loss", 2.0, 1), ("loss", 1.5, 2)])

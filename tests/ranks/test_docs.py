@@ -18,6 +18,7 @@ import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import FaultError
 from shardwise.testing import run_ranks, skip_at
+from tests.thorough import each_value
 
 ROOT = Path(__file__).parents[2]
 Names = dict[str, Any]
@@ -370,6 +371,7 @@ def test_every_block_has_a_setting() -> None:
     assert set(BLOCKS) == set(blocks())
 
 
+@each_value
 @pytest.mark.parametrize(("page", "number"), BLOCKS, ids=[f"{page}-{number}" for page, number in BLOCKS])
 def test_it_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -49,7 +49,7 @@ Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
 ON_HOST = [("offload", 2, None), ("zero3-offload", 2, None)]
 CASES = [(name, 2, None) if len(preset.axes) == 1 else (name, 4, GRID) for name, preset in PRESETS.items()]
-NUM_MODELS = drawn(3, 200)
+NUM_MODELS = drawn(2, 200)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
 Params = dict[str, Tensor]
 Reader = Callable[[sw.Engine], Params]

@@ -193,6 +193,7 @@ def test_a_save_is_under_way(name: str, deaths: dict[int, int], tmp_path: Path) 
             assert torch.equal(value, found[0].state[key]), key
 
 
+@thorough_only("two things at once; the tests beside it have each")
 def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
     plan = {"preset": "zero2", "offload": {"optim": 0.5}, "precision": "bf16"}
     whole = trained(plan, one, {}, tmp_path)[0]

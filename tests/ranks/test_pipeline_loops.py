@@ -214,6 +214,56 @@ def test_a_model_of_transformers_with_padding(kind: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@sampled
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_each_micro_batch_has_a_shape_of_its_own(preset: str) -> None:
+    """Padded, packed and plain, of other lengths in every step: one program serves all."""
+    torch.manual_seed(0)
+    model, draw = build("llama"), torch.Generator().manual_seed(1)
+
+    def drawn(step: int) -> list[dict[str, Tensor]]:
+        found = []
+        for kind in range(3):
+            rows, length = 4, 5 + (2 * step + 3 * kind) % 7
+            tokens = torch.randint(1, 50, (rows, length), generator=draw)
+            batch = {"input_ids": tokens, "labels": tokens.clone()}
+            if kind == 1:
+                batch["attention_mask"] = (torch.arange(length) < length - 1 - torch.arange(rows)[:, None] % 2).long()
+                batch["labels"][batch["attention_mask"] == 0] = -100
+            if kind == 2:
+                batch["position_ids"] = (torch.arange(length) % 3)[None].expand(rows, -1)
+            found.append(batch)
+        return found
+
+    data = [drawn(step) for step in range(5)]
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    expected = []
+    for step in data:
+        losses = [twin(**batch, use_cache=False).loss for batch in step]  # with a cache no packing is looked for
+        (sum(losses) / 3).backward()
+        expected.append([loss.item() for loss in losses])
+        optimizer.step()
+        optimizer.zero_grad()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        plan = {"preset": preset, "mesh": {"pp": 2}, "accumulate": 3}
+        recordings = []
+        with sw.shard(mine, plan, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+            for step, losses in zip(data, expected, strict=True):
+                for batch, loss in zip(step, losses, strict=True):
+                    found = mine(**batch).loss
+                    engine.backward(found)
+                    assert found.item() == pytest.approx(loss, rel=1e-5)
+                    engine.step()
+                recordings.append(inside.programs(engine).num_recordings)
+        assert recordings[-1] == recordings[-3]
+
+    run_ranks(2, rank)
+
+
 def in_stages(use: Callable[[sw.Engine, nn.Module], object], **changes: Any) -> None:
     """Call `use` on two ranks that have a stage each."""
     torch.manual_seed(0)
@@ -251,9 +301,12 @@ def test_what_a_loop_cannot_do_is_refused_and_it_goes_on() -> None:
         engine.train_step([(x, y)])
         engine.backward(model(x, y))
         engine.clip_grad_norm_(1.0)
+        late = model(x, y)
         with pytest.raises(StateError, match="can get no more now"):
-            model(x, y)
+            late.backward()
         engine.step()
+        with pytest.raises(StateError, match="was sent back before, or a step was taken since"):
+            late.backward()
         assert engine.num_steps == 4
 
     in_stages(use)
@@ -285,6 +338,61 @@ def test_a_loop_without_sums_until_the_last_micro_batch(preset: str) -> None:
 
 
 @sampled
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+@pytest.mark.parametrize("call", ["inside", "whole", "both"])
+def test_gradients_are_dropped_between_forward_and_backward(preset: str, call: str) -> None:
+    """As Lightning does; and what is called may be a model inside of the one that is sharded, with its hooks."""
+    torch.manual_seed(0)
+    data = batches(NUM_STEPS, 8)
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = Decoder()
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return {"loss": self.inside(x, y) * 2}
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        parts = {"inside": [lambda: model.inside(x, y)], "whole": [lambda: model(x, y)["loss"]]}
+        parts["both"] = parts["inside"] + parts["whole"]
+        loss: Tensor = sum(one() for one in parts[call])
+        return loss
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, norm_of: Callable[[], Any]) -> list[float]:
+        found = []
+        for x, y in data:
+            for part_x, part_y, is_first in zip(x.chunk(2), y.chunk(2), (True, False), strict=True):
+                loss = loss_of(model, part_x, part_y) / 2
+                if is_first:
+                    optimizer.zero_grad()
+                loss.backward()
+                found.append(loss.item())
+            found.append(float(norm_of()))
+            optimizer.step()
+        return found
+
+    models = [Holding()]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    twin = models.pop()
+    expected = train(twin, adamw(twin), lambda: nn.utils.clip_grad_norm_(twin.parameters(), math.inf))
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        optimizer, hooked = adamw(mine), []
+        mine.inside.register_forward_hook(lambda *_: hooked.append(True))
+        with sw.shard(mine, {"preset": preset, "mesh": {"pp": 2}}, optimizer=optimizer, world=world) as engine:
+            found = train(mine, optimizer, lambda: engine.clip_grad_norm_(math.inf))
+            state = engine.state_dict()
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert hooked or call == "whole"  # an inner one is cut short, as everywhere but on the last stage
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+    run_ranks(2, rank)
+
+
+@sampled
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_losses_that_call_the_model_run_in_the_schedule(schedule: str) -> None:
     """The loss of each micro-batch is computed by a function of the loop, which goes on after the last stage only."""
@@ -303,6 +411,7 @@ def test_losses_that_call_the_model_run_in_the_schedule(schedule: str) -> None:
             for x, y in data:
                 parts = list(zip(x.chunk(4), y.chunk(4), strict=True))
                 norms.append(float(engine.forward_backward(parts, compute_loss=compute)))
+                norms += [float(loss) for loss in engine.losses]
                 norms.append(float(engine.step() or 0.0))
             with pytest.raises(ConfigError, match="takes compute_loss, or loss_fn and target"):
                 engine.forward_backward(parts, compute_loss=compute, loss_fn=len)
@@ -361,17 +470,31 @@ def test_logits_beside_a_loss_stay_on_the_last_stage() -> None:
 
 
 @pytest.mark.parametrize("what", ["sp", "disk"])
-def test_plans_under_which_only_whole_steps_are_possible(what: str, tmp_path: Path) -> None:
+def test_plans_under_which_less_can_be_called(what: str, tmp_path: Path) -> None:
+    """Over split sequences no model inside of the one that is sharded; with activations on a disk, none."""
     plan = {"mesh": {"pp": 2, "sp": 2}} if what == "sp" else {"activations": "disk", "disk": str(tmp_path)}
-    model = build("llama")
+    words = (
+        r"part of the Holding that is sharded" if what == "sp" else r"cannot be called by itself.* engine\.train_step"
+    )
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = build("llama")
+
+        def forward(self, **batch: Any) -> Any:
+            return self.inside(**batch)
+
     num_ranks = 4 if what == "sp" else 2
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    models = [Holding() for _ in range(num_ranks)]
     batch = padded(1)[0]
 
     def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}, **plan}, world=world) as engine:
-            for call in (lambda: engine(**batch), torch.no_grad()(lambda: engine(**batch))):
-                with pytest.raises(StateError, match=r"cannot be called by itself.* engine\.train_step\(batch\)"):
+        mine = models[world.rank]
+        called = mine.inside if what == "sp" else mine
+        with sw.shard(mine, {"preset": "zero1", "mesh": {"pp": 2}, **plan}, world=world):
+            for call in (lambda: called(**batch), torch.no_grad()(lambda: called(**batch))):
+                with pytest.raises(StateError, match=words):
                     call()
 
     run_ranks(num_ranks, rank)

@@ -169,7 +169,7 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
     (2, {"preset": "zero3", "prefetch_bytes": 0}),
     (2, {"preset": "zero3", "units": {"min_numel": 40}}),
 ]
-NUM_MODELS = drawn(7, 100)
+NUM_MODELS = drawn(4, 100)
 
 
 @varies

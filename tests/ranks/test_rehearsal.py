@@ -174,6 +174,7 @@ def test_a_loss_outside_of_the_model_is_counted() -> None:
     assert peak_of(rehearsed(Logits(), (x,))) < expected
 
 
+@thorough_only("the tests beside it count models of ours by the same code")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_counts_models_of_transformers(name: str, checkpointing: bool) -> None:

@@ -68,11 +68,12 @@ def test_with_recomputing_accumulation_and_clipping(preset: str, attention: str,
     assert_same(run, twin)
 
 
-def test_four_ranks_share_in_one_sequence() -> None:
+@sampled
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_four_ranks_share_in_one_sequence(attention: str) -> None:
     model, data = gpt(), batches(2, rows=1)
-    for attention in ("ulysses", "ring"):
-        run = split_run(model, data, "zero3", {"sp": 4}, sequence={"attention": attention})
-        assert_same(run, whole_run(model, data))
+    run = split_run(model, data, "zero3", {"sp": 4}, sequence={"attention": attention})
+    assert_same(run, whole_run(model, data))
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])

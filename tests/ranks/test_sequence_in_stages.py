@@ -74,6 +74,66 @@ def test_a_model_of_transformers_is_given_whole_batches(
         assert_same(run, twin)
 
 
+def outside(model: Any, batch: Batch) -> Tensor:
+    """A loss of the loop's own, from all logits."""
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("loss_of", [own_loss, outside])
+@pytest.mark.parametrize(
+    ("preset", "mesh", "attention"),
+    [
+        ("zero3", {"pp": 2, "sp": 2}, "ring"),
+        ("zero1", {"pp": 2, "sp": 2}, "ulysses"),
+        ("zero2", {"pp": 2, "dp": 2, "sp": 2}, "ulysses"),
+    ],
+    ids=str,
+)
+def test_loops_call_a_model_of_transformers_with_whole_batches(
+    preset: str, mesh: dict[str, int], attention: str, loss_of: Any
+) -> None:
+    """Padded, with tokens that do not divide, and evaluated in between; the loss is the same on all ranks."""
+    model, data = built(llama), batches(3, tokens=15)
+    for batch in data:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 9:] = 0
+    labels_of_each = [(batch["labels"][rows, 1:] != -100).sum() for batch in data for rows in (slice(2), slice(2, 4))]
+    assert len(set(map(int, labels_of_each))) == 1  # so that a mean over data ranks is the whole batch's
+    twin = whole_run(model, data, loss_of=loss_of)
+
+    def train(engine: sw.Engine, rows: Batch) -> Tensor:
+        engine.give_whole_outputs()
+        loss = loss_of(engine.module, rows)
+        with torch.no_grad():
+            logits = engine.module(rows["input_ids"], attention_mask=rows["attention_mask"]).logits
+        assert logits.shape[:2] == rows["input_ids"].shape
+        engine.backward(loss)
+        return loss
+
+    for run in staged_run(model, data, mesh, train, preset=preset, sequence={"attention": attention}):
+        assert_same(run, twin)
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_loops_call_a_model_with_documents_of_split_sequences(attention: str) -> None:
+    """The parts of a call have documents of their own; three rows are no multiple of them."""
+    torch.manual_seed(0)
+    model, data = Gpt(num_blocks=3), gpt_batches(2, rows=3)
+
+    def train(engine: sw.Engine, rows: Batch) -> Tensor:
+        part = engine.split_sequence(rows, documents=DOCUMENTS[:3])
+        labels = part.pop("labels")
+        loss = functional.cross_entropy(engine(**part).flatten(0, 1), labels.flatten())
+        engine.backward(loss)
+        return loss
+
+    twin = whole_run(model, data, loss_of=lambda plain, batch: packed_loss(plain, batch, DOCUMENTS[:3]))
+    plan = {"preset": "zero2", "sequence": {"attention": attention}}
+    for run in staged_run(model, data, {"pp": 2, "sp": 2}, train, **plan):
+        assert_same(run, twin)
+
+
 def packed_loss(model: Any, batch: Batch, documents: Tensor) -> Tensor:
     """The loss of a plain model, document by document and row by row."""
     losses = []

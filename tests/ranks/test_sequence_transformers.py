@@ -124,6 +124,7 @@ def test_trains_as_the_whole_model(build: Any, attention: str) -> None:
     assert_same(run, whole_run(model, data, loss_of=own_loss))
 
 
+@thorough_only("three things at once; the tests beside it have each")
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) -> None:
     model = built(llama)

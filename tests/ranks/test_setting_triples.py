@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.testing import run_ranks
 from tests.covering import covering
 from tests.models import Decoder
-from tests.thorough import sampled, soak
+from tests.thorough import sampled, soak, thorough_only
 
 NUM_RANKS, NUM_STEPS, ROWS, CLIP = 2, 3, 8, 0.5
 SPLIT = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row", "tokens": "vocabulary", "head": "vocabulary"}}
@@ -134,6 +134,7 @@ def test_they_do_where_nothing_is_sharded(whole: dict[str, Any], tmp_path: Path)
     assert_as_unsplit(outcome(plan), plan)
 
 
+@thorough_only("three settings at once, each of which has tests of its own")
 @sampled
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("share", [0.3, 1.0])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import Decoder
-from tests.thorough import drawn, varies
+from tests.thorough import drawn, thorough_only, varies
 
 NUM_STEPS, MOST_RANKS, DIM = 3, 6, 4
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept")
@@ -102,6 +102,7 @@ def runs(draw: Any) -> tuple[Shape, dict[str, Any]]:
     return shape, plan
 
 
+@thorough_only("drawn combinations; test_split_products has a fixed one")
 @varies
 @pytest.mark.timeout(900)
 @settings(

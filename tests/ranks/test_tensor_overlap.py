@@ -150,6 +150,7 @@ def test_ranks_of_one_host_do_not_overlap(order: dict[int, list[str]]) -> None:
 # -- results --------------------------------------------------------------------------------------------
 
 
+@thorough_only("several hosts and tp; test_between_hosts has the first")
 @pytest.mark.parametrize("hosts", ["abab", "abcd", "aabb"])
 @pytest.mark.parametrize("preset", ["zero3", "ddp", "zero2"])
 @pytest.mark.parametrize("tensor", [APART, SEQUENCE], ids=["tensor", "sequence"])

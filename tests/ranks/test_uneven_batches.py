@@ -125,6 +125,7 @@ class TestOnDataRanks:
         assert_exact(trained(transformer(), 3, LOOPS[loop], batch_rows, plan), twin_of(transformer(), batch_rows))
 
 
+@thorough_only("three things at once; the tests beside it have each")
 def test_with_partial_gradients_and_two_data_axes() -> None:
     plan = {
         "preset": "hsdp",

@@ -167,7 +167,7 @@ def test_a_flipped_bit_is_found_on_its_rank(
 
 @varies
 def test_random_bits_of_random_tensors_are_found() -> None:
-    for seed in range(drawn(2, 60)):
+    for seed in range(drawn(1, 60)):
         numbers = random.Random(seed)
         preset, num_ranks, mesh = numbers.choice(PLANS)
         place, on_rank = numbers.choice((a_param, a_master, a_state)), numbers.randrange(num_ranks)

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.parallel.pipeline.saved_adapters import with_all_modules
 
 
 def adapter_state_dict(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
-    """The whole tensors that peft saves: adapters, and fully trained modules. Collective."""
+    """The whole tensors that peft saves, of all pipeline stages: adapters, and fully trained modules. Collective."""
     from peft import get_peft_model_state_dict
 
-    names = list(model.state_dict(keep_vars=True))
+    whole = with_all_modules(model)
+    names = list(whole.state_dict(keep_vars=True))
     marks = {name: torch.empty(0) for name in names}
     chosen = set()
     for adapter, config in model.peft_config.items():
         with _without_rank_pattern(config):
-            found = get_peft_model_state_dict(model, state_dict=dict(marks), adapter_name=adapter)
+            found = get_peft_model_state_dict(whole, state_dict=dict(marks), adapter_name=adapter)
         chosen |= {id(value) for value in found.values()}
     kept = {}
     for name in names:

@@ -22,16 +22,6 @@ def has_stages(plan: sw.Plan) -> bool:
     return (plan.mesh or {}).get("pp", 1) != 1
 
 
-def require_no_stages(plan: sw.Plan, library: str) -> None:
-    """Raise `ConfigError` for a plan with pipeline stages, which the library's training loop does not support."""
-    if has_stages(plan):
-        raise ConfigError(
-            f"The plan's mesh has pp, but {library} calls more of a script than the model, which would have to run in "
-            f"stages too. Use a mesh without stages (dp, node, local, ep, tp, sp). Or keep pp, with Trainer, "
-            f"Accelerate or a loop of your own (docs/pipeline.md)."
-        )
-
-
 def data_share(plan: sw.Plan, rank: int, size: int) -> tuple[int, int]:
     """The index of the data shard of `rank`, and the number of shards, for a world of `size` ranks.
 

@@ -10,7 +10,6 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.accelerate_batches import ranks_per_batch
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE
-from shardwise.integrations.plans import has_stages
 
 _REFUSED = {
     "deepspeed": "DeepSpeed and the plan both configure an engine. Leave deepspeed out: its stages are the plan's "
@@ -31,10 +30,6 @@ _REFUSED = {
     "torch_compile_mode": "torch_compile_mode is for whole models, but the engine compiles each unit separately. Leave "
     "it out.",
 }
-NO_ADAPTERS = (
-    "The plan's mesh has pp, and peft would save the adapters of one rank's pipeline stages only. Leave pp out of the "
-    "mesh, or write the merged model: trainer.engine.save_pretrained(folder, merge_adapters=True)."
-)
 _SENDS_BY_ITSELF = "_move_model_to_vllm"
 """The method of TRL's trainers that have their own way to a server of vLLM, rather than its `VLLMGeneration`."""
 _LAYERWISE = ("layerwise", "lomo")
@@ -64,9 +59,6 @@ def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:
             "The plan's mesh has tp, sp or pp, but trainers that generate, and eval_use_gather_object, count samples "
             "per rank. Use a mesh of data axes only (dp, node, local)."
         )
-    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    if has_stages(plan) and hasattr(model, "peft_config") and saves:
-        raise ConfigError(NO_ADAPTERS + " Or set save_strategy='no'.")
     if (plan.mesh or {}).get("sp", 1) != 1 and getattr(args, "predict_with_generate", False):
         raise ConfigError(
             "The plan's mesh has sp, which splits the tokens of a batch over ranks, but predict_with_generate produces "

@@ -1,8 +1,8 @@
 """A step of Trainer in pipeline stages: all its micro-batches in one schedule.
 
 [Note: the first of a step] Trainer reads all micro-batches of a step before it trains the first. So the first
-`training_step` gives them to the engine, which runs the plan's schedule over them, and the following ones report their
-share of the loss. Trainer's own `compute_loss` calls the model, and ends there on all stages but the last.
+`training_step` gives them to the engine, which runs the plan's schedule over them, and each reports the loss of its
+own micro-batch. Trainer's own `compute_loss` calls the model, and ends there on all stages but the last.
 
 A class with a `compute_loss` or `training_step` of its own (TRL's, say), which may call the model several times and
 look at logits beside a loss, trains one micro-batch after the other: each call of the model splits its batch among the
@@ -42,21 +42,23 @@ def has_plain_steps(trainer: Any) -> bool:
 
 
 class WholeStep:
-    """The micro-batches of one step, and their loss."""
+    """The micro-batches of one step, and their losses."""
 
     def __init__(self, trainer: Any, batches: Sequence[Any]) -> None:
         self._trainer = trainer
         self._batches = list(batches)
-        self._share: torch.Tensor | None = None
+        self._losses: list[torch.Tensor] | None = None
+        """Of those that have not been reported."""
 
     def loss_of_next(self, engine: sw.Engine, model: nn.Module, num_items: Any) -> torch.Tensor:
-        """What `training_step` returns for the next micro-batch: an even share of the loss that Trainer sums."""
-        if self._share is None:
-            self._share = self._trained(engine, model, num_items) / len(self._batches)
-        return self._share
+        """What `training_step` returns for the next micro-batch: its share of the loss that Trainer sums."""
+        if self._losses is None:
+            self._train(engine, model, num_items)
+            self._losses = [loss / len(self._batches) for loss in engine.losses]
+        return self._losses.pop(0)
 
-    def _trained(self, engine: sw.Engine, model: nn.Module, num_items: Any) -> torch.Tensor:
-        """The sum of the losses of all micro-batches, after their backwards."""
+    def _train(self, engine: sw.Engine, model: nn.Module, num_items: Any) -> None:
+        """Run forward and backward of all micro-batches."""
         trainer, num = self._trainer, len(self._batches)
         model.train()
         if callable(train := getattr(trainer.optimizer, "train", None)):  # of optimizers without a schedule
@@ -72,4 +74,4 @@ class WholeStep:
             return loss * num if is_scaled else loss  # the engine takes the mean of them
 
         batches = [trainer._prepare_inputs(batch) for batch in self._batches]
-        return engine.forward_backward(batches, compute_loss=compute)
+        engine.forward_backward(batches, compute_loss=compute)

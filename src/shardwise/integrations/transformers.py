@@ -26,7 +26,7 @@ from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABLE, Sections
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, has_stages, require_agreement, without
-from shardwise.integrations.trainer_arguments import NO_ADAPTERS, refuse_arguments, refuse_vllm
+from shardwise.integrations.trainer_arguments import refuse_arguments, refuse_vllm
 from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps
 
 _Base: Any = object
@@ -241,8 +241,6 @@ class ShardwiseTrainerMixin(_Base):
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         if hasattr(self.model, "peft_config"):
-            if has_stages(engine.plan):
-                raise ConfigError(NO_ADAPTERS)
             adapters = adapter_state_dict(self.model, engine)
             with prompts_precomputed(self.model):
                 if self.args.should_save:

@@ -18,7 +18,7 @@ from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
 from shardwise.parallel.experts import EXPERT_LOAD, loaded
-from shardwise.parallel.pipeline import Pipeline, SharedGradients, has_pipeline
+from shardwise.parallel.pipeline import Pipeline, SharedGradients
 from shardwise.parallel.sequence import SequenceParallel, SplitBatches, WholeOutputs
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS
@@ -391,7 +391,7 @@ class _Assembly:
         mesh = self._mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
-        in_stages, device = has_pipeline(mesh), self._sharding.device
+        staged, device = self._sharding.staged, self._sharding.device
         sequence = SequenceParallel(
             self._model,
             self._plan,
@@ -400,7 +400,7 @@ class _Assembly:
             device,
             progress.whole_outputs,
             progress.split_batches,
-            in_stages=in_stages,
+            ends_here=None if staged is None else lambda: staged.ends_here,
         )
         self._hooks.callback(sequence.close)
         return sequence

@@ -40,6 +40,8 @@ class Progress:
 
     num_steps: int = 0
     gradient_norm: Norm | None = None
+    losses: tuple[torch.Tensor, ...] = ()
+    """Of the micro-batches of the last step, or evaluation, that was called as a whole."""
     scaler: LossScaler | None = None
     weighing: Weighing = field(default_factory=Weighing)
     micro_steps: MicroSteps = field(default_factory=MicroSteps)
@@ -359,6 +361,7 @@ class ShardedModel:
         if self.disk is not None:
             self.disk.require_whole()
         self.world.journal.mark(hyper_digest(member))  # the next collective compares it
+        self.parts.runner.end_calls()  # also where gradients have been prepared before
         self.progress.gradient_norm = self.parts.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()
         self.parts.unfreezing.require_memory(member)

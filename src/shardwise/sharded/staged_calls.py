@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
+from torch import nn
 
+from shardwise.comm import Line
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.pipeline.loop_calls import LoopCalls
 from shardwise.program.schedule import Op
+from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.sharded.sharded_model import ShardedModel
 
 Tensor = torch.Tensor
@@ -41,11 +44,11 @@ class _Trainer:
     def num_passes(self) -> int:
         return self._sharded.parts.runner.passes.num_over_calls
 
-    def require_possible(self) -> None:
-        if self._sharded.parts.sequence is not None:
+    def require_possible(self, called: nn.Module) -> None:
+        if self._sharded.parts.sequence is not None and called is not self._sharded.model:
             raise StateError(
-                "A model in pipeline stages whose sequences are split along sp cannot be called by itself. Use "
-                "engine.train_step(batch), engine.forward_backward(batch) or engine.eval_step(batch)."
+                f"{type(called).__name__} is a part of the {type(self._sharded.model).__name__} that is sharded, whose "
+                f"calls split sequences along sp. Call that, or leave sp out of the mesh."
             )
         if self._sharded.plan.has_activations_on_disk:
             raise StateError(
@@ -53,16 +56,17 @@ class _Trainer:
                 "for room before a step. Use engine.train_step(batch), or keep activations elsewhere."
             )
 
+    def note_parts(self, whole: MicroBatch, parts: Sequence[MicroBatch], rows: Sequence[int]) -> None:
+        if self._sharded.parts.sequence is not None:
+            self._sharded.parts.sequence.note_parts(whole, parts, rows)
+
+    def end_forwards(self, line: Line) -> None:
+        if self._sharded.parts.sequence is not None:
+            self._sharded.parts.sequence.check_was_asked(line)
+
     def begin_call(self, num: int) -> int:
-        gradients, flats = self._sharded.parts.gradients, self._sharded.parts.flats
-        is_prepared = gradients.exist() and gradients.are_prepared
-        if is_prepared and not any(gradients.has(flat, index) for flat in flats for index in range(len(flat.slots))):
-            self._sharded.zero_grad()  # each has been set to None, as model.zero_grad() does
-        elif is_prepared:
-            raise StateError(
-                "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
-                "engine.zero_grad(), before the next forward."
-            )
+        if self._are_set_to_none():
+            self._sharded.zero_grad()
         return self._sharded.parts.runner.begin_call(num)
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
@@ -71,6 +75,7 @@ class _Trainer:
         passes.begin_op(op, reduces=reduces)
 
     def begin_backward(self) -> None:
+        self._require_unprepared()
         passes = self._sharded.parts.runner.passes
         self._is_scaled = passes.current.is_scaled
         self._num_backwards = passes.num_backwards
@@ -79,6 +84,24 @@ class _Trainer:
                 "Ranks have different numbers of samples, and a pipeline weighs losses, so each has to be weighed. "
                 "Call engine.backward(loss) in the place of loss.backward()."
             )
+
+    def _require_unprepared(self) -> None:
+        """Raise where gradients that have been brought to the update would have to be added to. A loop may drop them
+        after the forward, as Lightning does, but no later."""
+        gradients = self._sharded.parts.gradients
+        if self._are_set_to_none():
+            gradients.zero()
+        elif gradients.exist() and gradients.are_prepared:
+            raise StateError(
+                "Gradients of a pipeline have been read or clipped, or a step has used them, and can get no more now. "
+                "Take the step, and call zero_grad(), before the next backward."
+            )
+
+    def _are_set_to_none(self) -> bool:
+        """Whether gradients were prepared, and each was set to None since, as `model.zero_grad()` does."""
+        gradients, flats = self._sharded.parts.gradients, self._sharded.parts.flats
+        is_prepared = gradients.exist() and gradients.are_prepared
+        return is_prepared and not any(gradients.has(flat, index) for flat in flats for index in range(len(flat.slots)))
 
     def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         runner = self._sharded.parts.runner

@@ -102,11 +102,16 @@ class Session:
         if sharded.parts.sequence is not None:
             sharded.parts.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
-            mean = _through_stages(sharded, sharded.parts.pipeline, parts, loss_fn)
+            losses = _through_stages(sharded, sharded.parts.pipeline, parts, loss_fn)
         else:
-            mean = mean_loss([self._trained(part, loss_fn) for part in parts], parts)
+            losses = [self._trained(part, loss_fn) for part in parts]
         sharded.progress.micro_steps.are_all_run = True
-        return mean
+        return self._mean(losses, parts)
+
+    def _mean(self, losses: list[Tensor], parts: list[MicroBatch]) -> Tensor:
+        """Of the micro-batches of a step, which are remembered."""
+        self.sharded.progress.losses = tuple(loss.reshape(()) for loss in losses)
+        return mean_loss(losses, parts)
 
     def evaluate(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
         """See `Engine.eval_step`."""
@@ -116,9 +121,9 @@ class Session:
             if sharded.parts.sequence is not None:
                 sharded.parts.sequence.note_micro_batches(batch, parts)
             if sharded.parts.pipeline is not None:
-                return sharded.parts.pipeline.evaluate(parts, loss_fn, sharded.parts.runner.begin_evaluation_of)
-            losses = [part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts]
-            return mean_loss(losses, parts)
+                begin = sharded.parts.runner.begin_evaluation_of
+                return self._mean(sharded.parts.pipeline.evaluate(parts, loss_fn, begin), parts)
+            return self._mean([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)
 
     def _trained(self, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:
         loss = part.loss_by(self.sharded.model, loss_fn)
@@ -217,7 +222,7 @@ def _require_computable(sharded: ShardedModel) -> None:
 
 def _through_stages(
     sharded: ShardedModel, pipeline: Pipeline, parts: list[MicroBatch], loss_fn: LossFunction | None
-) -> Tensor:
+) -> list[Tensor]:
     if sharded.parts.gradients.exist() and sharded.parts.gradients.are_prepared:
         raise StateError(
             "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
@@ -229,11 +234,11 @@ def _through_stages(
         ask_before_first_step(sharded, parts[0], loss_fn)
     runner = sharded.parts.runner
     with runner.over_schedule():
-        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, parts), sharded.parts.timeline)
+        losses = pipeline.train(parts, loss_fn, _StageTrainer(sharded, parts), sharded.parts.timeline)
     if sharded.parts.sequence is not None:
         sharded.parts.sequence.check_was_asked(pipeline.line)
     runner.passes.owes_reductions = True  # what an op has left is found before the step, or the verdict would be early
-    return mean
+    return losses
 
 
 class _StageTrainer:

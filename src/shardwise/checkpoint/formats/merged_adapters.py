@@ -95,7 +95,7 @@ def _layer(model: nn.Module, path: str, module: nn.Module, likes: Mapping[str, T
     plain = plain_name(model, path)
 
     def make(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        copied = _with(module, {name.removeprefix(f"{path}."): tensor for name, tensor in given.items()})
+        copied = copied_with(module, {name.removeprefix(f"{path}."): tensor for name, tensor in given.items()})
         with torch.no_grad():
             inner = _merged(copied, plain)
         return {f"{plain}.{name}": tensor.detach() for name, tensor in inner.state_dict(keep_vars=True).items()}
@@ -121,7 +121,7 @@ def _merged(layer: Any, name: str) -> nn.Module:
     return inner
 
 
-def _with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+def copied_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of `module` without hooks, with `tensors` as its parameters. Buffers and all else are the module's own."""
     copied = copy.copy(module)
     own: dict[str, Any] = copied.__dict__
@@ -135,7 +135,8 @@ def _with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         for name, param in module._parameters.items()
     }
     own["_modules"] = {
-        name: None if child is None else _with(child, _below(name, tensors)) for name, child in module._modules.items()
+        name: None if child is None else copied_with(child, _below(name, tensors))
+        for name, child in module._modules.items()
     }
     return copied
 

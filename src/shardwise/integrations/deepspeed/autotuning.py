@@ -167,7 +167,14 @@ class Tuner:
         auto: Mapping[str, Any] | None = None,
     ) -> None:
         """`model` is not sharded yet. `auto` has values for other fields that are `"auto"`: see `read_config`. All
-        ranks call."""
+        ranks call. Raises `ConfigError` for a config with pipeline stages."""
+        section = config.get("pipeline")
+        stages = section.get("stages") if isinstance(section, Mapping) else None
+        if isinstance(stages, int) and stages > 1:
+            raise ConfigError(
+                f"--autotuning is not for a model in pipeline stages, and the config has pipeline.stages {stages}. "
+                f"Leave them out, or use shardwise plan --axes pp."
+            )
         self._config, self._twin, self._auto = config, without_values(model), auto or {}
         self._name = _OPTIMIZERS.get(type(optimizer).__name__.lower())
 

@@ -39,6 +39,9 @@ _STATES_AS_WEIGHTS = (
     "sw.optim.AdamW(state_dtype='bf16')"
 )
 _WHOLE_PARAMS = "it has no effect below stage 3, as in DeepSpeed: parameters are whole on every rank"
+_STAGES_OF_MODULE = "the arguments of PipelineModule are used"
+_BY_SIZE = ("best", "parameters")
+"""Values of `pipeline.partition` for which stages are about equally large."""
 _STATES_TOO = "parameters are offloaded together with gradients and optimizer states"
 _EXPLAINED = (_STATES_TOO,)
 _GENERATES = "generate inside `with engine.inference():`"
@@ -182,11 +185,13 @@ def read_config(
     *,
     world_size: int,
     auto: Mapping[str, Any] | None = None,
-    num_stages: int = 1,
+    num_stages: int | None = None,
     may_sum: bool = False,
 ) -> TranslatedConfig:
-    """Translate the config in `source` for `world_size` ranks and a model of `num_stages` pipeline stages.
+    """Translate the config in `source` for `world_size` ranks.
 
+    `num_stages` are the pipeline stages of a `PipelineModule`; `None` for any other model, which has those of
+    `pipeline.stages` in the config. DeepSpeed ignores that field.
     `may_sum`: the caller sums gradients if `gradient_allreduce_op` says so, which no plan does by itself.
     `auto` has values for fields that are `"auto"`, by path (`"zero_optimization.reduce_bucket_size"`); without a value
     such a field counts as not set, with a note. Raises `ConfigError` for fields that contradict each other, and for
@@ -204,6 +209,10 @@ def read_config(
     plan: dict[str, Any] = {}
     _set_precision(plan, values)
     _set_table(plan, values, notes)
+    if num_stages is None:
+        num_stages = _stages_of_plain(plan, values)
+    elif values.is_given("pipeline.stages"):
+        notes.append(Note("pipeline.stages", FieldStatus.NOT_NEEDED, _STAGES_OF_MODULE))
     sizes = _ParallelSizes.of(values, num_stages, world_size)
     if str(values.get("gradient_allreduce_op")).lower() == "sum" and (not may_sum or num_stages * sizes.sequence > 1):
         raise ConfigError(
@@ -503,6 +512,24 @@ def _tier(values: _Values, section: str, deprecated: str) -> str | None:
 
 def _edit(plan: dict[str, Any], row: str, **changes: str) -> None:
     plan.setdefault("rows", {}).setdefault(row, {}).update(changes)
+
+
+def _stages_of_plain(plan: dict[str, Any], values: _Values) -> int:
+    """The pipeline stages into which the config splits a model that is no `PipelineModule`. In them a run of layers
+    that is recomputed is a unit of the plan."""
+    num_stages = 1 if values.get("pipeline.stages") == "auto" else values.count("pipeline.stages") or 1
+    if num_stages == 1:
+        return 1
+    partition = values.text("pipeline.partition") or "best"
+    if partition.lower() not in _BY_SIZE:
+        raise ConfigError(
+            f"pipeline.partition is {partition!r}, which counts the layers of a PipelineModule. Any other model is "
+            f"split by parameters: leave it out. Or list its stages in a shardwise plan: pipeline: {{stages: [[...], "
+            f"[...]]}}."
+        )
+    if values.count_or_0("pipeline.activation_checkpoint_interval"):
+        plan["activations"] = "recompute"
+    return num_stages
 
 
 @dataclass(frozen=True)

@@ -344,12 +344,10 @@ _SECTIONS = {
         **_PARALLEL_WRITE,
     )
     | _all(_HONOURED, "", tag_validation="Warn"),
-    "pipeline": _all(_HONOURED, "for a PipelineModule", activation_checkpoint_interval=0)
+    "pipeline": _all(_HONOURED, "", activation_checkpoint_interval=0, stages="auto", partition="best")
     | _all(
         _NOT_NEEDED,
         "the arguments of PipelineModule are used",
-        stages="auto",
-        partition="best",
         seed_layers=False,
         pipe_partitioned=True,
         grad_partitioned=True,

@@ -96,7 +96,7 @@ def initialize(
     end_recording()
     joined = _joined(dist_init_required) if world is None else world
     try:
-        stages = model.num_stages if isinstance(model, PipelineModule) else 1
+        stages = model.num_stages if isinstance(model, PipelineModule) else None
         translated = read_config(source, world_size=joined.size, num_stages=stages, may_sum=True)
         _require_possible(translated, model)
         if translated.optimizer is not None and optimizer is None:

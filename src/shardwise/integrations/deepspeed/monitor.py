@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.integrations.deepspeed.config import SAMPLES_LOG_INTERVAL, read_config
+from shardwise.integrations.deepspeed.fields import MONITORS
 from shardwise.observe.trackers import Options, Tracker, open_tracker, require_packages
 
 Event = tuple[str, Any, int]
@@ -84,7 +85,8 @@ class Monitor:
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> Mapping[str, Options]:
     """The monitors that a config enables, for a `MonitorMaster`."""
-    return read_config(param_dict, world_size=1).monitors
+    sections = {name: section for name, section in param_dict.items() if name in MONITORS}
+    return read_config(sections, world_size=1).monitors  # of the whole config, sizes may need more ranks
 
 
 class MonitorMaster(Monitor):

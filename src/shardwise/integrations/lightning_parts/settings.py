@@ -42,6 +42,26 @@ def refuse_settings(settings: dict[str, Any]) -> None:
         )
 
 
+def require_staged_settings(plan: sw.Plan, state_dict_type: str) -> None:
+    """Raise `ConfigError` for what a plan with pipeline stages cannot be combined with."""
+    if plan.preset == "auto":
+        raise ConfigError(
+            "preset: auto is not for loops that call a model in pipeline stages, because it foresees "
+            "engine.train_step. Name a preset, such as zero1, or leave pp out of the mesh."
+        )
+    if (plan.mesh or {}).get("sp", 1) != 1:
+        raise ConfigError(
+            "The plan's mesh has pp and sp, but Lightning's steps call what is in the module that is sharded, of which "
+            "only calls as a whole split sequences. Leave one of them out, or use Trainer of Transformers, or Fabric."
+        )
+    if state_dict_type == "full":
+        raise ConfigError(
+            "state_dict_type='full' writes the optimizer's whole states into one file, but the plan's mesh has pp, and "
+            "each pipeline stage has its own. Leave it out: folders resume with any plan, on one rank too. For the "
+            "weights alone: trainer.save_checkpoint(path, weights_only=True)."
+        )
+
+
 def plan_for(plan: sw.Plan, trainer: Any, model: nn.Module, precision: str) -> sw.Plan:
     """The plan of one run, with unset fields from the Trainer, and without those that the Trainer handles itself.
 

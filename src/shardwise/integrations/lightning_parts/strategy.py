@@ -21,11 +21,16 @@ from shardwise.integrations.lightning_parts import checkpoints
 from shardwise.integrations.lightning_parts.auto import chosen_plan
 from shardwise.integrations.lightning_parts.finetuning import add_saved_groups, forget_saved_groups
 from shardwise.integrations.lightning_parts.precision import refuse_scaler, with_engine
-from shardwise.integrations.lightning_parts.settings import plan_for, rank_environment, refuse_settings
+from shardwise.integrations.lightning_parts.settings import (
+    plan_for,
+    rank_environment,
+    refuse_settings,
+    require_staged_settings,
+)
 from shardwise.integrations.lightning_parts.uneven_evaluation import UnevenEvaluation
 from shardwise.integrations.lightning_parts.worlds import WORLDS
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad, unpatch_zero_grad
-from shardwise.integrations.plans import PlanLike, data_share, require_no_stages
+from shardwise.integrations.plans import PlanLike, data_share, has_stages
 
 _Base: Any = object
 ENGINE = "_shardwise_engine"
@@ -53,8 +58,9 @@ class StrategyMixin(_Base):
     `state_dict()`, `trainer.save_checkpoint` and further runs are collective. `release()` makes it a plain module
     again.
 
-    Ranks along the axes `tp` and `sp` of the plan's mesh get the same batches. Raises `ConfigError` for a plan with
-    pipeline stages, and for settings of other engines.
+    Ranks along the axes `tp`, `sp` and `pp` of the plan's mesh get the same batches. In pipeline stages all ranks call
+    the steps; what these call, the module itself or one in it with all stages, splits its batch among the stages
+    (docs/pipeline.md). Raises `ConfigError` for settings of other engines.
     """
 
     strategy_name = "shardwise"
@@ -73,10 +79,11 @@ class StrategyMixin(_Base):
     ) -> None:
         self.plan = sw.load_plan(self.default_plan if plan is None else plan)
         self._batch = batch
-        require_no_stages(self.plan, "Lightning")
         refuse_settings(settings)
         if state_dict_type not in ("sharded", "full"):
             raise ConfigError(f"state_dict_type is {state_dict_type!r}. Use 'sharded' or 'full'.")
+        if has_stages(self.plan):
+            require_staged_settings(self.plan, state_dict_type)
         super().__init__(**settings)
         StrategyMixin.num_made += 1
         self._state_dict_type = state_dict_type
@@ -211,11 +218,12 @@ class StrategyMixin(_Base):
             return self._evaluate_step("predict_step", args, kwargs)
 
     def _call_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a step as the module's `forward`, so that forward hooks run."""
+        """Call a step as the module's `forward`, so that forward hooks run. In pipeline stages, and where it optimizes
+        by hand, it calls forwards itself."""
         module = self.lightning_module
         step = getattr(module, name)
-        if name == "training_step" and not module.automatic_optimization:
-            return step(*args, **kwargs)  # it runs whole steps, and calls forwards itself
+        if has_stages(self.plan) or (name == "training_step" and not module.automatic_optimization):
+            return step(*args, **kwargs)
         before = module.__dict__.pop("forward", None)
 
         def plain() -> None:

@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from shardwise.comm import Line
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.caches import cache_in, without_cache
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
@@ -55,8 +57,16 @@ class CallTrainer(Protocol):
         """How many passes have ended; a call can be sent back in its own only."""
         ...
 
-    def require_possible(self) -> None:
-        """Raise unless the plan allows calls of the model."""
+    def require_possible(self, called: nn.Module) -> None:
+        """Raise unless the plan allows calls of this model."""
+        ...
+
+    def note_parts(self, whole: MicroBatch, parts: Sequence[MicroBatch], rows: Sequence[int]) -> None:
+        """A call of `whole` is that of `parts`, with so many samples each."""
+        ...
+
+    def end_forwards(self, line: Line) -> None:
+        """All stages, whose ranks are on `line`, have run the forwards of a call."""
         ...
 
     def begin_call(self, num: int) -> int:
@@ -92,6 +102,8 @@ class CallTrainer(Protocol):
 class _Call:
     """One call on this rank. Autograd's graph holds it, and what it keeps for its backward."""
 
+    called: nn.Module
+    """The model, or one in it that has all stages."""
     parts: Sequence[MicroBatch]
     whole: MicroBatch
     rows: Sequence[int]
@@ -134,30 +146,33 @@ class LoopCalls:
         self._most_parts = 2 * pipeline.layout.num_ranks
         self._blocks, self._tail = self._staged.spans_of_last() if self._last in self._staged.stages else (None, (0, 0))
 
-    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a call, on every rank of the pipeline."""
+    def answer(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a call of `called`, the model or one in it that has all stages, on every rank of the
+        pipeline."""
         pipeline, staged = self._pipeline, self._staged
         pipeline.require_whole()
-        self._trainer.require_possible()
-        refuse_collected(staged.model, kwargs)
+        self._trainer.require_possible(called)
+        refuse_collected(called, kwargs)
         if cache_in(args, kwargs) is not None or kwargs.get("use_cache"):
             raise StateError(
                 "The model was called with a cache of keys and values outside of engine.inference(), where pipeline "
                 "stages have none. Generate inside of it, or call with use_cache=False."
             )
-        whole = MicroBatch(args, without_cache(staged.model, args, kwargs))
+        whole = MicroBatch(args, without_cache(called, args, kwargs))
         pipeline.check_same_batch([whole])
         parts, rows = parts_of(whole, self._most_parts)
-        kinds = [pipeline.kind_of(part) for part in parts]
+        self._trainer.note_parts(whole, parts, rows)
+        kinds = [(staged.wholes.index(called), pipeline.kind_of(part)) for part in parts]
         form = len(parts) > 1, form_of(whole)
-        carried = pipeline.carried_for(whole, is_whole=True, is_split=True)
-        call = _Call(parts, whole, rows, kinds, carried, form, torch.is_grad_enabled())
+        carried = pipeline.carried_for(whole, called=called, is_whole=True, is_split=True)
+        call = _Call(called, parts, whole, rows, kinds, carried, form, torch.is_grad_enabled())
         if call.trains:
             call.first, call.num_passes = self._trainer.begin_call(len(parts)), self._trainer.num_passes
         try:
             with pipeline.cleared_on_error():
                 output = self._forward(call)
                 pipeline.end_forwards()
+                self._trainer.end_forwards(pipeline.line)
                 return self._returned(call, output)
         except BaseException:
             self._trainer.fail()
@@ -199,6 +214,7 @@ class LoopCalls:
                 inputs,
                 arrived,
                 lambda: self._staged.model(*inputs.args, **inputs.kwargs),
+                called=call.called,
                 share=Share(self._blocks if stage == self._last else None, call.form, sends_others=True),
                 carried=call.carried,
             )
@@ -227,6 +243,7 @@ class LoopCalls:
                 call.whole,
                 message,
                 lambda: self._staged.model(*call.whole.args, **call.whole.kwargs),
+                called=call.called,
                 share=Share(span, call.form),
                 carried=call.carried,
             )
@@ -253,7 +270,7 @@ class LoopCalls:
         if is_last:
             keeps = _loss_of(output) is not None and not self._sends_all(call.trains)
             stays = _is_left if keeps else (lambda _: False)
-            told = describe(output, None, type(self._staged.model).__name__, tensors, stays)
+            told = describe(output, None, type(call.called).__name__, tensors, stays)
             special = next((type(one).__name__ for one in tensors if type(one) is not Tensor), None)
             if call.trains and special:
                 told = {

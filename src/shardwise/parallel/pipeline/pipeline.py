@@ -22,7 +22,7 @@ from shardwise.parallel.pipeline.whole_tensors import AcrossStages
 from shardwise.plan.mesh import Mesh
 from shardwise.program.schedule import Op
 from shardwise.runtime import named_tensors, tensors_in
-from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss
+from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.system.telemetry import STAGES, Timeline
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ class Pipeline:
 
     def train(
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
-    ) -> Tensor:
-        """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
+    ) -> list[Tensor]:
+        """Run forward and backward of all micro-batches; returns their losses, on every rank."""
         self.require_whole()
         self.check_same_batch(parts)
         step = self._step(parts, loss_fn, timeline)
@@ -212,8 +212,8 @@ class Pipeline:
 
     def evaluate(
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
-    ) -> Tensor:
-        """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
+    ) -> list[Tensor]:
+        """The losses of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
         self.require_whole()
         with torch.no_grad(), self.cleared_on_error():
             step = self._step(parts, loss_fn, Timeline())
@@ -430,14 +430,14 @@ class Pipeline:
                 self._collectives.broadcast(sent, root, self._line, "outputs").wait()
         return list(tensors)
 
-    def _finish(self, step: _Step) -> Tensor:
+    def _finish(self, step: _Step) -> list[Tensor]:
         self.end_forwards()
-        mean = torch.zeros(1, dtype=torch.float32, device=self._device)
+        losses = torch.zeros(len(step.parts), dtype=torch.float32, device=self._device)
         root = self._line.ranks[self.last_place]
         if step.losses:
-            mean[0] = mean_loss(step.losses, step.parts).float()
-        self._collectives.broadcast(mean, root, self._line, "loss").wait()
-        return mean[0]
+            losses = torch.stack([loss.reshape(()).float() for loss in step.losses])
+        self._collectives.broadcast(losses, root, self._line, "loss").wait()
+        return list(losses.unbind())
 
     @contextmanager
     def cleared_on_error(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -51,6 +51,14 @@ PLAIN_LOOP = (
     "goes on when ranks are lost, use engine.train_step(batch), engine.forward_backward(batch) or "
     "engine.eval_step(batch), or call it inside engine.inference()."
 )
+
+
+class _Adapters(Protocol):
+    """Saves adapters of the peft library, of all stages."""
+
+    def attach(self, model: nn.Module) -> None: ...
+
+    def detach(self, model: nn.Module) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,11 @@ class StagedModel:
         self.params = layout.params_at(model, pp_rank)
         """The parameters of this rank's stages."""
         self.whole = WholeNames.of(model)
+        self._adapters: _Adapters | None = None
+        if hasattr(model, "peft_config"):
+            from shardwise.parallel.pipeline.saved_adapters import AdaptersOfAllStages  # few models load it
+
+            self._adapters = AdaptersOfAllStages(model)
         self.pp_rank = pp_rank
         self.holders = holders_of(model, layout, modules)
         """The pipeline ranks that have each parameter, by its first name: several if stages share it."""
@@ -270,8 +283,8 @@ class StagedModel:
         """
         for module, original in zip(self.wholes, self._forwards, strict=True):
             module.__dict__["forward"] = self._answering(module, original)
-        if hasattr(self.model, "peft_config"):
-            self.model.__dict__["save_pretrained"] = _refuse_to_save_adapters
+        if self._adapters is not None:
+            self._adapters.attach(self.model)
         for one in self._slots:
             if one.own is not None:
                 take = partial(self._take, self._number(one))
@@ -280,17 +293,21 @@ class StagedModel:
                     one.own.register_forward_hook(partial(self._returned, self._number(one))),
                 ]
 
-    def take_calls(self, take: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Until `release`, `take(args, kwargs)` answers calls of the model outside of `engine.inference()`, before any
-        hook of the model: what it calls in turn has them."""
+    def take_calls(self, take: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Until `release`, `take(called, args, kwargs)` answers calls of the model, or of one in it that has all
+        stages, outside of `engine.inference()`, before any hook of theirs: what it calls in turn has them."""
+        for module in self.wholes:
+            if module is self.model or module._compiled_call_impl is None:
+                module.__dict__["_compiled_call_impl"] = self._taking(module, take)
 
+    def _taking(self, module: nn.Module, take: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._running_stage is None and self.answer is None:
-                return take(args, kwargs)
-            return self.model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+                return take(module, args, kwargs)
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
 
         call.compiles_nothing = True  # type: ignore[attr-defined]  # what OuterCompile asks
-        self.model.__dict__["_compiled_call_impl"] = call
+        return call
 
     def _answering(self, module: nn.Module, original: Forward) -> Forward:
         @wraps(original)
@@ -306,7 +323,8 @@ class StagedModel:
         self._handles.clear()
         for module in self.wholes:
             module.__dict__.pop("forward", None)
-        self.model.__dict__.pop("_compiled_call_impl", None)
+            if hasattr(module._compiled_call_impl, "compiles_nothing"):
+                module.__dict__.pop("_compiled_call_impl")
 
     def free_others(self, device: torch.device) -> None:
         """Give kept parameters of other stages one zero on `device` in place of their values, and kept buffers memory
@@ -327,7 +345,8 @@ class StagedModel:
             one.holder[one.key] = one.own if one.own is not None else one.other
         for refusal in self._refusals:
             refusal.remove()
-        self.model.__dict__.pop("save_pretrained", None)
+        if self._adapters is not None:
+            self._adapters.detach(self.model)
         for group, params in self._whole_groups:
             group["params"] = params
 
@@ -337,6 +356,11 @@ class StagedModel:
     def is_in_forward(self) -> bool:
         """Whether a forward of the model, or its loss, is being computed."""
         return self._running_stage is not None and not self._running_stage.is_backward
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether what runs ends with the model's last module, so that its output is the model's."""
+        return self._running_stage is not None and self._running_stage.last + 1 == len(self._names)
 
     @property
     def handed_over(self) -> StageMessageLayout:
@@ -421,7 +445,8 @@ class StagedModel:
                 raise StateError(PLAIN_LOOP)
             return self.answer(module, self._answering(module, original), args, kwargs)
         if module is not now.called:
-            return original(*args, **kwargs)
+            # the hooks of the whole model also run around a call of one in it
+            return now.called(*args, **kwargs) if module is self.model else original(*args, **kwargs)
         refuse_sums_over_layers(kwargs, "The batch")
         if now.is_called:
             raise ModelError(
@@ -437,7 +462,7 @@ class StagedModel:
             return end.output
         finally:
             now.is_in_forward = False
-        if now.last + 1 < len(self._names):
+        if not self.ends_here:
             raise ModelError(
                 f"The forward of {type(module).__name__} ended without calling {self._names[now.last + 1]}, with "
                 f"which the next pipeline stage begins. List the modules in the order of the forward: pipeline.stages."
@@ -609,12 +634,3 @@ def _layouts(tensors: Sequence[Tensor], name: str) -> tuple[Layout, ...]:
                 f"layout {tensor.layout}, which cannot be sent. Cut the model elsewhere: pipeline.stages."
             )
     return tuple(map(Layout.of, tensors))
-
-
-def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
-    """In place of a model's `save_pretrained`: peft leaves out the adapters of layers that it does not find."""
-    raise ModelError(
-        "The adapters of other pipeline stages would be missing: peft writes those of the layers that this rank has. "
-        "engine.save_pretrained(folder, merge_adapters=True) writes the merged model. For adapters alone, save with "
-        "engine.save(), resume the checkpoint with a plan without pp, and call save_pretrained there."
-    )

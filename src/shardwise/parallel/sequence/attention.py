@@ -48,6 +48,11 @@ class Sample:
         documents, kept = (None if one is None else one.chunk(num)[place] for one in (self.documents, self.kept))
         return Sample(self.layout, documents, kept, self.num_padded)
 
+    def between(self, start: int, stop: int) -> Sample:
+        """The sample of some of the rows."""
+        documents, kept = (None if one is None else one[start:stop] for one in (self.documents, self.kept))
+        return Sample(self.layout, documents, kept, self.num_padded)
+
 
 class AttentionCall(NamedTuple):
     """The parameters of one attention call, besides its tensors. `scale` defaults to 1 / sqrt(dim)."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -52,10 +53,10 @@ class SequenceParallel:
         whole_outputs: WholeOutputs,
         batches: SplitBatches,
         *,
-        in_stages: bool = False,
+        ends_here: Callable[[], bool] | None = None,
     ) -> None:
-        """`batches` are those that were split before, under another plan or in another world. `in_stages`: a forward of
-        `model` is that of one pipeline stage."""
+        """`batches` are those that were split before, under another plan or in another world. In pipeline stages a
+        forward of `model` is that of one of them, and `ends_here()` tells in it whether its output is the model's."""
         self.line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
         num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # other ranks have some of the heads
         ring = is_ring(model, plan, self.line.num_ranks * num_cuts)
@@ -73,7 +74,7 @@ class SequenceParallel:
         self._whole_outputs = whole_outputs
         self._split_call: dict[str, Any] | None = None
         """The whole batch of the current forward, if the forward has split it by itself."""
-        self._in_stages = in_stages
+        self._ends_here = ends_here
         self._is_checked = False
         """Whether it has been checked that some stage calls attention."""
         self._hooks = ExitStack()
@@ -120,6 +121,13 @@ class SequenceParallel:
         if sample is not None and len(parts) > 1:
             for place, part in enumerate(parts):
                 self.batches.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
+
+    def note_parts(self, whole: MicroBatch, parts: Sequence[MicroBatch], rows: Sequence[int]) -> None:
+        """The same for `parts` of a call, with so many rows of `whole` each."""
+        sample = self.batches.sample_of((whole.args, whole.kwargs))
+        if sample is not None and len(parts) > 1:
+            for part, (start, stop) in zip(parts, pairwise(accumulate(rows, initial=0)), strict=True):
+                self.batches.note((part.args, part.kwargs), (whole.args, whole.kwargs), sample.between(start, stop))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -191,10 +199,12 @@ class SequenceParallel:
         stack.close()
         if not in_backward():
             self._watch(output)
-        if module is self._model and output is not None and not (self._in_stages or in_backward()):
+        if module is not self._model or output is None or in_backward():
+            return None
+        if self._ends_here is None:
             self._require_attention(self.attention.num_calls)
             return self._joined(output)
-        return None
+        return self._joined(output) if self._ends_here() else None
 
     def _joined(self, output: object) -> object:
         """The output for the whole batch, if this forward has split the batch by itself and whole outputs are
@@ -208,7 +218,7 @@ class SequenceParallel:
 
     def _enter(self, stack: ExitStack, module: nn.Module) -> None:
         if not in_backward():
-            if module is self._model and not self._in_stages:
+            if module is self._model and self._ends_here is None:
                 self.attention.num_calls = 0
             if module.training:
                 stack.enter_context(_random_numbers_of(self.line.index, self._device))
