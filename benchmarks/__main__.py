@@ -21,6 +21,7 @@ from benchmarks import (
     horovod,
     hosts,
     integrations,
+    islands,
     mpi,
     overhead,
     pipeline,
@@ -58,6 +59,7 @@ PROGRAMS = (
     "integrations",
     "mpi",
     "hosts",
+    "islands",
     "wires",
 )
 RESULTS = ROOT / "runs" / "bench"
@@ -126,6 +128,7 @@ _PROGRAMS = {
     "integrations": integrations.main,
     "mpi": mpi.main,
     "hosts": hosts.main,
+    "islands": islands.main,
     "wires": wires.main,
 }
 
@@ -149,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     between.add_argument(
         "--hosts", type=hosts.shape_of, nargs="+", metavar="N", help="how many, or 2x2 with 2 ranks on each (2x2 2 4)"
     )
-    between.add_argument("--gbit", type=_rate, nargs="+", metavar="G", help="rates of links in Gbit/s (0.1 1)")
+    between.add_argument(
+        "--gbit", type=_rate, nargs="+", metavar="G", help="rates of links in Gbit/s (0.1 1); of islands one (0.05)"
+    )
     between.add_argument("--delay-ms", type=_delay, default=0.0, metavar="MS", help="that each packet takes longer (0)")
     peers = parser.add_argument_group("peers")
     option = peers.add_argument

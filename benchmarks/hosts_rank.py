@@ -213,13 +213,13 @@ def take_turns(engines: dict[str, Engine], batch: Tensor, args: argparse.Namespa
     turns = []
     for number in range(args.rounds):
         for rate in map(float, args.rates.split(",")):
-            _ask_for(rate, args.out)
+            ask_for(rate, args.out)
             for _, name in interleaved(list(engines), 1):
                 turns.append(Turn(name, rate, number, *_timed(engines[name], batch, args.steps), losses[name]))
     return turns
 
 
-def _ask_for(rate: float, folder: Path) -> None:
+def ask_for(rate: float, folder: Path) -> None:
     """Have the links shaped anew by who made them, and go on when that is done."""
     dist.barrier()
     if dist.get_rank() == 0:
@@ -239,20 +239,20 @@ def _timed(engine: Engine, batch: Tensor, num_steps: int) -> tuple[float, float,
     dist.barrier()
     seconds = []
     cpu_before, told_before = time.process_time(), engine.told_bytes()
-    sent_before, received_before = _counters()
+    sent_before, received_before = counters()
     for _ in range(num_steps):
         start = time.perf_counter()
         engine.step(batch)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    sent, received = _counters()
+    sent, received = counters()
     told = (engine.told_bytes() - told_before) / num_steps if engine.tells else None
     cpu = (time.process_time() - cpu_before) / num_steps
     dist.barrier()
     return median(seconds), cpu, (sent - sent_before) / num_steps, (received - received_before) / num_steps, told
 
 
-def _counters() -> tuple[int, int]:
+def counters() -> tuple[int, int]:
     """Of this host's interface: bytes sent and received."""
     sent, received = (int((_STATISTICS / f"{way}_bytes").read_text()) for way in ("tx", "rx"))
     return sent, received

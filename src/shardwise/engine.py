@@ -318,9 +318,10 @@ class Engine:
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`.
-        (`loss.backward()` averages over ranks; a loop that accumulates with it divides the loss, as in plain PyTorch.)
-        All ranks call; of a model in pipeline stages with what its ranks have all computed (docs/pipeline.md)."""
+        """Compute gradients of `loss`, a scalar on every rank, averaged over ranks (those of an island, if there are
+        several) and over the plan's `accumulate`. (`loss.backward()` averages over ranks; a loop that accumulates with
+        it divides the loss, as in plain PyTorch.) All ranks call; of a model in pipeline stages with what its ranks
+        have all computed (docs/pipeline.md)."""
         self._require_open()
         self._session.backward(loss)
 
@@ -782,8 +783,8 @@ class Engine:
         """A whole tensor by the parameter's name, on every rank. All ranks call.
 
         `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the optimizer such as
-        `exp_avg`. The result is in the dtype in which it is kept; `None` if there is none. Raises `ModelError` for an
-        unknown name.
+        `exp_avg`; with islands these are of this rank's island, and `outer.anchor` and `outer.momentum` of all. The
+        result is in the dtype in which it is kept; `None` if there is none. Raises `ModelError` for an unknown name.
         """
         self._require_open()
 
@@ -805,6 +806,7 @@ class Engine:
         if what == "grad":
             self._sharded.parts.gradients.prepare()
         self._before_change()
+        self._sharded.settle_islands()
         if self._sharded.parts.pipeline is None or self._sharded.parts.pipeline.across.takes(name, value, what):
             self._sharded.parts.access.write(name, value, what)
         if what == "grad":
@@ -812,6 +814,7 @@ class Engine:
 
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
         """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
+        With islands, of the model that they have in common (docs/islands.md).
 
         Works unit by unit, so that no device holds more than one. With `rank_0_only` all other ranks get `{}`.
         """
@@ -838,6 +841,7 @@ class Engine:
         """
         self._require_open()
         self._before_change()
+        self._sharded.settle_islands()
         if self._sharded.parts.pipeline is not None:
             state = self._sharded.parts.pipeline.across.own_part(state, strict=strict)
         self._sharded.parts.access.load_state_dict(state, strict=strict)

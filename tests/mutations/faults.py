@@ -980,7 +980,59 @@ BEGINNING = _of(
     ),
 )
 
+ISLANDS = _of(
+    "islands",
+    (
+        "outer gradients are added up and not averaged",
+        "self._require().div_(self._num_islands)",
+        "self._require()",
+        "islands",
+    ),
+    (
+        "an outer gradient has the other sign",
+        "self._value.sub_(master.detach().to(flat.device))",
+        "self._value.sub_(master.detach().to(flat.device)).neg_()",
+        "islands",
+    ),
+    (
+        "the share of its own values that an island keeps is the other share",
+        "master.lerp_(anchor.to(master.device), 1 - own)",
+        "master.lerp_(anchor.to(master.device), own)",
+        "islands",
+    ),
+    (
+        "outer gradients on their way are not part of a checkpoint",
+        "                outer.settle()\n                kept",
+        "                kept",
+        "islands",
+    ),
+    (
+        "an outer step that had begun is forgotten by a resume",
+        'saved.get("pending") if is_same else None',
+        "None",
+        "islands",
+    ),
+    (
+        "a checkpoint has the first island's parameters for all",
+        'kind=f"{ISLAND}.{island}.param"',
+        'kind=f"{ISLAND}.0.param", written=NOTHING if island else entry.written',
+        "islands",
+    ),
+    (
+        "the norm is summed over islands",
+        "return tuple(axis for axis in shared if axis != ISLAND_AXIS)",
+        "return tuple(shared)",
+        "islands",
+    ),
+    (
+        "what is exported is what the first island has",
+        "self.param_piece(index) if self.anchor is None else self.outer_pieces(index)[ANCHOR]",
+        "self.param_piece(index)",
+        "islands",
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *(*BEGINNING, *SCHEDULES, *STREAMS, *DIAGNOSIS, *BUILDER, *MEMORY, *WIRES, *CHECKPOINT),
-    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS, *CHUNKS),
+    *(*COLLECTIVES, *PRECISION, *TENSOR, *ELASTIC, *EXECUTOR, *CONVERSIONS, *CHUNKS, *ISLANDS),
 )

@@ -223,6 +223,25 @@ def test_a_preset_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "      gather          h.0  param  dp  bf16  1572864 B  @gather\n" in out
 
 
+def test_islands_are_explained(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the program of a step, which says nothing of other islands."""
+    arguments = ["zero3", "--world", "4", "--set", "mesh={island: 2, dp: 2}", "--set", "islands.every=50"]
+    text = " ".join(said(capsys, *arguments).split())
+    assert "island 2 0, 2 islands: ranks have their own batches and, between outer steps, their own model" in text
+    assert "anchor shard(dp) fp32 host what islands have in common, and the momentum" in text
+    assert "after steps 50, 100, ... a rank sends 8388608 B to other islands in 50 steps, 167772 B per step" in text
+    assert "subtract h.0 outer all_reduce h.0 outer island fp32 2097152 B @reduce" in text
+    assert "A job with islands is not elastic in this version" in text
+    found = as_json(capsys, *arguments)
+    assert found["sent_bytes_by_axis"].keys() == {"dp"}
+    assert "after steps 50, 100, ..." in found["outer_steps"]
+    model = ["--model", f"{model_file}:tiny", "--batch", f"{model_file}:batch", "--time", "--hardware", "h100-sxm"]
+    taken = next(line for line in as_json(capsys, *arguments, *model)["outer_steps"] if line.startswith("takes"))
+    assert "s in 50 steps if nothing overlaps, " in taken
+    assert 0 < float(taken.split()[-4].rstrip("%")) < 100
+    assert "Add an axis" in refused("zero3", "--world", "4", "--set", "islands.every=50")
+
+
 def test_ranks_that_share_in_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = ("--set", "mesh={dp: 2, sp: 4}")
     out = said(capsys, "zero3", "--world", "8", *mesh)

@@ -280,8 +280,9 @@ PROVIDED = {
     ("update", "master"),
     ("compare", "checksums"),
     *(entry for entry in EFFECTS if entry[0] == "checksum"),
-} | {entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states")}
-"""What is not of one flat buffer, or an optimizer's: given to the executor by `sharded/assembly.py`."""
+    ("mix", "master"),
+} | {entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states", "outer", "anchor")}
+"""What is not of one flat buffer, an optimizer's, or of islands: given to the executor by `sharded/assembly.py`."""
 
 
 def test_the_runtime_has_a_method_for_every_effect_and_no_other() -> None:

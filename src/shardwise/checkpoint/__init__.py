@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.begun import Begun
-from shardwise.checkpoint.content import Content, Entry, content_of
+from shardwise.checkpoint.content import Content, Entry, content_of, of_island
 from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
 from shardwise.checkpoint.json_codec import encode
 from shardwise.checkpoint.keep import Keep, numbers_of
@@ -42,6 +42,7 @@ __all__ = [
     "load_checkpoint",
     "newest",
     "numbers_of",
+    "of_island",
     "step_name",
 ]
 

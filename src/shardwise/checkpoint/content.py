@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.checkpoint.index import ISLAND
 from shardwise.checkpoint.json_codec import encode
 from shardwise.errors import ConfigError
-from shardwise.memory import DiskRows, Flat
+from shardwise.memory import ANCHOR, DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.placement import Axes, Box, Slot, Span
 from shardwise.program import FlatSpec
@@ -27,9 +28,10 @@ class Entry:
     """Elements `span` of the tensor `name`, or of its part `box` (flattened), in live memory.
 
     `kind` is `param`, `buffer` or `state.KEY`; `unsent.RANK` and `unsent` are what was not sent of whole parameters and
-    of averages, `factor` is what gradients are multiplied with to be sent. This rank writes the elements `written`:
-    ranks that hold copies share the writing, and together write each element once. With `is_whole` the elements are
-    those of a separate tensor, not of the parameter (a scalar state): every rank has all of them, and one writes them.
+    of averages, `factor` is what gradients are multiplied with to be sent; `outer.KEY` is what islands have in common,
+    and `island.2.state.KEY` an island's own. This rank writes the elements `written`: ranks that hold copies share the
+    writing, and together write each element once. With `is_whole` the elements are those of a separate tensor, not of
+    the parameter (a scalar state): every rank has all of them, and one writes them.
 
     `is_hidden`: the model has no view of this memory, so only an optimizer's step or a call to the engine changes it.
     """
@@ -73,6 +75,38 @@ class Content:
     """The name of the optimizer's class."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    island: int | None = None
+    """If there are islands, that of this rank."""
+
+
+def of_island(content: Content, flats: Sequence[Flat], island: int, *, is_first: bool) -> Content:
+    """The content of a rank of an island, `is_first` of whose ranks.
+
+    `param` is the model that islands have in common, so that a reader without islands finds a whole one, and beside it
+    each island's own. Optimizer states and buffers of the first island count as common ones too; a reader with other
+    islands than wrote the checkpoint lets those that were not there begin with what is common.
+    """
+    entries: list[Entry] = []
+    anchors = {
+        slot.name: (flat, index) for flat in flats if flat.anchor is not None for index, slot in enumerate(flat.slots)
+    }
+    for entry in content.entries:
+        if entry.kind == "param" and entry.name in anchors:
+            flat, index = anchors[entry.name]
+            entries.append(replace(entry, kind=f"{ISLAND}.{island}.param"))
+            common = NOTHING if island else entry.written
+            for kind, row in flat.outer_pieces(index).items():
+                name = "param" if kind == ANCHOR else kind
+                entries.append(replace(entry, kind=name, tensor=row, written=common, is_hidden=True, rows=None))
+        elif entry.kind == "param":
+            entries.append(replace(entry, written=NOTHING if island else entry.written))
+        elif island and not entry.kind.startswith("buffer."):
+            written = Span(0, entry.span.numel) if entry.kind == "buffer" and is_first else entry.written
+            entries.append(replace(entry, kind=f"{ISLAND}.{island}.{entry.kind}", written=written))
+        else:
+            entries.append(entry)
+    numbers = {} if island else content.numbers
+    return replace(content, entries=entries, numbers=numbers, island=island)
 
 
 def content_of(

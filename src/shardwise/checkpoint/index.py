@@ -26,6 +26,8 @@ FORMAT = 5
 READABLE = (2, 3, 4, 5)
 """Format 2 has no narrow chunks; before 4 the optimizer was not named; before 5 nothing was split."""
 INDEX = "index.json"
+ISLAND = "island"
+"""`island.3.param` is what island 3 has of its own, beside what islands have in common."""
 MAX_INDEX_BYTES = 2**30
 LEAST_BLOCK_BYTES = 2**16
 MOST_BLOCKS = 64
@@ -42,7 +44,8 @@ Flag = Annotated[bool, Field(strict=True)]
 class Chunk:
     """Elements `start` to `stop` of the flattened tensor `name`: bytes of `file` from `offset`, under `key`.
 
-    `kind` is `param`, `buffer`, `state.KEY` of an optimizer, or `rank`: one rank's own document, as JSON. With `shape`
+    `kind` is `param`, `buffer`, `state.KEY` of an optimizer, or `rank`: one rank's own document, as JSON; with islands
+    also `outer.KEY` of the outer optimizer and what each has of its own, such as `island.1.param`. With `shape`
     it is a separate tensor, not made of the parameter's elements (a scalar state); `start` and `stop` are then 0. With
     `box`, which has for each dimension the ranges that a rank had (tensor parallelism), the elements are those of that
     part of the tensor, flattened. `crc32` has a sum per `block_bytes`. `is_narrow` marks a state that its optimizer

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of, box_of, read_body
+from shardwise.checkpoint.index import INDEX, ISLAND, Chunk, File, Index, block_bytes_of, box_of, read_body
 from shardwise.checkpoint.json_codec import MAX_DIMS, decode, dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.placement import Box
@@ -140,11 +140,20 @@ def _is_known_kind(chunk: Chunk, index: Index) -> bool:
     first, dot, rest = chunk.kind.partition(".")
     if first == RANK and not dot:
         return _is_number(chunk.name, index.world_size) and chunk.shape is not None and chunk.dtype == "uint8"
-    if first == "state":
+    if first in ("state", "outer"):
         return bool(rest)
+    if first == ISLAND:
+        number, _, own = rest.partition(".")
+        return _is_number(number, index.world_size) and (own in ("param", "buffer") or _is_state(own))
     return chunk.kind in ("param", "factor") or (
         first in ("buffer", "unsent") and (not dot or _is_number(rest, index.world_size))
     )
+
+
+def _is_state(kind: str) -> bool:
+    """Whether it is a state of the optimizer, of all islands or of one."""
+    own = kind.split(".", 2)[-1] if kind.startswith(f"{ISLAND}.") else kind
+    return own.startswith("state.") and own != "state."
 
 
 def _is_number(text: str, limit: int) -> bool:
@@ -155,7 +164,7 @@ def _numel(where: str, chunk: Chunk, index: Index) -> int:
     if chunk.shape is not None:
         if (chunk.start, chunk.stop) != (0, 0) or len(chunk.shape) > MAX_DIMS:
             raise _WrongError(f"{where} is whole and has elements {chunk.start} to {chunk.stop} as well.")
-        if not chunk.kind.startswith("state.") and chunk.kind not in (RANK, "factor"):
+        if not _is_state(chunk.kind) and chunk.kind not in (RANK, "factor"):
             raise _WrongError(f"{where}.shape is for states of an optimizer only.")
         return math.prod(chunk.shape)
     numel = math.prod(index.shapes[chunk.name])
@@ -270,7 +279,7 @@ def _check_names(index: Index) -> None:
         if name not in index.shapes:
             raise _WrongError(f"numbers has {name!r}, which shapes does not list.")
     if all("params" in group for group in index.groups):  # a converted optimizer may not say whose groups they are
-        states = (chunk.name for chunk in index.chunks if chunk.kind.startswith("state."))
+        states = (chunk.name for chunk in index.chunks if _is_state(chunk.kind))
         for name in (*states, *index.numbers):
             if name not in seen:
                 raise _WrongError(f"groups has no {name!r}, whose states are there and would not be loaded.")
@@ -288,7 +297,7 @@ def _check_narrow(index: Index) -> None:
     sizes = {chunk.name: dtype_of(chunk.dtype).itemsize for chunk in index.chunks if chunk.kind in ("param", "buffer")}
     for chunk in index.chunks:
         size = dtype_of(chunk.dtype).itemsize
-        if chunk.is_narrow and (not chunk.kind.startswith("state.") or size >= sizes.get(chunk.name, size)):
+        if chunk.is_narrow and (not _is_state(chunk.kind) or size >= sizes.get(chunk.name, size)):
             raise _WrongError(f"{chunk.key[:80]} is narrow, but its {chunk.dtype} has not fewer bits than others have.")
 
 
@@ -311,8 +320,16 @@ def _check_state(index: Index) -> None:
         raise _WrongError(f"state['num_steps'] is {num_steps!r}, which is not a number of steps.")
     if not isinstance(state.get("user"), dict):
         raise _WrongError("state['user'] must be an object.")
-    for problem in _problems_of_scale(state):
+    for problem in (*_problems_of_scale(state), *_problems_of_islands(state)):
         raise _WrongError(problem)
+
+
+def _problems_of_islands(state: Mapping[str, Any]) -> Iterator[str]:
+    islands = state.get("islands", {"pending": None, "settings": ""})
+    if not isinstance(islands, dict) or not isinstance(islands.get("settings"), str):
+        yield "state['islands'] has not the settings of islands as text."
+    elif islands.get("pending") is not None and type(islands["pending"]) is not int:
+        yield f"state['islands'] has pending = {str(islands['pending'])[:80]!r}, which is no fragment's number."
 
 
 def _problems_of_scale(state: Mapping[str, Any]) -> Iterator[str]:

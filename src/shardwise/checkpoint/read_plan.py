@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.content import FACTOR, Content, Entry
-from shardwise.checkpoint.index import Index
+from shardwise.checkpoint.index import ISLAND, Index
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.same import settings_of
@@ -57,6 +57,8 @@ class Recipe:
 
     tensors: list[Filling] = field(default_factory=list)
     states: list[PieceStates] = field(default_factory=list)
+    absent: list[Entry] = field(default_factory=list)
+    """What the checkpoint need not have: it begins with zeros."""
     memories: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] | None = None
 
@@ -68,7 +70,7 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
     """Find the elements that this rank needs."""
     recipe = Recipe()
     for entry in content.entries:
-        if entry.kind.startswith("state."):
+        if entry.kind.removeprefix(_own_prefix(content.island)).startswith("state."):
             continue
         if entry.kind == FACTOR or (entry.num_ranks and not _has_residual(reader, entry)):
             factor = reader.whole(entry.kind, entry.name) if entry.kind == FACTOR else None
@@ -76,21 +78,39 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
             recipe.tensors.append(Filling(entry, [factor] if factor is not None and fits else []))
             continue
         kind = _kind_there(reader, entry)
+        if kind.startswith("outer.") and reader.first_chunk(kind, entry.name) is None:
+            recipe.absent.append(entry)  # written without islands, or without momentum
+            continue
         recipe.tensors.append(Filling(entry, reader.reads(kind, entry.name, entry.span, entry.box)))
     for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
         assert optimizer is not None
         states = PieceStates(piece, content.boxes.get(piece.name))
         recipe.states.append(states)
-        kinds = [kind for kind in reader.kinds_of(piece.name) if kind.startswith("state.")]
+        kinds = _state_kinds(reader, piece.name, content.island)
         narrow = optimizer.narrow_keys_of(piece)
-        for kind in kinds if piece.span.numel else ():
-            key, whole = kind.removeprefix("state."), reader.whole(kind, piece.name)
+        for key, kind in kinds.items() if piece.span.numel else ():
+            whole = reader.whole(kind, piece.name)
             if whole is not None:
                 states.wholes[key] = whole
             else:
                 states.reads[key] = reader.reads(kind, piece.name, piece.span, states.box)
-                states.dtypes[key] = _state_dtype(reader, piece, key, is_narrow=key in narrow)
+                states.dtypes[key] = _state_dtype(reader, piece, kind, is_narrow=key in narrow)
     return recipe
+
+
+def _own_prefix(island: int | None) -> str:
+    return "" if island is None else f"{ISLAND}.{island}."
+
+
+def _state_kinds(reader: Reader, name: str, island: int | None) -> dict[str, str]:
+    """The kinds of a parameter's states by their keys: those of this island, if the checkpoint has any, else the common
+    ones."""
+    kinds = reader.kinds_of(name)
+    for prefix in dict.fromkeys((f"{_own_prefix(island)}state.", "state.")):
+        found = {kind.removeprefix(prefix): kind for kind in kinds if kind.startswith(prefix)}
+        if found:
+            return found
+    return {}
 
 
 def _has_residual(reader: Reader, entry: Entry) -> bool:
@@ -103,16 +123,20 @@ def has_states(reader: Reader, name: str) -> bool:
 
 
 def _kind_there(reader: Reader, entry: Entry) -> str:
-    """A rank's own buffer, else rank 0's. Converted formats may have a buffer as `param`, or the reverse."""
-    common = entry.kind.partition(".")[0]
+    """A rank's own buffer, or an island's own values, else the common ones. Converted formats may have a buffer as
+    `param`, or the reverse."""
+    if entry.kind.startswith("outer."):
+        return entry.kind
+    first, _, rest = entry.kind.partition(".")
+    common = rest.partition(".")[2] if first == ISLAND else first
     kinds = (entry.kind, common, "param" if common == "buffer" else "buffer")
     return next((kind for kind in kinds if reader.first_chunk(kind, entry.name)), entry.kind)
 
 
-def _state_dtype(reader: Reader, piece: Piece, key: str, *, is_narrow: bool) -> torch.dtype:
+def _state_dtype(reader: Reader, piece: Piece, kind: str, *, is_narrow: bool) -> torch.dtype:
     """As in torch, a state that had its parameter's dtype follows the parameter to another dtype; others keep theirs. A
     narrow state stays narrow if this optimizer keeps it narrow too."""
-    state, param = reader.first_chunk(f"state.{key}", piece.name), reader.first_chunk("param", piece.name)
+    state, param = reader.first_chunk(kind, piece.name), reader.first_chunk("param", piece.name)
     assert state is not None
     if state.is_narrow and not is_narrow:
         return piece.tensor.dtype
@@ -185,6 +209,8 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
     wanted: Wanted = []
     for filling in recipe.tensors:
         wanted += _fill_tensor(filling, reader)
+    for entry in recipe.absent:
+        entry.tensor.detach().zero_()
     states: list[tuple[Piece, dict[str, Any]]] = []
     if optimizer is not None and reader.index.groups:
         for due, piece, state in _states_to_fill(recipe, reader, optimizer):

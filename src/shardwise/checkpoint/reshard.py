@@ -28,7 +28,7 @@ from shardwise.checkpoint.content import kept_span, written_span
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of, encode
 from shardwise.comm import Collectives, DataGroup, World
 from shardwise.errors import TierError
-from shardwise.memory import DiskRows, Flat, let_go, torch_dtype
+from shardwise.memory import ANCHOR, DiskRows, Flat, let_go, torch_dtype
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Box, Run, Slot, Span, common_runs
@@ -150,10 +150,13 @@ class Held:
         held = cls([(flat.spec, flat.slots) for flat in flats], tuple((rank,) for rank in range(world.size)))
         for flat in flats:
             for index, slot in enumerate(flat.slots):
-                held.tensors[me, slot.name, PARAM] = flat.param_piece(index)
+                is_trained = flat.params[index].requires_grad  # what is frozen from now on is the same on all islands
+                held.tensors[me, slot.name, PARAM] = (flat.param_piece if is_trained else flat.common_piece)(index)
                 held.buffers[slot.name] = flat
                 if flat.rows is not None:
                     held.rows[slot.name] = flat.rows
+                for key, row in flat.outer_pieces(index).items() if flat.param_piece(index).numel() else ():
+                    held.tensors[me, slot.name, key] = row
         if optimizer is None:
             return held
         for piece in optimizer.pieces:
@@ -226,6 +229,9 @@ class TrainingState:
             same = [thing for thing in things if thing.dtype == dtype]
             self._keep_own(same, homes, filled, flat)
             self._exchange(same, dtype, homes, filled, (collectives, flat))
+        for index, name in enumerate(homes):
+            if flat.anchor is not None and ANCHOR not in self._kinds_of(name, flat.spec):
+                flat.common_piece(index).copy_(flat.param_piece(index))  # it was frozen, and so the same on all islands
         for name in homes:
             self._drop(name)
         return states
@@ -295,8 +301,11 @@ class TrainingState:
                 continue
             states[name] = dict(self._values.get(name, {}))
             shape = home.slot.shape if flat.spec.updates_whole(home.slot.span) else piece.shape
+            outer = flat.outer_pieces(index)
             for key, dtype in self._kinds_of(name, home.spec).items():
-                if key != PARAM:
+                if key in outer:
+                    filled[name, key] = outer[key]
+                elif key != PARAM:
                     follows = dtype == self._homes[name].dtype
                     kept = piece.dtype if follows else dtype
                     if flat.rows is not None and flat.spec.updates_from_disk:

@@ -22,6 +22,7 @@ from shardwise.observe.run_view import RECORD, read_run
 from shardwise.plan import Budget, Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
+from shardwise.plan.placement.islands import check_islands
 from shardwise.plan.replica_groups import has_split_layers_only
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import default_path, read_calibration
@@ -150,6 +151,7 @@ def explained(args: argparse.Namespace) -> Explanation:
     if args.per_host is not None and (args.per_host < 1 or args.world % args.per_host):
         raise ConfigError(f"--per-host is {args.per_host}, which does not divide --world {args.world}.")
     mesh = mesh_for(plan, args.world, args.per_host)
+    check_islands(plan, mesh)
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model. Add --model FILE:CALLABLE.")

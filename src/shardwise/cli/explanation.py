@@ -47,6 +47,7 @@ from shardwise.program import (
 )
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import ON_ACCELERATOR, ImageBytes, image_bytes, why_no_images
+from shardwise.program.outer_step import in_words as outer_steps_in_words
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.program.verification import build_verification, in_words, why_not_recomputed
 from shardwise.system.calibration import Calibration
@@ -144,7 +145,7 @@ class Explanation:
     def losses(self) -> list[LossPrice]:
         """What losing a rank, a host or the launcher costs an elastic job; nothing of a single rank. Hosts have
         `per_host` ranks, or all."""
-        if self.mesh.world_size == 1:
+        if self.mesh.world_size == 1 or self.mesh.island_axes:
             return []
         step = None if self.time is None else self.time.timeline.step_seconds
         on_device = self.time is not None and not self.time.hardware.is_processor
@@ -223,6 +224,24 @@ class Explanation:
             share = seconds / every / self.time.timeline.step_seconds
             lines.append(f"takes {format_seconds(seconds)} of such a step, {share:.2%} of the time of all")
         return "\n".join([*lines, *again, shortened(render(program))])
+
+    @property
+    def outer_steps(self) -> str:
+        """With islands: when they come together, what that sends, and the actions of the first fragment."""
+        steps = self.step.outer_steps
+        if not steps:
+            return ""
+        lines, every = outer_steps_in_words(steps), steps[0].fragment.every
+        if self.time is not None:
+            prices = Prices(self.step, self.time.hardware, self.mesh, num_states=self.subject.num_states)
+            actions = (action for step in steps for block in step.program for action in block.actions)
+            seconds = sum(cost.seconds + cost.computing for cost in map(prices.of, actions))
+            share = seconds / every / self.time.timeline.step_seconds
+            lines.append(
+                f"takes {format_seconds(seconds)} in {every} steps if nothing overlaps, {share:.2%} of their time"
+            )
+        first = render(tuple(block for block in steps[0].program if block.actions))
+        return "\n".join([*lines, shortened(first)])
 
     @property
     def program(self) -> str:
@@ -417,6 +436,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({"sent_bytes_by_host": explained.sent_by_hosts} if explained.per_host else {}),
         "program": explained.program,
         **({"verification": explained.verification} if explained.verification else {}),
+        **({"outer_steps": explained.outer_steps.splitlines()} if explained.outer_steps else {}),
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
         **({"stages": subject.stages.splitlines()} if subject.stages else {}),
         **({"experts": subject.experts.splitlines()} if subject.experts else {}),

@@ -20,7 +20,7 @@ from shardwise.cli.explanation import (
     describe_offload,
 )
 from shardwise.plan import Plan, plan_table
-from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
+from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, SEQUENCE_AXIS
 from shardwise.plan.placement import KINDS, PRESETS, Codes, Place, Table
 from shardwise.plan.replica_groups import is_lone, mesh_of
 from shardwise.program import OPTIMIZERS, shortened
@@ -57,6 +57,7 @@ AXIS_NOTES = {
     "pp": "ranks share samples, and have consecutive parts of the model",
     SEQUENCE_AXIS: "ranks share samples, and split their tokens",
     EXPERT_AXIS: "ranks have their own batches and experts",
+    ISLAND_AXIS: "ranks have their own batches and, between outer steps, their own model",
 }
 
 
@@ -65,7 +66,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     ranks = "1 rank" if mesh.world_size == 1 else f"{mesh.world_size} ranks"
     console.print(Text.assemble((plan.preset, "bold cyan"), f" on {mesh}, {ranks}"), soft_wrap=True)
     console.print(Text(f"known from {explained.known_from}", "dim"), soft_wrap=True)
-    if mesh.parted_axes:
+    if mesh.parted_axes or mesh.island_axes:
         _section(console, "mesh", _mesh_grid(explained))
     _section(console, "plan", _plan_grid(explained))
     if explained.subject.budget:
@@ -87,7 +88,12 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
     beside = [Text(note, "dim") for note in (explained.attention, explained.dispatch) if note]
     _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *beside)
-    if explained.why_restarted:
+    if explained.outer_steps:
+        _section(console, "outer steps, between islands", Text(explained.outer_steps.rstrip()))
+    if mesh.island_axes:
+        text = "A job with islands is not elastic in this version: it starts again from its last checkpoint."
+        _section(console, "if a rank is lost", Text(text))
+    elif explained.why_restarted:
         text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
     elif is_lone(explained.mesh):
@@ -104,7 +110,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     if explained.losses:
         note = Text("Assumed: seconds of shardwise simulate to find a loss, to regroup, and to restart.", "dim")
         _section(console, "what a loss costs an elastic job", Text("\n".join(map(str, explained.losses))), note)
-    if explained.tiers is not None:
+    if explained.tiers is not None and explained.tiers.lines:
         lines = [*explained.tiers.lines, *_assumed_hosts(explained.tiers.num_local)]
         _section(console, "offload per rank and step", Text("\n".join(lines)))
     if explained.time is not None:
@@ -174,7 +180,8 @@ def _mesh_grid(explained: Explanation) -> Grid:
     for axis in mesh.axes:
         first = mesh.groups(axis)[0]
         line = ", ".join(map(str, first[:MAX_RANKS])) + (", ..." if len(first) > MAX_RANKS else "")
-        name, note = MODEL_AXES.get(axis, "data parallelism"), AXIS_NOTES.get(axis, "ranks have their own batches")
+        name = "islands" if axis == ISLAND_AXIS else MODEL_AXES.get(axis, "data parallelism")
+        note = AXIS_NOTES.get(axis, "ranks have their own batches")
         grid.add_row(Text(axis, "cyan"), str(mesh.size(axis)), line, Text(f"{name}: {note}", "dim"))
     return grid
 
@@ -202,6 +209,8 @@ def _is_irrelevant(path: str, value: object, plan: Plan) -> bool:
         return True
     if path.startswith("sequence."):
         return SEQUENCE_AXIS not in (plan.mesh or {})
+    if path.startswith("islands."):
+        return ISLAND_AXIS not in (plan.mesh or {}) or value is None
     if path.startswith("tensor."):
         return "tp" not in (plan.mesh or {}) or value is None or value == {}
     if path.startswith("activations."):
@@ -214,6 +223,10 @@ def _table_grid(table: Table) -> Grid:
     for kind in KINDS:
         place = table.place(kind)
         grid.add_row(Text(kind, "cyan"), _place(place), place.dtype, place.tier, Text(MEANINGS[kind], "dim"))
+    if table.outer is not None:
+        place = table.outer.place
+        note = "what islands have in common" + (", and the momentum" if table.outer.num_states else "")
+        grid.add_row(Text("anchor", "cyan"), _place(place), place.dtype, place.tier, Text(note, "dim"))
     return grid
 
 
@@ -231,6 +244,8 @@ def _below_rows(explained: Explanation) -> Text:
         sent = f"parameters in {table.param_wire}, {sent}"
     if table.param_codes is not None:
         sent = f"parameters in {table.param.dtype}{_codes_words(table.param_codes, table)}, {sent}"
+    if table.outer is not None:
+        sent = f"{sent}, outer gradients in {table.outer.codes or table.outer.wire}"
     if table.sends_codes:
         sent = f"{sent}; vectors, embeddings and routers are sent without codes"
     text = f"computes in {table.compute}; sends {sent}"

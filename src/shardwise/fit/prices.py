@@ -387,6 +387,18 @@ def _checksum(prices: Prices, action: Action) -> Cost:
     return Cost(computing=seconds)
 
 
+def _outer(num_passes: int) -> Price:
+    """Reads and writes of as many elements as a rank updates, where islands have them in common."""
+
+    def price(prices: Prices, action: Action) -> Cost:
+        flat, hardware = prices.flat(action), prices.hardware
+        num_bytes = num_passes * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
+        is_here = flat.tier_of("anchor") == "device"
+        return Cost(computing=hardware.flat_seconds(num_bytes) if is_here else hardware.host_memory_seconds(num_bytes))
+
+    return price
+
+
 def _compare(prices: Prices, action: Action) -> Cost:
     ranks = prices.ranks_along(action.over)
     if len(ranks) < 2:
@@ -454,6 +466,11 @@ PRICES: dict[tuple[Verb, Subject], Price] = {
     ("wait", "updated"): _arrival,
     ("wait", "param"): _arrival,
     ("broadcast", "buffers"): _broadcast,
+    ("subtract", "outer"): _outer(3),
+    ("all_reduce", "outer"): _all_reduce,
+    ("wait", "outer"): _free,
+    ("update", "anchor"): _outer(6),
+    ("mix", "master"): _outer(3),
     ("checksum", "param"): _checksum,
     ("checksum", "master"): _checksum,
     ("checksum", "states"): _checksum,

@@ -7,7 +7,7 @@ from shardwise.memory.disk_memory import DiskMemory, DiskRows
 from shardwise.memory.disk_reads import DiskRead
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.factors import Factors, KeptFactors
-from shardwise.memory.flat import ABSENT, GATHERING, READY, Flat, FullState, give_back_shapes, let_go
+from shardwise.memory.flat import ABSENT, ANCHOR, GATHERING, MOMENTUM, READY, Flat, FullState, give_back_shapes, let_go
 from shardwise.memory.flat_gradients import FlatGradients
 from shardwise.memory.fresh import FreshGradients, place
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
@@ -20,7 +20,9 @@ from shardwise.memory.unit import Unit, make_unit, unit_specs
 
 __all__ = [
     "ABSENT",
+    "ANCHOR",
     "GATHERING",
+    "MOMENTUM",
     "READY",
     "AtRest",
     "Copied",

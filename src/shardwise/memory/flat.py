@@ -37,6 +37,8 @@ from shardwise.program import Buffer, FlatSpec, disk_bytes, resting_disk_bytes
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
+ANCHOR, MOMENTUM = "outer.anchor", "outer.momentum"
+"""Names of what islands have in common, in checkpoints and for `engine.get`."""
 _PIECE_NUMEL = 2**20
 """Elements of master weights that are read from a disk at once."""
 
@@ -97,6 +99,9 @@ class Flat:
         self.failed_update: Exception | None = None
         """Why the last update will never be complete. Every reader gets it, and none gets a part of the update."""
         self.master: Tensor | None = None
+        self.anchor: Tensor | None = None
+        """What islands have in common of `master`, and `momentum` of the optimizer that updates it."""
+        self.momentum: Tensor | None = None
         self.held: Tensor | None = None
         self.shared: SharedBuffer | None = None
         """Where the parameters rest, if that is shared memory; set before the first values."""
@@ -219,6 +224,9 @@ class Flat:
         if self.master is not None and not self.spec.master_is_param:
             updated = mine.overlap(self.optim_span)
             self.put(_part(self.master, updated.within(self.optim_span)), _part(values, updated.within(mine)))
+        if self.anchor is not None:
+            updated = mine.overlap(self.optim_span)
+            _part(self.anchor, updated.within(self.optim_span)).copy_(_part(values, updated.within(mine)))
 
     def lay_out(self) -> None:
         """Allocate zeros for what this rank keeps, and make the parameters views of `full`: for values that are moved
@@ -258,7 +266,20 @@ class Flat:
                 self.master = self._resting("master", self.optim_span.numel, torch_dtype(table.optim.dtype))
                 if self.spec.tier_of("master") == "device":
                     self.meter.hold("optim", self.master.nbytes)
+            if table.outer is not None:
+                self.anchor = self._outer_row()
+                self.momentum = self._outer_row() if table.outer.num_states else None
         return views
+
+    def _outer_row(self) -> Tensor:
+        """Memory of zeros, as much as `master` has."""
+        assert self.spec.table.outer is not None
+        place, numel = self.spec.table.outer.place, self.optim_span.numel
+        if place.tier == "host":
+            return self.host.zeros(numel, torch_dtype(place.dtype), "optim")
+        row = torch.zeros(numel, dtype=torch_dtype(place.dtype), device=self.device)
+        self.meter.hold("optim", row.nbytes)
+        return row
 
     def kept_factors(self) -> dict[str, KeptFactors]:
         """By parameter, what is kept of gradients that are sent as factors."""
@@ -447,6 +468,17 @@ class Flat:
         mine = self.slots[index].span.overlap(self.param_span)
         return _part(self.param, mine.within(self.param_span))
 
+    def common_piece(self, index: int) -> Tensor:
+        """`param_piece` of the model that a checkpoint's readers want: with islands, of the one that these have in
+        common."""
+        return self.param_piece(index) if self.anchor is None else self.outer_pieces(index)[ANCHOR]
+
+    def outer_pieces(self, index: int) -> dict[str, Tensor]:
+        """This rank's elements of parameter `index` in what islands have in common, by name."""
+        rows = {ANCHOR: self.anchor, MOMENTUM: self.momentum}
+        mine = self.slots[index].span.overlap(self.optim_span).within(self.optim_span)
+        return {name: _part(row, mine) for name, row in rows.items() if row is not None}
+
 
 def let_go(flat: Flat) -> None:
     """Free all memory of `flat`, when its content has moved to another layout. The description is left."""
@@ -454,6 +486,7 @@ def let_go(flat: Flat) -> None:
         flat.shared.let_go()
     flat.full = flat.param = torch.empty(0, dtype=torch_dtype(flat.spec.table.compute), device=flat.device)
     flat.master = flat.held = flat.outgoing = flat.shared = flat._bytes_of_full = None
+    flat.anchor = flat.momentum = None
     flat.grads.let_go()
 
 

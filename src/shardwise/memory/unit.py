@@ -134,7 +134,7 @@ def _unit_spec(
     for kind, named in _by_kind(choice, rows, updates).items():
         align = kind.row.table.align
         slots = choice.slots(named, align)
-        numel = padded_numel(slots, mesh.num_replicas, align)
+        numel = padded_numel(slots, mesh.num_replicas * mesh.num_islands, align)  # sums over islands divide evenly too
         name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)

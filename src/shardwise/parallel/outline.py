@@ -72,6 +72,10 @@ def outline(
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
     choices = choose_units(model, plan, parts)
+    if mesh.island_axes or plan.says_islands:
+        from shardwise.plan.placement.islands import check_islands  # only plans with islands load it
+
+        check_islands(plan, mesh, sum(any(one.requires_grad for one in unit.params.values()) for unit in choices))
     treatments = treatments_for(model, choices, plan)
     if stages is not None:
         treatments.check_stages(model, stages.pieces)

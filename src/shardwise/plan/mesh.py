@@ -5,6 +5,9 @@ hold different parts of the model; the axis name says how they share. Along `sp`
 train the same parameters. So the *replica axes*, over which a plan shards or copies parameters and sums gradients, are
 the data axes and `sp`. `ep` is a data axis for everything except experts, of which each rank along it has its own.
 
+`island` is a data axis and no replica axis: ranks along it train models of their own, which are brought together once
+in many steps ([Note: islands] in `program/outer_step.py`).
+
 Rank numbers are row-major: the last axis varies fastest, so it should be the one with the fastest links.
 `Mesh.of({"node": 2, "local": 4}, 8)` puts ranks 0-3 on node 0.
 """
@@ -29,6 +32,8 @@ batches."""
 
 SEQUENCE_AXIS = "sp"
 EXPERT_AXIS = "ep"
+ISLAND_AXIS = "island"
+"""The data axis along which parameters vary: between two outer steps each island trains its own copy."""
 SYNONYMS = {"cp": SEQUENCE_AXIS}
 """Other names for model axes, which are refused, and the name to use instead."""
 SAME_PARAMS_AXES = ("tp",)
@@ -89,14 +94,35 @@ class Mesh:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes over which a plan shards or copies parameters and sums gradients: the data axes and `sp`."""
-        return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis in (SEQUENCE_AXIS, EXPERT_AXIS))
+        """The axes over which a plan shards or copies parameters and sums gradients: the data axes, without islands,
+        and `sp`."""
+        shared = (axis for axis in self.axes if axis not in MODEL_AXES or axis in (SEQUENCE_AXIS, EXPERT_AXIS))
+        return tuple(axis for axis in shared if axis != ISLAND_AXIS)
+
+    @property
+    def island_axes(self) -> tuple[str, ...]:
+        """The axis of islands, if there are several."""
+        return (ISLAND_AXIS,) if self.num_islands > 1 else ()
+
+    @property
+    def num_islands(self) -> int:
+        return self.size(ISLAND_AXIS) if ISLAND_AXIS in self.axes else 1
+
+    @property
+    def axes_of_island(self) -> tuple[str, ...]:
+        """The axes along which the ranks of one island differ: all others."""
+        return tuple(axis for axis in self.axes if axis not in self.island_axes)
+
+    def island_of(self, rank: int) -> int:
+        """The number of the island of `rank`."""
+        return self.coordinate(rank).get(ISLAND_AXIS, 0)
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         """The other axes, of more than one rank: ranks along them hold parts of one model, or copies of what is not
         split."""
-        return tuple(axis for axis in self.axes if axis not in self.replica_axes and self.size(axis) > 1)
+        others = (*self.replica_axes, ISLAND_AXIS)
+        return tuple(axis for axis in self.axes if axis not in others and self.size(axis) > 1)
 
     @property
     def parted_axes(self) -> tuple[str, ...]:
@@ -112,7 +138,7 @@ class Mesh:
 
     @property
     def params_axes(self) -> tuple[str, ...]:
-        """All axes along which ranks have the same list of parameters."""
+        """All axes of an island along which ranks have the same list of parameters."""
         return tuple(axis for axis in self.axes if axis in self.replica_axes or axis in self.same_params_axes)
 
     @property
@@ -122,7 +148,7 @@ class Mesh:
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks share the parameters of one part of the model."""
+        """How many ranks of an island share the parameters of one part of the model."""
         return math.prod(self.size(axis) for axis in self.replica_axes)
 
     def data_place(self, rank: int) -> tuple[int, int]:

@@ -360,6 +360,35 @@ class TensorParallel(Strict):
     verify: bool = Field(default=False, description="compare the first batch with the unsplit model, module by module")
 
 
+class OuterOptimizer(Strict):
+    """SGD as torch's, over outer gradients: what the islands' common model was, minus the mean of what they made of
+    it."""
+
+    lr: float = Field(default=0.7, gt=0, allow_inf_nan=False, description="learning rate; 1 without momentum averages")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum")
+    nesterov: bool = Field(default=True, description="Nesterov's momentum")
+
+
+class Islands(Strict):
+    """When and how the models of islands are brought together, along the mesh axis `island`, if there is one."""
+
+    every: int = Field(default=100, ge=1, description="optimizer steps from one outer step of a parameter to the next")
+    optimizer: OuterOptimizer = Field(default=OuterOptimizer(), description="the optimizer of the common model")
+    fragments: int = Field(
+        default=1, ge=1, description="parts of the model that have outer steps in turn; it divides every"
+    )
+    overlap: int = Field(
+        default=0, ge=0, description="steps that go on while outer gradients are sent; less than every / fragments"
+    )
+    mix: float = Field(
+        default=0.0, ge=0, lt=1, description="share of its own values that an island keeps after an outer step"
+    )
+    wire: WireFormat = Field(default=WireFormat(), description="outer gradients; default: as master weights")
+    tier: Literal["device", "host"] = Field(
+        default="host", description="where the common model and its optimizer's state are"
+    )
+
+
 class Loss(Strict):
     """How the loss of a language model of transformers is computed. `whole` or `chunked` alone is enough."""
 
@@ -502,6 +531,9 @@ class Plan(Strict):
     )
     accumulate: int = Field(default=1, ge=1, description="micro-batches per optimizer step")
     pipeline: Pipeline = Field(default=Pipeline(), description="stages and schedule, for a mesh with an axis pp")
+    islands: Islands = Field(
+        default=Islands(), description="outer steps, for a mesh with an axis island, whose models differ between them"
+    )
     clip_grad_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="largest global 2-norm of the gradient"
     )
@@ -556,6 +588,11 @@ class Plan(Strict):
     def takes_only_finite(self) -> bool:
         """Whether steps whose gradients are not finite are left out."""
         return self.skip_nonfinite or self.precision == "fp16"
+
+    @property
+    def says_islands(self) -> bool:
+        """Whether it says how islands come together."""
+        return self.islands != Islands()
 
     @property
     def has_activations_on_disk(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
+from shardwise.errors import ProgramError
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Axes, Codes, Dtype, Move, Place, SumOfCodes, Wire, moves
 from shardwise.program.action import (
@@ -248,6 +249,25 @@ def step_parameters(flat: FlatSpec) -> Actions:
         return "param"
 
     return tuple(replace(action, subject=subject(action)) for action in acted)
+
+
+def outer_gradients(flat: FlatSpec) -> Actions:
+    """From master weights and their anchor to the sum over islands of what these have changed."""
+    table = flat.table
+    if table.outer is None:
+        raise ProgramError(f"{flat.name} has no anchor, so it has no outer step.")
+    numel, wire, codes = flat.num_elements(table.optim.shard), table.outer.wire, table.outer.codes
+    due = [Action("subtract", flat.name, "outer")]
+    for move in moves(table.outer_gradient, table.outer.place, table.order):
+        if move.verb != "all_reduce":  # `update anchor` brings it to the anchor's tier
+            continue
+        size = flat.mesh.size(move.over)
+        sent, text = 2 * (size - 1) * wire.num_bytes(numel // size), ""
+        if codes is not None:
+            way = SumOfCodes.cheapest(move.verb, codes, wire, numel, size)
+            sent, text = way.sent_bytes(numel, size), str(way)
+        due.append(Action("all_reduce", flat.name, "outer", move.over, wire.dtype, sent, codes=text))
+    return tuple(due)
 
 
 def backward_makes(flat: FlatSpec) -> Buffer:

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.errors import ProgramError
-from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
+from shardwise.program.action import AFTER_STEP, ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
 from shardwise.program.build import (
     backward_makes,
     build_step,
     gathers,
+    outer_gradients,
     reduce_due,
     reduces_each_time,
     slices_to_hold,
@@ -37,6 +38,7 @@ _NAMES: dict[Buffer, str] = {
     "due": "gradient for the update",
     "outgoing": "cast of what was updated",
     "given": "update",
+    "outer": "outer gradient",
 }
 
 
@@ -91,6 +93,23 @@ def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: in
     for block in demanded.values():
         _add_wanted(left, block)
         _check_done(Block(block.moment), left)
+
+
+def check_outer(actions: Iterable[Action], units: Sequence[UnitSpec]) -> None:
+    """`check` for the outer step of these units, whenever its parts run: each action finds what it needs, and when all
+    are done nothing is under way, or left in part."""
+    flats = [flat for unit in units for flat in unit.flats if flat.trainable]
+    states = {flat.name: _FlatState(flat) for flat in flats}
+    for state in states.values():
+        state.begin_outer_step()
+    for action in actions:
+        _act(Block(AFTER_STEP), action, states)
+    for state in states.values():
+        why = state.why_incomplete(AFTER_STEP)
+        if state.has_outer_gradient:
+            why = why or "outer gradient is left"
+        if why:
+            raise ProgramError(f"An outer step ends, but {state.flat.name}'s {why}.")
 
 
 def _act(block: Block, action: Action, states: Mapping[str, _FlatState]) -> None:
@@ -197,6 +216,10 @@ class _FlatState:
         return self._contents["sum"].maker is not None
 
     @property
+    def has_outer_gradient(self) -> bool:
+        return self._contents["outer"].is_there
+
+    @property
     def owes(self) -> bool:
         return bool(self._owed or self._contents["sum"].is_there)
 
@@ -234,8 +257,16 @@ class _FlatState:
         """Gradients wait, and parameters are about to be updated."""
         if self.flat.trainable:
             self._contents["grad" if step_gradients(self.flat) else "due"].is_there = True
-            steps = (action for action in step_parameters(self.flat) if action.verb in ("fetch", "gather"))
-            self._contents["param"].steps.extend(steps)
+            self._await_parameters()
+
+    def begin_outer_step(self) -> None:
+        """Parameters are about to be updated, without gradients."""
+        self._contents["anchor"].is_there = True
+        self._await_parameters()
+
+    def _await_parameters(self) -> None:
+        steps = (action for action in step_parameters(self.flat) if action.verb in ("fetch", "gather"))
+        self._contents["param"].steps.extend(steps)
 
     def why_incomplete(self, moment: Moment) -> str:
         """What is missing for the computation after `moment` of a step, or ""."""
@@ -300,6 +331,8 @@ class _FlatState:
                 return deque(self._owed[0] if self._owed else ())
             case _, "due":
                 return deque(step_gradients(self.flat))
+            case _, "outer":
+                return deque(outer_gradients(self.flat))
         return deque((action,))
 
     def _why_not_now(self, effect: Effect, sources: Iterable[Buffer]) -> str:

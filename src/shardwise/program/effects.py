@@ -31,6 +31,8 @@ OwnVerb = Literal[
     "restore",
     "checksum",
     "compare",
+    "subtract",
+    "mix",
 ]
 Verb = MoveVerb | OwnVerb
 Stream = Literal["compute", "gather", "reduce", "fetch", "evict"]
@@ -58,6 +60,8 @@ Subject = Literal[
     "signs",
     "momentum",
     "checksums",
+    "outer",
+    "anchor",
 ]
 """The name in the text of an action: for a transfer, its source or its result; for a wait, what is complete after
 it."""
@@ -76,6 +80,9 @@ Buffer = Literal[
     "staging",
     "codes",
     "work",
+    "anchor",
+    "outer",
+    "messages",
     "signs",
     "arrived",
     "averaged",
@@ -89,6 +96,8 @@ of the resting parameters. `matrix` stands for the whole matrices that this rank
 of matrices that other ranks do. `staging` is memory for messages, `codes` for parameters as they are sent, if that is
 not as they are (`Table.param_wire`); `work` is scratch memory of an update. `signs` are this rank's, by the rank that
 averages them, `arrived` the other ranks' for this one to average, and `averaged` what all ranks have averaged.
+`anchor` is what islands have in common of what the optimizer updates, `outer` an outer gradient, and `messages` the
+memory in which it is sent, beside gradients of later steps: see `outer_step.py`.
 
 The rows of the table give the tier of a buffer: see `tier_of` in `spec.py`.
 """
@@ -234,6 +243,14 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("wait", "updated"): Effect(waits="param", frees=("codes",)),
     ("wait", "param"): Effect(waits="param", frees=("codes",)),
     ("broadcast", "buffers"): Effect(sends=True),
+    # in outer steps: see `outer_step.py`
+    ("subtract", "outer"): Effect("outer", reads=("anchor", "master")),
+    ("all_reduce", "outer"): Effect(
+        "outer", reads=("outer",), scratch=("messages",), sends=True, stream="reduce", awaited=("outer", "outer")
+    ),
+    ("wait", "outer"): Effect(waits="outer", frees=("messages",)),
+    ("update", "anchor"): Effect(reads=("outer",), changes=("anchor",), frees=("outer",)),
+    ("mix", "master"): Effect(reads=("anchor",), changes=("master",)),
     # in verified steps: see `verification.py`
     ("checksum", "param"): Effect(reads=("param",)),
     ("checksum", "master"): Effect(reads=("master",)),

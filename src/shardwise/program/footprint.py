@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardwise.errors import ProgramError
 from shardwise.plan.placement import Span, Tier
@@ -27,6 +28,9 @@ from shardwise.program.spec import FlatSpec, UnitSpec
 from shardwise.program.update import PlacedUpdate
 from shardwise.program.walk import Walk
 from shardwise.system.units import PAGE
+
+if TYPE_CHECKING:
+    from shardwise.program.outer_step import OuterStep
 
 NUM_KEPT_BLOCKS = 2
 """Blocks of shared memory that stay allocated, with their pages, so that the next gradients can be sent from where they
@@ -133,12 +137,14 @@ def footprint(
     num_micro_batches: int = 1,
     coordinate: Mapping[str, int] | None = None,
     activations: Activations | None = None,
+    outer_steps: Sequence[OuterStep] = (),
 ) -> Footprint:
     """What one step holds on each rank: `micro_batch` as often as gradients are accumulated, then `step`.
 
     `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2), for flat buffers that do not
     say how they are updated. Ranks differ where they do: the figures are then those of the rank at `coordinate` of the
-    mesh, or without one the most of any rank. `activations` are those of a rehearsal in the order of `micro_batch`.
+    mesh, or without one the most of any rank. `activations` are those of a rehearsal in the order of `micro_batch`. Of
+    `outer_steps`, one after another, the peak is counted of the one that holds most.
     """
     flats = [flat for unit in units for flat in unit.flats]
     param = _resting_bytes(flats, "device")
@@ -147,7 +153,7 @@ def footprint(
     clock = Walk(units, coordinate)
     clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
     clock.heap = activations.peak_heap_bytes if activations is not None else 0
-    _walk(clock, micro_batch, step, num_micro_batches, activations)
+    _walk(clock, micro_batch, _with_outer_steps(clock, step, outer_steps), num_micro_batches, activations)
     disk = _on_disk(flats, states_per_param, coordinate)
     buffers = clock.pooled + _disk_buffers(flats, states_per_param, coordinate)
     if activations is not None and activations.disk_bytes:
@@ -164,6 +170,21 @@ def footprint(
     return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at, host, disk)
 
 
+def _with_outer_steps(clock: Walk, step: Program, outer_steps: Sequence[OuterStep]) -> Program:
+    """`step` with the outer steps that follow it: all of them, because each leaves nothing behind. With an overlap, the
+    one that holds most until then is on its way when the step begins."""
+    if not outer_steps:
+        return step
+    *blocks, last = step
+    if all(one.fragment.begins == one.fragment.ends for one in outer_steps):
+        actions = [action for one in outer_steps for block in one.program for action in block.actions]
+    else:
+        largest = max(outer_steps, key=lambda one: one.sent_bytes)
+        clock.walk(largest.begin)
+        actions = [*largest.settle.actions, *largest.end.actions]
+    return (*blocks, replace(last, actions=(*last.actions, *actions)))
+
+
 def _walk(
     clock: Walk, micro_batch: Program, step: Program, num_micro_batches: int, activations: Activations | None
 ) -> None:
@@ -177,7 +198,7 @@ def _walk(
 def _on_host(
     flats: Sequence[FlatSpec], buffers: int, states_per_param: int, coordinate: Mapping[str, int] | None
 ) -> HostFootprint | None:
-    rows: tuple[Buffer, ...] = ("param", "master", "grad")
+    rows: tuple[Buffer, ...] = ("param", "master", "grad", "anchor")
     if all(flat.tier_of(row) == "device" for flat in flats for row in rows):
         return None
     optim = _optim_bytes(flats, "host", states_per_param, coordinate)
@@ -234,12 +255,15 @@ def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark 
 def _optim_bytes(
     flats: Sequence[FlatSpec], tier: Tier, states_per_param: int, coordinate: Mapping[str, int] | None
 ) -> int:
-    """States and master weights on `tier`."""
+    """States and master weights on `tier`, and what islands have in common of them."""
     num_bytes = 0
     for flat in flats:
-        if not flat.trainable or flat.tier_of("master") != tier:
+        if not flat.trainable:
             continue
-        num_bytes += optim_bytes_of(flat, states_per_param, coordinate)
+        if flat.tier_of("anchor") == tier:
+            num_bytes += flat.outer_bytes
+        if flat.tier_of("master") == tier:
+            num_bytes += optim_bytes_of(flat, states_per_param, coordinate)
     return num_bytes
 
 

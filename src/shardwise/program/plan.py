@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from shardwise.plan.mesh import Mesh
 from shardwise.program.action import Action, Program
@@ -17,6 +18,9 @@ from shardwise.program.prefetch import prefetch
 from shardwise.program.spec import Trace, UnitSpec
 from shardwise.program.streams import awaited_later, overlap, pipelined_step
 from shardwise.program.whole_schedule import build_schedule, is_over_schedule
+
+if TYPE_CHECKING:
+    from shardwise.program.outer_step import OuterStep
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class StepProgram:
     step: Program
     matrix_exchanges: Mapping[str, MatrixExchange] = field(default_factory=dict)
     is_over_schedule: bool = False
+    outer_steps: Sequence[OuterStep] = ()
+    """With islands: what follows some of the steps. Bytes that are sent or copied in one step do not include it."""
 
     def _times(self, num_micro_batches: int) -> int:
         """How often `micro_batch` runs in a step."""
@@ -78,6 +84,7 @@ class StepProgram:
             num_micro_batches=self._times(num_micro_batches),
             coordinate=coordinate,
             activations=activations,
+            outer_steps=self.outer_steps,
         )
 
     def copied_bytes(self, num_micro_batches: int = 1) -> dict[str, int]:
@@ -128,4 +135,9 @@ def plan_step(
     step = awaited_later(pipelined_step(build_step(units, buffers_bytes=buffers_bytes)), units)
     check_step(step, units, buffers_bytes=buffers_bytes)
     flats = [flat for unit in units for flat in unit.flats]
-    return StepProgram(units, micro_batch, step, matrix_exchanges(flats), over_schedule)
+    planned = StepProgram(units, micro_batch, step, matrix_exchanges(flats), over_schedule)
+    if all(flat.table.outer is None for flat in flats):
+        return planned
+    from shardwise.program.outer_step import build_outer  # only plans with islands load it
+
+    return replace(planned, outer_steps=build_outer(units))

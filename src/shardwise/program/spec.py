@@ -158,11 +158,25 @@ class FlatSpec:
             "master": table.optim.tier,
             "outgoing": table.step,
         }
+        if table.outer is not None and self.trainable:
+            where["anchor"] = table.outer.place.tier
         return where.get(buffer, "device")
+
+    @cached_property
+    def outer_bytes(self) -> int:
+        """Bytes on this rank of what islands have in common, and of the states of its optimizer."""
+        outer = self.table.outer
+        if outer is None or not self.trainable:
+            return 0
+        return (1 + outer.num_states) * self.num_bytes(outer.place.shard, outer.place.dtype)
 
     def num_bytes(self, shard: Axes, dtype: Dtype) -> int:
         """Bytes of this buffer on one rank when sharded over `shard`. The same on every rank."""
-        return self.layout.span(shard, dict.fromkeys(self.layout.order, 0)).numel * WIDTH[dtype]
+        return self.num_elements(shard) * WIDTH[dtype]
+
+    def num_elements(self, shard: Axes) -> int:
+        """Elements of it on one rank when sharded over `shard`."""
+        return self.layout.span(shard, dict.fromkeys(self.layout.order, 0)).numel
 
     @cached_property
     def grad_bytes(self) -> int:

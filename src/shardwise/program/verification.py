@@ -88,15 +88,15 @@ def has_copied_gradients(flat: FlatSpec) -> bool:
 
 
 def parting_axes(flat: FlatSpec, row: Subject) -> Axes:
-    """The axes along which ranks have different parts of a row, or compute their copies separately: ranks that differ
-    only along others have the same bits.
+    """The axes along which ranks have different parts of a row, or values of their own (islands), or compute their
+    copies separately: ranks that differ only along others have the same bits.
 
     Along `tp`, copies of what is not split follow from the same values, by the same operations on each rank. They are
     not compared, because only the same kernels on the same hardware make the same bits of them.
     """
     places = {"param": flat.table.param, "due": flat.table.due, "full": flat.table.full}
     place = places.get(row, flat.table.optim)
-    parting = {*place.shard, *flat.split_axes, *flat.mesh.model_axes}
+    parting = {*place.shard, *flat.split_axes, *flat.mesh.model_axes, *flat.mesh.island_axes}
     return tuple(axis for axis in flat.mesh.axes if axis in parting)
 
 

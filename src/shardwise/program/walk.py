@@ -118,6 +118,12 @@ class Walk:
             self._drop(name, buffer)
 
     def _scratch_bytes(self, flat: FlatSpec, buffer: Buffer, action: Action) -> int:
+        if buffer == "messages" and flat.table.outer is not None:
+            wire, dtype = flat.table.outer.wire, flat.table.optim.dtype
+            numel = flat.num_elements(flat.table.optim.shard)
+            if action.codes:
+                return SumOfCodes.parse(action.verb, action.codes).memory_bytes(numel, flat.mesh.size(action.over))
+            return (1 if wire.dtype == dtype else 2) * wire.num_bytes(numel)
         if buffer != "codes":
             return self._num_bytes(flat, buffer)
         num_ranks = flat.mesh.size(action.over)  # all ranks' codes; this one sends its own to all others
@@ -131,6 +137,8 @@ class Walk:
                 return flat.full_bytes
             case "held":
                 return flat.num_bytes(flat.table.held.shard, flat.table.held.dtype)
+            case "outer":
+                return flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
             case "outgoing":
                 return flat.num_bytes(flat.table.optim.shard, flat.table.param.dtype)
             case "signs" | "arrived" | "averaged":

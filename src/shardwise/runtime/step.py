@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shardwise.comm import SharedBuffers
 from shardwise.program import AFTER_STEP, BEFORE_STEP, DURING_STEP
@@ -111,6 +112,15 @@ class Step:
         """
         self._gathering.free_all()
         self._programs.restore.run()
+        self._gathering.await_updates()
+        self.close_params()
+
+    @contextmanager
+    def outer_step(self) -> Iterator[None]:
+        """Inside, master weights and parameters may be written after an update, as in an outer step."""
+        self._gathering.free_all()
+        self.open_params()
+        yield
         self._gathering.await_updates()
         self.close_params()
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError, StateError, nearest
-from shardwise.memory import Flat, part_of, torch_dtype
+from shardwise.memory import ANCHOR, MOMENTUM, Flat, part_of, torch_dtype
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.placement import Span
 from shardwise.runtime import Agreement, Runner
@@ -71,6 +71,8 @@ class Access:
         """Overwrite it with `value`, whole and the same on all ranks."""
         flat, index = self._home(name)
         slot = flat.slots[index]
+        if what in (ANCHOR, MOMENTUM):
+            raise ModelError(f"{what} follows from what islands train; set the parameter, and all islands have it.")
         if tuple(value.shape) != slot.whole_shape:
             raise ModelError(f"{name} has shape {list(slot.whole_shape)}, but the new value has {list(value.shape)}.")
         value = part_of(value.detach(), slot.box)
@@ -84,6 +86,8 @@ class Access:
         elif piece is not None:
             flat.put(piece, value.reshape(-1)[span.start : span.stop])
         if what == PARAM:
+            if flat.anchor is not None:
+                flat.common_piece(index).copy_(flat.param_piece(index))
             self._runner.step.restore_params()
 
     def read_here(self, name: str, what: str = PARAM) -> Tensor:
@@ -140,14 +144,15 @@ class Access:
         }
 
     def whole_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Each sharded parameter by name, whole, in the precision in which the optimizer keeps it.
+        """Each sharded parameter by name, whole, in the precision in which the optimizer keeps it. With islands, that
+        of the model that they have in common: what each has become since belongs to no other.
 
         There is one exchange per unit, so all ranks have to iterate to the end. A tensor is valid until the first one
         of the next unit.
         """
         for flat in self._flats:
             every = range(len(flat.slots))
-            pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
+            pieces = {index: flat.common_piece(index) for index in every}
             whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
             for slot in flat.slots:
                 yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
@@ -182,6 +187,8 @@ class Access:
             if piece is not None:
                 part = part_of(state[name], home[0].slots[home[1]].box)
                 home[0].put(piece, part.reshape(-1)[span.start : span.stop])
+                if home[0].anchor is not None:
+                    home[0].common_piece(home[1]).copy_(piece)
         self._runner.step.restore_params()
         for name, module in extra.items():
             module.set_extra_state(copy.deepcopy(state[name]))
@@ -252,6 +259,11 @@ class Access:
                     f"gathered() shows parameters in the model's own memory, and of {slot.name} this rank has the part "
                     f"{slot.box} of {list(slot.whole_shape)} there. Use engine.get({slot.name!r}) and engine.set."
                 )
+        if write and any(flat.anchor is not None for flat, _ in homes):
+            raise ModelError(
+                "gathered(write=True) takes over rank 0's edits within its island. Use engine.set(name, value), on all "
+                "ranks."
+            )
         wanted = {self._home(name)[0].name for name in names}
         chosen = [flat for flat in self._flats if not names or flat.name in wanted]
         self._runner.gathering.make_whole(chosen)
@@ -295,6 +307,8 @@ class Access:
             return None
         if what == GRAD:
             return flat.grads.due_piece(index) if flat.grads.touched_anywhere[index] else None
+        if what in (ANCHOR, MOMENTUM):
+            return flat.outer_pieces(index).get(what)
         if self._optimizer is None:
             return None
         return self._optimizer.state_piece(flat, index, what)

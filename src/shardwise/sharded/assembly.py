@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from shardwise.comm import Collectives, DataGroup, World
+from shardwise.comm import Collectives, Communicator, DataGroup, World
 from shardwise.errors import ConfigError
 from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
@@ -42,6 +42,7 @@ from shardwise.sharded.unfreezing import Unfreezing
 from shardwise.system.telemetry import Ledger, Timeline
 
 if TYPE_CHECKING:
+    from shardwise.runtime.outer_steps import OuterSteps
     from shardwise.runtime.verification import Verification
 
 
@@ -70,6 +71,8 @@ class Parts:
     timeline: Timeline
     pipeline: Pipeline | None
     """If the model is split into stages."""
+    outer_steps: OuterSteps | None
+    """If there are islands."""
     sequence: SequenceParallel | None
     """Of the model's attention, if the mesh has that axis."""
     treatment: ExitStack
@@ -169,6 +172,8 @@ class _Assembly:
         self._hooks = hooks
         self._steps = steps
         self._flats = [flat for unit in sharding.units for flat in unit.flats]
+        self._island = DataGroup(world, self._mesh, self._mesh.axes_of_island)
+        """The ranks that train one model together: all, unless there are islands."""
         self._groups = {axis: world.group(sharding.mesh, axis) for axis in sharding.mesh.axes}
         self._optimizer: AdoptedOptimizer | None = None
 
@@ -226,6 +231,7 @@ class _Assembly:
             collectives.ledger,
             executor.timeline,
             pipeline,
+            self._outer_steps(executor, collectives, runner),
             sequence,
             treatment,
             self._hooks.pop_all(),
@@ -233,15 +239,17 @@ class _Assembly:
 
     def _verdict(self, collectives: Collectives, buffers: BufferSync) -> Verdict:
         stages = [axis for axis in self._mesh.model_axes if axis not in self._mesh.same_params_axes]
-        everybody, journal = self._world.everybody, self._world.journal
-        journal.whole_model_axes = frozenset([everybody.axis, *stages] if stages else [])
-        exchange = None if on_host(self._sharding.device) else partial(self._world.exchange, subject="verdict")
+        journal = self._world.journal
+        island = self._island
+        journal.whole_model_axes = frozenset([island.group.axis, *stages] if stages else [])
+        exchange = None if on_host(self._sharding.device) else partial(island.exchange, subject="verdict")
+        peers = frozenset(place for place, rank in enumerate(island.group.ranks) if rank in self._peers.group.ranks)
         return Verdict(
             self._flats,
             collectives,
             self._groups,
             buffers if self._plan.sync_buffers and self._data_group.size > 1 else NoNews(),
-            Agreeing(frozenset(self._peers.group.ranks), frozenset(stages), exchange),
+            Agreeing(peers, frozenset(stages), exchange),
             must_know_norm=self._plan.takes_only_finite,
             complete=self._shared_gradients(),
         )
@@ -312,6 +320,8 @@ class _Assembly:
         why = why_not_recomputed(self._mesh, is_elastic=is_elastic, is_deterministic=is_deterministic)
         if self._sharding.converted.communicates:
             why = why or "its modules exchange values in the forward"
+        if self._mesh.island_axes:
+            why = why or "another island has another model"
         if why:
             raise ConfigError(
                 f"verify.gradients: a micro-batch cannot be computed again on another rank, because {why}. Leave "
@@ -328,7 +338,7 @@ class _Assembly:
     def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:
         among_all, among_peers, among_data = (
             partial(exchange, subject="norms")
-            for exchange in (self._world.exchange, self._peers.exchange, self._data_group.exchange)
+            for exchange in (self._island.exchange, self._peers.exchange, self._data_group.exchange)
         )
         exchanges = (among_all, among_peers, among_data)
         return Gradients(
@@ -353,6 +363,15 @@ class _Assembly:
         self._world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
         self._hooks.callback(pipeline.release)
         return pipeline
+
+    def _outer_steps(self, executor: Executor, collectives: Communicator, runner: Runner) -> OuterSteps | None:
+        if not self._mesh.island_axes:
+            return None
+        from shardwise.runtime.outer_steps import OuterSteps  # only plans with islands load it
+
+        specs = [unit.spec for unit in self._sharding.units]
+        settings, writing = self._plan.islands, runner.step.outer_step
+        return OuterSteps(settings, specs, self._flats, executor, collectives, self._groups, writing)
 
     def _survey_with(self, pipeline: Pipeline, sequence: SequenceParallel | None) -> None:
         """Let a pipeline find out which results stages read."""

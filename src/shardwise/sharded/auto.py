@@ -117,6 +117,11 @@ def _search(
     machine = hardware_here(world).with_ranks(num_local)
     rows = rows_of(batch)
     mesh = Mesh.of(base.mesh or {"dp": -1}, world.size)
+    if mesh.island_axes:
+        raise ConfigError(
+            f"preset: auto does not choose among plans with islands, and the mesh is {mesh}. Name a preset; "
+            f"`shardwise plan` for the ranks of one island says which."
+        )
     num_data = math.prod(mesh.size(axis) for axis in mesh.data_axes)
     subject = _Here(
         model,

@@ -178,6 +178,7 @@ def describe(sharded: ShardedModel) -> str:
         *_transport_lines(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.grad_wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
+        *_island_lines(sharded),
         *sharded.parts.sharding.fitted.splitlines(),
         f"{len(units)} units",
         *(f"  {unit.name:24} {_unit_text(unit.spec, sharded.parts.sharding.treatments)}" for unit in units),
@@ -190,6 +191,16 @@ def describe(sharded: ShardedModel) -> str:
         *_stage_lines(sharded),
     )
     return "\n".join(lines)
+
+
+def _island_lines(sharded: ShardedModel) -> list[str]:
+    """Where the model is that islands have in common, and when they come together."""
+    steps, outer = sharded.parts.runner.programs.program.outer_steps, sharded.table.outer
+    if not steps or outer is None:
+        return []
+    from shardwise.program.outer_step import in_words  # only plans with islands load it
+
+    return [f"  anchor {outer.place}", "outer steps, between islands", *(f"  {line}" for line in in_words(steps))]
 
 
 def _expert_lines(sharded: ShardedModel) -> list[str]:

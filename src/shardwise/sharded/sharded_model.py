@@ -91,7 +91,7 @@ class ShardedModel:
         self.plan, self.mesh, self.table = sharding.plan, sharding.mesh, sharding.table
         self.data_group = DataGroup(world, self.mesh)
         self.peers = DataGroup(world, self.mesh, self.mesh.params_axes)
-        """The ranks that list the same parameters, including those that a model axis splits."""
+        """The ranks of an island that list the same parameters, including those that a model axis splits."""
         self.progress = progress
         self.before_change = before_change
         self.before_update = before_change
@@ -407,10 +407,24 @@ class ShardedModel:
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()
             self.world.journal.num_steps += 1
+        if member is self.require_optimizer().members[-1]:
+            self._outer_step()
         self.begin_factors_when_due()
         if parts.verification is not None and self._is_next_verified:
             parts.runner.step.take_checksums()
             parts.verification.note()
+
+    def _outer_step(self) -> None:
+        """Bring islands together, if that is due after the step that all optimizers have taken."""
+        outer, num_steps = self.parts.outer_steps, self.progress.num_steps
+        if outer is not None and outer.is_due_after(num_steps):
+            self.before_change()
+            outer.after_step(num_steps)
+
+    def settle_islands(self) -> None:
+        """Wait for outer gradients that are on their way, so that nothing is left in messages. All ranks call."""
+        if self.parts.outer_steps is not None:
+            self.parts.outer_steps.settle()
 
     def begin_factors_when_due(self) -> None:
         """After a step, or a resume: whether the next one sends gradients as factors, and this plan does not yet."""

@@ -299,11 +299,21 @@ def _lay_converted(
 ) -> Sharding:
     """`lay`, once the modules of `model` are those that will compute."""
     mesh = mesh_for(plan, world.size, world.local_size)
+    if mesh.island_axes or plan.says_islands:
+        from shardwise.plan.placement.islands import check_islands  # only plans with islands load it
+
+        check_islands(plan, mesh)
+    if mesh.island_axes and world.membership is not None:
+        raise ConfigError(
+            "Islands are for jobs whose ranks are there from the first step to the last, and this one is elastic: a "
+            "lost rank would take its island's model with it. Start it without --elastic."
+        )
     peers = DataGroup(world, mesh, mesh.params_axes)
+    everyone = DataGroup(world, mesh, (*mesh.island_axes, *mesh.params_axes)) if mesh.island_axes else peers
     plan = settle(plan, world, device)
     table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
     updates: Updates = vet(optimizers, model)
-    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
+    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else everyone)
     plan = in_own_precision(plan, model)
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
     budget, plan = plan.budget, fitted.plan
@@ -311,7 +321,7 @@ def _lay_converted(
     smaller = SmallerMeshes()
     if world.membership is not None:
         smaller = smaller_meshes(model, plan, mesh, has_budget=budget.device is not None)
-    values = FirstValues(model, wishes, world, peers, device)
+    values = FirstValues(model, wishes, world, everyone, device)
     check_batch_norms(model, designed, device)
     require_elementwise(model, designed, updates)
     require_same_ranks(updates, plan, world)
@@ -401,6 +411,8 @@ def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
 def _not_whole(designed: Design, param: nn.Parameter, sends_signs: bool) -> str:
     """Why no optimizer of this plan has all of its parameters whole at once, if `param` is one; empty if it has. One
     that `sends_signs` needs them on the device."""
+    if sends_signs and designed.mesh.island_axes:
+        return "is trained by islands, for which what was not sent is not kept apart"
     if designed.stages is not None:
         return "is one stage's, and the optimizer's other parameters are other stages'"
     row, box = designed.rows.get(param), designed.boxes.get(param)

@@ -25,6 +25,7 @@ from shardwise.checkpoint import (
     content_of,
     encode,
     numbers_of,
+    of_island,
     rng,
     step_name,
 )
@@ -109,6 +110,10 @@ class State:
             self.user_state = kept["user"]
             if progress.scaler is not None:
                 kept["loss_scale"] = progress.scaler.state_dict()
+            outer = sharded.parts.outer_steps
+            if outer is not None:
+                outer.settle()
+                kept["islands"] = {"pending": outer.pending, "settings": sharded.plan.islands.model_dump_json()}
             extra = {name: module.get_extra_state() for name, module in with_extra_state(sharded.model)}
             if extra:
                 for name, value in extra.items():
@@ -171,6 +176,7 @@ class State:
         path = checkpoint.find(folder, sharded.world)
         if path is None:
             return None
+        sharded.settle_islands()
         if sharded.disk is not None:
             sharded.disk.abandon()
             sharded.find_states()
@@ -189,6 +195,10 @@ class State:
         progress.num_steps = int(loaded.state["num_steps"])
         if progress.scaler is not None and "loss_scale" in loaded.state:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
+        if sharded.parts.outer_steps is not None:
+            saved = loaded.state.get("islands", {})
+            is_same = saved.get("settings") == sharded.plan.islands.model_dump_json()
+            sharded.parts.outer_steps.pending = saved.get("pending") if is_same else None
         sharded.zero_grad()
         sharded.parts.runner.step.restore_params()
         if sharded.parts.optimizer is not None:
@@ -207,9 +217,11 @@ class State:
 def content(sharded: ShardedModel) -> Content:
     """What a checkpoint holds of this rank, as live tensors."""
     own_buffers = not sharded.plan.sync_buffers
-    mine = content_of(
-        sharded.model, sharded.parts.flats, sharded.parts.optimizer, sharded.peers.index, own_buffers=own_buffers
-    )
+    island = sharded.mesh.island_of(sharded.world.rank) if sharded.mesh.island_axes else None
+    place = sharded.peers.index + (island or 0) * sharded.peers.size
+    mine = content_of(sharded.model, sharded.parts.flats, sharded.parts.optimizer, place, own_buffers=own_buffers)
+    if island is not None:
+        mine = of_island(mine, sharded.parts.flats, island, is_first=sharded.peers.is_first)
     staged = sharded.parts.sharding.staged
     return mine if staged is None else _of_stages(mine, staged)
 
@@ -242,6 +254,12 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
     if places(before) != places(after) or (before.model_axes and plan.tensor != sharded.plan.tensor):
         raise ConfigError(
             f"reshard() keeps how a model is split along {', '.join(before.model_axes) or 'model axes'}: the mesh is "
+            f"{before}, and the new plan's is {after}. Save a checkpoint, and resume it with the new plan."
+        )
+    islands = [[mesh.island_of(rank) for rank in range(mesh.world_size)] for mesh in (before, after)]
+    if islands[0] != islands[1] or (before.island_axes and plan.islands != sharded.plan.islands):
+        raise ConfigError(
+            f"reshard() changes the plan inside of islands, and keeps these and how they come together: the mesh is "
             f"{before}, and the new plan's is {after}. Save a checkpoint, and resume it with the new plan."
         )
     if plan.loss != sharded.plan.loss:
@@ -300,6 +318,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     model, world, progress = sharded.model, sharded.world, sharded.progress
     plan = _in_one_precision(plan, sharded)
     _require_same_split(sharded, plan)
+    sharded.settle_islands()
     check_plan(sharded.converted, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
     updates = dict(sharded.parts.sharding.updates)
@@ -394,10 +413,13 @@ def _moved(
     factors = {name: kept for flat in sharded.parts.flats for name, kept in flat.kept_factors().items()}
     former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change, {}, residuals, factors)
     training_state = TrainingState(held, sharded.world, dealt)
+    pending = sharded.parts.outer_steps.pending if sharded.parts.outer_steps is not None else None
     sharded.take_down()
     for flat in (flat for unit in former.sharding.units for flat in unit.flats):
         flat.grads.let_go()
     renewed = move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
+    if renewed.parts.outer_steps is not None:
+        renewed.parts.outer_steps.pending = pending
     return renewed, training_state.fault
 
 

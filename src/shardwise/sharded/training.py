@@ -190,7 +190,8 @@ class Session:
         return {}
 
     def finish_updates(self) -> None:
-        """Wait until this rank has what others have updated last."""
+        """Wait until this rank has what others have updated last, and what other islands have sent."""
+        self.sharded.settle_islands()
         self.sharded.parts.runner.gathering.finish_updates()
 
     def close(self, error: BaseException | None = None) -> None:

@@ -71,8 +71,9 @@ class NoNews:
 
 @dataclass(frozen=True)
 class Agreeing:
-    """The ranks that agree on one verdict. `peers` have the same list of parameters; along the axes `stages`, lists
-    differ. With `exchange`, which is among all ranks, they agree by messages; see the note."""
+    """The ranks that agree on one verdict, those of one island. Among them, `peers` are the places of those with the
+    same list of parameters; along the axes `stages`, lists differ. With `exchange` they agree by messages; see the
+    note."""
 
     peers: frozenset[int] = frozenset()
     stages: frozenset[str] = frozenset()
@@ -114,7 +115,7 @@ class Verdict:
         """Whether this rank has queued a question on its device, in this step, whose answer the host needs."""
         self._marks_sent: bytes | None = None
         self._marks: dict[int, int] = {}
-        """By rank: which parameters it has touched, one byte each, from its last message that had them."""
+        """By place: which parameters that rank has touched, one byte each, from its last message that had them."""
         self.is_incomplete = False
         """Whether some rank still has gradients to reduce, so that this verdict was too early."""
         self.is_news = False
@@ -198,10 +199,10 @@ class Verdict:
         messages = exchange(bytes([flags | is_same * _SAME_MARKS]) + (b"" if is_same else mine))
         self._marks_sent = mine
         together = 0
-        for rank, message in enumerate(messages):
+        for place, message in enumerate(messages):
             together |= message[0]
-            if not message[0] & _SAME_MARKS and (rank in self._peers or not self._peers):
-                self._marks[rank] = int.from_bytes(message[1:], "little")
+            if not message[0] & _SAME_MARKS and (place in self._peers or not self._peers):
+                self._marks[place] = int.from_bytes(message[1:], "little")
         touched = reduce(or_, set(self._marks.values())).to_bytes(len(mine), "little")
         counts = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
         self._record(counts, [mark > 0 for mark in touched])

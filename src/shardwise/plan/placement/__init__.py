@@ -24,7 +24,7 @@ from shardwise.plan.placement.presets import (
     takes_local_size,
 )
 from shardwise.plan.placement.span import Span
-from shardwise.plan.placement.table import Table
+from shardwise.plan.placement.table import Outer, Table
 from shardwise.plan.placement.wire import Codes, SumOfCodes, Wire
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Move",
     "MoveVerb",
     "Offloaded",
+    "Outer",
     "Place",
     "Preset",
     "Run",

@@ -18,9 +18,9 @@ WIDTH: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one kind of tensor lives: split, copied or partial per mesh axis; on which tier; in which dtype.
+    """Where one kind of tensor lives: split, partial, varying or copied per mesh axis; on which tier; in which dtype.
 
-    On an axis that is in neither tuple every rank has a full copy.
+    On an axis that is in none of the tuples every rank has a full copy.
     """
 
     shard: Axes = ()
@@ -28,10 +28,14 @@ class Place:
     """Axes along which each rank holds a summand. Only gradients are ever partial."""
     tier: Tier = "device"
     dtype: Dtype = "fp32"
+    varying: Axes = ()
+    """Axes along which each rank has values of its own, neither copies nor summands: those of islands. The word is that
+    of JAX's `shard_map`."""
 
     def __str__(self) -> str:
         parts = [f"shard({'+'.join(self.shard)})"] if self.shard else []
         parts += [f"partial({'+'.join(self.partial)})"] if self.partial else []
+        parts += [f"varying({'+'.join(self.varying)})"] if self.varying else []
         return f"{' '.join(parts) or 'copy'} {self.dtype}" + (f" {self.tier}" if self.tier != "device" else "")
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from shardwise.errors import ConfigError, PlacementError, nearest
 from shardwise.plan import PlaceEdit, Plan, Rows, Rule, WireFormat
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import ISLAND_AXIS, Mesh
 from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.place import WIDTH, Axes, Dtype, Kind, Place
-from shardwise.plan.placement.table import Table
+from shardwise.plan.placement.table import Outer, Table
 from shardwise.plan.placement.wire import Codes, Wire
 
 
@@ -148,6 +148,10 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     ):  # what is held is what rests, wherever that is
         held = replace(held, tier=param.tier)
     grad, optim = row("grad", base.grad, states), row("optim", base.optim, states)
+    outer = None
+    if ISLAND_AXIS in mesh.axes:
+        param, held, grad, optim = (replace(one, varying=(ISLAND_AXIS,)) for one in (param, held, grad, optim))
+        outer = _outer(plan, optim)
     _check_tiers(param, held, grad, optim, what)
     param_wire, param_codes = _wires(plan.wire.param, "param", mesh)
     grad_wire, grad_codes = _wires(plan.wire.grad, "grad", mesh)
@@ -171,6 +175,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         grad_codes=grad_codes,
         param_codes=param_codes,
         step="device" if optim.tier == "device" else "host",
+        outer=outer,
     )
     return table if plan.powersgd.rank is None else _with_factors(table, plan, mesh)
 
@@ -196,6 +201,28 @@ def _with_factors(table: Table, plan: Plan, mesh: Mesh) -> Table:
             f"what is not sent as factors with them. Leave out one of both."
         )
     return table.with_low_rank(LowRank(asked.rank, asked.min_rate, asked.seed, has_begun=asked.start_step == 0))
+
+
+def _outer(plan: Plan, optim: Place) -> Outer:
+    """The common model of islands: a rank has the elements that it updates."""
+    from shardwise.plan.placement.fragment import fragments_of  # only plans with islands load it
+
+    asked, wire, codes = plan.islands, Wire(optim.dtype), None
+    if asked.wire.axes is not None:
+        raise PlacementError("islands.wire has axes, and outer gradients are sent along one. Leave out axes.")
+    if asked.wire.dtype == "int8" or asked.wire.dtype == "int4":
+        codes = Codes(asked.wire.dtype, asked.wire.block or _BLOCKS[asked.wire.dtype], (ISLAND_AXIS,))
+    elif asked.wire.block is not None:
+        raise PlacementError("islands.wire has a block, which is for int8 and int4. Leave it out, or choose one.")
+    elif asked.wire.dtype is not None:
+        wire = Wire(asked.wire.dtype)
+    if WIDTH[wire.dtype] > WIDTH[optim.dtype] or (codes is not None and optim.dtype != "fp32"):
+        raise PlacementError(
+            f"islands.wire is {codes or wire}, and master weights are {optim.dtype}: sending would take more for "
+            f"nothing, or cannot be scaled. Leave it out: outer gradients are then sent as they are."
+        )
+    place = Place(shard=optim.shard, tier=asked.tier, dtype=optim.dtype)
+    return Outer(place, int(asked.optimizer.momentum > 0), fragments_of(asked), wire, codes)
 
 
 def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes | None]:

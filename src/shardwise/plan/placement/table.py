@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shardwise.errors import PlacementError, nearest
 from shardwise.plan.mesh import Mesh
@@ -14,6 +15,22 @@ from shardwise.plan.placement.layout import ALIGN
 from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.plan.placement.wire import FP32, Codes, Wire, check_codes
+
+if TYPE_CHECKING:
+    from shardwise.plan.placement.fragment import Fragment
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Of the model that islands have in common: where it is, with how many states of the outer optimizer; the parts
+    that have outer steps in turn, and the format in which outer gradients are sent."""
+
+    place: Place
+    num_states: int
+    fragments: tuple[Fragment, ...]
+    wire: Wire = FP32
+    codes: Codes | None = None
+    """What is sent instead, if that is codes."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +40,8 @@ class Table:
     `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in
     which forward and backward run, `step` the tier of the update. `grad_wire` is the format in which gradients are
     sent; `param_wire` that of parameters, or `None` if they are sent as they are. Along the axes of `grad_codes` and
-    `param_codes` they are sent as these instead. Raises `PlacementError` for rows that no step could follow.
+    `param_codes` they are sent as these instead. With islands, along which all four kinds vary, `outer` says where
+    their common model is. Raises `PlacementError` for rows that no step could follow.
 
     With `summands` gradients are never summed: the update reads this rank's own, and averages over the ranks what it
     makes of it (1-bit Adam its momentum). With `low_rank` gradients of some matrices are sent as thin factors.
@@ -40,10 +58,13 @@ class Table:
     grad_codes: Codes | None = None
     param_codes: Codes | None = None
     step: Tier = "device"
+    outer: Outer | None = None
     summands: bool = False
     low_rank: LowRank | None = None
 
     def __post_init__(self) -> None:
+        if any(self.place(kind).varying != self.param.varying for kind in KINDS):
+            raise PlacementError("What varies along an axis varies with everything that is computed from it.")
         for kind in KINDS:
             self._check_axes(kind)
         for kind in ("param", "grad"):
@@ -66,17 +87,23 @@ class Table:
     @property
     def full(self) -> Place:
         """What forward and backward need: everything, on the device, in the compute dtype."""
-        return Place(dtype=self.compute)
+        return Place(dtype=self.compute, varying=self.param.varying)
 
     @property
     def fresh(self) -> Place:
         """What a backward produces: a summand of everything, in the dtype that is sent."""
-        return Place(partial=self.axes, dtype=self.grad_wire.dtype)
+        return Place(partial=self.axes, dtype=self.grad_wire.dtype, varying=self.grad.varying)
 
     @property
     def due(self) -> Place:
         """What the update needs: the gradient of the elements whose states are on this rank."""
         return replace(self.optim, tier=self.step, partial=self.grad.partial if self.summands else ())
+
+    @property
+    def outer_gradient(self) -> Place:
+        """What an island has to say in an outer step, in the dtype of its master weights: a summand of the range that
+        it updates."""
+        return Place(shard=self.optim.shard, partial=self.optim.varying, dtype=self.optim.dtype)
 
     @property
     def align(self) -> int:
@@ -85,7 +112,12 @@ class Table:
         [Note: blocks of codes] Where codes are sent, that is at the start of a block. So no block is cut by a shard or
         has elements of two parameters, and the codes of a parameter do not depend on how many ranks there are.
         """
-        return math.lcm(ALIGN, *(codes.block for codes in (self.grad_codes, self.param_codes) if codes is not None))
+        return math.lcm(ALIGN, *(codes.block for codes in self._every_codes))
+
+    @property
+    def _every_codes(self) -> tuple[Codes, ...]:
+        outer = None if self.outer is None else self.outer.codes
+        return tuple(codes for codes in (self.grad_codes, self.param_codes, outer) if codes is not None)
 
     def param_wire_over(self, axis: str) -> Wire | Codes | None:
         """The format in which parameters are sent along `axis`, or `None` if they are sent as they are."""
@@ -103,11 +135,12 @@ class Table:
 
     @property
     def sends_codes(self) -> bool:
-        return self.grad_codes is not None or self.param_codes is not None
+        return bool(self._every_codes)
 
     def without_codes(self) -> Table:
         """The same table for parameters that are sent whole, and whose gradients are."""
-        return replace(self, grad_codes=None, param_codes=None)
+        outer = self.outer and replace(self.outer, codes=None)
+        return replace(self, grad_codes=None, param_codes=None, outer=outer)
 
     @cached_property
     def order(self) -> Axes:
@@ -132,7 +165,8 @@ class Table:
         def keep(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
-        return self._with_axes(keep)
+        kept = self._with_axes(keep)
+        return kept if kept.param.varying else replace(kept, outer=None)
 
     def stored_as(self, dtype: Dtype) -> Table:
         """The same table for frozen parameters that are stored, gathered and used in `dtype`."""
@@ -187,11 +221,14 @@ class Table:
 
     def _with_axes(self, chosen: Callable[[Axes], Axes]) -> Table:
         def kept(place: Place) -> Place:
-            return replace(place, shard=chosen(place.shard), partial=chosen(place.partial))
+            shard, partial, varying = map(chosen, (place.shard, place.partial, place.varying))
+            return replace(place, shard=shard, partial=partial, varying=varying)
 
+        outer = self.outer and replace(self.outer, place=kept(self.outer.place))
         return replace(
             self,
             axes=chosen(self.axes),
+            outer=outer,
             param=kept(self.param),
             held=kept(self.held),
             grad=kept(self.grad),

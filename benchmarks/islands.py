@@ -1,0 +1,58 @@
+"""Islands against data parallelism over one slow link: tokens a second, and the loss after equal tokens.
+
+Two hosts are namespaces of this machine (`namespaces.py`), which takes root. They share its cores, so the model is
+small; a link of 50 Mbit/s is to it what 10 Gbit/s are to one of 500 million parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.fresh import RunError
+from benchmarks.hosts import run_on_hosts
+from benchmarks.machine import header, load_average
+from benchmarks.namespaces import obstacle
+from benchmarks.results_file import write_result
+from benchmarks.show import show_figures
+
+ENGINES = ("zero1", "islands", "streaming")
+RATE, EVERY, STEPS = 50e6, 40, 400
+APART = 0.02
+"""How much larger the loss may be."""
+
+
+def main(args: argparse.Namespace, console: Console) -> int:
+    """0; 1 if islands learn less. Raises `RunError`."""
+    why = obstacle()
+    if why:
+        raise RunError(f"hosts as network namespaces: {why}")
+    rate = args.gbit[0] * 1e9 if args.gbit else RATE
+    size, num_local, every, num_steps = "hosts", 2, EVERY, STEPS
+    if args.quick:
+        size, every, num_steps = "tiny", 10, 40
+    options = [f"--engines={','.join(ENGINES)}", f"--size={size}", f"--rate={rate}", f"--every={every}"]
+    before = load_average()
+    ranks = run_on_hosts("benchmarks.islands_rank", [*options, f"--steps={num_steps}"], 2, num_local)
+    turns: list[dict[str, Any]] = ranks[0]["turns"]
+    result = header(args.note) | {"benchmark": "islands", "size": size, "rate": rate, "every": every}
+    result |= {"steps": num_steps, "hosts": 2, "ranks_per_host": num_local, "load_average_before": before}
+    file = write_result(args.out / "islands.json", result | {"turns": turns})
+    plain = turns[0]
+    columns = ["engine", "tokens/s", "beside zero1", "ms/step", "KB over the link a step", "loss", "beside zero1"]
+    rows = [_line(turn, plain) for turn in turns]
+    title = f"2 hosts x {num_local}, a link of {rate / 1e6:g} Mbit/s, outer steps every {every}, loss after {num_steps}"
+    show_figures(title, columns, rows, console)
+    console.print(f"\n{file}", markup=False)
+    worse = [turn["engine"] for turn in turns if turn["loss"] > plain["loss"] * (1 + APART)]
+    if worse and not args.quick:
+        console.print(f"Learnt less than zero1, by more than {APART:.0%}: {', '.join(worse)}.", markup=False)
+    return 1 if worse and not args.quick else 0
+
+
+def _line(turn: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    faster, further = turn["tokens_per_second"] / plain["tokens_per_second"], turn["loss"] / plain["loss"] - 1
+    timed = [f"{turn['tokens_per_second']:.0f}", f"{faster:.2f}", f"{turn['step_seconds'] * 1e3:.0f}"]
+    return [turn["engine"], *timed, f"{turn['link_bytes'] / 1e3:.1f}", f"{turn['loss']:.4f}", f"{further:+.1%}"]
