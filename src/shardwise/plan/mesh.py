@@ -29,6 +29,7 @@ batches."""
 
 SEQUENCE_AXIS = "sp"
 EXPERT_AXIS = "ep"
+STAGE_AXIS = "pp"
 SYNONYMS = {"cp": SEQUENCE_AXIS}
 """Other names for model axes, which are refused, and the name to use instead."""
 SAME_PARAMS_AXES = ("tp",)

@@ -364,6 +364,7 @@ class _Assembly:
             progress.split_batches,
             in_stages=in_stages,
         )
+        progress.split_batches = sequence.batches
         self._hooks.callback(sequence.close)
         return sequence
 

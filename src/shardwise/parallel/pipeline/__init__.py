@@ -11,9 +11,10 @@ from shardwise.parallel.pipeline.stage_layout import (
     stage_warnings,
 )
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
-from shardwise.parallel.pipeline.staged_model import StagedModel
+from shardwise.parallel.pipeline.staged_model import StagedModel, stage_boxes
 from shardwise.parallel.pipeline.tied_gradients import SharedGradients
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads, backward_of_weights
+from shardwise.parallel.pipeline.whole_model import holders_of
 from shardwise.parallel.pipeline.whole_tensors import AcrossStages
 
 __all__ = [
@@ -31,7 +32,9 @@ __all__ = [
     "WeightGrads",
     "backward_of_weights",
     "has_pipeline",
+    "holders_of",
     "most_under_way",
+    "stage_boxes",
     "stage_layout",
     "stage_warnings",
 ]
