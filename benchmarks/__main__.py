@@ -28,6 +28,7 @@ from benchmarks import (
     tensor,
     tiers,
     weights,
+    wires,
 )
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
@@ -57,6 +58,7 @@ PROGRAMS = (
     "integrations",
     "mpi",
     "hosts",
+    "wires",
 )
 RESULTS = ROOT / "runs" / "bench"
 
@@ -124,6 +126,7 @@ _PROGRAMS = {
     "integrations": integrations.main,
     "mpi": mpi.main,
     "hosts": hosts.main,
+    "wires": wires.main,
 }
 
 
@@ -142,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     saves = parser.add_argument_group("checkpoint, tiers, generation and weights")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
-    between = parser.add_argument_group("hosts")
+    between = parser.add_argument_group("hosts and wires")
     between.add_argument(
         "--hosts", type=hosts.shape_of, nargs="+", metavar="N", help="how many, or 2x2 with 2 ranks on each (2x2 2 4)"
     )

@@ -119,9 +119,21 @@ def _bucket_mb(size: Size) -> float:
     return size.block_params * 4 / 2**20
 
 
-def _ours(model: GPT, preset: str, world: sw.World) -> Engine:
+_WIRES: dict[str, dict[str, Any]] = {
+    "": {},
+    "bf16": {"wire": {"param": "bf16", "grad": "bf16"}},
+    "codes": {"wire": {"param": "int8", "grad": "int4"}},
+}
+"""What a name says behind a colon, as in `shardwise-zero2:codes`."""
+
+
+def _ours(model: GPT, name: str, world: sw.World) -> Engine:
+    preset, _, wire = name.partition(":")
     assert preset in OURS
-    engine = sw.shard(model, preset, optimizer=adamw(model), world=world)
+    plan: dict[str, Any] = {"preset": preset, **_WIRES[wire]}
+    if wire and world.local_size > 1:
+        plan["mesh"] = {"node": world.size // world.local_size, "local": world.local_size}
+    engine = sw.shard(model, plan, optimizer=adamw(model), world=world)
 
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = engine(tokens)

@@ -20,7 +20,19 @@ from test_all_products import CLIP, llama, micro_batches, mixtral, sgd
 from test_all_products import batches as token_batches
 from test_sequence_transformers import own_loss
 from torch import nn
-from twins import Batch, MakeOptimizer, Run, adamw, assert_as_near, batches, full_params, plain_run, plan_of, share_of
+from twins import (
+    Batch,
+    MakeOptimizer,
+    Run,
+    adamw,
+    assert_as_near,
+    batches,
+    full_params,
+    plain_run,
+    plan_of,
+    sharded_run,
+    share_of,
+)
 
 import shardwise as sw
 from shardwise.plan.placement import PRESETS
@@ -185,6 +197,27 @@ def test_tiers_and_settings(
     disk = {"disk": str(tmp_path)} if plan["preset"] == "infinity" else {}
     run = run_on(device, model, data, num_ranks, {**plan, **disk, "precision": precision})
     assert_trains_like_the_plain_loop(run, model, data, num_shares=num_ranks, dtype=DTYPES[precision])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "mesh"),
+    [("ddp", 2, None), ("zero1", 4, None), ("zero2", 2, None), ("zero3", 4, GRID), ("hpz", 4, GRID)],
+    ids=name_of,
+)
+def test_codes(preset: str, num_ranks: int, mesh: dict[str, int] | None, precision: str, device: OneDevice) -> None:
+    """As ranks on the host train with codes: where these differ, values were rounded otherwise before."""
+    wire = {"grad": {"dtype": "int4", "block": 16}, "param": {"dtype": "int8", "block": 32}}
+    wire = {"grad": wire["grad"]} if preset == "ddp" else wire
+    model, data = model_on(device), data_on(device)
+    plan = plan_of(preset, mesh, precision=precision, wire=wire)
+    run = run_on(device, model, data, num_ranks, plan)
+    on_host = [(x.cpu(), y.cpu()) for x, y in data]
+    known = sharded_run(model.cpu(), on_host, preset, num_ranks, mesh, precision=precision, wire=wire)
+    assert run.losses == pytest.approx(known.losses, rel=0.01)
+    assert run.norms == pytest.approx(known.norms, rel=0.05)
+    for kind in ("param", "grad", "working"):
+        assert run.extra["measured"][kind] <= run.extra["promised"][kind], kind
 
 
 # -- optimizers -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.plan import Plan
+from shardwise.plan import Plan, Wire, WireFormat
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, mesh_for, pack, padded_numel, table_for
 from shardwise.program import (
@@ -34,7 +34,23 @@ def texts() -> dict[str, str]:
     """The program of every preset by file name."""
     steps = {f"step-{name}.txt": _step(name, "zero3") for name in ("lamb", "muon")}
     steps["step-muon-offload.txt"] = _step("muon", "offload")
-    return {f"{name}.txt": _text(name) for name in PRESETS} | steps | {"schedule-1f1b-zero3.txt": _schedule()}
+    codes = {"codes-hpz.txt": _codes()}
+    return {f"{name}.txt": _text(name) for name in PRESETS} | steps | codes | {"schedule-1f1b-zero3.txt": _schedule()}
+
+
+def _codes() -> str:
+    """Parameters and gradients sent as codes between hosts."""
+    plan = Plan(
+        preset="hpz",
+        precision="bf16",
+        mesh={"node": 2, "local": 2},
+        wire=Wire(param=WireFormat(dtype="int8"), grad=WireFormat(dtype="int4")),
+    )
+    mesh = mesh_for(plan, 4)
+    units = _units(plan, mesh)
+    planned = plan_step(units, straight_trace(units))
+    header = f"# hpz in bf16 on {mesh} with int8 parameters and int4 gradients along node. Refresh: {REFRESH}\n"
+    return header + render(planned.micro_batch) + render(planned.step)
 
 
 def _schedule() -> str:
@@ -71,7 +87,7 @@ def _units(plan: Plan, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSp
 
     def flat(name: str, num_elements: int, *, trainable: bool = True) -> FlatSpec:
         slots = pack([(name, (num_elements,))])
-        numel = padded_numel(slots, mesh.world_size)
+        numel = padded_numel(slots, mesh.world_size, table.align)
         shape, is_hidden = (num_elements // 256, 256), name.startswith("h.")
         update = update_by(optimizer, shape, is_hidden=is_hidden) if optimizer else None
         updates = (PlacedUpdate(slots[0].span, update),) if update else ()

@@ -313,6 +313,30 @@ WIRES = _of(
         "parameter_wires",
     ),
     (
+        "codes are made of parameters that have been rounded already",
+        "return master if part.numel() == master.numel() else None",
+        "return None",
+        "codes",
+    ),
+    (
+        "a block begins wherever a parameter does",
+        "return math.lcm(ALIGN, *(codes.block for codes",
+        "return math.lcm(ALIGN, *(ALIGN for codes",
+        "codes",
+    ),
+    (
+        "an overflow is not seen in what arrives",
+        ".amax(1).div_(self._largest))",
+        ".amax(1).div_(self._largest).nan_to_num_(0.0, 1.0))",
+        "codes",
+    ),
+    (
+        "what is held is made codes again",
+        "if codec is None or (is_held and self._codes is not None):",
+        "if codec is None:",
+        "codes",
+    ),
+    (
         "memory of codes is not counted as given back",
         'self._meter.drop("working", self._num_bytes)',
         "pass",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hosts_names, integrations
+from benchmarks import hosts_names, integrations, wires
 from benchmarks.pipeline import bubble_of, spans_of, waited
 from benchmarks.turns import Turn, standings
 from shardwise.program.schedule import one_f_one_b, timed
@@ -101,3 +101,20 @@ def test_two_axes_need_several_ranks_on_a_host() -> None:
     assert "shardwise-zero3" in alone
     assert not [name for name in alone if "hsdp" in name or "hpz" in name or "deepspeed" in name]
     assert len(hosts_names.engines_for(2, has_deepspeed=True)) == 12
+
+
+def test_codes_beside_bf16() -> None:
+    """A step that takes more of one in bf16 than it should is told, and bytes that ranks do not know of."""
+
+    def row(wire: str, seconds: float, link_bytes: float, rate: float = 0.1e9) -> hosts_names.Row:
+        return hosts_names.Row(f"shardwise-zero3:{wire}", rate, seconds, 0.1, link_bytes, 4e6, 4e6, None, 2.0)
+
+    good = [row("bf16", 2.0, 4e6), row("codes", 0.7, 1e6)]
+    assert wires.faults_of(good, with_bars=True) == []
+    assert [line[3] for line in wires.lines_of(good)] == ["", "0.35"]
+    assert [line[7] for line in wires.lines_of(good)] == ["", "0.25"]
+    slow = [row("bf16", 2.0, 4e6), row("codes", 0.9, 1e6)]
+    assert wires.faults_of(slow, with_bars=True) == ["shardwise-zero3:codes at 0.1 Gbit/s: 0.45 of a step in bf16."]
+    assert wires.faults_of(slow, with_bars=False) == []
+    (wrong,) = wires.faults_of([row("codes", 0.7, 9e6), row("bf16", 2.0, 4e6)], with_bars=True)
+    assert "9000000 bytes crossed a link, ranks say 4000000" in wrong

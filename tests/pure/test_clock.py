@@ -11,11 +11,11 @@ import pytest
 from shardwise.errors import ConfigError, ProgramError
 from shardwise.fit.clock import RankProgram, Timeline, time_ranks, time_step
 from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, hardware
-from shardwise.fit.prices import PRICES
+from shardwise.fit.prices import COPIES_TO_DECODE, COPIES_TO_ENCODE, PRICES, Prices
 from shardwise.fit.work import Operation, UnitWork, Worked
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import PRESETS, mesh_for, pack, padded_numel, table_for
+from shardwise.plan.placement import PRESETS, Codes, SumOfCodes, Wire, mesh_for, pack, padded_numel, table_for
 from shardwise.program import (
     EFFECTS,
     Action,
@@ -114,6 +114,32 @@ def test_a_gather_is_hidden_behind_computation_and_waited_for_where_it_is_not() 
     assert waited.axis == "dp"
     assert waited.waited_for.startswith("gather a param dp")
     assert timeline.busy == {"compute": pytest.approx(6 / 7), "gather": pytest.approx(2 / 7)}
+
+
+@pytest.mark.parametrize(
+    ("verb", "codes", "num_ranks"),
+    [
+        ("gather", Codes("int8", 256), 2),
+        ("reduce_scatter", Codes("int4", 128), 2),
+        ("all_reduce", Codes("int4", 128), 2),
+        ("all_reduce", Codes("int8", 256), 8),
+    ],
+)
+def test_codes_take_the_time_of_their_bytes_and_computation(verb: str, codes: Codes, num_ranks: int) -> None:
+    """Elements that are encoded and decoded by one rank are counted one by one."""
+    mesh = Mesh.of({"dp": num_ranks}, num_ranks)
+    way = SumOfCodes.cheapest(verb, codes, Wire("fp32"), NUMEL, num_ranks)
+    own = NUMEL // num_ranks
+    sent_bytes = (num_ranks - 1) * codes.num_bytes(own) if verb == "gather" else way.sent_bytes(NUMEL, num_ranks)
+    encoded, decoded = (own, NUMEL) if verb == "gather" else (NUMEL, num_ranks * NUMEL)
+    if verb == "reduce_scatter" or way.plain is not None:
+        decoded = NUMEL
+    subject = "param" if verb == "gather" else "grad"
+    action = Action(verb, "a", subject, "dp", "fp32", sent_bytes, codes=str(way))  # type: ignore[arg-type]
+    on = TOY.model_copy(update={"memory_bytes_per_second": 8.0, "ranks_per_node": num_ranks})
+    cost = Prices(StepProgram(units("a", mesh), (), ()), on, mesh).of(action)
+    assert cost.computing == pytest.approx(encoded * COPIES_TO_ENCODE + decoded * COPIES_TO_DECODE)
+    assert cost.seconds == pytest.approx(sent_bytes / (GATHERED / 2))
 
 
 def test_what_overlaps_is_slowed_by_the_contention_of_the_hardware() -> None:

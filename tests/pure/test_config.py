@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan import PlaceEdit, Plan, Rows, Wire, load_plan, plan_table, schema_table
-from shardwise.plan.schema import Strict
+from shardwise.plan import PlaceEdit, Plan, Rows, Wire, WireFormat, load_plan, plan_table, schema_table
+from shardwise.plan.schema import Sequence, Strict
 
 DTYPES = st.none() | st.sampled_from(["fp64", "fp32", "bf16"])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -34,7 +34,7 @@ PLANS = st.builds(
     mesh=st.none() | st.dictionaries(TEXT, st.integers(-1, 4096), max_size=3),
     precision=st.sampled_from(["fp64", "fp32", "bf16"]),
     rows=st.builds(Rows, param=EDITS, held=EDITS, grad=EDITS, optim=EDITS),
-    wire=st.builds(Wire, grad=DTYPES),
+    wire=st.builds(Wire, grad=DTYPES | st.builds(WireFormat, dtype=st.just("int4"), axes=st.none() | NAMES)),
     units=st.just("auto")
     | NAMES
     | st.fixed_dictionaries({"class": TEXT})
@@ -151,7 +151,7 @@ def test_origins_of_a_yaml_file(write: Any) -> None:
     assert plan.origin("accumulate") == "default"
     table = {path: (value, origin) for path, value, origin in plan_table(plan)}
     assert table["mesh.dp"] == (4, "plan.yaml:6")
-    assert table["wire.grad"] == ("bf16", "plan.yaml:5")
+    assert table["wire.grad.dtype"] == ("bf16", "plan.yaml:5")
     assert table["rows.grad.tier"] == (None, "default")
 
 
@@ -270,8 +270,8 @@ def test_an_unknown_key_gets_the_nearest_name_at_its_level(write: Any) -> None:
         (lambda: Plan(mesh={"dp": "x"}), "mesh.dp is 'x'; expected a whole number."),
         (lambda: Plan(rows=Rows(param=PlaceEdit(tier="dsk"))), "tier is 'dsk'; expected device, host, disk or null."),
         (
-            lambda: Plan(rows=Wire()),
-            "rows is Wire(param=None, grad=None); expected a mapping with param, held, grad or optim.",
+            lambda: Plan(rows=Sequence()),
+            "rows is Sequence(attention='auto'); expected a mapping with param, held, grad or optim.",
         ),
     ],
 )
@@ -298,7 +298,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -
         "units: {clas: Block}\nprefetch_bytes: 64 miles\nrows:\n  grad:\n    shard: dp\n",
     )
     assert refused(name, "precision=int8").splitlines() == [
-        "plan.yaml:1: wire.grad is 'fp17'; expected fp64, fp32, bf16, fp16 or null.",
+        "plan.yaml:1: wire.grad.dtype is 'fp17'; expected fp64, fp32, bf16, fp16, int8, int4 or null.",
         "plan.yaml:2: mesh.dp is 'two'; expected a whole number.",
         "plan.yaml:3: accumulate is 0; expected a whole number of at least 1.",
         "plan.yaml:4: clip_grad_norm is -1; expected a number above 0 or null.",

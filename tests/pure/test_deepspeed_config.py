@@ -84,6 +84,33 @@ PLANS = {
         {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "gradient_clipping": 0},
         {"preset": "hsdp", "resident_below": 100_000, "mesh": {"node": -1, "local": 2}},
     ),
+    "codes": (
+        {
+            "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+            "gradient_clipping": 0,
+        },
+        {
+            "preset": "zero3",
+            "resident_below": 100_000,
+            "wire": {"param": {"dtype": "int8"}, "grad": {"dtype": "int4"}},
+        },
+    ),
+    "codes of weights within hosts": (
+        {
+            "zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_quantized_weights": True},
+            "gradient_clipping": 0,
+        },
+        {
+            "preset": "hsdp",
+            "resident_below": 100_000,
+            "mesh": {"node": -1, "local": 2},
+            "wire": {"param": {"dtype": "int8", "axes": ["local"]}},
+        },
+    ),
+    "codes that DeepSpeed does not send": (
+        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "gradient_clipping": 0},
+        {"preset": "zero2"},
+    ),
     "the oldest form of stage 1": ({"zero_optimization": True, "gradient_clipping": 0}, {"preset": "zero1"}),
     "the oldest form of stage 0": ({"zero_optimization": False, "gradient_clipping": 0}, {"preset": "ddp"}),
     "sections that are null": (
@@ -179,10 +206,11 @@ REFUSED = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
         "needs one nvme_path",
     ),
-    "quantized": (
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-        "zero_quantized_weights",
+    "frozen weights in fewer bits": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+        "zero_quantized_nontrainable_weights.*load the base in 4 or 8 bits",
     ),
+    "LoCo": ({"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}, "is not fed back"),
     "a batch said twice": (
         {"elasticity": {"enabled": True}, "train_batch_size": 8},
         "Both elasticity and train_batch_size set the batch size",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_codes import INT4, INT8, twin_run
 from twins import assert_same, batches, engine_step, plain_run, sharded_run
 
 import shardwise as sw
@@ -146,6 +147,42 @@ def test_training_is_the_plain_model_s(model: Transformer, preset: str, hosts: s
     if hosts == "aabb":
         for host, sent in enumerate(run.extra["promised"]):
             assert steps[2 * host][-1] + steps[2 * host + 1][-1] == sent
+
+
+@sampled
+@pytest.mark.parametrize(
+    ("preset", "hosts", "mesh", "wire"),
+    [
+        ("zero2", "aabb", None, {"param": INT8, "grad": INT4}),
+        ("zero3", "aabb", {"node": 2, "local": 2}, {"param": INT8, "grad": INT4}),
+        ("ddp", "aabb", None, {"grad": INT4}),
+        ("ddp", "aaabbb", None, {"grad": INT8}),
+    ],
+    ids=["zero2", "zero3-2x2", "ddp", "ddp-in-halves"],
+)
+def test_codes_between_hosts(model: Transformer, preset: str, hosts: str, mesh: Any, wire: dict[str, Any]) -> None:
+    """Values are nearly the twin's: a host sums what is sent whole before others do, and where that rounds otherwise,
+    so may a code. As many bytes leave each host as predicted."""
+    data, size = batches(3, rows=12), len(hosts) // 2
+    sent: dict[int, int] = {}
+
+    def step(engine: sw.Engine, optimizer: Any, batch: Any) -> Tensor:
+        ledger = inside.ledger(engine)
+        verbs = ("gather", "reduce_scatter", "all_reduce", "all_to_all")
+        before = sum(value for key, value in ledger.crossed_bytes.items() if key[0] in verbs)
+        loss = engine_step(engine, optimizer, batch)
+        after = sum(value for key, value in ledger.crossed_bytes.items() if key[0] in verbs)
+        sent[engine.world.rank] = after - before
+        return loss
+
+    def promised(engine: sw.Engine) -> dict[str, Any]:
+        return {"promised": inside.program(engine).sent_by_hosts(engine.mesh, size)}
+
+    run = sharded_run(model, data, preset, len(hosts), mesh, step=step, after=promised, hosts=list(hosts), wire=wire)
+    twin = twin_run(model, data, len(hosts), wire, num_near=2 if mesh else 1)
+    assert_same(run, twin, loss=1e-5, norm=1e-4, param=1e-3)
+    on_hosts = [sum(sent[rank] for rank in range(first, first + size)) for first in (0, size)]
+    assert on_hosts == run.extra["promised"]
 
 
 def test_a_mesh_over_hosts_prices_each_axis() -> None:

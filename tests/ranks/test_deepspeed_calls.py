@@ -22,9 +22,10 @@ from shardwise.integrations.deepspeed import topology
 from shardwise.integrations.deepspeed.engine import engines_of
 from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.models import VOCAB, Transformer
 from tests.ranks.threads_as_members import ThreadMembership, run_members
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 RANKS, MICRO, GAS, LENGTH = 2, 2, 2, 6
@@ -825,8 +826,32 @@ def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch
     assert sorted(needing) == list(range(RANKS))
 
 
+@thorough_only("the plan is compared in tests/pure/test_deepspeed_config.py")
+@pytest.mark.parametrize("hpz", [1, 2])
+def test_quantized_weights_and_gradients(hpz: int) -> None:
+    """ZeRO++: sent as codes between hosts if the config says where these are, and trains nearly like the plain loop."""
+    torch.manual_seed(0)
+    model = Transformer()
+    steps = batches(3)
+    losses, _ = plain(copy.deepcopy(model), steps)
+    models = [copy.deepcopy(model) for _ in range(RANKS)]
+    zero = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": hpz}
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100, **zero}}
+
+    def rank_of(world: sw.World) -> tuple[list[float], set[str]]:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        found, _ = trained(engine, steps, world.rank)
+        program = inside.program(engine.shardwise)
+        sent = {action.codes for block in (*program.micro_batch, *program.step) for action in block.actions}
+        return found, sent - {""}
+
+    for found, sent in run_ranks(RANKS, rank_of):
+        assert found == pytest.approx(losses, rel=0.01)
+        assert sent == ({"int8/256", "int4/128"} if hpz < RANKS else set())
+
+
 def test_what_init_cannot_do_is_refused() -> None:
-    for wrong in ({"mpu": object()}, {"data_parallel_group": object()}, {"zero_quantized_weights": True}):
+    for wrong in ({"mpu": object()}, {"data_parallel_group": object()}, {"zero_quantized_nontrainable_weights": True}):
         with pytest.raises(ConfigError, match=r"zero.Init\(\) with .* is not supported"), deepspeed.zero.Init(**wrong):
             pass
     with pytest.raises(TypeError), deepspeed.zero.Init(config_dict={}):

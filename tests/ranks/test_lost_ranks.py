@@ -27,7 +27,8 @@ from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.testing import plant
 from tests import inside
 from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
-from tests.thorough import drawn, sampled
+from tests.ranks.twins import rounded_by
+from tests.thorough import drawn, sampled, thorough_only
 
 Tensor = torch.Tensor
 ROWS, NUM_STEPS, NUM_RANKS = 12, 6, 4
@@ -133,12 +134,13 @@ def race(
     shares_memory: bool = True,
     bound: float = 2e-6,
     hosts: Sequence[str] = (),
+    alone: Callable[..., tuple[list[float], nn.Module]] = trained_alone,
 ) -> dict[int, int]:
     """Train on threads, some of which die as `plant` decides. Returns the number of void iterations of each surviving
     member."""
     model = Net() if model is None else model
     clip, scheduled = plan.get("clip_grad_norm"), loop == "plain"
-    losses, plain = trained_alone(model, make, clip=clip, scheduled=scheduled)
+    losses, plain = alone(model, make, clip=clip, scheduled=scheduled)
     models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
 
     def work(world: World, member: int) -> tuple[dict[int, float], dict[str, Tensor], int, int]:
@@ -239,6 +241,34 @@ def test_a_rank_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_pat
         if draw.random() < 0.4:
             deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
         race(PLANS[name], DiesAt(deaths), tmp_path, loop=loop, shares_memory=shares_memory)
+
+
+def trained_with_codes(model: nn.Module, make: Make, **_: Any) -> tuple[list[float], nn.Module]:
+    """Alone, computing with matrices rounded to 8 bits."""
+    plain, rounded, losses = copy.deepcopy(model), rounded_by({"dtype": "int8", "block": 256}), []
+    optimizer = make(plain)
+    for x, y in batches():
+        computed = copy.deepcopy(plain)
+        with torch.no_grad():
+            for param in computed.parameters():
+                param.copy_(rounded(param) if param.dim() > 1 else param)
+        loss = loss_of(computed(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        for master, param in zip(plain.parameters(), computed.parameters(), strict=True):
+            master.grad = param.grad
+        plain.count = computed.count
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, plain
+
+
+@thorough_only("others die in the same ways without codes")
+@pytest.mark.parametrize("death", [9, 26])
+@pytest.mark.parametrize("name", ["zero3", "hpz"])
+def test_a_rank_dies_where_codes_are_sent(name: str, death: int, tmp_path: Path) -> None:
+    """The others compute with the same rounded parameters, though their shards begin elsewhere."""
+    wire = {"param": {"dtype": "int8", "axes": "everywhere"}}
+    race({**PLANS[name], "wire": wire}, DiesAt({2: death}), tmp_path, alone=trained_with_codes)
 
 
 class DiesInMean:

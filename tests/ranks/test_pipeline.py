@@ -108,6 +108,15 @@ class Sums(Decoder):
         return logits_or_loss(self, total, y)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("kind", [Skips, Sums])
+def test_results_of_other_stages_are_carried(kind: type[Decoder], schedule: str) -> None:
+    torch.manual_seed(0)
+    model, data = kind(), batches(3, 8)
+    runs = pipelined(model, {"pp": 2}, data, preset="zero1", pipeline={"schedule": schedule})
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+
+
 class Twice(Decoder):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         hidden = self.tokens(x)
@@ -144,8 +153,6 @@ class AuxiliaryLosses(Decoder):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Skips, "uses what tokens"),
-        (Sums, "uses what tokens"),
         (Twice, "more than once"),
         (AuxiliaryLosses, "blocks.0 keeps loss, a loss with gradients"),
     ],

@@ -274,14 +274,3 @@ def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
             sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
 
     run_ranks(2, rank)
-
-
-def test_an_encoder_with_a_decoder_is_refused() -> None:
-    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    models = [library().T5ForConditionalGeneration(library().T5Config(**sizes)) for _ in range(2)]
-
-    def rank(world: sw.World) -> None:
-        with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is an encoder-decoder model"):
-            sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
-
-    run_ranks(2, rank)

@@ -333,3 +333,18 @@ def assert_rounds_like_the_plain_model(
     settings: dict[str, Any] = {"clip": clip, "dtype": dtype, "keeps": keeps, "forward": forward}
     in_shares = plain_run(model, data, make_optimizer, shares=num_ranks, **settings)
     assert_as_near(run, in_shares, plain_run(model, data, make_optimizer, **settings))
+
+
+def rounded_by(codes: dict[str, Any] | None) -> Callable[[Tensor], Tensor]:
+    """A tensor through its codes: written down once more, without looking at the library."""
+    if codes is None:
+        return lambda tensor: tensor
+    block, largest = codes["block"], {"int8": 127, "int4": 7}[codes["dtype"]]
+
+    def through(tensor: Tensor) -> Tensor:
+        rows = nn.functional.pad(tensor.detach().flatten().float(), (0, -tensor.numel() % block)).view(-1, block)
+        scales = (rows.abs().max(dim=1, keepdim=True).values / largest).bfloat16().float()
+        integers = torch.where(scales > 0, rows / scales, torch.zeros_like(rows)).round().clamp(-largest, largest)
+        return (integers * scales).flatten()[: tensor.numel()].view_as(tensor).to(tensor.dtype)
+
+    return through

@@ -228,9 +228,11 @@ def _subject(
     if given is not None and not given >= 1:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
     load = model_file.EXPERT_LOAD if given is None else given
-    on_cpu = None if hardware is None else hardware.is_processor
-    foreseen = model_file.activations_of(model, args.batch, plan, mesh, converted, load, args.optimizer, on_cpu=on_cpu)
+    foreseen = model_file.activations_of(
+        model, args.batch, plan, mesh, converted, load, args.optimizer, hardware=hardware
+    )
     found = foreseen.counted
     counted = replace(subject, activations=found.activations, batch=args.batch, expert_load=load)
     counted = replace(counted, activation_bytes=found.sent_bytes, tied_bytes=found.tied_bytes)
+    counted = replace(counted, stages=stages + foreseen.balance)
     return plan, counted, foreseen.programs

@@ -358,7 +358,7 @@ def example_units(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = 
     check_offload(plan, mesh, sizes)
     offloaded = Offloaded.of(plan.offload, sizes)
     tables = [offloaded.table(index, table) for index in range(NUM_EXAMPLES)]
-    numel = padded_numel(pack([("weight", (EXAMPLE_NUMEL,))]), mesh.world_size)
+    numel = padded_numel(pack([("weight", (EXAMPLE_NUMEL,))]), mesh.world_size, table.align)
     names = [f"h.{index}" for index in range(NUM_EXAMPLES)]
     update = update_by(optimizer, EXAMPLE_SHAPE, is_hidden=True) if optimizer else None
     updates = (PlacedUpdate(Span(0, EXAMPLE_NUMEL), update),) if update else ()
@@ -366,6 +366,11 @@ def example_units(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = 
         UnitSpec(name, (FlatSpec(name, numel, 1, own.on(mesh), mesh, True, updates),))
         for name, own in zip(names, tables, strict=True)
     )
+
+
+def _codes_as_json(table: Table) -> dict[str, dict[str, Any]]:
+    found = {"param": table.param_codes, "grad": table.grad_codes}
+    return {kind: {"as": str(codes), "along": list(codes.axes)} for kind, codes in found.items() if codes is not None}
 
 
 def as_json(explained: Explanation) -> dict[str, Any]:
@@ -380,6 +385,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
         "wire": {"param": str(table.param_wire or table.param.dtype), "grad": str(table.grad_wire)},
+        **({"codes": _codes_as_json(table)} if table.sends_codes else {}),
         "units": list(map(_unit_as_json, subject.sizes)) or f"{NUM_EXAMPLES} x {EXAMPLE_NUMEL} (no model given)",
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,

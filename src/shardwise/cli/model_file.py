@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.cli.explanation import UnitSize, describe_offload
-from shardwise.errors import ModelError, nearest
+from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.fit.budget import Fitted, Ranks, within_budget
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.foreseen import (
@@ -28,6 +29,8 @@ from shardwise.fit.foreseen import (
     rows_of,
     updates_of,
 )
+from shardwise.fit.hardware import Hardware
+from shardwise.fit.stage_balance import stage_balance
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split
@@ -111,6 +114,8 @@ class Foreseen:
 
     counted: Counted
     programs: tuple[RankProgram, ...] = ()
+    balance: str = ""
+    """How long each stage of a pipeline computes, one line each."""
 
 
 def activations_of(
@@ -122,24 +127,30 @@ def activations_of(
     expert_load: float = EXPERT_LOAD,
     optimizer: str | None = None,
     *,
-    on_cpu: bool | None = None,
+    hardware: Hardware | None = None,
 ) -> Foreseen:
     """What `model`, with its `converted` modules, holds and sends in a forward and backward on the batch that
     `FILE:CALLABLE` returns; with a pipeline, for the rank with the most parameters.
 
     Runs the file and the callable, and `count_step`, on tensors without values, which claim to be on a GPU if this
-    machine has one. `on_cpu` says where ranks compute if the time is asked for: then their programs are returned too.
+    machine has one. With the `hardware` on which a step is to be timed, the programs of all ranks are returned too, and
+    what each stage of a pipeline takes there.
     """
     batch = batch_from(source)
     pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if has_pipeline(mesh) else 0
-    if on_cpu is None:
+    if hardware is None:
         return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted)[pp_rank])
+    on_cpu, balance = hardware.is_processor, ""
+    if has_pipeline(mesh):
+        stages = stage_layout(model, plan, mesh)
+        with suppress(ConfigError, ModelError):  # it is advice, and other plans are rehearsed for it
+            balance = str(stage_balance(model, stages, batch, plan, mesh, hardware, converted))
     kinds = rank_units(model, plan, mesh, optimizer=optimizer, on_cpu=on_cpu)
     counted = count_step(
         model, batch, plan, mesh, expert_load=expert_load, converted=converted, counts_work=True, on_cpu=on_cpu
     )
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
-    return Foreseen(counted[pp_rank], tuple(programs))
+    return Foreseen(counted[pp_rank], tuple(programs), balance)
 
 
 def batch_from(source: str) -> object:

@@ -120,8 +120,9 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
             rows = tuple(map(int, args.micro_batch.split(",")))
         except ValueError:
             raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers, such as 1,2,4.") from None
-    if args.wires and args.wires not in get_args(DtypeName):
-        raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, get_args(DtypeName))}")
+    known = (*get_args(DtypeName), "int8", "int4")
+    if args.wires and args.wires not in known:
+        raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, known)}")
     wires = (args.wires,) if args.wires else ()
     space = Space(axes=axes, rows=rows, wires=wires, shares=base.offload == Offload())
     if "preset" in base.model_fields_set and base.preset != "auto":

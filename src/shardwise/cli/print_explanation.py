@@ -21,7 +21,7 @@ from shardwise.cli.explanation import (
 )
 from shardwise.plan import Plan, plan_table
 from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
-from shardwise.plan.placement import KINDS, PRESETS, Place, Table
+from shardwise.plan.placement import KINDS, PRESETS, Codes, Place, Table
 from shardwise.plan.replica_groups import mesh_of, num_groups
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
@@ -224,14 +224,25 @@ def _place(place: Place) -> Text:
 def _below_rows(explained: Explanation) -> Text:
     """Facts that the rows do not show."""
     table, mesh = explained.table, explained.mesh
-    sent = f"gradients in {table.grad_wire}"
+    sent = f"gradients in {table.grad_wire}{_codes_words(table.grad_codes, table)}"
     if table.param_wire is not None:
         sent = f"parameters in {table.param_wire}, {sent}"
+    if table.param_codes is not None:
+        sent = f"parameters in {table.param.dtype}{_codes_words(table.param_codes, table)}, {sent}"
+    if table.sends_codes:
+        sent = f"{sent}; vectors, embeddings and routers are sent without codes"
     text = f"computes in {table.compute}; sends {sent}"
     alone = [axis for axis in mesh.axes if mesh.size(axis) == 1]
     if alone:
         text += f"; nothing is split over {' and '.join(alone)}, which has one rank"
     return Text(text)
+
+
+def _codes_words(codes: Codes | None, table: Table) -> str:
+    """` as int4/128 along node`, without the axes if these are all."""
+    if codes is None:
+        return ""
+    return f" as {codes}" + ("" if codes.axes == table.axes else f" along {'+'.join(codes.axes)}")
 
 
 def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:

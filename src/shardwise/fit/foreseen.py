@@ -18,7 +18,7 @@ from shardwise.comm import Group, Line
 from shardwise.fit.budget import choices_by_pp_rank, of_params, params_by_pp_rank
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.counted_work import CountedWork
-from shardwise.fit.stage_rehearsal import StageRehearsal
+from shardwise.fit.stage_rehearsal import StageRehearsal, rehearse_stages
 from shardwise.fit.work import Worked
 from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
 from shardwise.optim import hidden_matrices
@@ -28,7 +28,9 @@ from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.parallel.outline import outline
 from shardwise.parallel.pipeline import AXIS as PIPELINE
-from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
+from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLayout, has_pipeline, stage_layout
+from shardwise.parallel.pipeline.staged_model import Carried
+from shardwise.parallel.pipeline.survey import Found
 from shardwise.parallel.sequence import rehearsed_by
 from shardwise.parallel.tensor import AXIS, Regions
 from shardwise.plan import Plan
@@ -207,18 +209,23 @@ class Parts:
                     on_cpu=self.on_cpu,
                 )
             )
-        arrived = None
-        sent_bytes: list[Counter[str]] = [Counter() for _ in rehearsals]
-        for stage in range(len(layout.stages)):
+        sent_by: dict[int, dict[str, int]] = {}
+        """By stage."""
+
+        def rehearse(stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
             pp_rank = layout.pp_rank_of(stage)
-            arrived = rehearsals[pp_rank].rehearse(stage, arrived)
-            sent_bytes[pp_rank].update(_by_axis(ledgers[pp_rank]))
-        for one, sent in zip(rehearsals, sent_bytes, strict=True):
-            sent[PIPELINE] += one.sent_bytes
-        return [
-            Counted(one.together(), dict(sent), _tied_bytes(one), one.worked, one.message_bytes)
-            for one, sent in zip(rehearsals, sent_bytes, strict=True)
-        ]
+            found = rehearsals[pp_rank].rehearse(stage, arrived, known)
+            sent_by[stage] = _by_axis(ledgers[pp_rank])
+            return found
+
+        rehearse_stages(layout, rehearse)
+        counted = []
+        for pp_rank, one in enumerate(rehearsals):
+            sent = Counter({PIPELINE: one.sent_bytes})
+            for stage in layout.at(pp_rank):
+                sent.update(sent_by[stage])
+            counted.append(Counted(one.together(), dict(sent), _tied_bytes(one), one.worked, one.message_bytes))
+        return counted
 
     def watching(self, counts_work: bool) -> tuple[CountedWork | None, Ledger]:
         """What follows a rehearsal, if work is counted, and the ledger of its messages."""

@@ -16,7 +16,6 @@ from shardwise.fit.hardware import Hardware
 from shardwise.fit.work import Operation, Operations, Work, Worked
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table
-from shardwise.plan.placement.layout import ALIGN
 from shardwise.plan.replica_groups import group_size, mesh_over
 from shardwise.program import plan_step
 from shardwise.program.spec import FlatSpec
@@ -82,7 +81,7 @@ def _is_of(flat: FlatSpec, table: Table, mesh: Mesh) -> bool:
 
 
 def _flat_on(flat: FlatSpec, mesh: Mesh, table: Table) -> FlatSpec:
-    unit = mesh.num_replicas * ALIGN
+    unit = mesh.num_replicas * table.align
     used = max((placed.span.stop for placed in flat.updates), default=flat.numel)
     return replace(flat, mesh=mesh, table=table.on(mesh), numel=-(-used // unit) * unit)
 

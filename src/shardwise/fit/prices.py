@@ -13,7 +13,7 @@ from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.work import Operation
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import WIDTH, Axes, Dtype
+from shardwise.plan.placement import WIDTH, Axes, Dtype, SumOfCodes
 from shardwise.program import (
     ALL_FLATS,
     Action,
@@ -29,6 +29,9 @@ from shardwise.program.effects import Buffer, Subject, Verb
 HOST, DISK = "host", "disk"
 LINKS = {"evict": "to the host", "fetch": "from the host"}
 """A device's link to its host, which goes both ways at once."""
+COPIES_TO_ENCODE, COPIES_TO_DECODE = 4.0, 3.0
+"""What it takes to make codes of an element and to read them, in copies of it in fp32 from memory to memory. On one
+core it was 3.7 and 2.2 for int8, and 4.3 and 3.5 for int4 (docs/between-hosts.md)."""
 NEWTON_SCHULZ_STEPS = 5
 """Of Muon, whose steps multiply `Matrix.cost` pairs each."""
 
@@ -196,11 +199,26 @@ def _collective(kind: str, rounds: int) -> Price:
         ranks = prices.ranks_along(action.over)
         if len(ranks) < 2:
             return FREE
+        if action.codes and kind != "all_gather":
+            return _sum_of_codes(prices, action, ranks)
         whole = action.sent_bytes * len(ranks) / (rounds * (len(ranks) - 1))
         seconds = prices.hardware.collective_seconds(kind, whole, ranks)
         return Cost(seconds, prices.hardware.links_of(ranks), action.over, _encoding(prices, action))
 
     return price
+
+
+def _sum_of_codes(prices: Prices, action: Action, ranks: Sequence[int]) -> Cost:
+    """Codes to the ranks that sum them, and sums to all others if these do not sum themselves."""
+    hardware, way = prices.hardware, SumOfCodes.parse(action.verb, action.codes)
+    to_each = action.sent_bytes / (len(ranks) - 1)
+    codes, sums = way.bytes_to_each(way.codes.block * len(ranks), len(ranks))
+    share = sums / (codes + sums)
+    kind = "all_gather" if way.gathers_codes else "all_to_all"
+    seconds = hardware.collective_seconds(kind, to_each * (1 - share) * len(ranks), ranks)
+    if sums:
+        seconds += hardware.collective_seconds("all_gather", to_each * share * len(ranks), ranks)
+    return Cost(seconds, hardware.links_of(ranks), action.over, _encoding(prices, action))
 
 
 def _encoding(prices: Prices, action: Action) -> float:
@@ -209,14 +227,31 @@ def _encoding(prices: Prices, action: Action) -> float:
         return 0.0
     flat = prices.flat(action)
     table = flat.table
+    if action.codes:
+        return _coding(prices, action)
     if action.verb == "gather" and table.param_wire is not None:
         numel = _numel(flat, table.param.shard)
         return prices.hardware.flat_seconds(numel * WIDTH[table.param.dtype] + table.param_wire.num_bytes(numel))
     return 0.0
 
 
+def _coding(prices: Prices, action: Action) -> float:
+    """What it takes to encode what this rank sends, and to decode what arrives: both are counted when the action is
+    issued."""
+    num_ranks = len(prices.ranks_along(action.over))
+    way = SumOfCodes.parse(action.verb, action.codes)
+    of_codes = prices.hardware.flat_seconds(2 * WIDTH["fp32"])  # a copy of one element
+    if action.verb == "gather" or way.gathers_codes:
+        own = action.sent_bytes / (num_ranks - 1) / way.codes.bytes_per_element
+        return of_codes * own * (COPIES_TO_ENCODE + num_ranks * COPIES_TO_DECODE)
+    codes, sums = way.bytes_to_each(way.codes.block * num_ranks, num_ranks)
+    own = action.sent_bytes / (num_ranks - 1) * way.codes.block / (codes + sums)
+    return of_codes * own * num_ranks * (COPIES_TO_ENCODE + COPIES_TO_DECODE)
+
+
 def _arrival(prices: Prices, action: Action) -> Cost:
-    """A wait: it takes no time of its own, unless what has arrived must be decoded."""
+    """A wait: it takes no time of its own, unless what has arrived must be decoded. What codes take is counted where
+    they are sent."""
     flat = prices.flat(action)
     wire = flat.table.param_wire
     if action.subject not in ("full", "param", "updated") or wire is None:

@@ -2,7 +2,8 @@
 added up.
 
 The input of a stage is the output of the stage before it, of which only shape and dtype matter; these are found by one
-forward of each stage in turn.
+forward of each stage in turn. This is also a survey of what stages read of earlier ones (see [Note: a survey] in
+`parallel/pipeline/survey.py`): if that is more than the arguments of their first modules, all are rehearsed again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from shardwise.errors import ModelError
 from shardwise.fit.counted_work import CountedWork
 from shardwise.fit.work import Worked
 from shardwise.memory import Unit
-from shardwise.parallel.pipeline import StagedModel, StageMessage, StageMessageLayout, WeightGrads, most_under_way
+from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLayout, WeightGrads, most_under_way
+from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing
+from shardwise.parallel.pipeline.survey import Exchange, Found, carried, empty
 from shardwise.plan.placement import Dtype
 from shardwise.program import Activations
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
@@ -42,8 +45,24 @@ from shardwise.system.torch_private import storage_id
 Tensor = torch.Tensor
 
 
-Exchange = Callable[[bytes], list[bytes]]
-"""Exchanges messages between the ranks of the pipeline; returns those of all ranks, by pipeline rank."""
+RehearseStage = Callable[[int, StageMessageLayout | None, Carried | None], Found]
+"""Rehearses one stage, given the layout of its input and what is carried: `None` to find that out."""
+
+
+def rehearse_stages(layout: StageLayout, rehearse: RehearseStage) -> None:
+    """Rehearse all stages in turn. Raises `ModelError` if one of them cannot be."""
+    wanted: set[str] = set()
+
+    def find(stage: int, _: object, arrived: StageMessageLayout | None) -> Found:
+        found = rehearse(stage, arrived, None)
+        wanted.update(found.wanted)
+        return found
+
+    known = carried(layout, layout.shares(is_split=False), find)
+    if wanted or known.why_unknown:
+        arrived: StageMessageLayout | None = None
+        for stage in range(layout.num_stages):
+            arrived = rehearse(stage, arrived, known).handed_over
 
 
 @dataclass
@@ -72,29 +91,35 @@ class StageRehearsal:
 
         All ranks of the pipeline must call; if one cannot rehearse a stage, all raise `ModelError`.
         """
-        arrived: StageMessageLayout | None = None
-        for stage in range(len(self.staged.layout.stages)):
-            handed_over: StageMessageLayout | None = None
-            error: ModelError | None = None
-            if stage in self.staged.stages:
+
+        def rehearse(stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
+            if stage not in self.staged.stages:
+                answer = exchange(b"{}")[self.staged.layout.pp_rank_of(stage)]
                 try:
-                    handed_over = self.rehearse(stage, arrived)
-                except ModelError as raised:
-                    error = raised
-            arrived = self._layout_from(exchange, stage, handed_over, error)
+                    return Found.of_encoded(answer)
+                except ModelError as error:
+                    raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {error}") from None
+            try:
+                found = self.rehearse(stage, arrived, known)
+            except ModelError as error:
+                exchange(json.dumps({"error": str(error)}).encode())
+                raise
+            exchange(found.encoded())
+            return found
+
+        rehearse_stages(self.staged.layout, rehearse)
         return self.together()
 
-    def rehearse(self, stage: int, arrived: StageMessageLayout | None) -> StageMessageLayout | None:
-        """Rehearse one stage, and return the layout of its output, if it is not the last. `arrived` is the layout of
-        its input."""
-
-        held = self._found[stage] = _Held()
+    def rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
+        """Rehearse one stage: what it hands over and reads. `arrived` is the layout of its input; without `known`, what
+        is carried is found out."""
+        held = self._found[stage] = _Held(carried=known)
         self._counted[stage] = self._rehearsed(stage, arrived, held)
         if self.watch is not None:  # the first forward is watched, which makes more stand-ins for other stages' outputs
             passed_on = () if held.handed_over is None else held.handed_over.arguments
-            self._rehearsed(stage, arrived, _Held(passed_on=passed_on), self.watch)
+            self._rehearsed(stage, arrived, _Held(passed_on=passed_on, carried=known), self.watch)
             self._worked[stage] = tuple(self.watch.worked)
-        return held.handed_over
+        return Found(held.handed_over, frozenset(held.wanted))
 
     def _rehearsed(
         self, stage: int, arrived: StageMessageLayout | None, held: _Held, watch: CountedWork | None = None
@@ -182,22 +207,6 @@ class StageRehearsal:
         one unit may be read ahead meanwhile: where one ends, that of another comes next."""
         return max(BEHIND_BYTES, *(one.unit_bytes for one in self._counted.values()))
 
-    def _layout_from(
-        self, exchange: Exchange, stage: int, handed_over: StageMessageLayout | None, error: ModelError | None
-    ) -> StageMessageLayout | None:
-        """The layout of the output of `stage`, from the rank that has it; `None` for the last stage's."""
-        message: dict[str, Any] = {}
-        if error is not None:
-            message = {"error": str(error)}
-        elif handed_over is not None:
-            message = {"layout": handed_over.encoded().decode()}
-        answer = json.loads(exchange(json.dumps(message).encode())[self.staged.layout.pp_rank_of(stage)])
-        if error is not None:
-            raise error
-        if "error" in answer:
-            raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
-        return StageMessageLayout.of_encoded(answer["layout"].encode()) if "layout" in answer else None
-
 
 def _is_forward(worked: Worked) -> bool:
     return worked.moment.phase == "forward"
@@ -217,6 +226,9 @@ class _Held:
     handed_over: StageMessageLayout | None = None
     passed_on: tuple[int, ...] | None = None
     """What an earlier forward has passed on, of arguments; the first forward is watched to find out."""
+    carried: Carried | None = None
+    """Results that stages read; `None` to find out which this one wants."""
+    wanted: set[str] = field(default_factory=set)
     _linear: dict[int, int] = field(default_factory=dict)
     _num_gradients: int = 0
 
@@ -271,10 +283,12 @@ def _forward_and_backward(
     held.begin()
     args, kwargs = take()
     before = living.live_bytes
-    given = None if arrived is None else _received(arrived, rehearsal.device)
+    given = None if arrived is None else empty(arrived, rehearsal.device)
     is_last = stage + 1 == len(staged.layout.stages)
     is_watched = held.passed_on is None
-    with staged.running(stage, given, is_watched=is_watched, sends=held.passed_on):
+    wanted = held.wanted if is_watched and held.carried is None else None
+    passing = Passing(held.passed_on, carried=held.carried or NOTHING, wanted=wanted)
+    with staged.running(stage, given, is_watched=is_watched, passing=passing):
         output: Any = staged.model(*args, **kwargs)
         outputs: Sequence[Tensor] = ((rehearsal.loss or loss_in)(output),) if is_last else output
         del output
@@ -291,13 +305,6 @@ def _forward_and_backward(
     if with_grads:
         with staged.running(stage, given, is_backward=True):
             torch.autograd.backward(with_grads, [torch.empty_like(one) for one in with_grads])
-
-
-def _received(layout: StageMessageLayout, device: torch.device) -> StageMessage:
-    tensors = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in layout.tensors]
-    for tensor, one in zip(tensors, layout.tensors, strict=True):
-        tensor.requires_grad_(one.has_grad)
-    return StageMessage(tensors, layout)
 
 
 def _message_bytes(schedule: Schedule, given: StageMessageLayout | None, sent: StageMessageLayout | None) -> int:

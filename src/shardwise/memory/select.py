@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.plan import Plan
-from shardwise.plan.placement import Box, Slot, pack, pack_boxes
+from shardwise.plan.placement import ALIGN, Box, Slot, pack, pack_boxes
 from shardwise.system.name_patterns import matches_by_parts
 
 REST = "rest"
@@ -42,12 +42,13 @@ class UnitChoice:
     sites: tuple[nn.Module, ...]
     boxes: Mapping[nn.Parameter, Box] = field(default_factory=dict)
 
-    def slots(self, named: Iterable[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
-        """Consecutive slots in a flat buffer for some of the parameters; either all of them have boxes, or none."""
+    def slots(self, named: Iterable[tuple[str, nn.Parameter]], align: int = ALIGN) -> tuple[Slot, ...]:
+        """Consecutive slots in a flat buffer for some of the parameters, at multiples of `align` elements; either all
+        of them have boxes, or none."""
         laid = list(named)
         if not any(param in self.boxes for _, param in laid):
-            return pack((name, tuple(param.shape)) for name, param in laid)
-        return pack_boxes((name, self.boxes[param]) for name, param in laid)
+            return pack(((name, tuple(param.shape)) for name, param in laid), align)
+        return pack_boxes(((name, self.boxes[param]) for name, param in laid), align)
 
 
 def whole_numel(param: nn.Parameter, boxes: Mapping[nn.Parameter, Box]) -> int:

@@ -25,7 +25,7 @@ def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) ->
     for flat in flats:
         flat.send_from(collectives)
         shard = flat.spec.table.param.shard
-        is_encoded = flat.spec.table.param_wire is not None  # what neighbours read in place would not be rounded
+        is_encoded = flat.spec.table.rounds_params_over(shard)  # what neighbours read in place would not be rounded
         if shard and flat.spec.tier_of("param") == "device" and not is_encoded:
             by_axes[shard].append(flat)
     found = []

@@ -29,7 +29,10 @@ from shardwise.plan.placement import (
 )
 from shardwise.system.name_patterns import matches
 
-SMALL = "small"
+SMALL, WHOLE = "small", "whole"
+ROUTERS = frozenset({"router", "gate", "wg"})
+"""What routers of experts are called: Mixtral and Qwen-MoE `gate`, Switch and DBRX `router`, DeepSpeed `wg`. Modules of
+these names that have no fewer outputs than inputs are parts of gated MLPs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class LabelledTable:
     def stored_as(self, dtype: Dtype) -> LabelledTable:
         """The row of codes of `dtype`."""
         return LabelledTable(f"{self.label}-{dtype}" if self.label else dtype, self.table.stored_as(dtype))
+
+    def without_codes(self) -> LabelledTable:
+        """The row of parameters that are sent whole though others under the same table are sent as codes."""
+        if not self.table.sends_codes:
+            return self
+        return LabelledTable(f"{self.label}-{WHOLE}" if self.label else WHOLE, self.table.without_codes())
 
 
 def tables_for(
@@ -74,8 +83,36 @@ def tables_for(
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
     if plan.offload != Offload():
         rows = _offloaded(rows, model, plan, mesh, boxes)
+    if any(row.table.sends_codes for row in rows.values()):
+        rows |= {param: rows[param].without_codes() for param in sent_whole(model) if param in rows}
     codes = {param: dtype for param in rows if (dtype := dtype_of_codes(param)) is not None}
     return rows | {param: rows[param].stored_as(dtype) for param, dtype in codes.items()}
+
+
+def sent_whole(model: nn.Module) -> set[nn.Parameter]:
+    """[Note: what is sent whole] Vectors and scalars (norms, biases), embeddings, a head that is tied to one included,
+    and routers of experts.
+
+    Vectors are too few to save anything. In an embedding rows of rare tokens would share nothing but the largest
+    gradient of their block, and what a router loses sends tokens elsewhere. They are among what DeepSeek-V3 keeps in
+    higher precision too (arXiv:2412.19437), and DeepSpeed sends gradients of vectors as they are.
+    """
+    return {
+        param
+        for path, module in model.named_modules()
+        for param in module._parameters.values()
+        if param is not None and (param.dim() < 2 or _is_embedding(module) or _is_router(path, module, param))
+    }
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in type(module).__name__
+
+
+def _is_router(path: str, module: nn.Module, param: nn.Parameter) -> bool:
+    if "Router" in type(module).__name__:
+        return True
+    return path.rpartition(".")[2] in ROUTERS and param.shape[0] < param.shape[-1]
 
 
 def in_own_precision(plan: Plan, model: nn.Module) -> Plan:

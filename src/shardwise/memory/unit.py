@@ -132,8 +132,9 @@ def _unit_spec(
     """One of them; it keeps each gradient buffer that may be kept."""
     flats = []
     for kind, named in _by_kind(choice, rows).items():
-        slots = choice.slots(named)
-        numel = padded_numel(slots, mesh.num_replicas)
+        align = kind.row.table.align
+        slots = choice.slots(named, align)
+        numel = padded_numel(slots, mesh.num_replicas, align)
         name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)
@@ -185,8 +186,8 @@ def make_unit(
     """The unit of `choice`, whose `spec` is of the same `rows` (`unit_specs`), with flat buffers that are still empty;
     `init` fills them."""
     flats = []
-    for flat_spec, named in zip(spec.flats, _by_kind(choice, rows).values(), strict=True):
-        slots = choice.slots(named)
+    for flat_spec, (kind, named) in zip(spec.flats, _by_kind(choice, rows).items(), strict=True):
+        slots = choice.slots(named, kind.row.table.align)
         flats.append(Flat(flat_spec, slots, [param for _, param in named], coordinate, meter, device))
     return Unit(spec, tuple(flats), list(choice.sites))
 

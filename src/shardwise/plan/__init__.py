@@ -20,6 +20,7 @@ from shardwise.plan.schema import (
     StyleName,
     TensorParallel,
     Wire,
+    WireFormat,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "StyleName",
     "TensorParallel",
     "Wire",
+    "WireFormat",
     "flatten",
     "load_plan",
     "plan_table",

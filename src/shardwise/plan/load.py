@@ -73,7 +73,14 @@ def _copied(values: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _spell_out(values: dict[str, Any], origins: dict[KeyPath, str]) -> None:
-    """Expand `activations: recompute` to `activations: {policy: recompute}`, in the plan and in its rules."""
+    """Expand `activations: recompute` to `activations: {policy: recompute}`, in the plan and in its rules, and
+    `wire: {grad: bf16}` to `wire: {grad: {dtype: bf16}}`."""
+    wire = values.get("wire")
+    wire = wire if isinstance(wire, dict) else {}
+    for kind in ("param", "grad"):
+        if isinstance(wire.get(kind), str):
+            wire[kind] = {"dtype": wire[kind]}
+            origins["wire", kind, "dtype"] = origins["wire", kind]
     rules = values.get("rules")
     ruled = [(("rules", name), rule) for name, rule in rules.items()] if isinstance(rules, dict) else []
     for path, section in (((), values), *ruled):

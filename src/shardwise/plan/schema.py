@@ -177,15 +177,38 @@ class Rows(Strict):
     optim: PlaceEdit = Field(default=PlaceEdit(), description="optimizer states and master weights")
 
 
+class WireFormat(Strict):
+    """How elements are sent. The name of a dtype alone is enough."""
+
+    shorthand: ClassVar[str] = "the name of a dtype"
+    dtype: Literal[DtypeName, "int8", "int4"] | None = Field(
+        default=None,
+        description="a dtype to which they are rounded, or integers with a scale for each block; see docs/plans.md",
+    )
+    block: Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096] | None = Field(
+        default=None, description="elements of one scale; default: 256 of int8, 128 of int4"
+    )
+    axes: Literal["everywhere"] | Names | None = Field(
+        default=None,
+        description="mesh axes along which integers are sent; everywhere: all; default: node, if the mesh has it, "
+        "else all",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"dtype": value} if isinstance(value, str) or value is None else value
+
+
 class Wire(Strict):
     """What is communicated. Sums are computed in the wider of the wire's and the row's dtype."""
 
-    param: DtypeName | None = Field(
-        default=None,
-        description="dtype of parameters on the wire, narrower than precision: they are rounded to it wherever they "
-        "are gathered, and master weights are not; default: sent as they are",
+    param: WireFormat = Field(
+        default=WireFormat(),
+        description="parameters, in a dtype narrower than precision: they are rounded to it wherever they are "
+        "gathered, and master weights are not; default: sent as they are",
     )
-    grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
+    grad: WireFormat = Field(default=WireFormat(), description="gradients; default: in precision")
 
 
 class Activations(Strict):

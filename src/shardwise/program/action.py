@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
-from shardwise.plan.placement import WIDTH, Dtype
+from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes
 from shardwise.program.effects import COMPUTES, EFFECTS, SENDING, Buffer, Effect, Phase, Stream, Subject, Verb
 
 Edge = Literal["before", "during", "after"]
@@ -101,6 +101,8 @@ class Action:
     wire), and `sent_bytes` what this rank sends. Ranks send different amounts in a `collect` or `hand_back`; there it
     is what the busiest rank sends. For a `fetch` or `evict`, `over` is the other tier and `sent_bytes` what is copied
     between it and the device; it is not given for `states`, which are copied between a disk and the host.
+    `codes` are the blocks of integers as which elements are sent, such as `int8/256`, and then `dtype` is that of the
+    elements, of a `gather` too; `int4/128+bf16` is an all-reduce whose sums are sent in bf16 (`SumOfCodes`).
     """
 
     verb: Verb
@@ -110,6 +112,7 @@ class Action:
     dtype: Dtype | Literal["-"] = "-"
     sent_bytes: int = 0
     stream: Stream = "compute"
+    codes: str = ""
 
     @property
     def effect(self) -> Effect:
@@ -139,7 +142,8 @@ class Action:
         stream = f"@{self.stream}" if self.stream != "compute" else ""
         if self.over == "-" and self.dtype == "-":
             return (self.verb, _name(self.flat), self.subject)
-        return (self.verb, _name(self.flat), self.subject, _name(self.over), self.dtype, sent, stream)
+        dtype = f"{self.dtype} as {self.codes}" if self.codes else self.dtype
+        return (self.verb, _name(self.flat), self.subject, _name(self.over), dtype, sent, stream)
 
     def __str__(self) -> str:
         return " ".join(cell for cell in self.cells() if cell)
@@ -152,12 +156,14 @@ class Action:
         if len(words) > 4 and words[-1] == "B" and words[-2].isdecimal():
             sent = int(words[-2])
             words = words[:-2]
+        codes = words.pop() if len(words) == 7 and words[5] == "as" and _is_codes(words[0], words[6]) else ""
+        words = words[:-1] if codes else words
         if not _is_action(words) or stream not in STREAMS:
             raise ProgramError(
                 f"{text.strip()!r} is not an action; one reads like 'gather h.0 param dp bf16 512 B @gather'."
             )
         over, dtype = words[3:] or ("-", "-")
-        return cls(words[0], words[1], words[2], over, dtype, sent, stream)  # type: ignore[arg-type]  # checked above
+        return cls(words[0], words[1], words[2], over, dtype, sent, stream, codes)  # type: ignore[arg-type]  # checked above
 
 
 def _is_action(words: list[str]) -> bool:
@@ -165,6 +171,14 @@ def _is_action(words: list[str]) -> bool:
     if len(words) not in (3, 5) or (words[0], words[2]) not in EFFECTS:
         return False
     return len(words) == 3 or words[4] == "-" or words[4] in WIDTH
+
+
+def _is_codes(verb: str, word: str) -> bool:
+    try:
+        SumOfCodes.parse(verb, word)
+    except ValueError:
+        return False
+    return True
 
 
 def _name(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import WIDTH, Axes, Dtype, Move, Place, Wire, moves
+from shardwise.plan.placement import WIDTH, Axes, Codes, Dtype, Move, Place, SumOfCodes, Wire, moves
 from shardwise.program.action import (
     AFTER_STEP,
     ALL_FLATS,
@@ -308,11 +308,19 @@ def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) 
     if not action.communicates:
         return action
     axis = flat.mesh.size(move.over)
+    table = flat.table
     if move.verb == "gather":
-        wire = flat.table.param_wire or Wire(move.dtype)
-        return replace(action, dtype=wire.dtype, sent_bytes=(axis - 1) * wire.num_bytes(numel))
+        wire = table.param_wire_over(move.over) or Wire(move.dtype)
+        if isinstance(wire, Codes) and subject == "held":  # see [Note: held ranges are sent as they are]
+            wire = Wire(move.dtype)
+        sent = replace(action, sent_bytes=(axis - 1) * wire.num_bytes(numel))
+        return replace(sent, codes=str(wire)) if isinstance(wire, Codes) else replace(sent, dtype=wire.dtype)
+    wire = table.grad_wire_over(move.over)
+    if isinstance(wire, Codes):
+        way = SumOfCodes.cheapest(move.verb, wire, table.grad_wire, numel, axis)
+        return replace(action, sent_bytes=way.sent_bytes(numel, axis), codes=str(way))
     rounds = 2 if move.verb == "all_reduce" else 1
-    return replace(action, sent_bytes=rounds * (axis - 1) * flat.table.grad_wire.num_bytes(numel // axis))
+    return replace(action, sent_bytes=rounds * (axis - 1) * wire.num_bytes(numel // axis))
 
 
 def verdict_numel(num_params: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import SumOfCodes
 from shardwise.program.action import Action
 
 Indices = tuple[int, ...]
@@ -34,6 +35,18 @@ def crossing_bytes(verb: str, chunk_bytes: int, num_near: int, num_ranks: int, n
     return {"gather": gathered, "reduce_scatter": summed}.get(verb, gathered + summed)
 
 
+def _crossing_codes(way: SumOfCodes, sent_bytes: int, num_near: int, num_ranks: int, num_hosts: int) -> int:
+    """`crossing_bytes` of a sum of codes, for which each rank sends `sent_bytes` in all: what it adds goes to every
+    rank that sums it, and is not summed on the way; what all get leaves the host once for each other host."""
+    to_each = sent_bytes // (num_ranks - 1)
+    if way.gathers_codes:
+        return num_near * (num_hosts - 1) * to_each
+    block = way.codes.block * num_ranks
+    codes, sums = way.bytes_to_each(block, num_ranks)
+    codes, sums = (to_each * part // (codes + sums) for part in (codes, sums))
+    return num_near * (num_ranks - num_near) * codes + num_near * (num_hosts - 1) * sums
+
+
 def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> list[int]:
     """Bytes that leave each host for `actions`, which every rank runs; each host has `local_size` consecutive ranks.
 
@@ -47,9 +60,13 @@ def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> lis
         if not rounds or not action.sent_bytes:
             continue
         chunk_bytes = action.sent_bytes // (rounds * (mesh.size(action.over) - 1))
+        way = SumOfCodes.parse(action.verb, action.codes) if action.codes and action.verb != "gather" else None
         for ranks in {mesh.group(rank, action.over) for rank in range(num_ranks)}:
             hosts = lines_on_hosts([rank // local_size for rank in ranks])
             for indices in hosts:
-                left = crossing_bytes(action.verb, chunk_bytes, len(indices), len(ranks), len(hosts))
+                if way is None:
+                    left = crossing_bytes(action.verb, chunk_bytes, len(indices), len(ranks), len(hosts))
+                else:
+                    left = _crossing_codes(way, action.sent_bytes, len(indices), len(ranks), len(hosts))
                 sent[ranks[indices[0]] // local_size] += left
     return sent

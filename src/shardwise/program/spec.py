@@ -77,7 +77,8 @@ class FlatSpec:
         """Whether parameters rest as they were sent, because each rank has parts that another one updates. All ranks
         keep the rounded values then, also the one that has updated them: copies must be equal."""
         table = self.table
-        return self.trainable and table.param_wire is not None and table.param.shard != table.optim.shard
+        gathered = tuple(axis for axis in table.optim.shard if axis not in table.param.shard)
+        return self.trainable and table.rounds_params_over(gathered)
 
     @property
     def updates_below(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
-from shardwise.plan.placement import WIDTH, Dtype, Tier
+from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes, Tier
 from shardwise.program.action import AFTER_STEP, Action, Block, Moment
 from shardwise.program.activations import Mark
 from shardwise.program.build import backward_makes, fills_grad
@@ -119,7 +119,8 @@ class Walk:
         if buffer != "codes":
             return self._num_bytes(flat, buffer)
         num_ranks = flat.mesh.size(action.over)  # all ranks' codes; this one sends its own to all others
-        return action.sent_bytes // (num_ranks - 1) * num_ranks if flat.table.param_wire is not None else 0
+        is_encoded = bool(action.codes) or flat.table.param_wire is not None
+        return action.sent_bytes // (num_ranks - 1) * num_ranks if is_encoded else 0
 
     def _num_bytes(self, flat: FlatSpec, buffer: Buffer) -> int:
         """The size of a buffer whose size does not depend on what makes it."""
@@ -155,7 +156,10 @@ class Walk:
             self._hold(name, "next sum", Content(content.num_bytes, content.dtype, tier="host"))
             self._source[name, "sum"] = source
             return
-        if effect.sends:
+        if action.codes:
+            way = SumOfCodes.parse(action.verb, action.codes)
+            self._hold(name, "staging", Content(way.memory_bytes(numel, flat.mesh.size(action.over))))
+        elif effect.sends:
             copies = 1 if content.dtype == wire.dtype else 2
             staged = numel - own if effect.cuts else numel
             self._hold(name, "staging", Content(copies * wire.num_bytes(staged), wire.dtype))

@@ -2,26 +2,35 @@
 
 [Note: rounded once] The rank that has a part encodes it, and every rank decodes what was sent, that rank too: so all
 compute with the same values, whatever the format loses. What rests is not touched unless it is a copy of what others
-have updated.
+have updated. Sums are of decoded summands, each rank's own decoded too, in the order of the group, so that they depend
+neither on which rank sums them nor on how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from shardwise.comm import Communicator, Group, Work
 from shardwise.memory import torch_dtype
-from shardwise.plan.placement import Wire
+from shardwise.plan.placement import Codes, SumOfCodes, Wire
+from shardwise.plan.placement.wire import BITS
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
+_SLICE, _SLICE_ON_DEVICE = 2**16, 2**22
+"""Elements that are encoded or decoded at a time. On CPUs the intermediate results of a slice stay in the cache; on
+devices they take 16 or 32 MiB, which is not counted."""
 
 
 class Codec(Protocol):
-    """Encodes elements, and decodes them. Both may be called on any part that a rank owns, and any number of parts."""
+    """Encodes elements, and decodes them. All may be called on any part that a rank owns, and any number of parts.
+
+    A codec belongs to one flat buffer on one rank and one kind of message, so it may keep something for each element,
+    such as what its last message has lost.
+    """
 
     dtype: torch.dtype
     """That of the codes, which are what is sent."""
@@ -30,12 +39,16 @@ class Codec(Protocol):
         """How many codes `numel` elements make; `Wire.num_bytes` is their size."""
         ...
 
-    def encode(self, elements: Tensor, codes: Tensor) -> None:
-        """Fill `codes`."""
+    def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:
+        """Fill `codes`. `start` is the place of the first element in all that this rank encodes for one collective."""
         ...
 
     def decode(self, codes: Tensor, elements: Tensor) -> None:
         """Fill `elements`."""
+        ...
+
+    def add(self, codes: Tensor, elements: Tensor) -> None:
+        """Add to `elements`."""
         ...
 
 
@@ -48,16 +61,93 @@ class Cast:
     def num_codes(self, numel: int) -> int:
         return numel
 
-    def encode(self, elements: Tensor, codes: Tensor) -> None:
+    def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:  # noqa: ARG002  # keeps nothing
         codes.copy_(elements)
 
     def decode(self, codes: Tensor, elements: Tensor) -> None:
         elements.copy_(codes)
 
+    def add(self, codes: Tensor, elements: Tensor) -> None:
+        elements.add_(codes)
 
-def codec_for(wire: Wire) -> Codec:
+
+class Blocks:
+    """Blocks of elements as signed integers with one scale each, the largest magnitude of the block divided by the
+    largest integer; symmetric, rounded to the nearest (ZeRO++, arXiv:2306.10209, section 3.1).
+
+    One message has the integers of all blocks, then their scales in bf16. Of two 4-bit integers in a byte, the low one
+    is of the first half of the block and the high one of the second, so that halves are contiguous.
+
+    [Note: what is not finite] A block with an infinity or a nan has a scale that is infinite or nan. Whatever its
+    integers are then, all of the block is decoded to infinities and nans: an overflow is seen by every rank, and only
+    its block is lost.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, wire: Codes) -> None:
+        self._wire, self._block, self._bits = wire, wire.block, BITS[wire.dtype]
+        self._largest = 2 ** (self._bits - 1) - 1
+
+    def num_codes(self, numel: int) -> int:
+        return self._wire.num_bytes(numel)
+
+    def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:  # noqa: ARG002  # keeps nothing
+        for some, integers, scales, scratch in self._slices(elements, codes):
+            values = some.to(torch.float32).view(-1, self._block)
+            rounded = scratch[: values.numel()].view_as(values)
+            scales.copy_(torch.abs(values, out=rounded).amax(1).div_(self._largest))
+            # bf16 rounds a scale by 2**-9 of it, which moves no code beyond the largest integer. Nor do scales that are
+            # nearly zero, and a block of zeros is not nan, because the smallest normal number is added: codes of values
+            # below 1e-33 are smaller than they might be.
+            divisors = scales.to(torch.float32).add_(torch.finfo(torch.float32).tiny).unsqueeze(1)
+            torch.div(values, divisors, out=rounded).round_()
+            if self._bits == 8:
+                integers.view(torch.int8).copy_(rounded.view(-1))
+            else:
+                low, high = rounded.chunk(2, dim=1)
+                integers.view_as(low).copy_(low.add_(high, alpha=16).add_(8 * 17))
+
+    def decode(self, codes: Tensor, elements: Tensor) -> None:
+        for some, integers, scales, scratch in self._slices(elements, codes):
+            values, factors = self._unpacked(integers, scratch), scales.to(torch.float32).unsqueeze(1)
+            if some.dtype == torch.float32:
+                torch.mul(values, factors, out=some.view_as(values))
+            else:
+                some.view_as(values).copy_(values.mul_(factors))
+
+    def add(self, codes: Tensor, elements: Tensor) -> None:
+        for some, integers, scales, scratch in self._slices(elements, codes):
+            values = self._unpacked(integers, scratch)
+            some.view_as(values).add_(values.mul_(scales.to(torch.float32).unsqueeze(1)))
+
+    def _slices(self, elements: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Elements, their integers, their scales, and memory for as many in fp32, some blocks at a time. The memory is
+        the same each time, because fresh pages would take longer than the arithmetic."""
+        numel = elements.numel()
+        size = _SLICE if elements.device.type == "cpu" else _SLICE_ON_DEVICE
+        num_bytes = numel * self._bits // 8
+        of_codes = torch.split(codes[:num_bytes], size * self._bits // 8)
+        of_scales = torch.split(codes[num_bytes:].view(torch.bfloat16), size // self._block)
+        scratch = torch.empty(min(size, numel), dtype=torch.float32, device=elements.device)
+        for parts in zip(torch.split(elements, size), of_codes, of_scales, strict=True):
+            yield (*parts, scratch)
+
+    def _unpacked(self, integers: Tensor, scratch: Tensor) -> Tensor:
+        """The integers as fp32, one row for each block."""
+        values = scratch[: integers.numel() * 8 // self._bits].view(-1, self._block)
+        if self._bits == 8:
+            return values.copy_(integers.view(torch.int8).view_as(values))
+        low, high = values.chunk(2, dim=1)
+        low.copy_(integers.view_as(low))  # as numbers, because arithmetic on bytes is not vectorized
+        torch.div(low, 16, out=high).floor_()
+        low.sub_(high, alpha=16)
+        return values.sub_(8)
+
+
+def codec_for(wire: Wire | Codes) -> Codec:
     """The codec of a format. A new format is a class here and what it counts in `plan/placement/wire.py`."""
-    return Cast(torch_dtype(wire.dtype))
+    return Blocks(wire) if isinstance(wire, Codes) else Cast(torch_dtype(wire.dtype))
 
 
 class EncodedGather:
@@ -71,16 +161,17 @@ class EncodedGather:
         group: Group,
         subject: str,
         meter: ByteMeter,
+        source: Tensor | None = None,
     ) -> None:
-        """`parts` are one per rank of the group, of equal length; the `group.index`-th is filled. `meter` counts the
-        codes' bytes."""
+        """`parts` are one per rank of the group, of equal length; the `group.index`-th is filled, or else `source` has
+        its elements. `meter` counts the codes' bytes."""
         self._codec, self._parts, self._meter = codec, parts, meter
         num_codes = codec.num_codes(parts[0].numel())
         self._codes = collectives.buffer(num_codes * len(parts), codec.dtype)
         self._num_bytes = self._codes.nbytes
         meter.hold("working", self._num_bytes)
         self._chunks = self._codes.chunk(len(parts))
-        codec.encode(parts[group.index], self._chunks[group.index])
+        codec.encode(parts[group.index] if source is None else source, self._chunks[group.index])
         self._work: Work | None = collectives.all_gather(self._codes, group, subject, self._chunks)
 
     def wait(self) -> None:
@@ -93,3 +184,98 @@ class EncodedGather:
             self._codec.decode(codes, elements)
         del self._codes, self._chunks
         self._meter.drop("working", self._num_bytes)
+
+
+class EncodedReduceScatter:
+    """A reduce-scatter whose summands are sent as codes, each to the rank that sums them (qgZ of ZeRO++).
+
+    `source` may be read and overwritten as soon as this exists; `out` may be a part of it. `Reduction` counts the
+    bytes of all sums, by `SumOfCodes.memory_bytes`.
+    """
+
+    def __init__(
+        self, codec: Codec, collectives: Communicator, out: Tensor, source: Tensor, group: Group, subject: str
+    ) -> None:
+        num_ranks, num_codes = len(group.ranks), codec.num_codes(out.numel())
+        sent = collectives.buffer(num_ranks * num_codes, codec.dtype).chunk(num_ranks)
+        for index, (chunk, codes) in enumerate(zip(source.chunk(num_ranks), sent, strict=True)):
+            codec.encode(chunk, codes, index * out.numel())
+        arrived = list(collectives.buffer((num_ranks - 1) * num_codes, codec.dtype).chunk(num_ranks - 1))
+        arrived.insert(group.index, sent[group.index])
+        self._codec, self._out, self._summands = codec, out, arrived
+        self._work: Work | None = collectives.all_to_all(arrived, sent, group, subject)
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        _sum(self._codec, self._summands, self._out)
+        self._summands = []
+
+
+class EncodedAllReduce:
+    """An all-reduce whose summands are sent as codes; see [Note: sums are not made codes] in `plan/placement/wire.py`.
+
+    All ranks have the same sum, to the bit. As with `EncodedReduceScatter`, `out` may be `source`.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        way: SumOfCodes,
+        collectives: Communicator,
+        out: Tensor,
+        source: Tensor,
+        group: Group,
+        subject: str,
+    ) -> None:
+        self._codec, self._collectives, self._out = codec, collectives, out
+        self._group, self._subject, self._plain = group, subject, way.plain
+        num_ranks = len(group.ranks)
+        self._summands: Sequence[Tensor] = ()
+        self._sums: Tensor | None = None
+        self._work: Work | None
+        if way.gathers_codes:
+            codes = collectives.buffer(num_ranks * codec.num_codes(out.numel()), codec.dtype)
+            self._summands = codes.chunk(num_ranks)
+            codec.encode(source, self._summands[group.index])
+            self._work = collectives.all_gather(codes, group, subject, self._summands)
+        else:
+            own = out.chunk(num_ranks)[group.index]
+            self._work = EncodedReduceScatter(codec, collectives, own, source, group, subject)
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        if self._plain is None:
+            _sum(self._codec, self._summands, self._out)
+            self._summands = ()
+        elif self._sums is None:
+            self._work = self._gather_sums(torch_dtype(self._plain.dtype))
+            self.wait()
+            return
+        elif self._sums is not self._out:
+            self._out.copy_(self._sums)
+        self._work = self._sums = None
+
+    def _gather_sums(self, dtype: torch.dtype) -> Work:
+        """Start the second half: sums are rounded to the plain wire, on the rank that has summed them too."""
+        self._sums = self._out
+        if self._out.dtype != dtype:
+            self._sums = self._collectives.buffer(self._out.numel(), dtype)
+            place, num_ranks = self._group.index, len(self._group.ranks)
+            self._sums.chunk(num_ranks)[place].copy_(self._out.chunk(num_ranks)[place])
+        return self._collectives.all_gather(self._sums, self._group, self._subject)
+
+
+def _sum(codec: Codec, summands: Sequence[Tensor], out: Tensor) -> None:
+    """Into `out`, at least in fp32."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    codec.decode(summands[0], total)
+    for codes in summands[1:]:
+        codec.add(codes, total)
+    if total is not out:
+        out.copy_(total)

@@ -12,10 +12,12 @@ from contextlib import suppress
 
 import torch
 
-from shardwise.comm import Communicator, Group
+from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError
 from shardwise.memory import Flat, torch_dtype
+from shardwise.plan.placement import SumOfCodes
 from shardwise.program import Action, Subject, Verb, adds_in_place, reduce_due, step_gradients
+from shardwise.runtime.codec import EncodedAllReduce, EncodedReduceScatter, codec_for
 from shardwise.runtime.reduction import Reduction, staging_bytes
 
 Tensor = torch.Tensor
@@ -29,7 +31,9 @@ class GradMover:
         self._collectives = collectives
         self._groups = groups
         self._name = flat.name
+        codes = flat.spec.table.grad_codes
         self._wire = torch_dtype(flat.spec.table.grad_wire.dtype)
+        self._codec = codec_for(codes) if codes is not None else None
         self._reduction: Reduction | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
@@ -63,8 +67,11 @@ class GradMover:
             out = source[group.index * numel : (group.index + 1) * numel]
         else:
             out = flat.grads.sum_memory(numel, dtype)
-        chunks = reduction.chunks(len(group.ranks))
-        work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name, chunks)
+        if self._codec is not None and action.codes:
+            work: Work = EncodedReduceScatter(self._codec, self._collectives, out, source, group, self._name)
+        else:
+            chunks = reduction.chunks(len(group.ranks))
+            work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name, chunks)
         reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
 
     def all_reduce_grad(self, action: Action) -> None:
@@ -77,7 +84,11 @@ class GradMover:
             out = source
         else:
             out = self.flat.grads.sum_memory(source.numel(), dtype)
-        work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
+        if self._codec is not None and action.codes:
+            way = SumOfCodes.parse(action.verb, action.codes)
+            work: Work = EncodedAllReduce(self._codec, way, self._collectives, out, source, group, self._name)
+        else:
+            work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
         reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
 
     def cast_grad(self, action: Action) -> None:

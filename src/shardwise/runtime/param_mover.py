@@ -35,8 +35,10 @@ class ParamMover:
         self._chunks_of_full: dict[tuple[Axes, str], Sequence[Tensor]] = {}
         self._spread: Axes = ()
         self._arriving: Work | None = None
-        wire = flat.spec.table.param_wire
-        self._codec = codec_for(wire) if wire is not None else None
+        table = flat.spec.table
+        wires = {axis: table.param_wire_over(axis) for axis in table.axes}
+        self._codecs = {axis: codec_for(wire) for axis, wire in wires.items() if wire is not None}
+        self._codes = table.param_codes
         self._outgoing: Tensor | None = None
         """On the host: the cast of what was updated there, while it is being fetched."""
 
@@ -64,7 +66,7 @@ class ParamMover:
 
     def gather_param(self, action: Action) -> None:
         """Start to gather `full` over one axis, from the resting parameters."""
-        self._gather(action.over, self.flat.param, self.flat.spec.table.param.shard)
+        self._gather(action, self.flat.param, self.flat.spec.table.param.shard)
 
     def fetch_param(self, _: Action) -> None:
         """Start to copy the resting parameters from the host, or from a disk, to their place in `full`."""
@@ -93,7 +95,7 @@ class ParamMover:
     def gather_held(self, action: Action) -> None:
         """Start to gather from what is held; if nothing is, from the resting parameters."""
         if self.flat.held is not None:
-            self._gather(action.over, self.flat.held, self.flat.spec.table.held.shard)
+            self._gather(action, self.flat.held, self.flat.spec.table.held.shard)
         else:
             self.gather_param(action)
 
@@ -132,8 +134,8 @@ class ParamMover:
             self.flat.state = READY
             self.flat.free_held()
 
-    def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
-        flat = self.flat
+    def _gather(self, action: Action, source: Tensor, shard: Axes) -> None:
+        flat, axis = self.flat, action.over
         if flat.is_whole and not flat.must_be_gathered_again:
             return
         if flat.is_whole:
@@ -155,9 +157,12 @@ class ParamMover:
             if other in self._spread:  # nothing was held, so the resting parameters are gathered over more axes
                 self._gather_over(other)
                 self._wait_arriving()
-        self._gather_over(axis)
+        self._gather_over(axis, is_held=action.subject == "held")
 
-    def _gather_over(self, axis: str) -> None:
+    def _gather_over(self, axis: str, *, is_held: bool = False) -> None:
+        """[Note: held ranges are sent as they are] What is held has been decoded from codes once. It is not made codes
+        again: in a narrow dtype its scales could come out otherwise, and the backward would see other parameters than
+        the forward."""
         spread = self._spread = tuple([other for other in self._spread if other != axis])
         gathered, group = self._part_of_full(spread), self._groups[axis]
         if self.flat.shared is not None:  # shared memory holds it already
@@ -166,12 +171,23 @@ class ParamMover:
         chunks = self._chunks_of_full.get((spread, axis))
         if chunks is None:
             chunks = self._chunks_of_full[spread, axis] = gathered.chunk(len(group.ranks))
-        self._arriving = self._all_gather(gathered, group, chunks)
+        self._arriving = self._all_gather(gathered, group, chunks, is_held=is_held)
 
-    def _all_gather(self, whole: Tensor, group: Group, chunks: Sequence[Tensor]) -> Work:
-        if self._codec is None:
+    def _all_gather(self, whole: Tensor, group: Group, chunks: Sequence[Tensor], *, is_held: bool = False) -> Work:
+        codec = self._codecs.get(group.axis)
+        if codec is None or (is_held and self._codes is not None):
             return self._collectives.all_gather(whole, group, self._name, chunks)
-        return EncodedGather(self._codec, self._collectives, chunks, group, self._name, self.flat.meter)
+        source = self._exact(chunks[group.index])
+        return EncodedGather(codec, self._collectives, chunks, group, self._name, self.flat.meter, source)
+
+    def _exact(self, part: Tensor) -> Tensor | None:
+        """The master weights of `part`, this rank's share of what is gathered, if they are here: codes are made of
+        these, so that elements are rounded once even where parameters rest in a narrower dtype."""
+        flat = self.flat
+        master = flat.master
+        if self._codes is None or master is None or flat.spec.tier_of("master") != "device":
+            return None
+        return master if part.numel() == master.numel() else None
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
         """Count what the other ranks read of this rank's part as if it had been sent, and mark it so that ranks that

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.comm import Work
 from shardwise.memory import Copy, Flat, FreshGradients
+from shardwise.plan.placement import SumOfCodes
 from shardwise.program import Action
 
 Tensor = torch.Tensor
@@ -19,6 +20,8 @@ def staging_bytes(action: Action, source: Tensor, num_ranks: int, wire: torch.dt
 
     An all-reduce counts one more chunk, so that the figure also covers a sum that is not made in place.
     """
+    if action.codes:
+        return SumOfCodes.parse(action.verb, action.codes).memory_bytes(source.numel(), num_ranks)
     copies = 1 if source.dtype == wire else 2
     num_chunks = num_ranks - (action.verb != "all_reduce")
     return copies * num_chunks * (source.numel() // num_ranks) * wire.itemsize

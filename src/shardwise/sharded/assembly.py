@@ -3,8 +3,8 @@ optimizers to their pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
+from shardwise.parallel.experts import EXPERT_LOAD, loaded
 from shardwise.parallel.pipeline import Pipeline, SharedGradients, has_pipeline
 from shardwise.parallel.sequence import SequenceParallel, SplitBatches, WholeOutputs
 from shardwise.plan import Plan
@@ -205,6 +206,8 @@ class _Assembly:
         self._hooks.callback(unfreezing.close)
         pipeline = self._pipeline(runner, gradients)
         sequence = self._sequence(progress)
+        if pipeline is not None:
+            self._survey_with(pipeline, sequence)
         treatment = ExitStack()
         self._hooks.callback(treatment.close)
         treatment.callback(_treat_activations(self._model, sharding, self._world, sequence))
@@ -348,6 +351,20 @@ class _Assembly:
         self._world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
         self._hooks.callback(pipeline.release)
         return pipeline
+
+    def _survey_with(self, pipeline: Pipeline, sequence: SequenceParallel | None) -> None:
+        """Let a pipeline find out which results stages read."""
+        from shardwise.parallel.pipeline.survey import Surveyor  # only ranks with a pipeline load it
+
+        @contextmanager
+        def around(twin: nn.Module) -> Iterator[None]:
+            with loaded(twin, EXPERT_LOAD), nullcontext() if sequence is None else sequence.rehearsed(twin):
+                yield
+
+        sharding, compute = self._sharding, self._sharding.table.compute
+        pipeline.surveyor = Surveyor(
+            pipeline.staged, sharding.units, sharding.device, compute, around, pipeline.exchange
+        )
 
     def _sequence(self, progress: Training) -> SequenceParallel | None:
         mesh = self._mesh

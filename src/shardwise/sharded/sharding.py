@@ -229,14 +229,18 @@ def units_of_stages(
     parameter."""
     found = []
     for choice in choices:
-        params = {name: param for name, param in choice.params.items() if pp_rank in holders[name]}
-        shared = {name: param for name, param in params.items() if len(holders[name]) > 1}
-        alone = {name: param for name, param in params.items() if name not in shared}
+        alone: dict[str, nn.Parameter] = {}
+        shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        for name, param in choice.params.items():
+            pp_ranks = tuple(holders[name])
+            if pp_rank in pp_ranks:
+                (alone if len(pp_ranks) == 1 else shared.setdefault(pp_ranks, {}))[name] = param
         if alone:
             found.append(replace(choice, params=alone))
-        if shared:  # see [Note: shared parameters] in parallel/pipeline/tied_gradients.py
-            name = f"{choice.name}+" if alone else choice.name
-            found.append(replace(choice, name=name, params=shared))
+        for pp_ranks, theirs in shared.items():  # [Note: shared parameters] in parallel/pipeline/tied_gradients.py
+            others = ",".join(map(str, pp_ranks)) if len(shared) > 1 else ""
+            name = f"{choice.name}+{others}" if alone or others else choice.name
+            found.append(replace(choice, name=name, params=theirs))
     return found
 
 

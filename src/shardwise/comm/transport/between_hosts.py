@@ -94,12 +94,12 @@ class BetweenHosts(Pairwise):
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         on, neighbours = self._on_hosts(group), self._neighbours
+        self.ledger.crossed("all_to_all", group.axis, sum(sent[index].nbytes for index in on.far))
         if not on.is_crowded or neighbours is None:
             return super().all_to_all(arrived, sent, group, subject)
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)
         self.ledger.sent("all_to_all", group.axis, sum(sent[i].nbytes for i, _ in group.others))
-        self.ledger.crossed("all_to_all", group.axis, sum(sent[index].nbytes for index in on.far))
         far = [self._receive(arrived[i], group.ranks[i], entry.tag) for i in on.far if arrived[i].numel()]
         far += [self._send(sent[i], group.ranks[i], entry.tag) for i in on.far if sent[i].numel()]
         for index in on.neighbours:

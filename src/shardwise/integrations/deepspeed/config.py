@@ -211,6 +211,7 @@ def read_config(
             "gradients are averaged. Leave it out, and multiply the loss by the number of data-parallel ranks."
         )
     _set_mesh(plan, values, sizes)
+    _set_codes(plan, values, notes)
     clip = values.number("gradient_clipping")
     if clip > 0:
         plan["clip_grad_norm"] = float(clip)
@@ -548,6 +549,21 @@ def _set_mesh(plan: dict[str, Any], values: _Values, sizes: _ParallelSizes) -> N
     outer = {"pp": sizes.stages} if sizes.stages > 1 else {}
     if inner or outer or "local" in data:
         plan["mesh"] = {**outer, **data, **inner}
+
+
+def _set_codes(plan: dict[str, Any], values: _Values, notes: list[Note]) -> None:
+    """ZeRO++'s quantized weights (int8) and gradients (int4), between hosts where the config says where these are."""
+    for kind, what, dtype in (("param", "weights", "int8"), ("grad", "gradients", "int4")):
+        path = f"zero_optimization.zero_quantized_{what}"
+        if not values.flag(path):
+            continue
+        if values.get("zero_optimization.stage") != 3:
+            notes.append(Note(path, FieldStatus.NOT_NEEDED, "DeepSpeed uses it in stage 3 only"))
+            continue
+        wire: dict[str, Any] = {"dtype": dtype}
+        if kind == "param" and plan["preset"] == "hsdp":
+            wire["axes"] = ["local"]  # of hosts, where MiCS gathers
+        plan.setdefault("wire", {})[kind] = wire
 
 
 def read_elasticity(source: Mapping[str, Any] | str | Path) -> Elasticity:

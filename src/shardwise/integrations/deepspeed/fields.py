@@ -198,11 +198,20 @@ _ZERO = {
     ),
     **_all(
         _REFUSED,
-        "quantized communication is not supported; wire.grad: bf16 in a plan halves the bytes of gradients",
-        zero_quantized_weights=False,
+        "frozen weights are kept in the bits in which they are loaded; load the base in 4 or 8 bits, as for QLoRA",
         zero_quantized_nontrainable_weights=False,
+    ),
+    **_all(
+        _HONOURED,
+        "int8 weights and int4 gradients, as wire in a plan; vectors, embeddings and routers are sent as they are",
+        zero_quantized_weights=False,
         zero_quantized_gradients=False,
+    ),
+    **_all(
+        _REFUSED,
+        "gradients are made codes once, between hosts, and what that loses is not fed back; leave it out",
         zeropp_loco_param=None,
+        **{"zeropp_loco_param.err_beta": None, "zeropp_loco_param.reset_T": None},
     ),
     **_all(_REFUSED, "ZenFlow changes the update rule", zenflow=None),
 }

@@ -318,7 +318,7 @@ _ENGINE: dict[str, Row] = {
     **_refused("offload to disk is done by the plan", "engine", "swap_tensor_config"),
     **_refused(_SPLIT, "engine", "tensor_parallel_config"),
     **_refused("ZenFlow changes the update rule", "engine", "zenflow_config update_interval"),
-    **_refused("quantized communication is not supported", "engine", "zeropp_loco_param"),
+    **_refused("what codes of gradients lose is not fed back", "engine", "zeropp_loco_param"),
 }
 """Names of the engine that `deepspeed.initialize` returns."""
 _PIPELINE: dict[str, Row] = {

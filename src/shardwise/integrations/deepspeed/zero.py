@@ -43,7 +43,7 @@ def Init(  # noqa: N802
     With `module`, which is built already, nothing is deferred. The config that `initialize` gets decides in which
     precision the model computes, where parameters are kept, and whether memory is pinned; those arguments have no
     effect here, nor has `dtype`: masters keep the values in fp32. Raises `ConfigError` for groups of ranks and
-    quantized weights.
+    for frozen weights in fewer bits.
     """
     groups = (data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group)
     if any(group is not None for group in groups):
@@ -51,8 +51,11 @@ def Init(  # noqa: N802
             "zero.Init() with groups of ranks is not supported. Set tensor_parallel, sequence_parallel_size or "
             "zero_hpz_partition_size in the config instead."
         )
-    if zero_quantized_weights or zero_quantized_nontrainable_weights:
-        raise ConfigError("zero.Init() with quantized weights is not supported. Leave zero_quantized_weights out.")
+    if zero_quantized_nontrainable_weights:
+        raise ConfigError(
+            "zero.Init() with zero_quantized_nontrainable_weights is not supported. Leave it out, and load the base in "
+            "4 or 8 bits."
+        )
     if enabled:
         init_distributed_if_launched()  # constructors may ask torch.distributed for their rank
     with sw.deferred_init() if enabled and module is None else nullcontext():

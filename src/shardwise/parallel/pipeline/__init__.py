@@ -6,7 +6,9 @@ from shardwise.parallel.pipeline.sends import most_under_way
 from shardwise.parallel.pipeline.stage_layout import (
     AXIS,
     StageLayout,
+    balanced,
     has_pipeline,
+    sequence_of,
     stage_layout,
     stage_warnings,
 )
@@ -31,9 +33,11 @@ __all__ = [
     "Trainer",
     "WeightGrads",
     "backward_of_weights",
+    "balanced",
     "has_pipeline",
     "holders_of",
     "most_under_way",
+    "sequence_of",
     "stage_boxes",
     "stage_layout",
     "stage_warnings",

@@ -102,15 +102,20 @@ def with_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def without_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a call in which a model of transformers makes no cache."""
-    is_used = getattr(getattr(model, "config", None), "use_cache", False)
-    return {**kwargs, _SWITCH: False} if is_used and _takes(model, args, _SWITCH) else kwargs
+    config = getattr(model, "config", None)
+    inner = getattr(config, "text_config", None)  # of a model with an image tower, which passes arguments on
+    is_used = any(getattr(one, "use_cache", False) for one in (config, inner))
+    takes = is_used and _takes(model, args, _SWITCH, passes_on=inner is not None)
+    return {**kwargs, _SWITCH: False} if takes else kwargs
 
 
-def _takes(model: nn.Module, args: Sequence[Any], name: str) -> bool:
-    """Whether a call with positional `args` may give the model, or what peft has wrapped, an argument of this name."""
+def _takes(model: nn.Module, args: Sequence[Any], name: str, *, passes_on: bool = False) -> bool:
+    """Whether a call with positional `args` may give the model, or what peft has wrapped, an argument of this name;
+    `passes_on`: also if it takes any."""
     wrapped = getattr(model, "get_base_model", None)  # peft's wrapper passes on what it is called with
     given = signature((wrapped() if callable(wrapped) else model).forward).parameters
-    return name in list(given)[len(args) :]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in given.values())
+    return name in list(given)[len(args) :] or (passes_on and takes_any)
 
 
 def layers_of(modules: Sequence[nn.Module]) -> frozenset[int]:

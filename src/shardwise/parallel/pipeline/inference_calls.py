@@ -26,8 +26,8 @@ from shardwise.errors import StateError
 from shardwise.parallel.pipeline.caches import CallCache, Growth, cache_in, layers_of, with_cache
 from shardwise.parallel.pipeline.call_agreement import CallAgreement
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
-from shardwise.parallel.pipeline.pipeline import Pipeline
-from shardwise.parallel.pipeline.staged_model import Forward
+from shardwise.parallel.pipeline.pipeline import Pipeline, Share
+from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Forward
 from shardwise.runtime import Inference, named_tensors
 from shardwise.runtime.micro_batches import MicroBatch
 
@@ -87,23 +87,27 @@ class Calls:
         if not self._agreement.call(model, self._batches.word_of(called_with) or b""):
             require_same_batch(called_with, self._line)
         output: Any = None
+        carried = NOTHING if cache is not None else pipeline.carried_for(part, called=model, is_whole=True)
         with pipeline.cleared_on_error():
             for stage in self._staged.stages:
                 with ExitStack() as stack:
                     if grown is not None:
                         stack.enter_context(grown.in_stage(stage))
-                    output = self._through(stage, model, part, run)
+                    output = self._through(stage, model, part, run, carried)
                 run = model  # with its hooks, as if each further stage were a rank of its own
             pipeline.end_forwards()
             return self._shared(output, grown)
 
-    def _through(self, stage: int, model: nn.Module, part: MicroBatch, run: Forward) -> Any:
+    def _through(self, stage: int, model: nn.Module, part: MicroBatch, run: Forward, carried: Carried) -> Any:
         """Run one stage, between what it receives and sends."""
         pipeline = self._pipeline
         arrived = pipeline.forward_from[stage].receive_once() if stage else None
         forward = partial(run, *part.args, **part.kwargs)
         with self._inference.rounds():
-            output, sent = pipeline.through(stage, 0, part, arrived, forward, called=model, sends_others=True)
+            share = Share(sends_others=True)
+            output, sent = pipeline.through(
+                stage, 0, part, arrived, forward, called=model, share=share, carried=carried
+            )
         if sent is not None:
             pipeline.forward_to[stage].send_once(output, sent)
         return output

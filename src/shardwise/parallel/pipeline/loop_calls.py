@@ -33,6 +33,7 @@ from shardwise.parallel.pipeline.caches import cache_in, without_cache
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
 from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share, expecting_gradients, form_of, gradients_of
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, bytes_of, joined
+from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
 from shardwise.system.telemetry import STAGES, Timeline
@@ -96,6 +97,7 @@ class _Call:
     rows: Sequence[int]
     """The samples of each part."""
     kinds: Sequence[Hashable]
+    carried: Carried
     form: Hashable
     """Whether it is split, and what decides on how its tail runs: the last stage watches that, and others with it."""
     trains: bool
@@ -148,7 +150,8 @@ class LoopCalls:
         parts, rows = parts_of(whole, self._most_parts)
         kinds = [pipeline.kind_of(part) for part in parts]
         form = len(parts) > 1, form_of(whole)
-        call = _Call(parts, whole, rows, kinds, form, torch.is_grad_enabled())
+        carried = pipeline.carried_for(whole, is_whole=True, is_split=True)
+        call = _Call(parts, whole, rows, kinds, carried, form, torch.is_grad_enabled())
         if call.trains:
             call.first, call.num_passes = self._trainer.begin_call(len(parts)), self._trainer.num_passes
         try:
@@ -196,12 +199,12 @@ class LoopCalls:
                 inputs,
                 arrived,
                 lambda: self._staged.model(*inputs.args, **inputs.kwargs),
-                sends_others=True,
-                share=Share(self._blocks if stage == self._last else None, call.form),
+                share=Share(self._blocks if stage == self._last else None, call.form, sends_others=True),
+                carried=call.carried,
             )
         assert sent is not None
         if call.trains or stage == self._last:
-            call.held[stage, part] = Held(outputs, sent.tensors, arrived)
+            call.held[stage, part] = Held.of(outputs, sent, arrived)
         if stage == self._last:
             call.arrived.append(StageMessage(list(outputs), sent))
         else:
@@ -225,6 +228,7 @@ class LoopCalls:
                 message,
                 lambda: self._staged.model(*call.whole.args, **call.whole.kwargs),
                 share=Share(span, call.form),
+                carried=call.carried,
             )
         return output
 
@@ -334,7 +338,8 @@ class LoopCalls:
         of_message = gradients_of(message)
         if len(call.rows) == 1:
             return [of_message]
-        return [list(one) for one in zip(*(torch.split(grad, list(call.rows)) for grad in of_message), strict=True)]
+        in_parts = [torch.split(grad, list(call.rows)) for grad in of_message]
+        return [[grads[part] for grads in in_parts] for part in range(len(call.rows))]
 
     def _backward_part(self, call: _Call, stage: int, part: int, answers: list[list[Tensor]]) -> None:
         pipeline, number = self._pipeline, call.numbered(part)
@@ -352,7 +357,7 @@ class LoopCalls:
             self._on_timeline(f"B{number}@{stage}"),
             self._staged.running(stage, held.arrived, is_backward=True, span=span),
         ):
-            self._trainer.backward_through(held.with_grads, gradients)
+            self._trainer.backward_through(held.outputs, gradients)
         if held.arrived is not None:
             pipeline.send_back(stage, gradients_of(held.arrived), number)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ from torch import nn
 from shardwise.comm import BatchCheck, Line, World, link_between
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.sends import Channel, as_sent, most_under_way
-from shardwise.parallel.pipeline.stage_layout import AXIS, StageLayout
+from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
-from shardwise.parallel.pipeline.staged_model import Span, StagedModel
+from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing, StagedModel
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads
 from shardwise.parallel.pipeline.whole_tensors import AcrossStages
 from shardwise.plan.mesh import Mesh
@@ -24,6 +24,9 @@ from shardwise.program.schedule import Op
 from shardwise.runtime import named_tensors, tensors_in
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss
 from shardwise.system.telemetry import STAGES, Timeline
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline.survey import Surveyor
 
 Tensor = torch.Tensor
 
@@ -59,6 +62,8 @@ class Share(NamedTuple):
     """The modules of the stage that run; `None`: all of them."""
     call: Hashable = None
     """What all forwards of the call have in common: if one rank watches one of them, all do."""
+    sends_others: bool = False
+    """See `Passing`."""
 
 
 WHOLE = Share()
@@ -66,22 +71,22 @@ WHOLE = Share()
 
 @dataclass
 class Held:
-    """What a forward keeps for its backward: its outputs, with their layouts if they were sent, and what it
-    received."""
+    """What a forward keeps for its backward: its loss, or those of its outputs for which gradients come back, with
+    their layouts, and what it received. A stage of frozen layers before any that are trained keeps nothing."""
 
     outputs: Sequence[Tensor]
-    layouts: Sequence[Layout]
+    awaited: Sequence[Layout]
     arrived: StageMessage | None
 
-    @property
-    def awaited(self) -> list[Layout]:
-        """Layouts of the gradients that come back for what was sent."""
-        return [layout for layout in self.layouts if layout.has_grad]
-
-    @property
-    def with_grads(self) -> list[Tensor]:
-        """What was sent for which gradients come back."""
-        return [one for one, layout in zip(self.outputs, self.layouts, strict=True) if layout.has_grad]
+    @classmethod
+    def of(cls, outputs: Sequence[Tensor], sent: StageMessageLayout | None, arrived: StageMessage | None) -> Held:
+        """`sent` is the layout of the outputs, unless they are a loss."""
+        if sent is None:
+            return cls(outputs, (), arrived)
+        pairs = [pair for pair in zip(outputs, sent.tensors, strict=True) if pair[1].has_grad]
+        answers = arrived is not None and any(layout.has_grad for layout in arrived.layout.tensors)
+        kept = arrived if pairs or answers else None
+        return cls([one for one, _ in pairs], [layout for _, layout in pairs], kept)
 
 
 @dataclass
@@ -90,6 +95,7 @@ class _Step:
 
     parts: Sequence[MicroBatch]
     kinds: Sequence[Hashable]
+    carried: Sequence[Carried]
     loss_fn: LossFunction | None
     timeline: Timeline
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
@@ -116,6 +122,9 @@ class Pipeline:
         self._on_every_stage = OnEveryStage(staged.model, staged.layout.pieces)
         self._forms: dict[Hashable, tuple[int, ...]] = {}
         """The kinds of forwards that have been watched (see `dependence.py`), and what each passes on."""
+        self.surveyor: Surveyor | None = None
+        """Finds what stages read; without it, each gets the arguments of its first module alone."""
+        self._carried: dict[Hashable, Carried] = {}
         self._row = self.layout.schedule.rows[self.pp_rank]
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
@@ -185,7 +194,7 @@ class Pipeline:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank."""
         self.require_whole()
         self.check_same_batch(parts)
-        step = _Step(parts, [self.kind_of(part) for part in parts], loss_fn, timeline)
+        step = self._step(parts, loss_fn, timeline)
         with self.cleared_on_error():
             last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
             for index, op in enumerate(self._row):
@@ -207,7 +216,7 @@ class Pipeline:
         """The mean loss of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
         self.require_whole()
         with torch.no_grad(), self.cleared_on_error():
-            step = _Step(parts, [self.kind_of(part) for part in parts], loss_fn, Timeline())
+            step = self._step(parts, loss_fn, Timeline())
             for op in self._row:
                 if op.kind == "F":
                     begin_stage(op.stage)
@@ -215,6 +224,34 @@ class Pipeline:
                     step.held.clear()
             begin_stage(None)
             return self._finish(step)
+
+    def _step(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, timeline: Timeline) -> _Step:
+        kinds = [self.kind_of(part) for part in parts]
+        carried = [self.carried_for(part, loss_fn, is_whole=part.compute is not None) for part in parts]
+        return _Step(parts, kinds, carried, loss_fn, timeline)
+
+    def carried_for(
+        self,
+        part: MicroBatch,
+        loss_fn: LossFunction | None = None,
+        called: nn.Module | None = None,
+        *,
+        is_whole: bool,
+        is_split: bool = False,
+    ) -> Carried:
+        """The results that later stages read in forwards on micro-batches of this form; see [Note: a survey].
+
+        All ranks of the pipeline call. `is_whole`: of the model, or of `called`, all that it returns is wanted, and not
+        the loss alone. `is_split`: what comes after the last blocks runs by itself.
+        """
+        called = called or self.staged.model
+        if self.surveyor is None or type(called).forward is nn.Sequential.forward:  # a chain, and nothing else
+            return NOTHING
+        form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, form_of(part))
+        if form not in self._carried:
+            shares = self.layout.shares(is_split=is_split)
+            self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
+        return self._carried[form]
 
     # -- one op -----------------------------------------------------------------------------------------
 
@@ -227,12 +264,12 @@ class Pipeline:
                 arrived = self.arrived(stage, kind, batch)
         self._look_ahead(following, step)
         with self._on_timeline(op, step):
-            outputs, sent = self._trained_through(op, part, arrived, step.loss_fn)
+            outputs, sent = self._trained_through(op, part, arrived, step)
         if sent is None:
             step.losses.append(outputs[0].detach())
         else:
             self.forward_to[stage].send_with_layout(outputs, sent, kind, batch)
-        step.held[stage, batch] = Held(outputs, () if sent is None else sent.tensors, arrived)
+        step.held[stage, batch] = Held.of(outputs, sent, arrived)
 
     def arrived(self, stage: int, kind: Hashable, number: int) -> StageMessage:
         """What `stage`, which is not the first, receives for micro-batch `number` of this kind; waits for it."""
@@ -251,18 +288,18 @@ class Pipeline:
         return gradients
 
     def _trained_through(
-        self, op: Op, part: MicroBatch, arrived: StageMessage | None, loss_fn: LossFunction | None
+        self, op: Op, part: MicroBatch, arrived: StageMessage | None, step: _Step
     ) -> tuple[Sequence[Tensor], StageMessageLayout | None]:
         """The forward of a stage: its outputs and their layout, or the loss."""
 
         def forward() -> Any:
             if op.stage == self._last_stage:
-                return (part.loss_by(self.staged.model, loss_fn),)
+                return (part.loss_by(self.staged.model, step.loss_fn),)
             if part.compute is not None:
                 return self.staged.until_handed_over(partial(part.compute, part.given))
             return self.staged.model(*part.args, **part.kwargs)
 
-        return self.through(op.stage, op.micro_batch, part, arrived, forward)
+        return self.through(op.stage, op.micro_batch, part, arrived, forward, carried=step.carried[op.micro_batch])
 
     def through(
         self,
@@ -273,12 +310,12 @@ class Pipeline:
         forward: Callable[[], Any],
         *,
         called: nn.Module | None = None,
-        sends_others: bool = False,
         share: Share = WHOLE,
+        carried: Carried = NOTHING,
     ) -> tuple[Any, StageMessageLayout | None]:
         """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent.
 
-        The first forward of each kind is watched; for `called` and `sends_others` see `StagedModel.running`.
+        The first forward of each kind is watched; for `called` see `StagedModel.running`.
         """
         called = called or self.staged.model
         span = share.span
@@ -294,8 +331,7 @@ class Pipeline:
                 arrived,
                 called=called,
                 is_watched=is_new,
-                sends=self._forms.get(form),
-                sends_others=sends_others,
+                passing=Passing(self._forms.get(form), share.sends_others, carried),
                 span=span,
             ),
         ):
@@ -324,7 +360,7 @@ class Pipeline:
             if stage == self._last_stage:
                 trainer.backward(held.outputs[0])
             else:
-                trainer.backward_through(held.with_grads, gradients)
+                trainer.backward_through(held.outputs, gradients)
         if held.arrived is not None:
             self.send_back(stage, gradients_of(held.arrived), batch)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from inspect import getattr_static
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -46,10 +47,19 @@ class PlaceholderModule(nn.Module):
     It has the plain attributes of that module. While a forward runs, it looks like that module to a forward that goes
     through all modules: it is an instance of its class, and has stand-ins for its parameters, buffers and inner
     modules, of which the forward may read shapes, dtypes and devices. The parameters that the module shares with one of
-    this stage are the real ones.
+    this stage are the real ones, and so are modules in it that a stage here calls by themselves.
     """
 
-    def __init__(self, name: str, number: int, original: nn.Module, owner: Owner, kept: set[Tensor]) -> None:
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        original: nn.Module,
+        owner: Owner,
+        kept: set[Tensor],
+        guests: Collection[str] = (),
+    ) -> None:
+        """`guests` are the names of modules that are here although what contains them is not."""
         super().__init__()
         self._name, self._number, self._owner, self._original_class = name, number, owner, type(original)
         self._plain = {
@@ -65,7 +75,7 @@ class PlaceholderModule(nn.Module):
             if one is not None and one not in kept
         }
         self.__dict__["_inner"] = {
-            key: _Inner(f"{name}.{key}", number, child, owner, kept)
+            key: child if f"{name}.{key}" in guests else _Inner(f"{name}.{key}", number, child, owner, kept, guests)
             for key, child in original._modules.items()
             if child is not None
         }
@@ -120,6 +130,9 @@ class PlaceholderModule(nn.Module):
                 return self._owner.stand_in_for(own["_facts"][name])
             if self._is_in_forward() and name in own.get("_inner", {}):
                 return own["_inner"][name]
+            computed = getattr_static(self._original_class, name, None)
+            if self._is_in_forward() and isinstance(computed, property) and computed.fget is not None:
+                return computed.fget(self)  # the dtype of its parameters, say
             raise ElsewhereError(
                 f"The model's forward reads {name} of {own.get('_name')}, which lies on another pipeline stage. A "
                 f"pipeline can only call the modules of its stages; list others: pipeline.stages."

@@ -3,7 +3,8 @@
 [Note: stand-ins] The model's own forward runs on every stage, and reads shapes, dtypes and devices of tensors of
 others. Stand-ins have these, but other values, which nobody may use. In a watched forward every operation is followed
 (`dependence.py`); in others a gradient that flows to a stand-in is an error. Their values are finite, positive and all
-different, so that the gradient of a penalty on them is not zero by chance.
+different, so that the gradient of a penalty on them is not zero by chance. Where a result is carried to the stage (see
+[Note: results that are carried]), its modules get that instead.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from shardwise.errors import ModelError
-from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage
+from shardwise.parallel.pipeline.stage_messages import Layout, Result, StageMessage
 from shardwise.parallel.pipeline.watched_names import FINITE, OWN, Names, foreign
 from shardwise.runtime import tensors_in
-from shardwise.system.torch_private import FakeTensor
+from shardwise.system.torch_private import FakeTensor, tree_unflatten, treespec_loads
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.dependence import Dependence
@@ -43,7 +45,7 @@ class TensorFacts(NamedTuple):
 class Placeholders:
     """The stand-ins of one forward of a stage. `pieces` are the modules of all stages, in order, and `first` is the
     number of the one with which this stage begins. `sequence_parts`: into how many parts the received sequence is
-    split."""
+    split. `why_unknown`: why it is unknown which results have to be carried to this stage, if it is."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Placeholders:
         first: int,
         arrived: StageMessage | None,
         sequence_parts: int = 1,
+        why_unknown: str = "",
     ) -> None:
         self.dependence: Dependence | None = None
         """Follows what is computed from stand-ins, in a forward that is watched."""
@@ -60,6 +63,7 @@ class Placeholders:
         self._first = first
         self._arrived = arrived
         self._sequence_parts = sequence_parts
+        self._why_unknown = why_unknown
         self._num_calls: Counter[str] = Counter()
         self._made: dict[Layout, Tensor] = {}
         self._params: dict[str, Tensor] = {}
@@ -69,10 +73,10 @@ class Placeholders:
         assert self._arrived is not None
         calls = self._arrived.layout.returned.get(name)
         if not calls:
-            return self._of_layout(Layout.of(self._arrived.tensors[0]), name)
+            return self._of_layout(Layout.of(self._arrived.tensors[0]), Result(name, 0, 0))
         call = min(self._num_calls[name], len(calls) - 1)
         self._num_calls[name] += 1
-        return self._of(calls[call], name)
+        return self._of(calls[call], (Result(name, call, place) for place in count()))
 
     def of_param(self, facts: TensorFacts, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A parameter or buffer of another stage; it takes no memory."""
@@ -118,16 +122,20 @@ class Placeholders:
         assert self.dependence is not None
         return self.dependence.names(tensor)
 
+    def foreign_in(self, value: object) -> Names:
+        """In a watched forward: the stand-ins on which tensors in `value` depend."""
+        assert self.dependence is not None
+        return foreign(self.dependence.names(list(tensors_in(value))))
+
     def require_none(self, value: object, does: str) -> None:
         """In a watched forward: raise `ModelError` if tensors in `value` depend on stand-ins."""
-        assert self.dependence is not None
-        names = foreign(self.dependence.names(value))
+        names = self.foreign_in(value)
         if names:
             self.refuse(names, does)
 
     def refuse(self, names: Names, does: str) -> NoReturn:
         """Raise `ModelError`: the forward does something with what `names` stand for, if that is known."""
-        names = frozenset(name.removeprefix(FINITE) for name in names)
+        names = frozenset(_module_of(name.removeprefix(FINITE)) for name in names)
         where = f"In pipeline stage {self._stage}, which begins with {self._pieces[self._first]}, the forward"
         params = sorted(names - set(self._pieces))
         if params:
@@ -138,47 +146,56 @@ class Placeholders:
             )
         known = [name for name in self._pieces if name in names]
         what = f"what {_listed(known)} returned" if known else "what modules of earlier stages returned"
+        because = f" That was impossible: {self._why_unknown}" if self._why_unknown else ""
         raise ModelError(
-            f"{where} {does} {what} (a skip connection, or a sum over layers), but stages pass on only the arguments "
-            f"of their first module. Let the blocks between take and return it too, say a sum that each adds to, or "
-            f"put the modules between which it is used in one stage: pipeline.stages."
+            f"{where} {does} {what} (a skip connection, or a sum over layers), which is not passed on to it. What "
+            f"later stages read is found before the first step, by a forward on fake tensors.{because} Let the blocks "
+            f"between take and return it too, say a sum that each adds to, or put the modules between which it is used "
+            f"in one stage: pipeline.stages."
         )
 
-    def _of(self, description: Any, name: str) -> Any:
-        """A value with stand-ins, from its description (see `described`)."""
+    def _of(self, description: Any, results: Iterator[Result]) -> Any:
+        """A value with received results and stand-ins, from its description (see `described`)."""
         [(kind, inner)] = description.items()
         if kind == "tensor":
-            return self._of_layout(Layout.of_plain(inner), name)
+            return self._of_layout(Layout.of_plain(inner), next(results))
         if kind == "plain":
             return inner
         if kind == "dict":
-            return {key: self._of(item, name) for key, item in inner.items()}
+            return {key: self._of(item, results) for key, item in inner.items()}
+        if kind == "tree":
+            leaves = [self._of(item, results) for item in inner["leaves"]]
+            return tree_unflatten(leaves, treespec_loads(inner["shape"]))
         if kind == "other":
             raise ModelError(
-                f"{name} returns {inner}, of which later pipeline stages cannot make a stand-in. Let it return tensors "
-                f"in tuples, lists or dicts."
+                f"{next(results).module} returns {inner}, of which later pipeline stages cannot make a stand-in. Let "
+                f"it return tensors in tuples, lists or dicts."
             )
-        items = [self._of(item, name) for item in inner]
+        items = [self._of(item, results) for item in inner]
         return tuple(items) if kind == "tuple" else items
 
-    def _of_layout(self, layout: Layout, name: str) -> Tensor:
-        """A tensor of this layout; it has memory of its own, because the model may write to it."""
+    def _of_layout(self, layout: Layout, result: Result) -> Tensor:
+        """A tensor of this layout; a stand-in has memory of its own, because the model may write to it."""
         assert self._arrived is not None
-        if layout in self._made and self.dependence is None:
-            return self._made[layout]
+        received = self._arrived.result(result)
+        if received is not None:
+            return received
+        if layout in self._made and self.dependence is None:  # another tensor, for `within`
+            return self._made[layout].view_as(self._made[layout])
         first = self._arrived.tensors[0]
         shape = list(layout.shape)
         if self._sequence_parts > 1 and tuple(shape) == tuple(first.shape):  # masks are made for whole sequences
             shape[-2] *= self._sequence_parts
         made = torch.zeros((), dtype=layout.dtype, device=first.device)
-        needs_grad = first.requires_grad and layout.dtype.is_floating_point
+        gets_grads = any(tensor.requires_grad for tensor in self._arrived.tensors)
+        needs_grad = gets_grads and layout.dtype.is_floating_point
         with torch.set_grad_enabled(needs_grad):
             made = _varied(made.requires_grad_(needs_grad).expand(shape).clone())
         if needs_grad:  # reentrant checkpointing asks its arguments, and runs modules without gradients itself
-            self._guard(made, name)
+            self._guard(made, str(result))
         self._made[layout] = made
         if self.dependence is not None:
-            self.dependence.mark(made, name)
+            self.dependence.mark(made, str(result))
         return made
 
     def _guard(self, tensor: Tensor, name: str) -> None:
@@ -189,10 +206,16 @@ class Placeholders:
             if gradient is None or isinstance(gradient, FakeTensor):  # rehearsed: it has no values
                 return
             if bool(gradient.count_nonzero()):
-                names: Names = frozenset() if name in pieces else frozenset({name})
+                names: Names = frozenset() if Result.of(name) is not None else frozenset({name})
                 Placeholders(stage, pieces, first, None).refuse(names, "uses")
 
         tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+def _module_of(name: str) -> str:
+    """The module of a result, or what else the name stands for."""
+    result = Result.of(name)
+    return name if result is None else result.module
 
 
 def _varied(tensor: Tensor) -> Tensor:

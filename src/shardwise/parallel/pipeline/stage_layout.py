@@ -3,8 +3,9 @@ changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 
 import torch
@@ -18,8 +19,12 @@ from shardwise.system.name_patterns import matches_by_parts
 
 AXIS = "pp"
 _ROUTERS = "output_router_logits"
+Span = tuple[int, int]
+"""The numbers of the first and the last of some consecutive modules of the model."""
 _LIBRARIES = frozenset({"shardwise", "torch", "transformers", "accelerate", "peft"})
 """Their hooks on modules are right in stages, or refused by name."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Containers that are not called themselves."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,34 @@ class StageLayout:
         """All modules of all stages, in the order of the forward."""
         return tuple(name for stage in self.stages for name in stage)
 
+    @cached_property
+    def guests(self) -> dict[str, str]:
+        """Modules inside of a module of another stage, which a stage calls by themselves, with that module: such as the
+        embedding of times in a DiT's first block, which its last layer needs too. Both stages have their parameters."""
+        return {name: other for name in self.pieces for other in self.pieces if name.startswith(f"{other}.")}
+
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    def spans_of(self, stage: int) -> tuple[Span | None, Span]:
+        """A stage in two: its blocks (`None` if there are none), and what comes after them, such as a norm and a head:
+        at least its last module. Blocks are those with a number as their name."""
+        first, last = self.span_of(stage)
+        blocks = [number for number in range(first, last) if self.pieces[number].rpartition(".")[2].isdecimal()]
+        return ((first, blocks[-1]), (blocks[-1] + 1, last)) if blocks else (None, (first, last))
+
+    def span_of(self, stage: int) -> Span:
+        """The numbers of the first and the last module of a stage."""
+        first = sum(map(len, self.stages[:stage]))
+        return first, first + len(self.stages[stage]) - 1
+
+    def shares(self, *, is_split: bool) -> list[tuple[int, Span]]:
+        """What runs one after the other, with its stage: all stages, or the last one in two."""
+        last = self.num_stages - 1
+        whole = [(stage, self.span_of(stage)) for stage in range(self.num_stages)]
+        blocks, tail = self.spans_of(last)
+        return [*whole[:-1], (last, blocks), (last, tail)] if is_split and blocks is not None else whole
 
     def at(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of `pp_rank`."""
@@ -119,11 +149,6 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     num_ranks, asked = mesh.size(AXIS), plan.pipeline
     config = getattr(model, "config", None)
     refuse_sums_over_layers(config, "The model's config")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder model, whose decoder blocks all need the encoder's output, "
-            f"but a pipeline passes the output of a block to the next one only. Leave {AXIS} out of the mesh."
-        )
     schedule = schedule_of(plan, num_ranks)
     if asked.schedule == "zb-h1" and plan.compile is not None:
         raise ConfigError(
@@ -132,16 +157,15 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
         )
     num_stages = schedule.num_stages
     if asked.stages == "auto":
-        groups = _with_parameters(model, _found(model))
+        groups = sequence_of(model)
         if len(groups) < num_stages:
             raise ConfigError(
                 f"{num_stages} pipeline stages need as many modules, but {type(model).__name__} has {len(groups)} in a "
                 f"row: {_short([name for group in groups for name in group])}. Use fewer stages."
             )
-        modules = dict(model.named_modules(remove_duplicate=False))
-        costs = [sum(_numel(modules[name]) for name in group) for group in groups]
+        costs = [_numel(nn.ModuleList(map(model.get_submodule, group))) for group in groups]
         cuts = [0, *balanced(costs, num_stages), len(groups)]
-        stages = tuple(tuple(chain(*groups[start:stop])) for start, stop in pairwise(cuts))
+        stages = tuple(_without_inner(list(chain(*groups[start:stop]))) for start, stop in pairwise(cuts))
     else:
         stages = tuple(_listed(model, names) for names in asked.stages)
         if len(stages) != num_stages:
@@ -149,8 +173,16 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
                 f"pipeline.stages lists {len(stages)} stages, but {num_ranks} ranks with "
                 f"{num_stages // num_ranks} each make {num_stages}. List as many."
             )
-    _check_cover(model, [name for stage in stages for name in stage])
-    return StageLayout(stages, num_ranks, schedule)
+    _check_cover(model, stages)
+    called = tuple(tuple(chain(*(_called(model, name) for name in stage))) for stage in stages)
+    _check_cover(model, called)
+    return StageLayout(called, num_ranks, schedule)
+
+
+def sequence_of(model: nn.Module) -> list[list[str]]:
+    """The modules of a model in the order of its forward, in the groups between which stages may be cut. Each begins
+    with a module with parameters, followed by those that have buffers alone. Raises `ModelError` if there is none."""
+    return _with_parameters(model, _found(model))
 
 
 def refuse_sums_over_layers(settings: object, what: str) -> None:
@@ -189,56 +221,94 @@ def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _found(model: nn.Module) -> list[str]:
-    """The modules of a sequential model in order: those before its blocks, the blocks, those after.
+    """The modules of a model in the order of its forward, with rows of blocks taken apart.
 
-    The blocks are the largest container with several modules of one class; the other modules own all other parameters.
+    A row is a container of several modules: blocks of a decoder, or the down blocks of a U-Net. The largest one is
+    taken apart, others (an encoder's, an image tower's) that are larger than its largest block, and lists beside them,
+    which no forward calls as such. The other modules have all other parameters.
     """
-    rows = [(name, module) for name, module in model.named_modules() if _is_row(module)]
+    rows = {name: module for name, module in model.named_modules() if _is_row(module)}
     if not rows:
         raise ModelError(
             f"{type(model).__name__} has no sequence of blocks (an nn.ModuleList or nn.Sequential of one class), so "
             f"it cannot be split into stages automatically. List the modules of each: "
             f"pipeline: {{stages: [[...], [...]]}}."
         )
-    row, _ = max(rows, key=lambda row: _numel(row[1]))
-    registered = list(_walk(model, "", row))
-    blocks = [name for name in registered if name.startswith(f"{row}.") or not row]
-    late = [name for name in registered if "final" in name.rpartition(".")[2] and name not in blocks]
-    first = registered.index(blocks[0])
-    before = [name for name in registered[:first] if name not in late]
-    after = [name for name in registered[first + len(blocks) :] if name not in late]
-    return [*before, *blocks, *late, *after]  # a `final_layer_norm` runs last wherever it is registered (as in OPT)
+    largest = max(rows, key=lambda name: _numel(rows[name]))
+    block = max(map(_numel, rows[largest].children()))
+    chosen = [largest]
+    for name in rows:  # an outer one comes first
+        is_apart = not any(_is_inside(name, other) or _is_inside(other, name) for other in chosen)
+        if is_apart and _numel(rows[name]) > block:
+            chosen.append(name)
+    return _walk(model, "", chosen)
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")
 
 
 def _with_parameters(model: nn.Module, pieces: Sequence[str]) -> list[list[str]]:
-    """Groups that begin with a module with parameters, each with the modules after it that have buffers alone."""
+    """See `sequence_of`."""
     modules = dict(model.named_modules(remove_duplicate=False))
     groups: list[list[str]] = []
     before: list[str] = []
     for name in pieces:
-        if _numel(modules[name]):
+        if _numel(modules[name]) and not _is_never_called(model, name, pieces):
             groups.append([*before, name])
             before = []
         else:
-            (groups[-1] if groups else before).append(name)
+            (groups[-1] if groups and not _numel(modules[name]) else before).append(name)
+    if before and groups:
+        groups[-1] += before
     return groups
 
 
-def _walk(module: nn.Module, path: str, row: str) -> Iterator[str]:
+def _is_never_called(model: nn.Module, name: str, pieces: Sequence[str]) -> bool:
+    """Whether a module only names parameters of others, like T5's `shared`: no stage can begin with it alone."""
+    others = {param for other in pieces if other != name for param in model.get_submodule(other).parameters()}
+    if not others.issuperset(model.get_submodule(name).parameters()):
+        return False
+    above, _, short = name.rpartition(".")
+    from shardwise.parallel.pipeline.call_order import mentions  # only ranks that find stages load it
+
+    used = set(mentions(model.get_submodule(above)))
+    return bool(used) and not any(_is_inside(short, one) or _is_inside(one, short) for one in used)
+
+
+def _without_inner(stage: Sequence[str]) -> tuple[str, ...]:
+    """A stage without modules inside of others that it has: these are there anyway."""
+    return tuple(name for name in stage if not any(name.startswith(f"{other}.") for other in stage))
+
+
+def _walk(module: nn.Module, path: str, rows: Sequence[str]) -> list[str]:
+    """The modules inside of the one at `path`, in order; those that contain `rows` are taken apart."""
+    is_row = path in rows or isinstance(module, _LISTS)
+    found: list[str] = []
     for short, child in module._modules.items():
         name = f"{path}.{short}" if path else short
-        if child is None or not (_numel(child) or (path == row and _has_buffers(child))):
+        if child is None or not (_numel(child) or (is_row and _has_buffers(child))):
             continue
-        if path != row and (name == row or row.startswith(f"{name}.")):
-            yield from _walk(child, name, row)
-        else:
-            yield name
+        is_above = not is_row and any(row and _is_inside(row, name) for row in rows)
+        found += _walk(child, name, rows) if is_above or isinstance(child, _LISTS) else [name]
+    if is_row:
+        return found
+    from shardwise.parallel.pipeline.call_order import in_order_of_calls  # likewise
+
+    start = len(path) + 1 if path else 0
+    ordered = in_order_of_calls(module, [name[start:] for name in found])
+    return [f"{path}.{name}" if path else name for name in ordered]
+
+
+def _called(model: nn.Module, name: str) -> list[str]:
+    """The module itself, or if it is a list, those in it."""
+    module = model.get_submodule(name)
+    return _walk(module, name, ()) if isinstance(module, _LISTS) else [name]
 
 
 def _is_row(module: nn.Module) -> bool:
-    classes = [type(child) for child in module.children() if _numel(child)]
-    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
-    return is_container and (len(set(classes)) < len(classes) or isinstance(module, nn.Sequential))
+    num = sum(1 for child in module.children() if _numel(child))
+    return (isinstance(module, nn.ModuleList) and num > 1) or isinstance(module, nn.Sequential)
 
 
 def _listed(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -258,14 +328,18 @@ def _listed(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_cover(model: nn.Module, pieces: Sequence[str]) -> None:
-    """Raise unless each parameter is in one of these modules, and each module is in one stage."""
+def _check_cover(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
+    """Raise unless each parameter is in one of these modules, and each module is in one stage. What lies in a module of
+    an earlier stage is called there by itself: see `guests`."""
+    pieces = [name for stage in stages for name in stage]
     for name in pieces:
         if pieces.count(name) > 1:
             raise ConfigError(f"pipeline.stages names {name!r} twice; a module is in one stage.")
-        inside = [other for other in pieces if other.startswith(f"{name}.")]
-        if inside:
-            raise ConfigError(f"pipeline.stages names {name!r} and also {inside[0]!r} inside of it; name either.")
+    for number, stage in enumerate(stages):
+        for name in stage:
+            inside = [other for other in chain(*stages[: number + 1]) if other.startswith(f"{name}.")]
+            if inside:
+                raise ConfigError(f"pipeline.stages names {name!r} and also {inside[0]!r} inside of it; name either.")
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[nn.Module, str] = {}
     for name in pieces:

@@ -1,10 +1,16 @@
-"""What a stage passes to the next: one or several tensors, which are arguments of the next stage's first module.
+"""What a stage passes to the next: one or several tensors, which are arguments of the module with which that begins,
+or results of modules that it or a later stage reads.
 
 [Note: several tensors] Blocks may take and return tuples, such as (hidden, residual) or (hidden, mask). In the first
 forward of each kind a stage finds out which tensor arguments of the next stage's first module depend on activations,
 and passes these on; the next stage computes the others itself, from the batch. Tensors with gradients are followed by
 their gradients in the backward. The layout that precedes the first message of a kind also says what earlier modules
 have returned, so that stand-ins for them can be unpacked as the model's forward does.
+
+[Note: results that are carried] A later stage may read what a module has returned in another way than as an argument
+of its first module: a skip of a U-Net, a sum over layers, the features of an image tower. A survey (`survey.py`) finds
+these results before the first forward, and each stage in between passes them on, and their gradients back: whoever
+reads one adds to its gradient. What arrives as an argument and as a result is sent once.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from weakref import ref
 import torch
 
 from shardwise.errors import ModelError
-from shardwise.system.torch_private import tree_flatten, tree_unflatten
+from shardwise.system.torch_private import tree_flatten, tree_unflatten, treespec_dumps
 
 Tensor = torch.Tensor
 DTYPES = {
@@ -51,25 +57,46 @@ class Layout(NamedTuple):
         return cls(tuple(shape), DTYPES[dtype], has_grad)
 
 
+class Result(NamedTuple):
+    """One of the tensors that a module of a stage has returned, in the order of `described`, in one of its calls."""
+
+    module: str
+    call: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.module}#{self.call}.{self.place}"
+
+    @classmethod
+    def of(cls, name: str) -> Result | None:
+        """Of its text; `None` for the name of something else."""
+        module, _, places = name.partition("#")
+        call, _, place = places.partition(".")
+        return cls(module, int(call), int(place)) if places else None
+
+
 @dataclass(frozen=True)
 class StageMessageLayout:
     """The layout of a parcel: `arguments` has, for each tensor among the arguments of the next stage's first module,
-    its number in the parcel, or -1 if that stage computes it. `returned` has, by module and call, what earlier modules
-    have returned (see `described`)."""
+    its number in the parcel, or -1 if that stage computes it, and `results` the numbers of carried results. `returned`
+    has, by module and call, what earlier modules have returned (see `described`)."""
 
     tensors: tuple[Layout, ...]
     arguments: tuple[int, ...]
     returned: Mapping[str, Sequence[Any]] = field(default_factory=dict, compare=False)
+    results: Mapping[Result, int] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """As a message."""
-        plain = [[one.plain() for one in self.tensors], list(self.arguments), dict(self.returned)]
+        results = [[*result, number] for result, number in self.results.items()]
+        plain = [[one.plain() for one in self.tensors], list(self.arguments), dict(self.returned), results]
         return json.dumps(plain).encode()
 
     @classmethod
     def of_encoded(cls, message: bytes) -> StageMessageLayout:
-        tensors, arguments, returned = json.loads(message)
-        return cls(tuple(map(Layout.of_plain, tensors)), tuple(arguments), returned)
+        tensors, arguments, returned, results = json.loads(message)
+        numbers = {Result(*result): number for *result, number in results}
+        return cls(tuple(map(Layout.of_plain, tensors)), tuple(arguments), returned, numbers)
 
     @property
     def num_bytes(self) -> int:
@@ -88,11 +115,18 @@ def bytes_of(tensors: Iterable[Layout]) -> int:
 @dataclass
 class StageMessage:
     """Tensors with their layout. For the receiver, `replaced` has, by the identity of an argument that was computed
-    from stand-ins, this argument and the received tensor: later modules may be called with the same one."""
+    from stand-ins, this argument and the received tensor: later modules may be called with the same one. `entry` is the
+    number of the module that was given the arguments."""
 
     tensors: list[Tensor]
     layout: StageMessageLayout
     replaced: dict[int, tuple[ref[Tensor], Tensor]] = field(default_factory=dict)
+    entry: int | None = None
+
+    def result(self, result: Result) -> Tensor | None:
+        """A result that was carried here."""
+        number = self.layout.results.get(result)
+        return None if number is None else self.tensors[number]
 
     def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:
         """The arguments of a call of `name`, the first module of the stage, with the received tensors among them."""
@@ -143,7 +177,7 @@ def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> 
     tensors = [torch.cat([one.detach() for one in parts]) for parts in zip(*(m.tensors for m in messages), strict=True)]
     layouts = tuple(one._replace(shape=tuple(tensor.shape)) for one, tensor in zip(first.tensors, tensors, strict=True))
     returned = {name: [_of_rows(call, rows[0], total) for call in calls] for name, calls in first.returned.items()}
-    return StageMessage(tensors, StageMessageLayout(layouts, first.arguments, returned))
+    return StageMessage(tensors, StageMessageLayout(layouts, first.arguments, returned, first.results))
 
 
 def _of_rows(description: Any, num: int, total: int) -> Any:
@@ -177,14 +211,24 @@ def numbered(tensors: Sequence[Tensor], sent: Iterable[int]) -> tuple[list[Tenso
     return chosen, tuple(arguments)
 
 
-def described(value: Any) -> dict[str, Any]:
-    """What a module returned, as plain data: the layouts of tensors in tuples, lists and dicts, and numbers."""
+def described(value: Any, tensors: list[Tensor] | None = None) -> dict[str, Any]:
+    """What a module returned, as plain data: the layouts of tensors in tuples, lists, dicts and outputs of
+    transformers, and numbers. The tensors are appended to `tensors`."""
     if isinstance(value, Tensor) and value.dtype in DTYPES.values():
+        if tensors is not None:
+            tensors.append(value)
         return {"tensor": Layout.of(value).plain()}
     if type(value) in (tuple, list):
-        return {type(value).__name__: [described(item) for item in value]}
+        return {type(value).__name__: [described(item, tensors) for item in value]}
     if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {"dict": {key: described(item) for key, item in value.items()}}
+        return {"dict": {key: described(item, tensors) for key, item in value.items()}}
     if value is None or isinstance(value, bool | int | float | str):
         return {"plain": value}
-    return {"other": type(value).__name__}
+    leaves, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return {"other": type(value).__name__}
+    try:
+        shape = treespec_dumps(spec)
+    except (NotImplementedError, TypeError):  # it holds what no text can say
+        return {"other": type(value).__name__}
+    return {"tree": {"shape": shape, "leaves": [described(leaf, tensors) for leaf in leaves]}}

@@ -4,9 +4,9 @@
 batch (masks, positions, rotary angles) is available. `PlaceholderModule` modules replace those of other stages. The
 ones before the stage return stand-ins for what they have returned on their own stage; results computed from them are
 discarded, because modules of the stage are called with the received tensors whatever the forward passes to them. What
-the stage returns must not depend on stand-ins, say through a skip connection: see [Note: stand-ins]. The first module
-after the stage is not called: its arguments are the stage's output, and the forward ends there with an `EndOfForward`
-exception.
+the stage returns must not depend on stand-ins (see [Note: stand-ins]): results that it reads in another way, say
+through a skip connection, are received as such (see [Note: results that are carried]). The first module after the stage
+is not called: its arguments are the stage's output, and the forward ends there with an `EndOfForward` exception.
 
 Calling blocks one after the other instead would need code for each model that computes something beside its blocks.
 """
@@ -26,10 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import ModelError, StateError
 from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule, refuse_states
 from shardwise.parallel.pipeline.placeholder_values import Placeholders, TensorFacts
-from shardwise.parallel.pipeline.stage_layout import StageLayout, refuse_sums_over_layers
+from shardwise.parallel.pipeline.stage_layout import Span, StageLayout, refuse_sums_over_layers
 from shardwise.parallel.pipeline.stage_messages import (
     DTYPES,
     Layout,
+    Result,
     StageMessage,
     StageMessageLayout,
     argument_leaves,
@@ -50,8 +51,36 @@ PLAIN_LOOP = (
     "goes on when ranks are lost, use engine.train_step(batch), engine.forward_backward(batch) or "
     "engine.eval_step(batch), or call it inside engine.inference()."
 )
-Span = tuple[int, int]
-"""The numbers of the first and the last of some consecutive modules of the model."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The results that later stages read: for each the number of the module that returns it, and of the first module
+    of the last stage that reads it. `why_unknown`: the survey that finds them was impossible."""
+
+    readers: Mapping[Result, tuple[int, int]] = field(default_factory=dict)
+    why_unknown: str = ""
+
+    def past(self, last: int) -> list[Result]:
+        """Those that what ends with module `last` passes on."""
+        return [result for result, (made, read) in self.readers.items() if made <= last < read]
+
+
+NOTHING = Carried()
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What a stage passes on."""
+
+    sends: tuple[int, ...] | None = None
+    """The arguments of the next stage (see `StageMessageLayout`), if a watched forward has found them out."""
+    sends_others: bool = False
+    """Whether a forward that calls the next stage with another number of tensors than the watched one passes on all of
+    them. Otherwise it is refused."""
+    carried: Carried = NOTHING
+    wanted: set[str] | None = None
+    """In a survey: receives the names of the results of earlier stages that this one reads."""
 
 
 @dataclass
@@ -65,11 +94,7 @@ class _Running:
     last: int
     arrived: StageMessage | None
     stand_ins: Placeholders
-    sends: tuple[int, ...] | None = None
-    """The arguments that this stage passes on (see `StageMessageLayout`), if a watched forward has found them out."""
-    sends_others: bool = False
-    """Whether a forward that calls the next stage with another number of tensors than the watched one passes on all of
-    them. Otherwise it is refused."""
+    passing: Passing = Passing()
     is_backward: bool = False
     """Whether modules are called only to recompute what they have saved."""
     unwinds: bool = False
@@ -80,6 +105,8 @@ class _Running:
     """Whether the model's own forward runs, rather than its loss, or a recomputation of some modules in a backward."""
     returned: dict[str, list[Any]] = field(default_factory=dict)
     """Descriptions of what this stage's modules have returned, by name and call."""
+    results: dict[Result, tuple[Tensor, int]] = field(default_factory=dict)
+    """Those that are carried on, with their versions."""
     handed_over: StageMessageLayout | None = None
 
 
@@ -154,9 +181,12 @@ class StagedModel:
     def _placed(self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]) -> _Slot:
         above, _, key = name.rpartition(".")
         holder = modules[above]._modules if above else model._modules
+        if name in self.layout.guests:  # the module that contains it, or what stands for that, has it
+            holder = {}
         module = modules[name]
         is_own = name in own
-        absent = PlaceholderModule(name, number, module, self, set() if is_own else self.params)
+        guests = own & self.layout.guests.keys()
+        absent = PlaceholderModule(name, number, module, self, set() if is_own else self.params, guests)
         kept = module if self._keeps_others and not is_own else None
         return _Slot(name, holder, key, module if is_own else None, kept, absent)
 
@@ -183,11 +213,8 @@ class StagedModel:
         return self._firsts[stage], self._lasts[stage]
 
     def spans_of_last(self) -> tuple[Span | None, Span]:
-        """The last stage, which this rank has, in two: its blocks (`None` if there are none), and what comes after
-        them, such as a norm and a head: at least its last module. Blocks are those with a number as their name."""
-        first, last = self.span_of(self.layout.num_stages - 1)
-        blocks = [number for number in range(first, last) if self._names[number].rpartition(".")[2].isdecimal()]
-        return ((first, blocks[-1]), (blocks[-1] + 1, last)) if blocks else (None, (first, last))
+        """The last stage in two: see `StageLayout.spans_of`."""
+        return self.layout.spans_of(self.layout.num_stages - 1)
 
     def named_modules_of(self, stage: int) -> dict[str, nn.Module]:
         """As `modules_of`, with their names in the model."""
@@ -240,7 +267,7 @@ class StagedModel:
                 take = partial(self._take, self._number(one))
                 self._handles += [
                     one.own.register_forward_pre_hook(take, prepend=True, with_kwargs=True),
-                    one.own.register_forward_hook(partial(self._returned, one.name)),
+                    one.own.register_forward_hook(partial(self._returned, self._number(one))),
                 ]
 
     def take_calls(self, take: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -315,19 +342,18 @@ class StagedModel:
         arrived: StageMessage | None,
         *,
         is_watched: bool = False,
-        sends: tuple[int, ...] | None = None,
-        sends_others: bool = False,
+        passing: Passing = Passing(),  # it is frozen
         is_backward: bool = False,
         called: nn.Module | None = None,
         span: Span | None = None,
     ) -> Iterator[None]:
         """A context in which forwards of the model, or of `called`, and recomputations of them in a backward, run
-        `stage`, or only the modules `span` of it. If it is watched, what follows may ask `require_own`; `sends` is what
-        a watched forward has passed on, and `sends_others` what happens to other tensors (see `_Running`)."""
+        `stage`, or only the modules `span` of it. If it is watched, what follows may ask `require_own`."""
         first, last = self.span_of(stage) if span is None else span
-        stand_ins = Placeholders(stage, self._names, first, arrived, self._sequence_parts.get(stage, 1))
+        parts, why = self._sequence_parts.get(stage, 1), passing.carried.why_unknown
+        stand_ins = Placeholders(stage, self._names, first, arrived, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
-        now = _Running(called, stage, first, last, arrived, stand_ins, sends, sends_others, is_backward)
+        now = _Running(called, stage, first, last, arrived, stand_ins, passing, is_backward)
         others = [one for one in self._slots if one.own is not None and not first <= self._number(one) <= last]
         for one in others:
             one.holder[one.key] = one.absent
@@ -360,6 +386,9 @@ class StagedModel:
         other than through the received tensors."""
         now = self._running_stage
         assert now is not None
+        if now.passing.wanted is not None:
+            now.passing.wanted.update(now.stand_ins.foreign_in(list(tensors_in(output))))
+            return
         now.stand_ins.require_none(list(tensors_in(output)), "uses")
         for name, buffer in self.model.named_buffers():
             now.stand_ins.require_none(buffer, f"changes the buffer {name} by")
@@ -409,28 +438,49 @@ class StagedModel:
     def _take(
         self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pre-forward hook of the modules of a stage: the first one gets the received activation, and the others get it
-        where they are called with what it has replaced."""
+        """Pre-forward hook of the modules of a stage: the one that is called first gets the received activation, and
+        the others get it where they are called with what it has replaced."""
         now = self._running_stage
-        if now is None:
+        if now is None or self._is_at_home(number, now):
             return None
-        if number != now.first:
-            return None if now.arrived is None else now.arrived.within(args, kwargs)
-        if now.is_entered and now.is_in_forward:
+        if number > now.last and now.is_in_forward:
+            self.pass_by(self._names[number], number, args, kwargs)
+        is_entered, now.is_entered, arrived = now.is_entered, True, now.arrived
+        if arrived is None:
+            return None
+        if arrived.entry is None:
+            arrived.entry = number
+        if number != arrived.entry:
+            return arrived.within(args, kwargs)
+        if is_entered and now.is_in_forward:
             raise ModelError(
-                f"The forward calls {self._names[now.first]}, with which pipeline stage {now.stage} begins, more than "
+                f"The forward calls {self._names[number]}, with which pipeline stage {now.stage} begins, more than "
                 f"once, and each call there would get what the stage received. Begin the stage with another module: "
                 f"pipeline.stages."
             )
-        now.is_entered = True
-        return None if now.arrived is None else now.arrived.entering(args, kwargs, self._names[now.first])
+        return arrived.entering(args, kwargs, self._names[number])
 
-    def _returned(self, name: str, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # torch's
+    def _is_at_home(self, number: int, now: _Running) -> bool:
+        """Whether a module is called by the one that contains it, and not by itself."""
+        home = self.layout.guests.get(self._names[number])
+        return home is not None and now.first <= self._names.index(home) <= now.last
+
+    def _returned(self, number: int, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # torch's
         """Forward hook of the modules of a stage: later stages make stand-ins for what they return."""
-        now = self._running_stage
-        if now is not None and now.is_in_forward:
-            now.returned.setdefault(name, []).append(described(output))
-            now.stand_ins.note_own(output)
+        now, name = self._running_stage, self._names[number]
+        if now is None or not now.is_in_forward or self._is_at_home(number, now):
+            return
+        calls, tensors = now.returned.setdefault(name, []), list[Tensor]()
+        calls.append(described(output, tensors))
+        results = {Result(name, len(calls) - 1, place): tensor for place, tensor in enumerate(tensors)}
+        now.results |= {
+            result: (results[result], results[result]._version)
+            for result in now.passing.carried.past(now.last)
+            if result in results
+        }
+        if now.passing.wanted is not None:
+            now.passing.wanted.update(now.stand_ins.foreign_in(output))
+        now.stand_ins.note_own(output)
 
     def pass_by(self, name: str, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of a module that is not in the running stage."""
@@ -506,40 +556,68 @@ def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[s
             f"gradients, but stages pass on only tensors, in tuples, lists and dicts. Cut the model elsewhere: "
             f"pipeline.stages."
         )
-    if now.sends is None:
+    sends = now.passing.sends
+    if sends is None:
         sent = [index for index, tensor in enumerate(tensors) if tensor.requires_grad or now.stand_ins.marks(tensor)]
-    elif now.sends_others and len(tensors) != len(now.sends):  # with a mask, say, which each stage has anyway
+    elif now.passing.sends_others and len(tensors) != len(sends):  # with a mask, say, which each stage has anyway
         sent = list(range(len(tensors)))
     else:
-        sent = [index for index, number in enumerate(now.sends) if number >= 0]
-        if len(tensors) != len(now.sends) or not set(with_grads) <= set(sent):
+        sent = [index for index, number in enumerate(sends) if number >= 0]
+        if len(tensors) != len(sends) or not set(with_grads) <= set(sent):
             raise ModelError(
                 f"{name}, with which the next pipeline stage begins, is called with other tensors, or others with "
                 f"gradients, than in the first step with such a batch. The arguments of a stage's first module must "
                 f"not depend on values or on the number of the step."
             )
-    if not sent:
+    chosen, arguments = numbered(tensors, sent)
+    results = _carried_on(now, chosen)
+    if now.passing.wanted is not None:
+        now.passing.wanted.update(now.stand_ins.foreign_in(chosen))
+    elif not chosen:
         raise ModelError(
             f"{name}, with which the next pipeline stage begins, is called with nothing that the modules before it "
             f"computed. Begin the stage with another module: pipeline.stages."
         )
-    chosen, arguments = numbered(tensors, sent)
     received = {} if now.arrived is None else now.arrived.layout.returned
-    now.handed_over = StageMessageLayout(_layouts(chosen, name), arguments, {**received, **now.returned})
+    now.handed_over = StageMessageLayout(_layouts(chosen, name), arguments, {**received, **now.returned}, results)
     return tuple(chosen)
 
 
+def _carried_on(now: _Running, chosen: list[Tensor]) -> dict[Result, int]:
+    """The results that a stage passes on, with their numbers among the `chosen` tensors, to which they are appended."""
+    numbers = {id(tensor): number for number, tensor in enumerate(chosen)}
+    results = {}
+    for result in now.passing.carried.past(now.last):
+        received = None if now.arrived is None else now.arrived.result(result)
+        tensor, version = now.results.get(result, (received, None))
+        if tensor is None:
+            raise ModelError(
+                f"The forward does not call {result.module} as often as in the first step with such a batch, and a "
+                f"later pipeline stage reads what it returned then. Which modules are called must not depend on values "
+                f"or on the number of the step."
+            )
+        if version is not None and tensor._version != version:
+            raise ModelError(
+                f"What {result.module} returned is changed in place, and a later pipeline stage reads it. Let the "
+                f"forward make a new tensor there (x = x + y, not x += y), or put the modules between which it is used "
+                f"in one stage: pipeline.stages."
+            )
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(chosen)
+            chosen.append(tensor)
+        results[result] = numbers[id(tensor)]
+    return results
+
+
 def _layouts(tensors: Sequence[Tensor], name: str) -> tuple[Layout, ...]:
-    """The layouts of tensors that are sent. The first one with a floating-point dtype always gets a gradient, because
-    the next stage's backward ends there."""
+    """The layouts of tensors that are sent. What needs no gradient, such as the output of frozen layers, gets none."""
     for tensor in tensors:
         if tensor.dtype not in DTYPES.values() or tensor.layout is not torch.strided:
             raise ModelError(
                 f"{name}, with which the next pipeline stage begins, is called with a tensor of {tensor.dtype} and "
                 f"layout {tensor.layout}, which cannot be sent. Cut the model elsewhere: pipeline.stages."
             )
-    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    return tuple(Layout(tuple(one.shape), one.dtype, one.requires_grad or one is first) for one in tensors)
+    return tuple(map(Layout.of, tensors))
 
 
 def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:

@@ -77,4 +77,5 @@ class SharedGradients:
             due.copy_(parts[0])
 
     def _link(self, source: int, target: int, flat: Flat) -> Group:
-        return link_between(AXIS, self._line[source], self._line[target], self._rank, f"{flat.name} {source}>{target}")
+        name = flat.slots[0].name  # units of two ranks may have other names
+        return link_between(AXIS, self._line[source], self._line[target], self._rank, f"{name} {source}>{target}")

@@ -161,14 +161,15 @@ def _views(
 
     found: list[View] = []
 
-    def prepare(twin: Twin) -> _RecordViews:
+    def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack: list[str] = []
         for path, module in twin.model.named_modules():
             module.register_forward_pre_hook(_push(stack, path), prepend=True)
             module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True)
-        return _RecordViews(found, stack)
+        with _RecordViews(found, stack):
+            twin.model(*args, **kwargs)
 
-    rehearse_forward(prepare, model, units, MicroBatch(args, kwargs), device=device, compute=compute)
+    rehearse_forward(run, model, units, MicroBatch(args, kwargs), device=device, compute=compute)
     return found
 
 

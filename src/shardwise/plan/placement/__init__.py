@@ -24,7 +24,7 @@ from shardwise.plan.placement.presets import (
 )
 from shardwise.plan.placement.span import Span
 from shardwise.plan.placement.table import Table
-from shardwise.plan.placement.wire import Wire
+from shardwise.plan.placement.wire import Codes, SumOfCodes, Wire
 
 __all__ = [
     "ALIGN",
@@ -33,6 +33,7 @@ __all__ = [
     "WIDTH",
     "Axes",
     "Box",
+    "Codes",
     "Dtype",
     "Kind",
     "Layout",
@@ -44,6 +45,7 @@ __all__ = [
     "Run",
     "Slot",
     "Span",
+    "SumOfCodes",
     "Table",
     "Tier",
     "UnitNumel",

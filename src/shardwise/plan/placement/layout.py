@@ -13,7 +13,8 @@ from shardwise.plan.placement.place import Axes
 from shardwise.plan.placement.span import Span
 
 ALIGN = 16
-"""Parameters and shards start at multiples of this many elements: 32 bytes in bf16, a cache line in fp32."""
+"""Parameters and shards start at multiples of this many elements: 32 bytes in bf16, a cache line in fp32. Tables whose
+parameters are sent in blocks have a multiple of it (`Table.align`)."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +51,25 @@ class Slot:
         return self.box is not None and self.box.copies > 1
 
 
-def pack(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
-    """Parameters one after the other in the given order, each at a multiple of `ALIGN`."""
+def pack(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> tuple[Slot, ...]:
+    """Parameters one after the other in the given order, each at a multiple of `align`."""
     slots, start = [], 0
     for name, shape in shapes:
         slots.append(Slot(name, shape, start))
-        start += _round_up(math.prod(shape), ALIGN)
+        start += _round_up(math.prod(shape), align)
     return tuple(slots)
 
 
-def pack_boxes(named: Iterable[tuple[str, Box]]) -> tuple[Slot, ...]:
+def pack_boxes(named: Iterable[tuple[str, Box]], align: int = ALIGN) -> tuple[Slot, ...]:
     """`pack` for parameters of which this rank has only these boxes."""
     every = dict(named)
-    slots = pack((name, box.own_shape) for name, box in every.items())
+    slots = pack(((name, box.own_shape) for name, box in every.items()), align)
     return tuple(replace(slot, box=every[slot.name]) for slot in slots)
 
 
-def padded_numel(slots: Iterable[Slot], num_ranks: int) -> int:
+def padded_numel(slots: Iterable[Slot], num_ranks: int, align: int = ALIGN) -> int:
     """Elements of a buffer that holds `slots` and divides evenly, aligned, among `num_ranks`."""
-    return _round_up(max((slot.span.stop for slot in slots), default=0), num_ranks * ALIGN)
+    return _round_up(max((slot.span.stop for slot in slots), default=0), num_ranks * align)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.errors import PlacementError, nearest
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement.layout import ALIGN
 from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
-from shardwise.plan.placement.wire import FP32, Wire
+from shardwise.plan.placement.wire import FP32, Codes, Wire, check_codes
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Table:
 
     `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in
     which forward and backward run, `step` the tier of the update. `grad_wire` is the format in which gradients are
-    sent; `param_wire` that of parameters, or `None` if they are sent as they are. Raises `PlacementError` for rows that
-    no step could follow.
+    sent; `param_wire` that of parameters, or `None` if they are sent as they are. Along the axes of `grad_codes` and
+    `param_codes` they are sent as these instead. Raises `PlacementError` for rows that no step could follow.
     """
 
     axes: Axes
@@ -31,6 +33,8 @@ class Table:
     compute: Dtype = "fp32"
     grad_wire: Wire = FP32
     param_wire: Wire | None = None
+    grad_codes: Codes | None = None
+    param_codes: Codes | None = None
     step: Tier = "device"
 
     def __post_init__(self) -> None:
@@ -40,6 +44,9 @@ class Table:
             self._check_no_repeated_update(kind)
         self._check_nesting()
         self._check_states_are_wide()
+        for kind, codes in (("param", self.param_codes), ("grad", self.grad_codes)):
+            if codes is not None:
+                check_codes(codes, self.place(kind).dtype, kind)
         if self.param_wire is not None and not narrows(self.param_wire, self.param.dtype):
             raise PlacementError(
                 f"wire.param is {self.param_wire}, which is not narrower than parameters in {self.param.dtype}, so "
@@ -64,6 +71,37 @@ class Table:
     def due(self) -> Place:
         """What the update needs: the gradient of the elements whose states are on this rank."""
         return replace(self.optim, tier=self.step)
+
+    @property
+    def align(self) -> int:
+        """Parameters and shards start at multiples of this many elements.
+
+        [Note: blocks of codes] Where codes are sent, that is at the start of a block. So no block is cut by a shard or
+        has elements of two parameters, and the codes of a parameter do not depend on how many ranks there are.
+        """
+        return math.lcm(ALIGN, *(codes.block for codes in (self.grad_codes, self.param_codes) if codes is not None))
+
+    def param_wire_over(self, axis: str) -> Wire | Codes | None:
+        """The format in which parameters are sent along `axis`, or `None` if they are sent as they are."""
+        codes = self.param_codes
+        return codes if codes is not None and axis in codes.axes else self.param_wire
+
+    def grad_wire_over(self, axis: str) -> Wire | Codes:
+        """The format in which gradients are sent along `axis`."""
+        codes = self.grad_codes
+        return codes if codes is not None and axis in codes.axes else self.grad_wire
+
+    def rounds_params_over(self, axes: Axes) -> bool:
+        """Whether parameters that are gathered over `axes` are not what was sent, to the bit."""
+        return any(self.param_wire_over(axis) is not None for axis in axes)
+
+    @property
+    def sends_codes(self) -> bool:
+        return self.grad_codes is not None or self.param_codes is not None
+
+    def without_codes(self) -> Table:
+        """The same table for parameters that are sent whole, and whose gradients are."""
+        return replace(self, grad_codes=None, param_codes=None)
 
     @cached_property
     def order(self) -> Axes:
@@ -99,6 +137,7 @@ class Table:
             held=replace(self.held, dtype=dtype),
             compute=dtype,
             param_wire=wire,
+            param_codes=None if dtype in ("uint8", "int8") else self.param_codes,
         )
 
     def without(self, axis: str) -> Table:
@@ -120,6 +159,8 @@ class Table:
             held=kept(self.held),
             grad=kept(self.grad),
             optim=kept(self.optim),
+            grad_codes=None if self.grad_codes is None else self.grad_codes.over(chosen(self.axes)),
+            param_codes=None if self.param_codes is None else self.param_codes.over(chosen(self.axes)),
         )
 
     def _check_axes(self, kind: Kind) -> None:

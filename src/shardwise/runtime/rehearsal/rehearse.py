@@ -214,7 +214,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def rehearse_forward(
-    prepare: Callable[[Twin], AbstractContextManager[object]],
+    run: Callable[[Twin, tuple[Any, ...], dict[str, Any]], object],
     model: nn.Module,
     units: Sequence[Unit],
     batch: MicroBatch,
@@ -222,13 +222,15 @@ def rehearse_forward(
     device: torch.device,
     compute: Dtype,
 ) -> None:
-    """Run a forward without gradients, for its shapes alone: no memory is counted. `prepare` makes what is entered
-    around it, for the copy of `model`. Raises `ModelError` as `rehearse` does."""
+    """Let `run` call the copy of `model` without gradients, for its shapes alone: no memory is counted. It gets
+    arguments like those of `batch`. Raises `ModelError` as `rehearse` does."""
     with _without_bytes(model, units, (batch.args, batch.kwargs), device, GroupedProducts()) as (twin, fake):
         args, kwargs = _cast(fake, compute)
         try:
-            with torch.no_grad(), prepare(twin):
-                twin.model(*args, **kwargs)
+            with torch.no_grad():
+                run(twin, args, kwargs)
+        except ModelError:
+            raise
         except Exception as error:
             raise refusal(error, model) from error
 

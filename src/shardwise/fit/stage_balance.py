@@ -1,0 +1,119 @@
+"""How long each stage of a pipeline computes, and where other cuts would make the slowest one faster.
+
+`stages: auto` has no batch, so it balances parameters. With a batch the whole model is rehearsed with every module that
+may begin a stage as a unit of its own: embedding and head count by what they compute, and the loss with the last
+module. What the model computes between modules counts with the one after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from torch import nn
+
+from shardwise.fit.foreseen import count_step
+from shardwise.fit.hardware import Hardware
+from shardwise.parallel.conversions import Converted
+from shardwise.parallel.pipeline import AXIS, StageLayout, balanced, sequence_of
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
+from shardwise.system.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one micro-batch takes in a stage, forward and backward, and what that keeps between the two."""
+
+    modules: tuple[str, ...]
+    seconds: float
+    saved_bytes: int
+
+    def __str__(self) -> str:
+        return f"{format_seconds(self.seconds)}, {format_bytes(self.saved_bytes)} kept for the backward"
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Stages as they are, and as many others between which the time is divided best."""
+
+    present: tuple[StageCost, ...]
+    best: tuple[StageCost, ...]
+
+    @property
+    def gain(self) -> float:
+        """Which share of the slowest stage's time the others would save."""
+        return 1 - max(one.seconds for one in self.best) / max(one.seconds for one in self.present)
+
+    def __str__(self) -> str:
+        lines = [f"stage {number} computes {one} for a micro-batch" for number, one in enumerate(self.present)]
+        if self.gain > 0.01:
+            listed = ", ".join(f"[{', '.join(one.modules)}]" for one in self.best)
+            lines.append(f"the slowest stage would take {self.gain:.0%} less with pipeline: {{stages: [{listed}]}}")
+        return "\n".join(lines) + "\n"
+
+
+def stage_balance(
+    model: nn.Module,
+    layout: StageLayout,
+    batch: object,
+    plan: Plan,
+    mesh: Mesh,
+    hardware: Hardware,
+    converted: Converted | None = None,
+) -> Balance:
+    """The costs of the stages of `model`, which may be on the meta device, with one micro-batch of one rank. Raises
+    `ModelError` for a model that cannot be rehearsed."""
+    groups = sequence_of(model)
+    names = list(chain(*groups))
+    pieces = list(layout.pieces) if set(layout.pieces) - set(names) else names
+    pieces = [name for name in pieces if name not in layout.guests]
+    if pieces != names:  # listed otherwise than they are found: each by itself
+        groups = [[name] for name in pieces]
+    seconds, saved = _by_module(model, pieces, batch, plan, mesh, hardware, converted)
+
+    def costs(stages: Sequence[Sequence[str]]) -> tuple[StageCost, ...]:
+        return tuple(
+            StageCost(tuple(stage), sum(seconds[name] for name in stage), sum(saved[name] for name in stage))
+            for stage in stages
+        )
+
+    present = costs([[name for name in stage if name in seconds] for stage in layout.stages])
+    of_groups = [sum(seconds[name] for name in group) for group in groups]
+    cuts = [0, *balanced(of_groups, layout.num_stages), len(groups)]
+    best = costs([list(chain(*groups[start:stop])) for start, stop in pairwise(cuts)])
+    return Balance(present, best)
+
+
+def _by_module(
+    model: nn.Module,
+    pieces: Sequence[str],
+    batch: object,
+    plan: Plan,
+    mesh: Mesh,
+    hardware: Hardware,
+    converted: Converted | None,
+) -> tuple[Counter[str], Counter[str]]:
+    """Seconds, and bytes saved for the backward, by module."""
+    axes = {axis: mesh.size(axis) for axis in mesh.axes if axis != AXIS} or {"dp": 1}
+    alone = Mesh(tuple(axes), tuple(axes.values()))
+    each = plan.model_copy(update={"mesh": axes, "units": tuple(pieces), "pipeline": type(plan.pipeline)()})
+    [counted] = count_step(
+        copy.deepcopy(model), batch, each, alone, converted=converted, counts_work=True, on_cpu=hardware.is_processor
+    )
+    seconds, saved = Counter[str](dict.fromkeys(pieces, 0)), Counter[str](dict.fromkeys(pieces, 0))
+    at = pieces[0]
+    for worked in counted.worked:
+        at = worked.moment.unit if worked.moment.unit in seconds else at
+        computing = [one for one in worked.operations if not (one.communicates or one.copies)]
+        seconds[at] += hardware.computing_seconds(computing)  # type: ignore[assignment]  # counts are of any number
+    at, before = pieces[0], 0
+    for mark in counted.activations.marks:
+        at = mark.moment.unit if mark.moment.unit in saved else at
+        if mark.moment.phase == "forward" and mark.moment.edge == "after":
+            saved[at] += max(0, mark.live_bytes - before)
+        before = mark.live_bytes
+    return seconds, saved

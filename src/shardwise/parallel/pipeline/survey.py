@@ -1,0 +1,171 @@
+"""Which results of modules later stages read, found before the first forward of each kind.
+
+[Note: a survey] A stage knows what it has received only too late: those before it have sent by then. So all ranks first
+run their stages once on fake tensors, one after the other, each given the layouts of the one before and stand-ins for
+all that earlier modules have returned. Every operation is followed (`dependence.py`). What a stage reads of stand-ins,
+in what its modules and the loss return or the next stage is called with, has to be carried to it: see [Note: results
+that are carried]. A survey needs no memory and draws no random numbers. A model that cannot run on fake tensors passes
+on the arguments of each stage's first module alone, and is refused if that is not enough.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.memory import Unit
+from shardwise.parallel.pipeline.stage_layout import Span, StageLayout
+from shardwise.parallel.pipeline.stage_messages import Result, StageMessage, StageMessageLayout
+from shardwise.parallel.pipeline.staged_model import Carried, Passing, StagedModel
+from shardwise.plan.placement import Dtype
+from shardwise.runtime.micro_batches import LossFunction, MicroBatch
+from shardwise.runtime.rehearsal import Around, Twin, rehearse_forward
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Exchanges messages between the ranks of the pipeline; returns those of all ranks, by pipeline rank."""
+Shares = Sequence[tuple[int, Span]]
+"""What runs one after the other: stages, or parts of one, with the numbers of their first and last modules."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one stage hands over, if it is not the last, and the results that it reads."""
+
+    handed_over: StageMessageLayout | None
+    wanted: frozenset[str]
+
+    def encoded(self) -> bytes:
+        """As a message."""
+        layout = None if self.handed_over is None else self.handed_over.encoded().decode()
+        return json.dumps({"layout": layout, "wanted": sorted(self.wanted)}).encode()
+
+    @classmethod
+    def of_encoded(cls, message: bytes) -> Found:
+        """Raises `ModelError` if the stage could not be surveyed."""
+        told = json.loads(message)
+        if "error" in told:
+            raise ModelError(told["error"])
+        layout = told["layout"]
+        return cls(
+            None if layout is None else StageMessageLayout.of_encoded(layout.encode()), frozenset(told["wanted"])
+        )
+
+
+@dataclass(frozen=True)
+class Surveyor:
+    """Surveys the stages of one rank. `units` are those of its parameters, and `around` is entered with the model's
+    copy while that computes."""
+
+    staged: StagedModel
+    units: Sequence[Unit]
+    device: torch.device
+    compute: Dtype
+    around: Around
+    exchange: Exchange
+
+    def survey(
+        self, part: MicroBatch, loss_fn: LossFunction | None, shares: Shares, called: nn.Module, *, is_whole: bool
+    ) -> Carried:
+        """The results that later stages read in a forward of `called` on `part`. All ranks of the pipeline call.
+
+        `is_whole`: all that the model returns is wanted, and not its loss alone.
+        """
+
+        def find(stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
+            if stage not in self.staged.stages:
+                return Found.of_encoded(self.exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
+            try:
+                found = self._found(part, loss_fn, stage, span, arrived, called, is_whole=is_whole)
+            except ModelError as error:
+                self.exchange(json.dumps({"error": str(error)}).encode())
+                raise
+            self.exchange(found.encoded())
+            return found
+
+        return carried(self.staged.layout, shares, find)
+
+    def _found(
+        self,
+        part: MicroBatch,
+        loss_fn: LossFunction | None,
+        stage: int,
+        span: Span,
+        arrived: StageMessageLayout | None,
+        called: nn.Module,
+        *,
+        is_whole: bool,
+    ) -> Found:
+        """What a forward of one stage on fake tensors hands over and reads."""
+        wanted: set[str] = set()
+        layouts: list[StageMessageLayout] = []
+        is_last = span[1] + 1 == len(self.staged.layout.pieces)
+
+        def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            staged: StagedModel = twin.copied(self.staged)
+            staged.attach()
+            model, passing = twin.copied(called), Passing(wanted=wanted)
+            given, target = args
+            copied = replace(part, args=given, kwargs=kwargs, target=target, weighing=None, compute=None)
+            message = None if arrived is None else empty(arrived, self.device)
+            with (
+                self.around(twin.model),
+                staged.running(stage, message, is_watched=True, called=model, span=span, passing=passing),
+            ):
+                takes_loss = is_last and not is_whole
+                staged.require_own(copied.loss_by(model, loss_fn) if takes_loss else model(*given, **kwargs))
+                if not is_last:
+                    layouts.append(staged.handed_over)
+
+        with _unanswered(self.staged):
+            rehearse_forward(
+                run,
+                self.staged.model,
+                self.units,
+                replace(part, args=(part.args, part.target)),
+                device=self.device,
+                compute=self.compute,
+            )
+        return Found(None if is_last else layouts[0], frozenset(wanted))
+
+
+def carried(
+    layout: StageLayout, shares: Shares, find: Callable[[int, Span, StageMessageLayout | None], Found]
+) -> Carried:
+    """The results that some of `shares` read; `find` surveys one, given what the one before has handed over."""
+    numbers = {name: number for number, name in enumerate(layout.pieces)}
+    readers: dict[Result, tuple[int, int]] = {}
+    arrived: StageMessageLayout | None = None
+    for stage, span in shares:
+        try:
+            found = find(stage, span, arrived)
+        except ModelError as error:
+            return Carried(why_unknown=str(error))
+        arrived = found.handed_over
+        for result in sorted(filter(None, map(Result.of, found.wanted))):
+            readers[result] = numbers[result.module], span[0]
+    return Carried(readers)
+
+
+def empty(layout: StageMessageLayout, device: torch.device) -> StageMessage:
+    """A message of this layout whose tensors have no values."""
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in layout.tensors]
+    for tensor, one in zip(tensors, layout.tensors, strict=True):
+        tensor.requires_grad_(one.has_grad)
+    return StageMessage(tensors, layout)
+
+
+@contextmanager
+def _unanswered(staged: StagedModel) -> Iterator[None]:
+    """A context in which what answers calls of the model, and leads to all that trains it, is not copied with it."""
+    answer, staged.answer = staged.answer, None
+    try:
+        yield
+    finally:
+        staged.answer = answer

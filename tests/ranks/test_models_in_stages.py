@@ -1,0 +1,208 @@
+"""Models whose blocks are no single chain, in pipeline stages: encoder and decoder, image and language, skips."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_transformers import VOCAB, library
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import FaultError, ModelError, ShardwiseError
+from shardwise.testing import run_ranks
+from tests.in_stages import Messages, optimizer_of, plain, race
+from tests.thorough import sampled, thorough_only
+
+pytestmark = [sampled, thorough_only("slow; test_skips_in_stages.py covers the same code")]
+
+Tensor = torch.Tensor
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+BART = {
+    **SPECIAL,
+    **{"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "dropout": 0.0},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+VISION |= {"image_size": 8, "patch_size": 4}
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 32}
+
+
+def t5(**changes: Any) -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+    config = library().T5Config(**sizes, **SPECIAL, **{"dropout_rate": 0.0, **changes})
+    return library().T5ForConditionalGeneration(config)
+
+
+def bart(**changes: Any) -> nn.Module:
+    config = library().BartConfig(**BART, max_position_embeddings=32, **changes)
+    return library().BartForConditionalGeneration(config)
+
+
+def whisper(**changes: Any) -> nn.Module:
+    sizes = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32}
+    return library().WhisperForConditionalGeneration(library().WhisperConfig(**BART, **sizes, **changes))
+
+
+def llava(**changes: Any) -> nn.Module:
+    config = library().LlavaConfig(
+        vision_config=library().CLIPVisionConfig(**VISION),
+        text_config=library().LlamaConfig(**TEXT),
+        image_token_id=VOCAB - 1,
+        **{"vision_feature_layer": -2, **changes},
+    )
+    return library().LlavaForConditionalGeneration(config)
+
+
+def tokens(numbers: torch.Generator, rows: int = 2, length: int = 6) -> Tensor:
+    return torch.randint(3, VOCAB - 1, (rows, length), generator=numbers)
+
+
+def to_text(numbers: torch.Generator) -> dict[str, Tensor]:
+    source = tokens(numbers, length=7)
+    mask = torch.arange(7) < torch.randint(4, 8, (2, 1), generator=numbers)
+    return {"input_ids": source, "attention_mask": mask.long(), "labels": tokens(numbers)}
+
+
+def to_speech(numbers: torch.Generator) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(2, 8, 16, generator=numbers), "labels": tokens(numbers)}
+
+
+def to_image(numbers: torch.Generator) -> dict[str, Tensor]:
+    text = torch.cat([tokens(numbers, length=2), torch.full((2, 4), VOCAB - 1), tokens(numbers, length=3)], 1)
+    labels = text.masked_fill(text == VOCAB - 1, -100)
+    return {"input_ids": text, "pixel_values": torch.randn(2, 3, 8, 8, generator=numbers), "labels": labels}
+
+
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
+MARIAN = {**BART, "max_position_embeddings": 32, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+MARIAN |= {"attention_dropout": 0.0, "activation_dropout": 0.0}
+RELATIVES = {**dict.fromkeys(("mt5", "umt5"), T5), "longt5": {**T5, "local_radius": 3}}
+RELATIVES |= dict.fromkeys(("mbart", "pegasus", "marian", "m2m_100", "blenderbot"), MARIAN)
+
+
+def relative(kind: str) -> nn.Module:
+    config = library().AutoConfig.for_model(kind, **{**RELATIVES[kind], **SPECIAL})
+    return library().AutoModelForSeq2SeqLM.from_config(config)
+
+
+def idefics3() -> nn.Module:
+    text = library().LlamaConfig(**TEXT, pad_token_id=0)
+    config = library().Idefics3Config(
+        vision_config={**VISION, "num_channels": 3}, text_config=text, image_token_id=VOCAB - 1, scale_factor=2
+    )
+    return library().Idefics3ForConditionalGeneration(config)
+
+
+def to_images(numbers: torch.Generator) -> dict[str, Tensor]:
+    text = torch.cat([tokens(numbers, length=2), torch.full((2, 1), VOCAB - 1), tokens(numbers, length=3)], 1)
+    return {"input_ids": text, "pixel_values": torch.randn(2, 1, 3, 8, 8, generator=numbers), "labels": text}
+
+
+Inputs = Callable[[torch.Generator], dict[str, Tensor]]
+MODELS: dict[str, tuple[Callable[..., nn.Module], Inputs]] = {
+    "t5": (t5, to_text),
+    "bart": (bart, to_text),
+    "whisper": (whisper, to_speech),
+    "llava": (llava, to_image),
+}
+SPLITS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp": 2},
+    "pp2-dp2-zero3": {"pp": 2, "dp": 2, "preset": "zero3"},
+    "pp4": {"pp": 4},
+    "interleaved": {"pp": 2, "pipeline": {"schedule": "interleaved"}},
+    "zb-h1": {"pp": 2, "preset": "zero2", "pipeline": {"schedule": "zb-h1"}},
+    "gpipe-recompute": {"pp": 3, "pipeline": {"schedule": "gpipe"}, "activations": "recompute"},
+}
+
+
+def made(kind: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind][0](**changes).train()
+
+
+def drawn(kind: str, num_steps: int = 3, micro_batches: int = 4) -> list[list[dict[str, Tensor]]]:
+    numbers = torch.Generator().manual_seed(1)
+    return [[MODELS[kind][1](numbers) for _ in range(micro_batches)] for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_they_train_as_in_a_plain_loop(kind: str, split: str) -> None:
+    race(made(kind), drawn(kind), **SPLITS[split])
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("kind", RELATIVES)
+def test_relatives_of_t5_and_bart(kind: str, pp: int) -> None:
+    torch.manual_seed(0)
+    numbers = torch.Generator().manual_seed(1)
+    race(relative(kind).train(), [[to_text(numbers) for _ in range(2)] for _ in range(2)], pp=pp)
+
+
+def test_a_model_that_reads_its_pixels_is_cut_in_its_language_model() -> None:
+    """It leaves out images that are empty, so it has no forward on fake tensors: nothing can be carried."""
+    torch.manual_seed(0)
+    numbers, model = torch.Generator().manual_seed(1), idefics3().train()
+    data = [[to_images(numbers) for _ in range(2)] for _ in range(2)]
+    with pytest.raises((ModelError, FaultError), match="That was impossible"):
+        race(model, data, pp=3)
+    tower = ["model.text_model.embed_tokens", "model.vision_model", "model.connector", "model.text_model.layers.0"]
+    rest = ["model.text_model.layers.1", "model.text_model.layers.2", "model.text_model.norm", "lm_head"]
+    race(model, data, pipeline={"stages": [tower, rest]})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_calls_of_the_model_train_and_answer(kind: str) -> None:
+    """In a loop of one's own, and without gradients."""
+    model, [parts] = made(kind), drawn(kind, num_steps=1)
+    batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    losses, norms, params = plain(model, [[batch]], None)
+    after = copy.deepcopy(model).eval()
+    after.load_state_dict(params)
+    with torch.no_grad():
+        logits = after(**batch).logits
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine, plan = models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}}
+        with sw.shard(mine, plan, optimizer=optimizer_of(mine), world=world) as engine:
+            loss = mine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(losses[0], rel=1e-5)
+            assert float(engine.gradient_norm) == pytest.approx(norms[0], rel=1e-5)
+            for name, value in engine.state_dict().items():
+                torch.testing.assert_close(value, params[name], rtol=1e-4, atol=1e-5, msg=name)
+            mine.eval()
+            with engine.inference():
+                torch.testing.assert_close(mine(**batch, use_cache=False).logits, logits, rtol=1e-4, atol=1e-5)
+
+    run_ranks(2, rank)
+
+
+def test_generation_that_calls_the_encoder_by_itself_is_refused() -> None:
+    models = [made("t5") for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank].eval()
+        with sw.shard(model, {"preset": "zero1", "mesh": {"pp": 2}}, world=world) as engine, engine.inference():
+            model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)
+
+    with pytest.raises(ShardwiseError, match=r"answer only calls of the whole model|with two caches"):
+        run_ranks(2, rank)
+
+
+def test_a_frozen_tower_gets_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what passes from the tower's stage on, only embedded tokens are trained."""
+    messages, model, data = Messages(monkeypatch), made("llava"), drawn("llava")
+    model.model.vision_tower.requires_grad_(False)
+    rest = ["model.multi_modal_projector", "model.language_model.layers.*", "model.language_model.norm", "lm_head"]
+    race(model, data, pipeline={"stages": [["model.language_model.embed_tokens", "model.vision_tower"], rest]})
+    embedded = sum(part["input_ids"].numel() for parts in data for part in parts) * 32 * 4
+    assert messages.of("gradient") == embedded
+    assert messages.of("activation") > embedded

@@ -1,0 +1,253 @@
+"""What later stages read of earlier ones besides what they are called with: skips, sums over layers, conditions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.errors import FaultError, ModelError
+from shardwise.testing import run_ranks
+from tests.in_stages import Messages, race
+from tests.models import Lora
+from tests.thorough import sampled
+
+Tensor = torch.Tensor
+WIDTH, VOCAB, LENGTH = 16, 11, 5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, *skips: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.linear(self.norm(sum(skips, hidden))))
+
+
+class Net(nn.Module):
+    """Blocks of an encoder and of a decoder, and one between them that is registered last."""
+
+    num_blocks = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.down = nn.ModuleList(Block() for _ in range(self.num_blocks))
+        self.up = nn.ModuleList(Block() for _ in range(self.num_blocks))
+        self.middle = Block()
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(x)).flatten(0, 1), y.flatten())
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """A U-Net: each up block gets what the down block opposite has returned."""
+        hidden = self.tokens(x)
+        skips = []
+        for block in self.down:
+            hidden = block(hidden)
+            skips.append(hidden)
+        hidden = self.middle(hidden)
+        for block in self.up:
+            hidden = block(hidden, skips.pop())
+        return hidden
+
+
+class Condition(Net):
+    """All decoder blocks are called with the encoder's states, each with a tensor of its own."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        states = self.tokens(x)
+        for block in self.down:
+            states = block(states)
+        hidden = self.middle(self.tokens.weight.new_zeros(*x.shape, WIDTH))
+        for number, block in enumerate(self.up):
+            hidden = block(hidden, states * (number + 1))
+        return hidden
+
+
+class SumOfLayers(Net):
+    """What comes after the last block reads what all of them have returned."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        seen = [hidden]
+        for block in [*self.down, self.middle, *self.up]:
+            hidden = block(hidden)
+            seen.append(hidden)
+        return torch.stack(seen).mean(0)
+
+
+class Penalised(Net):
+    """Its loss has terms of what modules of all stages have returned, with gradients and without."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        seen = [hidden]
+        for block in [*self.down, self.middle, *self.up]:
+            hidden = block(hidden)
+            seen.append(hidden)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+        return loss * (1 + seen[2].detach().std()) + 0.1 * sum(one.square().mean() for one in seen)
+
+
+class OfSeveral(Net):
+    """Blocks return dicts and tuples, of which later ones read some; a skip passes recomputed blocks."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        early = hidden
+        for block in self.down:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        middle = self.middle(hidden, early)
+        for block in self.up:
+            hidden = checkpoint(block, middle, hidden, early, use_reentrant=False)
+        return hidden + early.detach()
+
+
+class CallsInner(Net):
+    """What comes after the last block calls a layer of the first one, too."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = super().hidden(x)
+        return hidden + torch.tanh(self.down[0].linear(hidden))
+
+
+NETS = [Net, Condition, SumOfLayers, Penalised, OfSeveral, CallsInner]
+SPLITS: dict[str, dict[str, Any]] = {
+    "pp4": {"pp": 4},
+    "pp2-dp2-zero3": {"pp": 2, "dp": 2, "preset": "zero3"},
+    "interleaved": {"pp": 2, "pipeline": {"schedule": "interleaved"}},
+    "zb-h1": {"pp": 2, "preset": "zero2", "pipeline": {"schedule": "zb-h1"}},
+    "gpipe": {"pp": 3, "preset": "ddp", "pipeline": {"schedule": "gpipe"}},
+}
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def drawn(num_steps: int = 3, micro_batches: int = 4) -> list[list[dict[str, Tensor]]]:
+    numbers = torch.Generator().manual_seed(1)
+    return [
+        [{name: torch.randint(0, VOCAB, (2, LENGTH), generator=numbers) for name in "xy"} for _ in range(micro_batches)]
+        for _ in range(num_steps)
+    ]
+
+
+def loss_itself(output: Tensor) -> Tensor:
+    return output
+
+
+@sampled
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", NETS)
+def test_they_train_as_in_a_plain_loop(kind: type[nn.Module], split: str) -> None:
+    race(made(kind), drawn(), loss_fn=loss_itself, **SPLITS[split])
+
+
+def test_two_arguments_of_one_shape_are_told_apart() -> None:
+    """The first step follows every operation, and its stand-ins are all different; those of later ones share memory."""
+    race(made(OfSeveral), drawn(num_steps=2), loss_fn=loss_itself, pp=3)
+
+
+def test_skips_are_sent_once_to_where_they_are_read_and_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last down block and the first up block all three outputs of down blocks are on their way, one of
+    which is the hidden state as well."""
+    messages = Messages(monkeypatch)
+    stages = [["tokens", "down.*"], ["middle", "up.*", "head"]]
+    data = drawn(num_steps=1)
+
+    def rehearsed(engine: sw.Engine) -> int:
+        from shardwise.fit.stage_rehearsal import StageRehearsal
+
+        sharded = engine._sharded
+        pipeline, sharding = sharded.parts.pipeline, sharded.parts.sharding
+        assert pipeline is not None
+        found = StageRehearsal(
+            pipeline.staged, sharding.units, data[0][0], sharding.device, sharded.table.compute, lambda output: output
+        )
+        found.activations(pipeline.exchange)
+        return found.sent_bytes
+
+    foreseen = race(made(Net), data, loss_fn=loss_itself, pipeline={"stages": stages}, look=rehearsed)
+    hidden = 2 * LENGTH * WIDTH * 4
+    assert messages.of("activation") == messages.of("gradient") == len(data[0]) * 3 * hidden
+    assert foreseen == [3 * hidden, 3 * hidden]
+
+
+@pytest.mark.parametrize("frozen", [("tokens", "down"), ("tokens", "down", "middle", "up")])
+def test_frozen_stages_send_no_gradients_and_keep_nothing(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = Messages(monkeypatch)
+    model = made(Net)
+    for name, param in model.named_parameters():
+        param.requires_grad = not name.startswith(frozen)
+    stages = [["tokens", "down.*"], ["middle", "up.0"], ["up.1", "up.2", "head"]]
+    race(model, drawn(), loss_fn=loss_itself, pp=3, pipeline={"stages": stages})
+    senders = {ranks for (kind, ranks), num in messages.sent.items() if kind == "gradient" and num}
+    assert len(senders) == (0 if "up" in frozen else 1)
+    assert messages.of("activation")
+
+
+@sampled
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_adapters_of_the_last_stages_alone(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen model with low-rank adapters in its up blocks: nothing comes back to the stage before them."""
+    messages, model = Messages(monkeypatch), made(Net)
+    model.requires_grad_(False)
+    for block in model.up:
+        block.linear = Lora(block.linear)
+    stages = [["tokens", "down.*", "middle"], ["up.0", "up.1"], ["up.2", "head"]]
+    race(model, drawn(), loss_fn=loss_itself, pp=3, pipeline={"stages": stages, "schedule": schedule})
+    assert len({ranks for (kind, ranks), num in messages.sent.items() if kind == "gradient" and num}) == 1
+
+
+class InPlace(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        first = self.down[0](self.tokens(x))
+        first += 1
+        hidden = first
+        for block in [*self.down[1:], self.middle, *self.up]:
+            hidden = block(hidden)
+        return hidden + first
+
+
+class Reading(Net):
+    """Cannot run on fake tensors."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        first = self.down[0](self.tokens(x))
+        scale = float(x.float().mean().sin())
+        hidden = first * scale
+        for block in [*self.down[1:], self.middle, *self.up]:
+            hidden = block(hidden)
+        return hidden + first
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (InPlace, r"What down\.0 returned is changed in place, and a later pipeline stage reads it"),
+        (Reading, r"uses what down\.0 returned .*That was impossible: "),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_with_the_reason(kind: type[nn.Module], words: str) -> None:
+    models = [made(kind) for _ in range(2)]
+    [parts] = drawn(num_steps=1)
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, {"mesh": {"pp": 2}, "preset": "zero1", "accumulate": 4}, world=world) as engine:
+            engine.forward_backward(list(parts), loss_fn=loss_itself)
+
+    with pytest.raises((ModelError, FaultError), match=words):
+        run_ranks(2, rank)
