@@ -259,7 +259,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
                 engine.log({"loss": losses[step]}, tokens=ROWS)
         times.append((engine.num_steps, time.time()))
     said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
-    if world.membership is not None and world.membership.arrival is None:
+    if world.membership is not None and world.membership.arrival is None and '"sp"' not in plan:
         said["drawn"] = [drawn[step] for step in sorted(drawn)][: len(expected)], expected[: len(drawn)]
     said["folder"] = str(world.membership.folder) if world.membership is not None else None
     said["resumed"] = None if resumed is None else (resumed.step, resumed.state)
