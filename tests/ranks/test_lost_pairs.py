@@ -62,7 +62,7 @@ class Mixtral(Experts):
 
 def task_for(mesh: dict[str, int], num_blocks: int) -> Task:
     """One of which all axes of `mesh` can split the model."""
-    if "tp" in mesh:
+    if "tp" in mesh or {"pp", "sp", "ep"} <= mesh.keys():  # with rows for all micro-batches of all ranks
         return Mixtral(num_blocks)
     if "sp" not in mesh:
         return Experts(partial(with_experts, Decoder, num_blocks, **BIASED))
