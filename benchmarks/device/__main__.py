@@ -37,6 +37,7 @@ PARTS = (
     Part("calibrated", 0.12, on_ranks=False),
     Part("several_gpus", 0.06),
     Part("speed", 0.20),
+    Part("fp8", 0.12),
     Part("memory", 0.12),
     Part("larger", 0.18),
     Part("gaps", 0.06),

@@ -55,11 +55,12 @@ def cases() -> Iterator[tuple[str, str, str]]:
                 yield family, preset, "bf16"
 
 
-def measured(rows: Rows, family: Family, preset: str, precision: str) -> dict[str, Any]:
+def measured(rows: Rows, family: Family, preset: str, precision: str, **more: Any) -> dict[str, Any]:
+    """What a step takes beside its promise; `more` is further keys of the plan."""
     before = torch.cuda.memory_stats() if rows.is_real else {}
     model, batch = family(rows.device, not rows.is_real)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    plan = {"preset": preset, "precision": precision}
+    plan = {"preset": preset, "precision": precision, **more}
     with sw.shard(model, plan, optimizer=optimizer, world=rows.world) as engine:
         promise = engine.rehearse(batch)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.device import gaps, larger, memory, offload, several_gpus, speed
+from benchmarks.device import fp8, gaps, larger, memory, offload, several_gpus, speed
 from benchmarks.device.rows import Rows
 from shardwise import World
 
@@ -19,6 +19,7 @@ PARTS: dict[str, Callable[[Rows], None]] = {
     "offload": offload.run,
     "larger": larger.run,
     "gaps": gaps.run,
+    "fp8": fp8.run,
 }
 
 

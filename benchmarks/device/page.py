@@ -56,6 +56,24 @@ def _speed(part: Row) -> list[str]:
     return lines
 
 
+def _fp8(part: Row) -> list[str]:
+    lines = [f"{row['name']}: off by {row['off']}" for row in part["rows"] if "off" in row]
+    for row in part["rows"]:
+        if "promised_bytes" in row:
+            over = ", ".join(f"{kind} {row.get(f'{kind}_over_promised', '')}" for kind in ("requested", "allocated"))
+            lines.append(f"{row['name']}: {row['promised_bytes'] / GIB:.2f} GiB promised; over it: {over}")
+    timed = {row["name"]: row["seconds"] for row in part["rows"] if "seconds" in row}
+    plain = min((seconds for name, seconds in timed.items() if name.startswith("bf16,")), default=0.0)
+    lines += _table(("recipe", "ms", "tokens/s", "times bf16", "peak GiB"))
+    for row in part["rows"]:
+        if "seconds" in row:
+            lines.append(
+                f"| {row['name']} | {row['seconds'] * 1e3:.1f} | {row['tokens_per_second']:,.0f} "
+                f"| {plain / row['seconds']:.3f} | {row.get('peak_allocated_bytes', 0) / GIB:.1f} |"
+            )
+    return lines
+
+
 def _offload(part: Row) -> list[str]:
     lines = []
     for row in part["rows"]:
@@ -131,6 +149,7 @@ _SECTIONS = {
     "correctness": _correctness,
     "memory": _memory,
     "speed": _speed,
+    "fp8": _fp8,
     "offload": _offload,
     "larger": _offload,
     "gaps": _gaps,

@@ -1072,8 +1072,11 @@ class Engine:
             sharded.parts.unfreezing.check(sharded.peers)
             dropped = sharded.parts.unfreezing.used_gradients()
             sharded.zero_grad()
+            plan = sharded.parts.sharding.plan_to_fit
+            if sharded.parts.unfreezing.begins_factors:
+                plan = plan.with_factors_begun()
             with trained_as_before(sharded.parts.flats):
-                self.reshard(sharded.parts.sharding.plan_to_fit)
+                self.reshard(plan)
             self._sharded.parts.unfreezing.note_dropped(dropped)
 
     # -- before a call ------------------------------------------------------------------------------------

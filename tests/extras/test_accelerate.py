@@ -269,7 +269,6 @@ def test_unsupported_settings_of_a_config_file_are_listed(tmp_path: Path) -> Non
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 1.0, "transformer_moe_cls_names": "A"},
         "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"},
-        "fp8_config": {"backend": "TE"},
         "something_new": 3,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
@@ -280,7 +279,6 @@ def test_unsupported_settings_of_a_config_file_are_listed(tmp_path: Path) -> Non
         "transformer_moe_cls_names",
         "gradient_clipping",
         "fsdp_config.fsdp_sharding_strategy",
-        "fp8_config",
         "something_new",
     }
 

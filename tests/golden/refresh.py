@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.plan import Plan, Wire, WireFormat
+from shardwise.plan import Plan, PowerSGD, Wire, WireFormat
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, mesh_for, pack, padded_numel, table_for
 from shardwise.program import (
+    FactoredMatrix,
     FlatSpec,
     PlacedUpdate,
     UnitSpec,
@@ -34,8 +35,11 @@ def texts() -> dict[str, str]:
     """The program of every preset by file name."""
     steps = {f"step-{name}.txt": _step(name, "zero3") for name in ("lamb", "muon")}
     steps["step-muon-offload.txt"] = _step("muon", "offload")
-    codes = {"codes-hpz.txt": _codes()}
-    return {f"{name}.txt": _text(name) for name in PRESETS} | steps | codes | {"schedule-1f1b-zero3.txt": _schedule()}
+    steps["step-onebit-adam.txt"] = _step("onebit-adam", "ddp")
+    presets = {f"{name}.txt": _text(Plan(preset=name, precision="bf16")) for name in PRESETS}
+    factors = Plan(preset="ddp", precision="bf16", powersgd=PowerSGD(rank=4, start_step=0))
+    wires = {"codes-hpz.txt": _codes(), "ddp-powersgd.txt": _text(factors)}
+    return presets | steps | wires | {"schedule-1f1b-zero3.txt": _schedule()}
 
 
 def _codes() -> str:
@@ -73,8 +77,10 @@ def _step(optimizer: str, preset: str) -> str:
     return f"# a step of {optimizer} in {preset} in bf16 on {mesh}. Refresh: {REFRESH}\n" + render(planned.step)
 
 
-def _text(name: str) -> str:
-    plan = Plan(preset=name, precision="bf16", mesh={"node": 2, "local": 2} if len(PRESETS[name].axes) == 2 else None)
+def _text(plan: Plan) -> str:
+    name = plan.preset
+    if len(PRESETS[name].axes) == 2:
+        plan = plan.model_copy(update={"mesh": {"node": 2, "local": 2}})
     mesh = mesh_for(plan, 4)
     units = _units(plan, mesh)
     planned = plan_step(units, straight_trace(units), buffers_bytes=1024)
@@ -91,7 +97,10 @@ def _units(plan: Plan, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSp
         shape, is_hidden = (num_elements // 256, 256), name.startswith("h.")
         update = update_by(optimizer, shape, is_hidden=is_hidden) if optimizer else None
         updates = (PlacedUpdate(slots[0].span, update),) if update else ()
-        return FlatSpec(name, numel, 1, table, mesh, trainable, updates)
+        own = table.with_summands() if trainable and update is not None and update.summands else table
+        matrix = table.low_rank.matrix_of(shape) if trainable and table.low_rank is not None else None
+        factored = (FactoredMatrix(0, slots[0].span, *matrix),) if matrix is not None else ()
+        return FlatSpec(name, numel, 1, own, mesh, trainable, updates, factored=factored)
 
     return (
         UnitSpec("wte", (flat("wte", EMBEDDING),)),

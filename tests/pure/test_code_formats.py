@@ -87,7 +87,7 @@ def test_codes_follow_the_axis_between_hosts() -> None:
 @pytest.mark.parametrize(
     ("wire", "why"),
     [
-        ({"grad": "int3"}, "wire.grad.dtype is 'int3'; expected .*int8, int4 or null"),
+        ({"grad": "int3"}, "wire.grad.dtype is 'int3'; expected .*int8, int4, fp8 or null"),
         ({"grad": {"dtype": "int4", "block": 100}}, "wire.grad.block is 100; expected 16, 32, .* 4096 or null"),
         ({"grad": {"dtype": "int4", "blok": 128}}, r"unknown key 'blok' in wire.grad. .*block"),
         ({"grad": {"dtype": "int4", "axes": ["nod"]}}, "wire.grad.axes names mesh axis 'nod'"),
@@ -164,7 +164,7 @@ def test_the_error_is_half_a_step(wire: Codes, dtype: torch.dtype) -> None:
     assert torch.equal(twice, 2 * exact)
 
 
-@pytest.mark.parametrize("wire", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("wire", [INT8, INT4, Codes("fp8", 256)], ids=str)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_is_seen(wire: Codes, value: float) -> None:
     values = torch.ones(4 * wire.block)

@@ -199,6 +199,18 @@ def refused(*arguments: str) -> str:
 # --- what is printed ---------------------------------------------------------------------------------
 
 
+def test_gradients_as_factors_and_momenta_as_signs(capsys: pytest.CaptureFixture[str]) -> None:
+    factors = ("ddp", "--world", "8", "--set", "powersgd.rank=2")
+    later, now = said(capsys, *factors), said(capsys, *factors, "--set", "powersgd.start_step=0")
+    assert "sends gradients in fp32, of matrices later as factors of 2 columns\n" in later
+    assert "sends gradients in fp32, of matrices as factors of 2 columns\n" in now
+    assert "sent per rank and step\n  28.0 MiB" in later
+    assert "sent per rank and step\n  112.1 KiB" in now
+    assert "sent per rank and step\n  896.3 KiB" in said(capsys, "ddp", "--world", "8", "--optimizer", "onebit-adam")
+    assert "Take the preset ddp" in refused("zero1", "--world", "8", "--optimizer", "onebit-adam")
+    assert "Take the preset ddp" in refused("zero3", *factors[1:])
+
+
 def test_a_preset_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "zero3", "--world", "4", "--set", "precision=bf16")
     assert out.startswith("zero3 on dp=4, 4 ranks\nknown from ZeRO stage 3 (arXiv:1910.02054), FSDP")

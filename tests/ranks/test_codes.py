@@ -28,6 +28,7 @@ from tests.thorough import sampled, thorough_only
 Tensor = torch.Tensor
 ROWS = 12
 INT8, INT4 = {"dtype": "int8", "block": 32}, {"dtype": "int4", "block": 16}
+FP8 = {"dtype": "fp8", "block": 32}
 EVERYWHERE = {"axes": "everywhere"}
 TWO = {"node": 2, "local": 2}
 
@@ -44,6 +45,9 @@ CASES = [
     ("zero1", 4, TWO, {"param": INT8, "grad": INT4}),
     ("hpz", 4, TWO, {"param": INT8 | EVERYWHERE, "grad": INT4}),
     ("offload", 2, None, {"param": INT8, "grad": INT4}),
+    ("zero3", 3, None, {"param": FP8}),
+    ("hpz", 4, TWO, {"param": FP8 | EVERYWHERE, "grad": INT8}),
+    ("zero1", 2, None, {"param": FP8, "grad": FP8}),
 ]
 IDS = [
     f"{preset}-{num_ranks}{'x2' if mesh else ''}-{place}" for place, (preset, num_ranks, mesh, _) in enumerate(CASES)
@@ -166,7 +170,7 @@ def test_tied_and_frozen(preset: str) -> None:
     assert_same(run, twin_run(model, data, 2, wire, sends_frozen=preset == "zero3"))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
 def test_codes_do_not_depend_on_the_mesh(dtype: str, model: Transformer) -> None:
     """Of 1 to 4 ranks the same bytes, parameter by parameter."""
     wire = {"param": {"dtype": dtype, "block": 64}, "grad": {"dtype": dtype, "block": 32}}

@@ -243,6 +243,9 @@ class Doubles(Halves):
         module.__class__ = Double
         return lambda: setattr(module, "__class__", nn.Linear)
 
+    def notes(self) -> tuple[str, ...]:
+        return ("and one note",)
+
 
 class Double(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
@@ -259,7 +262,7 @@ def test_a_conversion_keeps_names_shapes_dtypes_and_parameters() -> None:
 def test_units_are_chosen_from_converted_modules() -> None:
     model = synced()
     converted = convert(model, [Doubles()])
-    assert str(converted) == "layers twice: blocks.0.0 and 3 more\n"
+    assert str(converted) == "layers twice: blocks.0.0 and 3 more\nand one note\n"
     names = {choice.name for choice in choose_units(model, load_plan({"units": {"class": "Double"}}))}
     assert names >= {"blocks.0.0", "blocks.1.0", "blocks.2.0", "head"}
     converted.undo()

@@ -394,7 +394,15 @@ def test_refusals(tmp_path: Path) -> None:
         for wrong, words in (
             ({}, "no DeepSpeed config"),
             ({"config": {}, "mpu": object()}, "mpu and mesh_param"),
-            ({"config": {"optimizer": {"type": "OneBitAdam", "params": {}}}}, "optimizer.type is 'OneBitAdam'"),
+            ({"config": {"optimizer": {"type": "ZeroOneAdam", "params": {}}}}, "ranks diverge between two averages"),
+            (
+                {"config": {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1}}},
+                "optimizer.type is 'OneBitAdam', .* pull request 1169",
+            ),
+            (
+                {"config": {"optimizer": {"type": "OneBitLamb", "params": {"max_grad_norm": 1.0}}}},
+                "max_grad_norm is not supported for OneBitLamb. To clip gradients, set gradient_clipping",
+            ),
             ({"config": {"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}}, "params are not valid for AdamW"),
             ({"config": {"scheduler": {"type": "WarmUp", "params": {}}, "optimizer": {"type": "SGD"}}}, "WarmupLR"),
         ):

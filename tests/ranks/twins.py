@@ -335,15 +335,25 @@ def assert_rounds_like_the_plain_model(
     assert_as_near(run, in_shares, plain_run(model, data, make_optimizer, **settings))
 
 
+def _rounded_to_e4m3(rows: Tensor, scales: Tensor) -> Tensor:
+    """With four bits of significand, and steps of 2^-9 below 2^-6; halves to even."""
+    scaled = torch.where(scales > 0, rows / scales, torch.zeros_like(rows))
+    steps = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return ((scaled / steps).round() * steps).clamp(-448, 448) * scales
+
+
 def rounded_by(codes: dict[str, Any] | None) -> Callable[[Tensor], Tensor]:
     """A tensor through its codes: written down once more, without looking at the library."""
     if codes is None:
         return lambda tensor: tensor
-    block, largest = codes["block"], {"int8": 127, "int4": 7}[codes["dtype"]]
+    block, largest = codes["block"], {"int8": 127, "int4": 7, "fp8": 448}[codes["dtype"]]
 
     def through(tensor: Tensor) -> Tensor:
         rows = nn.functional.pad(tensor.detach().flatten().float(), (0, -tensor.numel() % block)).view(-1, block)
         scales = (rows.abs().max(dim=1, keepdim=True).values / largest).bfloat16().float()
+        if largest == 448:
+            scales = 2.0 ** (rows.abs().max(dim=1, keepdim=True).values / largest).log2().ceil()
+            return _rounded_to_e4m3(rows, scales).flatten()[: tensor.numel()].view_as(tensor).to(tensor.dtype)
         integers = torch.where(scales > 0, rows / scales, torch.zeros_like(rows)).round().clamp(-largest, largest)
         return (integers * scales).flatten()[: tensor.numel()].view_as(tensor).to(tensor.dtype)
 

@@ -18,15 +18,18 @@ from shardwise.program import FlatSpec
 
 Tensor = torch.Tensor
 NOTHING = Span(0, 0)
+UNSENT, FACTOR = "unsent", "factor"
+"""The kinds of what was not sent of gradients or averages, and of the second factors of gradients."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """Elements `span` of the tensor `name`, or of its part `box` (flattened), in live memory.
 
-    `kind` is `param`, `buffer` or `state.KEY`. This rank writes the elements `written`: ranks that hold copies share
-    the writing, and together write each element once. With `is_whole` the elements are those of a separate tensor, not
-    of the parameter (a scalar state): every rank has all of them, and one writes them.
+    `kind` is `param`, `buffer` or `state.KEY`; `unsent.RANK` and `unsent` are what was not sent of whole parameters and
+    of averages, `factor` is what gradients are multiplied with to be sent. This rank writes the elements `written`:
+    ranks that hold copies share the writing, and together write each element once. With `is_whole` the elements are
+    those of a separate tensor, not of the parameter (a scalar state): every rank has all of them, and one writes them.
 
     `is_hidden`: the model has no view of this memory, so only an optimizer's step or a call to the engine changes it.
     """
@@ -45,6 +48,8 @@ class Entry:
     """If a model axis cuts the tensor, the part whose elements `span` counts."""
     rows: DiskRows | None = None
     """The rows through which the elements are read, if they lie on a disk."""
+    num_ranks: int = 0
+    """With how many ranks alone it can be read again, if not with any number. With others it is zero."""
 
     @property
     def key(self) -> str:
@@ -97,8 +102,10 @@ def content_of(
         content.shapes[name] = tuple(tensor.shape)
         span = Span(0, tensor.numel())
         content.entries.append(Entry(kind, name, span, tensor, span if own_buffers or place == 0 else NOTHING))
+    _add_factors(content, flats)
     if optimizer is not None:
         _add_states(content, optimizer, written)
+        _add_residuals(content, optimizer)
         content.groups = _groups(optimizer)
         content.optimizer = optimizer.kind
     return content
@@ -202,6 +209,31 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
                 whole = Span(0, value.numel())
                 mine = whole if is_first else NOTHING
                 content.entries.append(Entry(kind, piece.name, whole, value, mine, is_whole=True, is_hidden=True))
+
+
+def _add_residuals(content: Content, optimizer: AdoptedOptimizer) -> None:
+    """Add what this rank has not sent: every rank has its own of whole parameters, and a range of those of averages."""
+    for name, one in optimizer.residuals.items():
+        whole = Span(0, one.own.numel())
+        content.entries += [
+            Entry(f"{UNSENT}.{one.place}", name, whole, one.own, whole, is_hidden=True, num_ranks=one.num_ranks),
+            Entry(UNSENT, name, one.span, one.average, one.span, is_hidden=True, num_ranks=one.num_ranks),
+        ]
+
+
+def _add_factors(content: Content, flats: Sequence[Flat]) -> None:
+    """Add what is kept of gradients that are sent as factors: every rank has its own of what was not sent, and all have
+    the same factor."""
+    for flat in flats:
+        for name, (unsent, factor) in flat.kept_factors().items():
+            (axis,) = flat.spec.table.axes
+            place, num_ranks = flat.coordinate[axis], flat.spec.mesh.size(axis)
+            whole, of_factor = Span(0, unsent.numel()), Span(0, factor.numel())
+            mine = of_factor if place == 0 else NOTHING
+            content.entries += [
+                Entry(f"{UNSENT}.{place}", name, whole, unsent, whole, is_hidden=True, num_ranks=num_ranks),
+                Entry(FACTOR, name, of_factor, factor, mine, is_whole=True, is_hidden=True),
+            ]
 
 
 def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:

@@ -142,7 +142,9 @@ def _is_known_kind(chunk: Chunk, index: Index) -> bool:
         return _is_number(chunk.name, index.world_size) and chunk.shape is not None and chunk.dtype == "uint8"
     if first == "state":
         return bool(rest)
-    return chunk.kind == "param" or (first == "buffer" and (not dot or _is_number(rest, index.world_size)))
+    return chunk.kind in ("param", "factor") or (
+        first in ("buffer", "unsent") and (not dot or _is_number(rest, index.world_size))
+    )
 
 
 def _is_number(text: str, limit: int) -> bool:
@@ -153,7 +155,7 @@ def _numel(where: str, chunk: Chunk, index: Index) -> int:
     if chunk.shape is not None:
         if (chunk.start, chunk.stop) != (0, 0) or len(chunk.shape) > MAX_DIMS:
             raise _WrongError(f"{where} is whole and has elements {chunk.start} to {chunk.stop} as well.")
-        if not chunk.kind.startswith("state.") and chunk.kind != RANK:
+        if not chunk.kind.startswith("state.") and chunk.kind not in (RANK, "factor"):
             raise _WrongError(f"{where}.shape is for states of an optimizer only.")
         return math.prod(chunk.shape)
     numel = math.prod(index.shapes[chunk.name])

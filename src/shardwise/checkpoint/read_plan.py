@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.content import Content, Entry
+from shardwise.checkpoint.content import FACTOR, Content, Entry
 from shardwise.checkpoint.index import Index
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of
 from shardwise.checkpoint.read import Reader
@@ -70,6 +70,11 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
     for entry in content.entries:
         if entry.kind.startswith("state."):
             continue
+        if entry.kind == FACTOR or (entry.num_ranks and not _has_residual(reader, entry)):
+            factor = reader.whole(entry.kind, entry.name) if entry.kind == FACTOR else None
+            fits = factor is not None and factor.span.numel == entry.span.numel
+            recipe.tensors.append(Filling(entry, [factor] if factor is not None and fits else []))
+            continue
         kind = _kind_there(reader, entry)
         recipe.tensors.append(Filling(entry, reader.reads(kind, entry.name, entry.span, entry.box)))
     for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
@@ -86,6 +91,10 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
                 states.reads[key] = reader.reads(kind, piece.name, piece.span, states.box)
                 states.dtypes[key] = _state_dtype(reader, piece, key, is_narrow=key in narrow)
     return recipe
+
+
+def _has_residual(reader: Reader, entry: Entry) -> bool:
+    return entry.num_ranks == reader.index.world_size and reader.first_chunk(entry.kind, entry.name) is not None
 
 
 def has_states(reader: Reader, name: str) -> bool:
@@ -196,6 +205,8 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
 def _fill_tensor(filling: Filling, reader: Reader) -> Wanted:
     """Returns what has still to be read."""
     entry, out = filling.entry, filling.entry.tensor.detach()
+    if not filling.reads and (entry.num_ranks or entry.kind == FACTOR):
+        out.zero_()  # it begins anew
     if entry.rows is not None:
         _stream(reader, entry.rows, out, filling.reads, entry.span, entry.box)
         return []

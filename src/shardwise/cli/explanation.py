@@ -31,6 +31,7 @@ from shardwise.plan.replica_groups import Smaller, num_leaving
 from shardwise.program import (
     Activations,
     Buffer,
+    FactoredMatrix,
     FlatSpec,
     Footprint,
     PlacedUpdate,
@@ -361,9 +362,14 @@ def example_units(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = 
     numel = padded_numel(pack([("weight", (EXAMPLE_NUMEL,))]), mesh.world_size, table.align)
     names = [f"h.{index}" for index in range(NUM_EXAMPLES)]
     update = update_by(optimizer, EXAMPLE_SHAPE, is_hidden=True) if optimizer else None
-    updates = (PlacedUpdate(Span(0, EXAMPLE_NUMEL), update),) if update else ()
+    span = Span(0, EXAMPLE_NUMEL)
+    updates = (PlacedUpdate(span, update),) if update else ()
+    if update is not None and update.summands:
+        tables = [own.with_summands() for own in tables]
+    matrix = table.low_rank.matrix_of(EXAMPLE_SHAPE) if table.low_rank is not None and table.on(mesh).axes else None
+    factored = (FactoredMatrix(0, span, *matrix),) if matrix is not None else ()
     return tuple(
-        UnitSpec(name, (FlatSpec(name, numel, 1, own.on(mesh), mesh, True, updates),))
+        UnitSpec(name, (FlatSpec(name, numel, 1, own.on(mesh), mesh, True, updates, factored=factored),))
         for name, own in zip(names, tables, strict=True)
     )
 

@@ -120,7 +120,7 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
             rows = tuple(map(int, args.micro_batch.split(",")))
         except ValueError:
             raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers, such as 1,2,4.") from None
-    known = (*get_args(DtypeName), "int8", "int4")
+    known = (*get_args(DtypeName), "int8", "int4", "fp8")
     if args.wires and args.wires not in known:
         raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, known)}")
     wires = (args.wires,) if args.wires else ()

@@ -194,6 +194,8 @@ def _is_irrelevant(path: str, value: object, plan: Plan) -> bool:
     """Whether a default is not worth showing: it changes nothing, or does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
+    if path.startswith("powersgd."):
+        return plan.powersgd.rank is None
     if path.startswith("offload."):
         return plan.offload.optim == 0
     if path.startswith("pipeline.") and "pp" not in (plan.mesh or {}):
@@ -232,6 +234,9 @@ def _below_rows(explained: Explanation) -> Text:
     if table.sends_codes:
         sent = f"{sent}; vectors, embeddings and routers are sent without codes"
     text = f"computes in {table.compute}; sends {sent}"
+    if table.low_rank is not None:
+        later = "" if table.low_rank.has_begun else "later "
+        text += f", of matrices {later}as factors of {table.low_rank.rank} columns"
     alone = [axis for axis in mesh.axes if mesh.size(axis) == 1]
     if alone:
         text += f"; nothing is split over {' and '.join(alone)}, which has one rank"

@@ -156,7 +156,7 @@ def _units(
     choices = [replace(choice, boxes=boxes) for choice in chosen]
     specs = unit_specs(choices, rows, mesh, updates)
     units = [
-        make_unit(choice, spec, rows, mesh.coordinate(0), ByteMeter(), device)
+        make_unit(choice, spec, rows, mesh.coordinate(0), ByteMeter(), device, updates)
         for choice, spec in zip(choices, specs, strict=True)
     ]
     return [unit for unit in units if unit.flats]

@@ -187,7 +187,7 @@ def _units_on(
     choices = [replace(choice, boxes=boxes) for choice in chosen]
     specs = unit_specs(choices, rows, mesh, updates)
     every = (
-        make_unit(choice, spec, rows, mesh.coordinate(rank), ByteMeter(), device)
+        make_unit(choice, spec, rows, mesh.coordinate(rank), ByteMeter(), device, updates)
         for choice, spec in zip(choices, specs, strict=True)
     )
     return [unit for unit in every if unit.flats]

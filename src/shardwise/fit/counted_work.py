@@ -25,10 +25,12 @@ NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
 }
 """The dtypes for which hardware has rates."""
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "flex_attention")
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _COLLECTIVES: Mapping[str, str] = {
     "all_reduce": "all_reduce",
     "gather": "all_gather",
@@ -82,7 +84,7 @@ class CountedOperations(UncompiledMode):  # type: ignore[no-untyped-call]  # tor
             return
         if torch.is_grad_enabled():
             self.recomputed.append(self.operations[-1])
-        elif str(func._overloadpacket) == "aten.mm" and not self._reads_params(given):
+        elif str(func._overloadpacket) in ("aten.mm", "aten._scaled_mm_v2") and not self._reads_params(given):
             self.weights.append(self.operations[-1])
 
     def add(self, operation: Operation) -> None:

@@ -7,7 +7,7 @@ action moves is in its `sent_bytes`; what it reads and writes in memory follows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
@@ -355,6 +355,13 @@ def _exchange(prices: Prices, action: Action) -> Cost:
     return Cost(hardware.collective_seconds("all_to_all", whole, ranks), hardware.links_of(ranks), action.over)
 
 
+def _averaging(prices: Prices, action: Action) -> Cost:
+    """Signs are made of momenta with their residuals, or momenta of signs: half of that at each of two waits."""
+    flat = prices.flat(action)
+    width = WIDTH[flat.table.optim.dtype]
+    return Cost(computing=prices.hardware.flat_seconds(4 * _numel(flat, flat.table.optim.shard) * width))
+
+
 def _broadcast(prices: Prices, action: Action) -> Cost:
     ranks = prices.ranks_along(action.over)
     hardware = prices.hardware
@@ -392,6 +399,16 @@ _gather = _collective("all_gather", 1)
 _reduce_scatter = _collective("reduce_scatter", 1)
 _all_reduce = _collective("all_reduce", 2)
 
+
+def _as_factors(prices: Prices, action: Action) -> Cost:
+    """A product with every matrix, and the sum of what it gives."""
+    flat = prices.flat(action)
+    sizes = [(one.rows, one.cols, one.rank) for one in flat.factored]
+    dtype = flat.table.grad.dtype
+    computing = sum(prices.hardware.product_seconds(rows, rank, cols, dtype) for rows, cols, rank in sizes)
+    return replace(_all_reduce(prices, action), computing=computing)
+
+
 PRICES: dict[tuple[Verb, Subject], Price] = {
     ("gather", "param"): _gather,
     ("gather", "held"): _gather,
@@ -405,6 +422,8 @@ PRICES: dict[tuple[Verb, Subject], Price] = {
     ("reduce_scatter", "due"): _reduce_scatter,
     ("all_reduce", "grad"): _all_reduce,
     ("all_reduce", "due"): _all_reduce,
+    ("project", "grad"): _as_factors,
+    ("restore", "grad"): _as_factors,
     ("cast", "grad"): _cast("fresh", "grad"),
     ("cast", "due"): _cast("grad", "due"),
     ("slice", "due"): _slice_due,
@@ -421,6 +440,10 @@ PRICES: dict[tuple[Verb, Subject], Price] = {
     ("orthogonalize", "update"): _orthogonalize,
     ("hand_back", "update"): _exchange,
     ("wait", "update"): _free,
+    ("collect", "momentum"): _exchange,
+    ("wait", "signs"): _averaging,
+    ("hand_back", "momentum"): _exchange,
+    ("wait", "momentum"): _averaging,
     ("fetch", "states"): _read_states,
     ("update", "master"): _update_on_host,
     ("evict", "states"): _write_states,

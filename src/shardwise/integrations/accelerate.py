@@ -7,6 +7,7 @@ collective, and ranks that do not save meet the others as `accelerate_coordinati
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
+from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,6 +28,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate_batches import BatchSharingAccelerator, ranks_per_batch
 from shardwise.integrations.accelerate_coordination import Coordination
+from shardwise.integrations.accelerate_fp8 import request_of
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.model_patches import (
     engine_folder,
@@ -45,10 +48,13 @@ from shardwise.integrations.plans import (
     has_stages,
     require_agreement,
     resolved_plan,
+    with_fp8,
     without,
 )
 from shardwise.integrations.sample_batch import cure, sample_batch
 from shardwise.system.process_rank import process_rank_of
+
+_log = logging.getLogger("shardwise")
 
 
 class Accelerator(BatchSharingAccelerator):
@@ -114,7 +120,20 @@ class Accelerator(BatchSharingAccelerator):
         self._coordination = Coordination(self._engines)
         self._pending: list[nn.Module] = []
         self._own_world: sw.World | None = None
+        self._fp8 = request_of(self) if self.mixed_precision == "fp8" else None
+        for note in self._fp8.notes if self._fp8 is not None and self.is_main_process else ():
+            _log.warning("fp8: %s.", note)
         self.scaler = None  # the engine has its own loss scale, which is the same on all ranks
+
+    @property
+    def plan_precision(self) -> str:
+        """accelerate's `mixed_precision`, as a plan has it: under fp8, everything but some products is in bf16."""
+        return "bf16" if self.mixed_precision == "fp8" else str(self.mixed_precision)
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """None of accelerate's: layers multiply in fp8 as the plan says, and `prepare` must not convert them."""
+        return FP8BackendType.NO
 
     def _take_compiler(self) -> str | None:
         """Returns the requested compiler backend, and turns off accelerate's compilation of whole models: the engine
@@ -241,7 +260,10 @@ class Accelerator(BatchSharingAccelerator):
             _refuse_shared_optimizers(model, mine)
             self._dtypes[model] = dtype_of(model)
             self._param_dtypes[model] = {name: param.dtype for name, param in model.named_parameters()}
-            plan = resolved_plan(self._plan_of(model), model, self.mixed_precision, self._compiler, "Accelerate")
+            plan = self._plan_of(model)
+            if self._fp8 is not None:
+                plan = with_fp8(plan, self._fp8.settings(model))
+            plan = resolved_plan(plan, model, self.plan_precision, self._compiler, "Accelerate")
             if plan.precision == "fp16" and self._engines:
                 raise ConfigError(
                     "In fp16 each engine has its own loss scale, so only one model can be trained. Use bf16 for "

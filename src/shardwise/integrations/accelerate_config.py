@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from shardwise.errors import ConfigError
+from shardwise.integrations.accelerate_fp8 import variables_of
 from shardwise.integrations.deepspeed.config import read_config
 from shardwise.plan.files.formats import SourceError
 from shardwise.plan.files.yaml_text import read_plainly
@@ -133,6 +134,8 @@ def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
         else:
             for name, one in inner.items():
                 _take_fsdp(found, str(name), one)
+    elif key == "fp8_config":
+        found.environment |= variables_of(value or {})
     elif key == "num_processes":
         found.nproc = int(value)
     elif key == "main_process_port":

@@ -57,7 +57,7 @@ class DeepSpeedAccelerator(Accelerator):
         self._has_reported = False
         super().__init__(*args, plan=self._read_plan(None, process_rank_of(os.environ).size or 1)[0], **kwargs)
         if TUNING_VARIABLE in os.environ:
-            half = self.mixed_precision
+            half = self.plan_precision
             self.deepspeed_config = config, {f"{name}.enabled": half == name for name in ("fp16", "bf16")}
         self.state: Any = _State(self.state, self._plugin)
         LIVE.note(self._plugin)
@@ -67,7 +67,7 @@ class DeepSpeedAccelerator(Accelerator):
         assert self._plugin is not None
         batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         rest = {name: value for name, value in self._plugin.deepspeed_config.items() if name not in batches}
-        half = None if model is None else self.mixed_precision
+        half = None if model is None else self.plan_precision
         reading = read_with(rest, world_size, model, {f"{name}.enabled": half == name for name in ("fp16", "bf16")})
         report = reading.report(monitors_by=_LOG_WITH)
         if model is not None and not self._has_reported and self.is_main_process and report:

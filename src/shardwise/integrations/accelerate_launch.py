@@ -23,6 +23,10 @@ _DEEPSPEED = (
     "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_clipping", "zero3_init_flag",
     "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names",
 )  # fmt: skip
+_FP8 = (
+    "backend", "margin", "interval", "format", "amax_history_len", "amax_compute_algo",
+    "override_linear_precision", "opt_level", "enable_fsdp_float8_all_gather", "pad_inner_dim",
+)  # fmt: skip
 _PLAIN = (
     "mixed_precision", "num_processes", "num_machines", "gpu_ids", "main_process_port", "gradient_accumulation_steps",
     "machine_rank", "main_process_ip", "rdzv_backend", "main_training_function", "downcast_bf16",
@@ -57,9 +61,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **settings)
 
     option("config_file", type=Path, metavar="FILE", help="a file written by `accelerate config`")
-    for name in (*_PLAIN, *_DYNAMO, *_DEEPSPEED, *(f"fsdp_{name}" for name in _FSDP)):
+    for name in (
+        *_PLAIN,
+        *_DYNAMO,
+        *_DEEPSPEED,
+        *(f"fsdp_{name}" for name in _FSDP),
+        *(f"fp8_{name}" for name in _FP8),
+    ):
         option(name, metavar="X", help="as in accelerate launch" if name in _PLAIN[:6] else argparse.SUPPRESS)
-    for name in (*_FLAGS, *_REFUSED, "multi_gpu", "enable_cpu_affinity"):
+    for name in (*_FLAGS, *_REFUSED, "multi_gpu", "enable_cpu_affinity", "fp8_use_autocast_during_eval"):
         option(name, action="store_true", help=argparse.SUPPRESS)
     option("use_deepspeed", action="store_true", help="ZeRO, set by --zero_stage or --deepspeed_config_file")
     option("use_fsdp", action="store_true", help="sharded, set by the options that begin with --fsdp_")
@@ -108,6 +118,7 @@ def _merged(args: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     merged |= {name: getattr(args, name) for name in _DYNAMO if getattr(args, name) is not None}
     fsdp = {f"fsdp_{name}": getattr(args, f"fsdp_{name}") for name in _FSDP}
     _merge_section(merged, "fsdp_config", fsdp)
+    _merge_section(merged, "fp8_config", {name: getattr(args, f"fp8_{name}") for name in _FP8})
     _merge_section(merged, "deepspeed_config", {name: getattr(args, name) for name in _DEEPSPEED})
     chosen = {"FSDP": args.use_fsdp, "DEEPSPEED": args.use_deepspeed, "MULTI_GPU": args.multi_gpu}
     asked = [kind for kind, is_asked in chosen.items() if is_asked]

@@ -49,7 +49,10 @@ def resolved_plan(plan: sw.Plan, model: nn.Module, mixed_precision: str, compile
     overrides = []
     given = plan.precision if "precision" in plan.model_fields_set else None
     if mixed_precision not in _PRECISIONS:
-        raise ConfigError(f"mixed_precision {mixed_precision!r} is not supported. Use bf16, fp16 or no.")
+        raise ConfigError(
+            f"mixed_precision {mixed_precision!r} is not supported with {library}. Use bf16, fp16 or no; for fp8 take "
+            f"bf16, and set fp8: tensorwise in the plan."
+        )
     if given == "auto":
         raise ConfigError(
             f"The plan's precision is auto, but a model under {library} is fed in the precision that is set there. Set "
@@ -69,6 +72,13 @@ def resolved_plan(plan: sw.Plan, model: nn.Module, mixed_precision: str, compile
             )
         overrides.append(f"compile={compiler}")
     return sw.load_plan(plan, overrides)
+
+
+def with_fp8(plan: sw.Plan, settings: dict[str, Any]) -> sw.Plan:
+    """`plan` with what the library was told about fp8; what the plan itself says counts more."""
+    if "fp8" in plan.model_fields_set:
+        return plan
+    return sw.load_plan({**{name: getattr(plan, name) for name in plan.model_fields_set}, "fp8": settings})
 
 
 def dtype_of(model: nn.Module) -> str | None:

@@ -6,6 +6,7 @@ from shardwise.memory.disk_folder import open_disk, require_room
 from shardwise.memory.disk_memory import DiskMemory, DiskRows
 from shardwise.memory.disk_reads import DiskRead
 from shardwise.memory.dtypes import torch_dtype
+from shardwise.memory.factors import Factors, KeptFactors
 from shardwise.memory.flat import ABSENT, GATHERING, READY, Flat, FullState, give_back_shapes, let_go
 from shardwise.memory.flat_gradients import FlatGradients
 from shardwise.memory.fresh import FreshGradients, place
@@ -27,11 +28,13 @@ __all__ = [
     "DiskMemory",
     "DiskRead",
     "DiskRows",
+    "Factors",
     "Flat",
     "FlatGradients",
     "FreshGradients",
     "FullState",
     "HostMemory",
+    "KeptFactors",
     "LabelledTable",
     "Unit",
     "UnitChoice",

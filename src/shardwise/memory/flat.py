@@ -27,6 +27,7 @@ from shardwise.errors import StateError
 from shardwise.memory.at_rest import ParamGuard
 from shardwise.memory.disk_memory import DiskMemory, DiskRows
 from shardwise.memory.dtypes import torch_dtype
+from shardwise.memory.factors import Factors, KeptFactors
 from shardwise.memory.flat_gradients import FlatGradients
 from shardwise.memory.grad_buffer import Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
@@ -108,6 +109,8 @@ class Flat:
         self.disk: DiskMemory | None = None
         self.rows: DiskRows | None = None
         """What lies on a disk, if the table has a row there."""
+        self.factors: Factors | None = None
+        """What is kept of gradients that are sent as factors, if any are."""
         self.outgoing: Tensor | None = None
         """The cast of what was updated on the host, if the update itself has made it."""
         self.guard = ParamGuard()
@@ -246,6 +249,8 @@ class Flat:
             self.param = self._resting("param", self.param_span.numel, compute)
         if self.spec.tier_of("param") == "device":
             self.meter.hold("param", self.param.nbytes)
+        if self.spec.factored:
+            self.factors = Factors(self.spec, self.meter, self.device)
         if self.spec.trainable:
             if self.spec.master_is_param:
                 self.master = _part(self.param, self.optim_span.within(self.param_span))
@@ -254,6 +259,24 @@ class Flat:
                 if self.spec.tier_of("master") == "device":
                     self.meter.hold("optim", self.master.nbytes)
         return views
+
+    def kept_factors(self) -> dict[str, KeptFactors]:
+        """By parameter, what is kept of gradients that are sent as factors."""
+        kept = self.factors
+        if kept is None:
+            return {}
+        return {
+            self.slots[one.index].name: (_part(kept.unsent, one.span), kept.cols[one.index])
+            for one in self.spec.factored
+        }
+
+    def go_on_with(self, former: Mapping[str, KeptFactors]) -> None:
+        """Take over what another layout of the same ranks has kept."""
+        for name, own in self.kept_factors().items():
+            theirs = former.get(name)
+            if theirs is not None and all(one.shape == other.shape for one, other in zip(own, theirs, strict=True)):
+                for one, other in zip(own, theirs, strict=True):
+                    one.copy_(other)
 
     def rest_in(self, memory: Tensor) -> None:
         """Keep the parameters, which are whole here between steps, in `memory`, as large as `full` and of its dtype."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -63,7 +62,8 @@ class FlatGradients:
         self._has_come = [False] * len(slots)
         """Which parameters' gradients have come in it."""
         self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
-        """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements."""
+        """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements. Of summands, see
+        [Note: norms of summands] in `program/spec.py`."""
         self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
         """The range of each parameter in `due`."""
         self._prepare()
@@ -339,14 +339,12 @@ def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
 
 
-def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, int], ...]:
+def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, float], ...]:
     """Neighbouring slots that lie on equally many ranks form one range; the zeros between parameters may fall in
     either."""
-    table = spec.table
-    over_data = math.prod(spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
-    found: list[tuple[Span, int]] = []
+    found: list[tuple[Span, float]] = []
     for slot in slots:
-        copies = over_data * (1 if slot.box is None else slot.box.copies)
+        copies = spec.copies_of_due * (1 if slot.box is None else slot.box.copies)
         mine = slot.span.overlap(due).within(due)
         if found and found[-1][1] == copies:
             found[-1] = (Span(found[-1][0].start, max(found[-1][0].stop, mine.stop)), copies)

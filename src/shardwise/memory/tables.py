@@ -29,7 +29,7 @@ from shardwise.plan.placement import (
 )
 from shardwise.system.name_patterns import matches
 
-SMALL, WHOLE = "small", "whole"
+SMALL, WHOLE, SUMMANDS = "small", "whole", "summands"
 ROUTERS = frozenset({"router", "gate", "wg"})
 """What routers of experts are called: Mixtral and Qwen-MoE `gate`, Switch and DBRX `router`, DeepSpeed `wg`. Modules of
 these names that have no fewer outputs than inputs are parts of gated MLPs."""
@@ -45,6 +45,10 @@ class LabelledTable:
     def stored_as(self, dtype: Dtype) -> LabelledTable:
         """The row of codes of `dtype`."""
         return LabelledTable(f"{self.label}-{dtype}" if self.label else dtype, self.table.stored_as(dtype))
+
+    def with_summands(self) -> LabelledTable:
+        """The row of parameters that are updated with summands of their gradients."""
+        return LabelledTable(f"{self.label}-{SUMMANDS}" if self.label else SUMMANDS, self.table.with_summands())
 
     def without_codes(self) -> LabelledTable:
         """The row of parameters that are sent whole though others under the same table are sent as codes."""

@@ -16,8 +16,8 @@ from shardwise.memory.flat_gradients import FlatGradients
 from shardwise.memory.select import UnitChoice
 from shardwise.memory.tables import LabelledTable
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import WIDTH, Slot, padded_numel
-from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update, gather_due
+from shardwise.plan.placement import WIDTH, Slot, Table, padded_numel
+from shardwise.program import FactoredMatrix, FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update, gather_due
 from shardwise.system.telemetry import ByteMeter
 
 Named = tuple[str, nn.Parameter]
@@ -131,7 +131,7 @@ def _unit_spec(
 ) -> UnitSpec:
     """One of them; it keeps each gradient buffer that may be kept."""
     flats = []
-    for kind, named in _by_kind(choice, rows).items():
+    for kind, named in _by_kind(choice, rows, updates).items():
         align = kind.row.table.align
         slots = choice.slots(named, align)
         numel = padded_numel(slots, mesh.num_replicas, align)
@@ -142,8 +142,19 @@ def _unit_spec(
         is_widest = WIDTH[table.grad_wire.dtype] <= WIDTH[table.grad.dtype] == WIDTH[table.optim.dtype]
         may_keep = on_cpu and kind.trainable and stays_whole and waits_here and is_widest
         overlaps = all(map(overlaps_compute, table.optim.shard))
-        flats.append(FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, may_keep, overlaps))
+        factored = _factored(slots, table) if kind.trainable else ()
+        flats.append(
+            FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, may_keep, overlaps, factored)
+        )
     return UnitSpec(choice.name, tuple(flats))
+
+
+def _factored(slots: Sequence[Slot], table: Table) -> tuple[FactoredMatrix, ...]:
+    """The matrices whose gradients are sent as factors, on a mesh where they are sent at all."""
+    if table.low_rank is None or not table.axes:
+        return ()
+    found = [(index, slot, table.low_rank.matrix_of(slot.shape)) for index, slot in enumerate(slots)]
+    return tuple(FactoredMatrix(index, slot.span, *matrix) for index, slot, matrix in found if matrix is not None)
 
 
 def _keep_some(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
@@ -182,22 +193,29 @@ def make_unit(
     coordinate: Mapping[str, int],
     meter: ByteMeter,
     device: torch.device,
+    updates: Mapping[nn.Parameter, Update] | None = None,
 ) -> Unit:
-    """The unit of `choice`, whose `spec` is of the same `rows` (`unit_specs`), with flat buffers that are still empty;
-    `init` fills them."""
+    """The unit of `choice`, whose `spec` is of the same `rows` and `updates` (`unit_specs`), with flat buffers that are
+    still empty; `init` fills them."""
     flats = []
-    for flat_spec, (kind, named) in zip(spec.flats, _by_kind(choice, rows).items(), strict=True):
+    for flat_spec, (kind, named) in zip(spec.flats, _by_kind(choice, rows, updates).items(), strict=True):
         slots = choice.slots(named, kind.row.table.align)
         flats.append(Flat(flat_spec, slots, [param for _, param in named], coordinate, meter, device))
     return Unit(spec, tuple(flats), list(choice.sites))
 
 
-def _by_kind(choice: UnitChoice, rows: Mapping[nn.Parameter, LabelledTable]) -> dict[_FlatKind, Sequence[Named]]:
+def _by_kind(
+    choice: UnitChoice,
+    rows: Mapping[nn.Parameter, LabelledTable],
+    updates: Mapping[nn.Parameter, Update] | None,
+) -> dict[_FlatKind, Sequence[Named]]:
     """Parameters by kind: the plan's own table first, and under each table trainable parameters first."""
     kinds: dict[_FlatKind, list[Named]] = {}
     for name, param in choice.params.items():
         if lies_in_units(param):
-            kinds.setdefault(_FlatKind(rows[param], param.requires_grad), []).append((name, param))
+            takes_summands = param.requires_grad and updates is not None and updates.get(param, Update()).summands
+            row = rows[param].with_summands() if takes_summands else rows[param]
+            kinds.setdefault(_FlatKind(row, param.requires_grad), []).append((name, param))
     order = sorted(kinds, key=lambda kind: (kind.row.label, not kind.trainable))
     return {kind: kinds[kind] for kind in order}
 

@@ -71,7 +71,7 @@ def added_group(
 
 
 def _looks_further(update: Update) -> bool:
-    return update.needs_norm or bool(update.matrix)
+    return update.needs_norm or bool(update.matrix) or update.sends_signs
 
 
 def _empty(flat: Flat, index: int) -> Piece:

@@ -24,6 +24,7 @@ from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
+from shardwise.optim.sign_mean import Residual
 from shardwise.optim.states import StatesOfPieces, first_states
 from shardwise.optim.step_method import StepGuard, is_inside_step
 from shardwise.optim.trials import has_modes
@@ -80,6 +81,8 @@ class AdoptedOptimizer:
         self._flats = flats
         self.added: dict[nn.Parameter, Update] = {}
         """How parameters will be updated whose group was added since the model was sharded; they have no memory yet."""
+        self.changed: dict[nn.Parameter, Update] = {}
+        """How parameters will be updated that are not updated any more as they were when the model was sharded."""
         self.on_added: Callable[[], object] = bool
         self.before_load: Callable[[], bool] = bool
         """Makes memory for states that are to be loaded; returns whether the optimizer was adopted anew."""
@@ -87,6 +90,7 @@ class AdoptedOptimizer:
         self.unread: set[str] = set()
         """Parameters whose states were in what was loaded last, and not read because they are frozen."""
         self._handles: list[RemovableHandle] = []
+        self._peers = peers
         peers.meet(self.pieces)
         for member, groups in self._groups.items():
             self._adopt(member, groups.pieces, peers)
@@ -162,6 +166,7 @@ class AdoptedOptimizer:
             member.load_state_dict(state_dict)
             return
         self._among_pieces(member, type(member).load_state_dict, state_dict)
+        self.find_changed_updates()
         self.note_loaded(self.numbered(member), lambda number, _: bool(state_dict["state"].get(number)))
 
     def note_loaded(self, pieces: Iterable[tuple[int, Piece]], has_states: Callable[[int, Piece], bool]) -> None:
@@ -187,9 +192,31 @@ class AdoptedOptimizer:
         self.added |= updates
         self.on_added()
 
+    def find_changed_updates(self) -> None:
+        """After a step, or once states were loaded: let memory be planned again for parameters that are now updated in
+        another way. The same on all ranks, because their states are."""
+        for member in self.members:
+            if not (isinstance(member, Cooperative) and member.changes_update):
+                continue
+            for piece in self._groups[member].updated:
+                update = member.update_of(piece.tensor, self._groups[member].settings_of(piece))
+                if piece.flat.spec.updates[piece.index].update != update:
+                    self.changed[piece.param] = update
+        if self.changed:
+            self.on_added()
+
+    @property
+    def residuals(self) -> dict[str, Residual]:
+        """What this rank has not sent of what it has averaged with others, by parameter."""
+        return self._peers.residuals
+
+    def go_on_with(self, residuals: Mapping[str, Residual]) -> None:
+        """Take the residuals of an earlier layout, as far as they are of use in this one."""
+        self._peers.go_on_with(residuals)
+
     @property
     def names_added(self) -> set[str]:
-        return {self._names[id(param)] for param in self.added}
+        return {self._names[id(param)] for param in (*self.added, *self.changed)}
 
     @property
     def awaits_memory(self) -> bool:
@@ -331,7 +358,8 @@ class AdoptedOptimizer:
     def state_bytes(self, tier: Tier = "device") -> int:
         """Bytes of the optimizer's own states on one tier of this rank."""
         below: dict[Tensor, Tier] = {piece.tensor: piece.flat.spec.tier_of("master") for piece in self.pieces}
-        return sum(
+        kept = sum(residual.num_bytes for residual in self.residuals.values()) if tier == "device" else 0
+        return kept + sum(
             value.nbytes
             for member in self.members
             for param, entry in dict.items(member.state)

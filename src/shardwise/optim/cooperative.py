@@ -54,6 +54,16 @@ class Peers(Protocol):
         call."""
         ...
 
+    def num_summands(self, param: nn.Parameter) -> int:
+        """Of how many ranks' gradients, divided by their number, the gradient is the sum. With more than one, `grad` is
+        this rank's summand."""
+        ...
+
+    def average(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace the values of parameters with summands by their average over the ranks, one bit of which is sent per
+        element. All ranks call, with the same parameters."""
+        ...
+
 
 class Alone:
     """`Peers` for parameters that are whole on this rank."""
@@ -75,6 +85,12 @@ class Alone:
             if param.grad is not None:
                 apply(param, work(param, make(param).view(param.shape)).reshape(param.shape))
 
+    def num_summands(self, param: nn.Parameter) -> int:  # noqa: ARG002
+        return 1
+
+    def average(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """There is nobody else."""
+
 
 class Cooperative(torch.optim.Optimizer):
     """Base of optimizers that declare what they need instead of being probed for elementwise updates."""
@@ -82,9 +98,14 @@ class Cooperative(torch.optim.Optimizer):
     peers: Peers = Alone()
     own_settings: frozenset[str] = frozenset()
     """Group settings that determine how this run stores its states, and are not restored from a checkpoint."""
+    changes_update = False
 
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
-        """What updating the whole `param` with the settings of `group` stores and requires."""
+        """What updating the whole `param` with the settings of `group` stores and requires.
+
+        With `changes_update` it may answer otherwise after a step, or once states were loaded. Memory is planned again
+        then, before the next forward.
+        """
         raise NotImplementedError
 
     def dense_state(self, param: nn.Parameter) -> dict[str, Any]:

@@ -14,9 +14,19 @@ from shardwise.comm import Collectives, Group, Work, sum_small
 from shardwise.memory import Flat, torch_dtype
 from shardwise.optim.cooperative import Apply, Compute, Make, SquaresOf, on_device
 from shardwise.optim.piece import Piece
+from shardwise.optim.sign_mean import Residual, SignMean
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Axes
-from shardwise.program import Action, Matrix, MatrixExchange, matrix_exchanges, norms_axes
+from shardwise.program import (
+    Action,
+    Matrix,
+    MatrixExchange,
+    SignExchange,
+    keeps_residuals,
+    matrix_exchanges,
+    norms_axes,
+    sign_exchanges,
+)
 
 Tensor = torch.Tensor
 
@@ -53,6 +63,12 @@ class RankPeers:
         self._groups: dict[str, Group] = {}
         self._calls: tuple[Make, Compute, Apply] | None = None
         self._transfers: dict[str, _MatrixTransfer] = {}
+        self._sign_exchanges = sign_exchanges([flat.spec for flat in flats])
+        self.residuals: dict[str, Residual] = {}
+        """What this rank has not sent of what is averaged, by the name of the parameter."""
+        self._values: dict[str, dict[int, Tensor]] = {}
+        """What is being averaged, by flat buffer and index."""
+        self._means: dict[str, SignMean] = {}
         self._is_for_unit = False
 
     def meet(self, pieces: Sequence[Piece]) -> None:
@@ -60,6 +76,17 @@ class RankPeers:
         self._by_param = {piece.tensor: piece for piece in pieces}
         self._by_parameter = {(piece.flat.name, piece.index): piece for piece in pieces}
         self._rows = None
+        for piece in pieces:
+            spec = piece.flat.spec
+            if keeps_residuals(spec) and spec.updates[piece.index].update.sends_signs and piece.span.numel:
+                exchange, place = SignExchange(spec), self._among(spec.table.axes).index
+                self.residuals[piece.name] = Residual.zeros(piece.name, exchange, place, piece.tensor.detach())
+
+    def go_on_with(self, residuals: Mapping[str, Residual]) -> None:
+        """Take those of an earlier layout that are of use in this one."""
+        for name, residual in residuals.items():
+            if name in self.residuals and residual.fits(self.residuals[name]):
+                self.residuals[name] = residual
 
     @contextmanager
     def for_unit(self) -> Iterator[None]:
@@ -142,6 +169,20 @@ class RankPeers:
         self._during()
         self._calls = None
 
+    def num_summands(self, param: nn.Parameter) -> int:
+        piece = self._by_param.get(param)
+        return 1 if piece is None else piece.flat.spec.num_summands
+
+    def average(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        if not self._sign_exchanges:
+            return
+        for param, value in values.items():
+            piece = self._by_param[param]
+            if piece.flat.name in self._sign_exchanges:
+                self._values.setdefault(piece.flat.name, {})[piece.index] = value.view(-1)
+        self._during()
+        self._values.clear()
+
     # -- what the program has done ----------------------------------------------------------------------
 
     def add_up(self, action: Action) -> None:
@@ -171,6 +212,33 @@ class RankPeers:
                 transfer.wait()
         if transfer.is_done:
             del self._transfers[action.flat]
+
+    def exchange_signs(self, action: Action) -> None:
+        """Carry out `collect`, `hand_back` and the waits of the averages of one flat buffer."""
+        mean = self._means.get(action.flat)
+        if mean is None:
+            mean = self._means[action.flat] = self._sign_mean(self._flats[action.flat])
+        match action.verb:
+            case "collect":
+                mean.collect()
+            case "hand_back":
+                mean.hand_back()
+            case "wait":
+                mean.wait(action.subject)
+        if mean.is_done:
+            del self._means[action.flat]
+
+    def _sign_mean(self, flat: Flat) -> SignMean:
+        residuals = {
+            index: self.residuals[slot.name] for index, slot in enumerate(flat.slots) if slot.name in self.residuals
+        }
+        values, group = self._values.get(flat.name, {}), self._among(flat.spec.table.axes)
+        return SignMean(self._sign_exchanges[flat.name], flat, values, residuals, group, self._collectives)
+
+    def _among(self, axes: Axes) -> Group:
+        """The ranks that differ from this one only along `axes`."""
+        ranks = self._mesh.among(self._rank, axes)
+        return Group("+".join(axes), ranks, ranks.index(self._rank))
 
     def _transfer(self, flat: Flat) -> _MatrixTransfer:
         assert self._calls is not None

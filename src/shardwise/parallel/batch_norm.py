@@ -107,8 +107,14 @@ class SyncedBatchNorms:
 
         return undo
 
+    def check_device(self, device: torch.device) -> None:
+        """Any will do."""
+
     def connect(self, module: nn.Module, lines: tuple[Line, ...]) -> None:
         module.__dict__["lines"] = lines
 
     def note_update(self, module: nn.Module) -> None:
         """Nothing of it is kept."""
+
+    def notes(self) -> tuple[str, ...]:
+        return ()

@@ -55,6 +55,10 @@ class Conversion(Protocol):
         """Convert it in place; returns what undoes that."""
         ...
 
+    def check_device(self, device: torch.device) -> None:
+        """Raise `ConfigError` if converted modules cannot compute on `device`."""
+        ...
+
     def connect(self, module: nn.Module, lines: Lines) -> None:
         """Let a converted module send along `lines`, from now on; along none, it computes alone."""
         ...
@@ -63,15 +67,25 @@ class Conversion(Protocol):
         """A step has updated the parameters of a converted module."""
         ...
 
+    def notes(self) -> tuple[str, ...]:
+        """Lines for reports, such as which modules are not converted, and why."""
+        ...
+
 
 def conversions_of(plan: Plan, model: nn.Module) -> tuple[Conversion, ...]:
-    """The conversions for `plan`. Raises `ModelError` for one that `model` cannot have."""
-    if plan.loss.logits == "whole":
-        return (SyncedBatchNorms(),)
-    from shardwise.parallel.chunked_logits.conversion import ChunkedHeads  # only plans that ask for it load it
+    """The conversions for `plan`. Raises `ModelError` for one that `model` cannot have, and `ConfigError` for settings
+    that do not fit it."""
+    found: list[Conversion] = [SyncedBatchNorms()]  # only plans that ask for the others load them
+    if plan.fp8.recipe is not None:
+        from shardwise.parallel.fp8.conversion import Fp8Layers
 
-    chunk = plan.loss.chunk
-    return SyncedBatchNorms(), ChunkedHeads(model, chunk if isinstance(chunk, int) else None)
+        found.append(Fp8Layers(model, plan))
+    if plan.loss.logits == "chunked":
+        from shardwise.parallel.chunked_logits.conversion import ChunkedHeads
+
+        chunk = plan.loss.chunk
+        found.append(ChunkedHeads(model, chunk if isinstance(chunk, int) else None))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,8 @@ class Converted:
     """The converted modules of one model."""
 
     modules: tuple[ConvertedModule, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
+    """All that were asked for, with modules or without."""
     _lines: Lines = ()
 
     @property
@@ -104,14 +120,15 @@ class Converted:
     def within(self, model: nn.Module) -> Converted:
         """Those that a rank with some stages of the model has; the others become plain again."""
         present = set(model.modules())
-        for one in self.modules:
+        for one in reversed(self.modules):
             if one.module not in present:
                 one.undo()
-        return Converted(tuple(one for one in self.modules if one.module in present))
+        return Converted(tuple(one for one in self.modules if one.module in present), self.conversions)
 
     def of_copy(self, model: nn.Module) -> Converted:
         """Those of a copy of the model, for rehearsals."""
-        return Converted(tuple(replace(one, module=model.get_submodule(one.path)) for one in self.modules))
+        modules = tuple(replace(one, module=model.get_submodule(one.path)) for one in self.modules)
+        return Converted(modules, self.conversions)
 
     def connect(self, mesh: Mesh, line_of: Callable[[str], Line]) -> None:
         """Let the modules send to the ranks of `mesh` that have other rows of the batch, or other tokens; `line_of`
@@ -140,19 +157,20 @@ class Converted:
 
     def undo(self) -> None:
         """Make the modules plain again."""
-        for one in self.modules:
+        for one in reversed(self.modules):  # a module may have been converted twice
             one.undo()
         self.modules = ()
 
     def __str__(self) -> str:
-        """One line for each kind, such as `batch norms over the rows of all ranks: bn1 and 2 more`."""
+        """One line for each kind, such as `batch norms over the rows of all ranks: bn1 and 2 more`, and its notes."""
         paths: dict[str, list[str]] = {}
         for one in self.modules:
             paths.setdefault(one.conversion.what, []).append(one.path)
-        return "".join(
-            f"{what}: {some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''}\n"
-            for what, some in paths.items()
+        kinds = (
+            f"{what}: {some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''}" for what, some in paths.items()
         )
+        notes = (note for conversion in self.conversions for note in conversion.notes())
+        return "".join(f"{line}\n" for line in (*kinds, *notes))
 
 
 def convert(model: nn.Module, conversions: Sequence[Conversion]) -> Converted:
@@ -166,7 +184,7 @@ def convert(model: nn.Module, conversions: Sequence[Conversion]) -> Converted:
         for conversion in conversions
         if conversion.takes(path, module)
     ]
-    converted = Converted()
+    converted = Converted(conversions=tuple(conversions))
     try:
         for path, module, conversion in found:
             before = _state(module)
@@ -187,6 +205,12 @@ def check_plan(converted: Converted, plan: Plan) -> None:
             f"compile needs units whose modules do not communicate, and {path} sums over ranks. Leave compile out of "
             f"the plan, or give {path} the rows of its rank alone (nn.BatchNorm2d in the place of nn.SyncBatchNorm)."
         )
+
+
+def check_device(converted: Converted, device: torch.device) -> None:
+    """Raise `ConfigError` for a device on which the converted modules cannot compute."""
+    for conversion in converted.conversions:
+        conversion.check_device(device)
 
 
 State = dict[str, tuple[object, tuple[int, ...], torch.dtype]]

@@ -30,6 +30,7 @@ DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 PrecisionName = Literal[DtypeName, "auto"]
 TierName = Literal["device", "host", "disk"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+Fp8RecipeName = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 PolicyName = Literal["keep", "recompute", "selective", "offload", "disk"]
 
 
@@ -181,16 +182,16 @@ class WireFormat(Strict):
     """How elements are sent. The name of a dtype alone is enough."""
 
     shorthand: ClassVar[str] = "the name of a dtype"
-    dtype: Literal[DtypeName, "int8", "int4"] | None = Field(
+    dtype: Literal[DtypeName, "int8", "int4", "fp8"] | None = Field(
         default=None,
-        description="a dtype to which they are rounded, or integers with a scale for each block; see docs/plans.md",
+        description="a dtype to which they are rounded, or codes with a scale for each block; see docs/plans.md",
     )
     block: Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096] | None = Field(
-        default=None, description="elements of one scale; default: 256 of int8, 128 of int4"
+        default=None, description="elements of one scale; default: 256 of int8 and fp8, 128 of int4"
     )
     axes: Literal["everywhere"] | Names | None = Field(
         default=None,
-        description="mesh axes along which integers are sent; everywhere: all; default: node, if the mesh has it, "
+        description="mesh axes along which codes are sent; everywhere: all; default: node, if the mesh has it, "
         "else all",
     )
 
@@ -209,6 +210,29 @@ class Wire(Strict):
         "gathered, and master weights are not; default: sent as they are",
     )
     grad: WireFormat = Field(default=WireFormat(), description="gradients; default: in precision")
+
+
+class PowerSGD(Strict):
+    """Gradients of matrices sent as two thin factors each, for slow links; see docs/between-hosts.md. A number is
+    `rank`."""
+
+    shorthand: ClassVar[str] = "a whole number of at least 1"
+    rank: int | None = Field(
+        default=None, ge=1, description="columns of the factors; default: gradients are sent as they are"
+    )
+    start_step: int = Field(default=1000, ge=0, description="steps in which gradients are still sent as they are")
+    min_rate: float = Field(
+        default=2.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="a matrix is sent as factors if it has more than this many times their elements",
+    )
+    seed: int = Field(default=0, ge=0, description="of the first factors, which are random")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: object) -> object:
+        return {"rank": value} if isinstance(value, int) else value
 
 
 class Activations(Strict):
@@ -354,6 +378,27 @@ class Loss(Strict):
         return {"logits": value} if isinstance(value, str) else value
 
 
+class Fp8(Strict):
+    """Linear layers that multiply in 8 bits. The name of a recipe alone is enough."""
+
+    shorthand: ClassVar[str] = "the name of a recipe"
+    recipe: Fp8RecipeName | None = Field(
+        default=None,
+        description="how factors are rounded: tensorwise, rowwise, rowwise_with_gw_hp (weight gradients are not), "
+        "blockwise, mxfp8; default: no layer multiplies in 8 bits",
+    )
+    skip: Names | None = Field(
+        default=None,
+        description="patterns of names of layers that are left as they are; [] takes all that can; auto, alone or "
+        "among others: the first and last linear layer, routers, adapters, layers too small to gain; default: [auto]",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"recipe": value} if isinstance(value, str) else value
+
+
 class Profile(Strict):
     """A few steps recorded in detail: a trace of torch's profiler for each rank, with names of units and actions."""
 
@@ -431,12 +476,14 @@ class Plan(Strict):
         default=Activations(), description="policy for the tensors that forwards save for backwards"
     )
     wire: Wire = Field(default=Wire(), description="dtypes of communication")
+    powersgd: PowerSGD = Field(default=PowerSGD(), description="gradients of matrices sent as thin factors, with ddp")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     tensor: TensorParallel = Field(
         default=TensorParallel(), description="tensor parallelism, for a mesh with an axis tp"
     )
     sequence: Sequence = Field(default=Sequence(), description="sequence parallelism, for a mesh with an axis sp")
     loss: Loss = Field(default=Loss(), description="whether the logits of all tokens exist at once")
+    fp8: Fp8 = Field(default=Fp8(), description="linear layers that multiply in 8 bits")
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "
@@ -540,6 +587,10 @@ class Plan(Strict):
         """The same plan for a model that `former` has laid out: if it says no precision, in the model's own."""
         follows = self.follows_model and former.has_own_precision
         return self.with_own_precision(former.precision) if follows else self
+
+    def with_factors_begun(self) -> Plan:
+        """The same plan once gradients are sent as factors."""
+        return self.model_copy(update={"powersgd": self.powersgd.model_copy(update={"start_step": 0})})
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with its budget replaced by `offload`, which was computed from it."""

@@ -44,12 +44,14 @@ from shardwise.program.footprint import (
     resting_disk_bytes,
 )
 from shardwise.program.host_bytes import crossing_bytes, lines_on_hosts, sent_by_hosts
+from shardwise.program.low_rank import Factored
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.merge import extended, in_order, merged
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
 from shardwise.program.render import parse, render, shortened
-from shardwise.program.spec import FlatSpec, Trace, UnitSpec, straight_trace
+from shardwise.program.sign_exchange import BITS, SignExchange, keeps_residuals, sign_exchanges
+from shardwise.program.spec import FactoredMatrix, FlatSpec, Trace, UnitSpec, straight_trace
 from shardwise.program.streams import overlap, pipelined, serial
 from shardwise.program.update import (
     BLOCK,
@@ -74,6 +76,7 @@ __all__ = [
     "AFTER_STEP",
     "ALL_FLATS",
     "BEFORE_STEP",
+    "BITS",
     "BLOCK",
     "COMPUTES",
     "DURING_STEP",
@@ -90,6 +93,8 @@ __all__ = [
     "Buffer",
     "DiskFootprint",
     "Effect",
+    "Factored",
+    "FactoredMatrix",
     "FlatSpec",
     "Footprint",
     "HostFootprint",
@@ -101,6 +106,7 @@ __all__ = [
     "Phase",
     "PlacedUpdate",
     "Program",
+    "SignExchange",
     "States",
     "StepProgram",
     "Subject",
@@ -127,6 +133,7 @@ __all__ = [
     "gather_due",
     "in_order",
     "is_over_schedule",
+    "keeps_residuals",
     "lines_on_hosts",
     "matrix_exchanges",
     "merged",
@@ -144,6 +151,7 @@ __all__ = [
     "sent_by_hosts",
     "serial",
     "shortened",
+    "sign_exchanges",
     "state_of",
     "step_gradients",
     "step_parameters",

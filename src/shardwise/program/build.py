@@ -22,10 +22,14 @@ from shardwise.program.action import (
     update_moment,
 )
 from shardwise.program.effects import EFFECTS, Buffer, Subject, Verb
+from shardwise.program.low_rank import Factored
 from shardwise.program.matrix_exchange import MatrixExchange, at, matrix_exchanges
+from shardwise.program.sign_exchange import SignExchange, sign_exchanges
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec
 
 Actions = tuple[Action, ...]
+_IN_PLACE = ("all_reduce", "project", "restore")
+"""Sums that leave as many elements as they read."""
 
 
 def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True, reduces: bool = True) -> Program:
@@ -107,7 +111,8 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
         before += _verdict(mesh, axes, flats)
     if axes and buffers_bytes:
         after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
-    during = (*_norms(flats), *_matrices(tuple(matrix_exchanges(flats).values())))
+    matrices, signs = matrix_exchanges(flats).values(), sign_exchanges(flats).values()
+    during = (*_norms(flats), *_matrices(tuple(matrices)), *_signs(tuple(signs)))
     between = (Block(DURING_STEP, during),) if during else ()
     between = (*build_updates(units), *between)
     return (Block(BEFORE_STEP, tuple(before)), *between, Block(AFTER_STEP, tuple(after)))
@@ -194,15 +199,23 @@ def reduces_each_time(flat: FlatSpec) -> bool:
 
 def reduce_due(flat: FlatSpec) -> Actions:
     """From what a backward leaves to where gradients wait. Nothing, if they wait as they come."""
+    if flat.factored and flat.table.low_rank is not None and flat.table.low_rank.has_begun:
+        return _as_factors(flat)
     path = _actions_between(flat, "grad", flat.table.fresh, flat.table.grad)
     return path if any(action.communicates or action.copies for action in path) else ()
+
+
+def _as_factors(flat: FlatSpec) -> Actions:
+    """A sum of gradients of which matrices are sent as factors: see [Note: factors] in `low_rank.py`."""
+    by, dtype, verbs = Factored(flat), flat.table.grad.dtype, ("project", "restore")
+    return tuple(Action(verb, flat.name, "grad", by.axis, dtype, by.sent_bytes(verb)) for verb in verbs)  # type: ignore[arg-type]  # two of the verbs
 
 
 def fills_grad(flat: FlatSpec) -> bool:
     """Whether a backward can leave gradients in the memory where they wait for the step: nothing cuts or widens
     them."""
     due, is_sent_as_is = reduce_due(flat), flat.table.grad_wire == Wire(flat.table.grad.dtype)
-    return not due or (all(action.verb == "all_reduce" for action in due) and is_sent_as_is)
+    return not due or (all(action.verb in _IN_PLACE for action in due) and is_sent_as_is)
 
 
 def step_gradients(flat: FlatSpec) -> Actions:
@@ -216,7 +229,8 @@ def step_gradients(flat: FlatSpec) -> Actions:
 
 def step_parameters(flat: FlatSpec) -> Actions:
     """From what was updated to where parameters rest."""
-    acted = _actions_between(flat, "param", flat.table.due, flat.table.param)
+    updated = replace(flat.table.due, partial=())  # updates that read summands give the same on all ranks
+    acted = _actions_between(flat, "param", updated, flat.table.param)
     if flat.rests_on_disk:  # `evict states` writes it to the disk
         return tuple(action for action in acted if action.verb == "cast")
     is_elsewhere = flat.updates_from_disk or flat.is_rounded_at_rest
@@ -404,6 +418,19 @@ def _collect(one: MatrixExchange) -> list[Action]:
 def _exchange_action(verb: Verb, one: MatrixExchange, sent_bytes: int) -> Action:
     axes = "+".join(one.flat.table.optim.shard)
     return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, EFFECTS[verb, "update"].stream)
+
+
+def _signs(over: Sequence[SignExchange]) -> list[Action]:
+    """Each flat buffer's averages are handed back once the signs of the next one are on their way."""
+
+    def send(verb: Verb, one: SignExchange) -> Action:
+        return Action(verb, one.flat.name, "momentum", one.axis, "uint8", one.sent_bytes)
+
+    due = [send("collect", one) for one in over[:1]]
+    for index, one in enumerate(over):
+        due += [send("collect", following) for following in over[index + 1 : index + 2]]
+        due.append(send("hand_back", one))
+    return due
 
 
 def _agree(mesh: Mesh, axes: Sequence[str], subject: Subject, numel: int, dtype: Dtype = "fp32") -> list[Action]:

@@ -27,6 +27,8 @@ OwnVerb = Literal[
     "collect",
     "orthogonalize",
     "hand_back",
+    "project",
+    "restore",
     "checksum",
     "compare",
 ]
@@ -53,6 +55,8 @@ Subject = Literal[
     "norms",
     "matrix",
     "update",
+    "signs",
+    "momentum",
     "checksums",
 ]
 """The name in the text of an action: for a transfer, its source or its result; for a wait, what is complete after
@@ -72,6 +76,9 @@ Buffer = Literal[
     "staging",
     "codes",
     "work",
+    "signs",
+    "arrived",
+    "averaged",
 ]
 """Memory of one flat buffer on one rank.
 
@@ -80,7 +87,8 @@ range kept until the backward; `fresh` is what a backward leaves, `sum` the inte
 what waits for the step and `due` what the update reads; `outgoing` is what was updated on the host, cast to the dtype
 of the resting parameters. `matrix` stands for the whole matrices that this rank orthogonalizes, `given` for its pieces
 of matrices that other ranks do. `staging` is memory for messages, `codes` for parameters as they are sent, if that is
-not as they are (`Table.param_wire`); `work` is scratch memory of an update.
+not as they are (`Table.param_wire`); `work` is scratch memory of an update. `signs` are this rank's, by the rank that
+averages them, `arrived` the other ranks' for this one to average, and `averaged` what all ranks have averaged.
 
 The rows of the table give the tier of a buffer: see `tier_of` in `spec.py`.
 """
@@ -156,6 +164,8 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     # gradients, in a pass
     ("reduce_scatter", "grad"): _sum("fresh", "grad", cuts=True),
     ("all_reduce", "grad"): _sum("fresh", "grad"),
+    ("project", "grad"): _sum("fresh", "grad"),
+    ("restore", "grad"): _sum("fresh", "grad"),
     ("cast", "grad"): _sum("fresh", "grad", sends=False),
     ("evict", "grad"): _evict("fresh", "grad"),
     ("wait", "sum"): Effect(waits="sum", frees=("staging",)),
@@ -191,6 +201,25 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
         awaited=("update", "update"),
     ),
     ("wait", "update"): Effect(waits="given", frees=("staging", "given")),
+    # what an update averages over the ranks itself, one bit per element: see `sign_exchange.py`
+    ("collect", "momentum"): Effect(
+        "signs",
+        reads=("due",),
+        scratch=("arrived",),
+        sends=True,
+        stream="gather",
+        awaited=("signs", "signs"),
+    ),
+    ("wait", "signs"): Effect(waits="signs", frees=("arrived",)),
+    ("hand_back", "momentum"): Effect(
+        "averaged",
+        reads=("signs",),
+        frees=("signs",),
+        sends=True,
+        stream="reduce",
+        awaited=("momentum", "momentum"),
+    ),
+    ("wait", "momentum"): Effect(waits="averaged", frees=("averaged",)),
     # updates that are not one call for all units on the device: a unit's on the host, with its states read from and
     # written to a disk. memory/disk_memory.py reads ahead and writes behind on its own
     ("fetch", "states"): Effect(reads=("master",)),

@@ -21,6 +21,8 @@ from shardwise.program.action import Moment, Program
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.effects import Buffer
+from shardwise.program.low_rank import factored_bytes
+from shardwise.program.sign_exchange import residual_bytes
 from shardwise.program.spec import FlatSpec, UnitSpec
 from shardwise.program.update import PlacedUpdate
 from shardwise.program.walk import Walk
@@ -263,7 +265,7 @@ def optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[st
     """States, and master weights where these are not the parameters themselves."""
     copies = (0 if flat.updates else states_per_param) + (0 if flat.master_is_param else 1)
     num_bytes = copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
-    return num_bytes + _state_bytes(flat, coordinate)
+    return num_bytes + _state_bytes(flat, coordinate) + residual_bytes(flat) + factored_bytes(flat)
 
 
 def _ranges(placed: PlacedUpdate, numel: int) -> list[int]:

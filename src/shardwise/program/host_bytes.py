@@ -12,7 +12,7 @@ from shardwise.plan.placement import SumOfCodes
 from shardwise.program.action import Action
 
 Indices = tuple[int, ...]
-_ONCE, _TWICE = ("gather", "reduce_scatter"), ("all_reduce", "agree")
+_ONCE, _TWICE = ("gather", "reduce_scatter"), ("all_reduce", "agree", "project", "restore")
 
 
 def lines_on_hosts(hosts: Sequence[int]) -> tuple[Indices, ...]:
@@ -50,12 +50,15 @@ def _crossing_codes(way: SumOfCodes, sent_bytes: int, num_near: int, num_ranks: 
 def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> list[int]:
     """Bytes that leave each host for `actions`, which every rank runs; each host has `local_size` consecutive ranks.
 
-    Gathers, sums and what is agreed on are counted. Broadcast buffers, whole matrices, activations and messages outside
-    of a program are not.
+    Gathers, sums, signs of momenta and what is agreed on are counted. Broadcast buffers, whole matrices, activations
+    and messages outside of a program are not.
     """
     num_ranks = mesh.world_size
     sent = [0] * -(-num_ranks // local_size)
     for action in actions:
+        if action.subject == "momentum" and action.sent_bytes:
+            _add_direct(action, mesh, local_size, sent)
+            continue
         rounds = 1 if action.verb in _ONCE else 2 if action.verb in _TWICE else 0
         if not rounds or not action.sent_bytes:
             continue
@@ -70,3 +73,12 @@ def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> lis
                     left = _crossing_codes(way, action.sent_bytes, len(indices), len(ranks), len(hosts))
                 sent[ranks[indices[0]] // local_size] += left
     return sent
+
+
+def _add_direct(action: Action, mesh: Mesh, local_size: int, sent: list[int]) -> None:
+    """Add to `sent` messages of equal size that go straight from each rank to each other one."""
+    axes = action.over.split("+")
+    for ranks in {mesh.among(rank, axes) for rank in range(mesh.world_size)}:
+        for indices in lines_on_hosts([rank // local_size for rank in ranks]):
+            far = len(ranks) - len(indices)
+            sent[ranks[indices[0]] // local_size] += len(indices) * far * action.sent_bytes // (len(ranks) - 1)

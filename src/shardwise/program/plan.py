@@ -92,7 +92,7 @@ class StepProgram:
     def _sent(self, action: Action, coordinate: Mapping[str, int] | None) -> int:
         if action.copies:
             return 0
-        if coordinate is None or action.verb not in ("collect", "hand_back"):
+        if coordinate is None or action.verb not in ("collect", "hand_back") or action.subject != "update":
             return action.sent_bytes
         over = self.matrix_exchanges[action.flat]
         by_range = over.given_bytes if action.verb == "collect" else over.taken_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +17,25 @@ Trace = tuple[Moment, ...]
 
 
 @dataclass(frozen=True)
+class FactoredMatrix:
+    """A parameter whose gradient is sent as two factors of `rank` columns: the `index`-th of its flat buffer, at
+    `span`."""
+
+    index: int
+    span: Span
+    rows: int
+    cols: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class FlatSpec:
     """One flat buffer: parameters of one dtype that share a row of the table.
 
     `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1. `updates` gives
     the update of each parameter; it is empty where no optimizer is known. With `keeps_grad_buffer` the memory in which
     gradients wait for the step is kept from one step to the next. With `overlaps_compute` collectives along the axes
-    that shard the update overlap with computation.
+    that shard the update overlap with computation. `factored` are the matrices whose gradients are sent as factors.
     """
 
     name: str
@@ -34,6 +47,7 @@ class FlatSpec:
     updates: tuple[PlacedUpdate, ...] = ()
     keeps_grad_buffer: bool = False
     overlaps_compute: bool = False
+    factored: tuple[FactoredMatrix, ...] = ()
 
     @cached_property
     def layout(self) -> Layout:
@@ -96,6 +110,27 @@ class FlatSpec:
     def updates_whole(self, span: Span) -> bool:
         """Whether the optimizer is given the parameter that lies at `span` whole, in its shape."""
         return any(placed.update.whole and placed.span == span for placed in self.updates)
+
+    @cached_property
+    def num_summands(self) -> int:
+        """Of how many ranks' gradients, divided by their number, the gradient is the sum, where the update reads them
+        before they are summed; 1 where it reads the sum."""
+        return math.prod(map(self.mesh.size, self.table.due.partial))
+
+    @cached_property
+    def copies_of_due(self) -> float:
+        """How many of the ranks along replica axes have each element of the gradient that the update reads.
+
+        [Note: norms of summands] Every square counts once among its copies, so the sum over all ranks of squares
+        divided by this is the square of the norm. N ranks' summands have different elements. The sum of N times their
+        squares is the mean square of the norms of the ranks' own gradients, which is never less than the square of the
+        norm of their mean; gradients are clipped by it, and it is what is reported as their norm. So one N-th of a copy
+        is counted. This holds for the 2-norm only.
+        """
+        table = self.table
+        if table.due.partial:
+            return 1 / self.num_summands
+        return math.prod(self.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
 
     @property
     def updates_from_disk(self) -> bool:

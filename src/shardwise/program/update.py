@@ -39,7 +39,9 @@ class Update:
     `needs_norm`: it needs two norms over the whole parameter. `num_sums`: before these, it needs that many sums over
     parts of the whole parameter, such as its rows and columns. `matrix`: (rows, columns), if the whole matrix must be
     on one rank; it is sent there and orthogonalized in `dtype`. `whole`: if every rank must have the parameter whole
-    and in its shape, why, in sentences for the user.
+    and in its shape, why, in sentences for the user. `sends_signs`: once it takes `summands`, each rank reads its own
+    summand of the gradient, and what the update makes of it is averaged over the ranks, one bit per element
+    (`sign_exchange.py`); before, the ranks' gradients are summed as for any other.
     """
 
     states: States = States()
@@ -48,6 +50,8 @@ class Update:
     matrix: tuple[int, int] | None = None
     dtype: Dtype = "bf16"
     whole: str | None = None
+    sends_signs: bool = False
+    summands: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ OPTIMIZERS: dict[str, str] = {
     "lamb": "shardwise.optim.Lamb: 2 states, norms of whole parameters",
     "adafactor": "shardwise.optim.Adafactor: a state per row and column, norms of whole parameters",
     "lion": "shardwise.optim.Lion: 1 state",
+    "onebit-adam": "shardwise.optim.OneBitAdam after its warm-up: 2 states and residuals, whole on each rank",
+    "onebit-lamb": "shardwise.optim.OneBitLamb after its warm-up: 3 states and residuals, whole on each rank",
     "muon": "shardwise.optim.Muon: hidden matrices whole, 1 state; AdamW for the others",
 }
 
@@ -111,6 +117,8 @@ def update_by(optimizer: str, shape: tuple[int, ...], *, is_hidden: bool) -> Upd
             return Update(state_of(optimizer.removeprefix("adamw-"), 2, numel))
         case "lamb":
             return Update(States(copies=2), needs_norm=True)
+        case "onebit-adam" | "onebit-lamb":
+            return Update(States(copies=2 if optimizer == "onebit-adam" else 3), sends_signs=True, summands=True)
         case "adafactor":
             return factored_update(shape)
         case "muon" if is_hidden and len(shape) == 2:

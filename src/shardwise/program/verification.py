@@ -83,7 +83,8 @@ def rests_as_master(flat: FlatSpec) -> bool:
 
 def has_copied_gradients(flat: FlatSpec) -> bool:
     """Whether several ranks have the same gradients when they update."""
-    return flat.trainable and set(flat.table.due.shard) != set(flat.table.axes)
+    due = flat.table.due
+    return flat.trainable and set(due.shard) != set(flat.table.axes) and not due.partial
 
 
 def parting_axes(flat: FlatSpec, row: Subject) -> Axes:

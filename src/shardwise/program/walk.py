@@ -12,7 +12,9 @@ from shardwise.program.action import AFTER_STEP, Action, Block, Moment
 from shardwise.program.activations import Mark
 from shardwise.program.build import backward_makes, fills_grad
 from shardwise.program.effects import Buffer, Effect, adds_in_place
+from shardwise.program.low_rank import Factored
 from shardwise.program.matrix_exchange import at, matrix_exchanges
+from shardwise.program.sign_exchange import SignExchange
 from shardwise.program.spec import FlatSpec, UnitSpec
 
 
@@ -131,6 +133,8 @@ class Walk:
                 return flat.num_bytes(flat.table.held.shard, flat.table.held.dtype)
             case "outgoing":
                 return flat.num_bytes(flat.table.optim.shard, flat.table.param.dtype)
+            case "signs" | "arrived" | "averaged":
+                return SignExchange(flat).buffer_bytes
         over = self._matrix_exchanges[flat.name]
         number = None if self._coordinate is None else over.range_of(self._coordinate)
         match buffer:
@@ -156,7 +160,9 @@ class Walk:
             self._hold(name, "next sum", Content(content.num_bytes, content.dtype, tier="host"))
             self._source[name, "sum"] = source
             return
-        if action.codes:
+        if action.verb in ("project", "restore"):
+            self._hold(name, "staging", Content(Factored(flat).num_bytes(action.verb)))
+        elif action.codes:
             way = SumOfCodes.parse(action.verb, action.codes)
             self._hold(name, "staging", Content(way.memory_bytes(numel, flat.mesh.size(action.over))))
         elif effect.sends:

@@ -96,17 +96,12 @@ class Blocks:
         for some, integers, scales, scratch in self._slices(elements, codes):
             values = some.to(torch.float32).view(-1, self._block)
             rounded = scratch[: values.numel()].view_as(values)
-            scales.copy_(torch.abs(values, out=rounded).amax(1).div_(self._largest))
+            scales.copy_(self._scales_of(torch.abs(values, out=rounded).amax(1)))
             # bf16 rounds a scale by 2**-9 of it, which moves no code beyond the largest integer. Nor do scales that are
             # nearly zero, and a block of zeros is not nan, because the smallest normal number is added: codes of values
             # below 1e-33 are smaller than they might be.
             divisors = scales.to(torch.float32).add_(torch.finfo(torch.float32).tiny).unsqueeze(1)
-            torch.div(values, divisors, out=rounded).round_()
-            if self._bits == 8:
-                integers.view(torch.int8).copy_(rounded.view(-1))
-            else:
-                low, high = rounded.chunk(2, dim=1)
-                integers.view_as(low).copy_(low.add_(high, alpha=16).add_(8 * 17))
+            self._pack(torch.div(values, divisors, out=rounded), integers)
 
     def decode(self, codes: Tensor, elements: Tensor) -> None:
         for some, integers, scales, scratch in self._slices(elements, codes):
@@ -133,6 +128,19 @@ class Blocks:
         for parts in zip(torch.split(elements, size), of_codes, of_scales, strict=True):
             yield (*parts, scratch)
 
+    def _scales_of(self, largest: Tensor) -> Tensor:
+        """Those of blocks with these largest magnitudes."""
+        return largest.div_(self._largest)
+
+    def _pack(self, scaled: Tensor, integers: Tensor) -> None:
+        """Round elements, in units of their scales, into `integers`."""
+        scaled.round_()
+        if self._bits == 8:
+            integers.view(torch.int8).copy_(scaled.view(-1))
+        else:
+            low, high = scaled.chunk(2, dim=1)
+            integers.view_as(low).copy_(low.add_(high, alpha=16).add_(8 * 17))
+
     def _unpacked(self, integers: Tensor, scratch: Tensor) -> Tensor:
         """The integers as fp32, one row for each block."""
         values = scratch[: integers.numel() * 8 // self._bits].view(-1, self._block)
@@ -145,9 +153,34 @@ class Blocks:
         return values.sub_(8)
 
 
+class Fp8Blocks(Blocks):
+    """Blocks of elements as E4M3 with one scale each, a power of two.
+
+    So scaling rounds nothing, and layers that multiply in fp8 with powers of two as scales (the plan's `fp8: rowwise`)
+    make the same codes of what was decoded as of the elements themselves, but for those below 2^-15 of the largest of
+    their block or row. A block has a scale of its own, so ranks need not agree on one by an all-reduce of maxima, as
+    FSDP2's gathers in fp8 do.
+    """
+
+    _number = torch.float8_e4m3fn
+
+    def _scales_of(self, largest: Tensor) -> Tensor:
+        return torch.exp2(largest.div_(torch.finfo(self._number).max).log2_().ceil_())
+
+    def _pack(self, scaled: Tensor, integers: Tensor) -> None:
+        limit = torch.finfo(self._number).max  # log2 may be off by its last bit
+        integers.view(self._number).copy_(scaled.clamp_(-limit, limit).view(-1))
+
+    def _unpacked(self, integers: Tensor, scratch: Tensor) -> Tensor:
+        values = scratch[: integers.numel()].view(-1, self._block)
+        return values.copy_(integers.view(self._number).view_as(values))
+
+
 def codec_for(wire: Wire | Codes) -> Codec:
     """The codec of a format. A new format is a class here and what it counts in `plan/placement/wire.py`."""
-    return Blocks(wire) if isinstance(wire, Codes) else Cast(torch_dtype(wire.dtype))
+    if not isinstance(wire, Codes):
+        return Cast(torch_dtype(wire.dtype))
+    return Fp8Blocks(wire) if wire.dtype == "fp8" else Blocks(wire)
 
 
 class EncodedGather:

@@ -16,8 +16,9 @@ from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError
 from shardwise.memory import Flat, torch_dtype
 from shardwise.plan.placement import SumOfCodes
-from shardwise.program import Action, Subject, Verb, adds_in_place, reduce_due, step_gradients
+from shardwise.program import Action, Factored, Subject, Verb, adds_in_place, reduce_due, step_gradients
 from shardwise.runtime.codec import EncodedAllReduce, EncodedReduceScatter, codec_for
+from shardwise.runtime.low_rank import FactoredSum
 from shardwise.runtime.reduction import Reduction, staging_bytes
 
 Tensor = torch.Tensor
@@ -35,6 +36,7 @@ class GradMover:
         self._wire = torch_dtype(flat.spec.table.grad_wire.dtype)
         self._codec = codec_for(codes) if codes is not None else None
         self._reduction: Reduction | None = None
+        self._factored_sum: FactoredSum | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
         """Whether gradients wait in the form that the update needs, so that nothing moves at the step."""
@@ -45,6 +47,8 @@ class GradMover:
         return {
             ("reduce_scatter", "grad"): self.reduce_scatter_grad,
             ("all_reduce", "grad"): self.all_reduce_grad,
+            ("project", "grad"): self.project_grad,
+            ("restore", "grad"): self.restore_grad,
             ("cast", "grad"): self.cast_grad,
             ("evict", "grad"): self.evict_grad,
             ("wait", "sum"): self.wait_sum,
@@ -90,6 +94,27 @@ class GradMover:
         else:
             work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
         reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
+
+    def project_grad(self, action: Action) -> None:
+        """Start the first half of a sum whose matrices are sent as factors."""
+        reduction = self._sum(action)
+        work = self._factored().project(reduction.current, self._groups[action.over])
+        reduction.start(reduction.current, work, Factored(self.flat.spec).num_bytes(action.verb))
+
+    def restore_grad(self, action: Action) -> None:
+        """Start the second half. Each rank gets all of the sum."""
+        reduction = self._sum(action)
+        source = out = reduction.current
+        if not self.flat.grads.is_in_grad_buffer(source) and self._collectives.is_buffer_scarce:
+            out = self.flat.grads.sum_memory(source.numel(), source.dtype)
+        work = self._factored().restore(source, out, self._groups[action.over])
+        reduction.start(out, work, Factored(self.flat.spec).num_bytes(action.verb))
+
+    def _factored(self) -> FactoredSum:
+        if self._factored_sum is None:
+            assert self.flat.factors is not None
+            self._factored_sum = FactoredSum(self.flat, self.flat.factors, self._collectives)
+        return self._factored_sum
 
     def cast_grad(self, action: Action) -> None:
         reduction = self._sum(action)

@@ -260,6 +260,8 @@ class _Assembly:
         executor.provide("norms", peers.add_up)
         executor.provide("matrix", peers.exchange_matrices)
         executor.provide("update", peers.exchange_matrices)
+        executor.provide("signs", peers.exchange_signs)
+        executor.provide("momentum", peers.exchange_signs)
         disk = self._sharding.disk
         if disk is not None:
             disk.timeline = executor.timeline

@@ -398,14 +398,22 @@ class ShardedModel:
             self.disk.end_step(self.world)
         parts.gradients.note_step()
         self.converted.note_update()
+        self.require_optimizer().find_changed_updates()
         self._begin_step()
         self.world.journal.clock.rest()
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()
             self.world.journal.num_steps += 1
+        self.begin_factors_when_due()
         if parts.verification is not None and self._is_next_verified:
             parts.runner.step.take_checksums()
             parts.verification.note()
+
+    def begin_factors_when_due(self) -> None:
+        """After a step, or a resume: whether the next one sends gradients as factors, and this plan does not yet."""
+        asked = self.plan.powersgd
+        if asked.rank is not None and 0 < asked.start_step <= self.progress.num_steps:
+            self.parts.unfreezing.begin_factors()
 
     # -- verified steps: docs/verify.md -----------------------------------------------------------------
 

@@ -27,7 +27,15 @@ from shardwise.memory import (
 )
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.optim.precision.auto import settle
-from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
+from shardwise.parallel.conversions import (
+    Converted,
+    check_plan,
+    conversions_of,
+    convert,
+)
+from shardwise.parallel.conversions import (
+    check_device as check_conversions_on,
+)
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import ExpertSplit
 from shardwise.parallel.model_axes import (
@@ -208,7 +216,7 @@ class Design(Outline):
             choices, self.rows, self.mesh, updates, on_cpu=collectives.is_host, overlaps_compute=overlaps
         )
         every = [
-            make_unit(choice, spec, self.rows, coordinate, meter, device)
+            make_unit(choice, spec, self.rows, coordinate, meter, device, updates)
             for choice, spec in zip(choices, specs, strict=True)
         ]
         units = [unit for unit in every if unit.flats]
@@ -282,6 +290,7 @@ def lay(
     converted = convert(model, conversions_of(plan, model))
     try:
         check_plan(converted, plan)
+        check_conversions_on(converted, device)
         sharding = _lay_converted(model, plan, optimizers, world, wishes, device)
     except BaseException:
         converted.undo()
@@ -316,6 +325,7 @@ def _lay_converted(
     values = FirstValues(model, wishes, world, peers, device)
     check_batch_norms(model, designed, device)
     require_elementwise(model, designed, updates)
+    require_same_ranks(updates, plan, world)
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
@@ -371,7 +381,7 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         update = updates.get(param)
-        if update is not None and update.whole and (where := _not_whole(designed, param)):
+        if update is not None and update.whole and (where := _not_whole(designed, param, update.sends_signs)):
             raise ModelError(
                 f"{update.whole} It works as it is where each rank updates whole parameters in the device's memory, as "
                 f"with the preset ddp; here {name} {where}."
@@ -384,8 +394,24 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
             )
 
 
-def _not_whole(designed: Design, param: nn.Parameter) -> str:
-    """Why no optimizer of this plan has all of its parameters whole at once, if `param` is one; empty if it has."""
+def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
+    """Raise `ModelError` for an optimizer, and `ConfigError` for a plan, that cannot go on when ranks are lost or
+    join."""
+    if world.membership is not None and plan.powersgd.rank is not None:
+        raise ConfigError(
+            f"powersgd.rank is {plan.powersgd.rank}. What each rank has not sent yet would be lost with it, so it does "
+            f"not work in an elastic job in this version. Launch the job without --elastic, or leave powersgd out."
+        )
+    if world.membership is not None and any(update.sends_signs for update in updates.values()):
+        raise ModelError(
+            "The optimizer sends one bit per element, and what each rank has not sent yet would be lost with it, so it "
+            "does not work in an elastic job in this version. Launch the job without --elastic, or take AdamW."
+        )
+
+
+def _not_whole(designed: Design, param: nn.Parameter, sends_signs: bool) -> str:
+    """Why no optimizer of this plan has all of its parameters whole at once, if `param` is one; empty if it has. One
+    that `sends_signs` needs them on the device."""
     if designed.stages is not None:
         return "is one stage's, and the optimizer's other parameters are other stages'"
     row, box = designed.rows.get(param), designed.boxes.get(param)
@@ -396,6 +422,10 @@ def _not_whole(designed: Design, param: nn.Parameter) -> str:
         return f"is split: a rank has {box} of it"
     if table.optim.shard:
         return f"is updated in parts, sharded over {' and '.join(table.optim.shard)}"
+    if sends_signs and table.optim.tier != "device":
+        return f"is updated on the {table.optim.tier}"
+    if sends_signs and table.low_rank is not None:
+        return "has a gradient that the plan sends as factors (powersgd)"
     return "has its states on a disk" if table.optim.tier == "disk" else ""
 
 

@@ -32,9 +32,10 @@ from shardwise.comm import World
 from shardwise.errors import ConfigError, StateError, TierError
 from shardwise.fit.budget import within_budget
 from shardwise.init import check_same_settings
-from shardwise.memory import DiskMemory, Flat
+from shardwise.memory import DiskMemory, Flat, KeptFactors
 from shardwise.optim import require_states_for_disk
 from shardwise.optim.precision.auto import settle
+from shardwise.optim.sign_mean import Residual
 from shardwise.parallel.conversions import check_plan
 from shardwise.parallel.experts import ExpertSplit, share_totals
 from shardwise.parallel.model_axes import carry_out_experts, carry_out_split, synchronize_generators
@@ -190,6 +191,9 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         sharded.zero_grad()
         sharded.parts.runner.step.restore_params()
+        if sharded.parts.optimizer is not None:
+            sharded.parts.optimizer.find_changed_updates()
+        sharded.begin_factors_when_due()
         synchronize_generators(sharded.model, sharded.mesh, sharded.world)
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(sharded.model):
@@ -245,6 +249,11 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
             f"reshard() keeps how the loss is computed: loss is {sharded.plan.loss.logits}, and the new plan's is "
             f"{plan.loss.logits}. Save a checkpoint, and resume it with the new plan."
         )
+    if plan.fp8 != sharded.plan.fp8:
+        raise ConfigError(
+            f"reshard() keeps which layers multiply in 8 bits: fp8 is {sharded.plan.fp8.recipe}, and the new plan's is "
+            f"{plan.fp8.recipe}, or its skip differs. Save a checkpoint, and resume it with the new plan."
+        )
     if after.model_axes and plan.compile is not None:
         raise ConfigError(
             f"compile needs units whose modules do not communicate. Leave it out of a plan with {after.model_axes[0]}."
@@ -293,8 +302,9 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     _require_same_split(sharded, plan)
     check_plan(sharded.converted, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    added = sharded.parts.optimizer.added if sharded.parts.optimizer is not None else {}
-    updates = {**sharded.parts.sharding.updates, **added}
+    updates = dict(sharded.parts.sharding.updates)
+    if sharded.parts.optimizer is not None:
+        updates |= {**sharded.parts.optimizer.added, **sharded.parts.optimizer.changed}
     ranks = ranks_of(world, plan, sharded.parts.sharding.device)
     fitted = within_budget(model, plan, mesh, ranks, updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.parts.sharding.budget
@@ -380,7 +390,9 @@ def _moved(
     error of this rank's disk, or ""."""
     optimizers = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
     held = Held.live(sharded.parts.flats, sharded.parts.optimizer, sharded.world)
-    former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change)
+    residuals = dict(sharded.parts.optimizer.residuals) if sharded.parts.optimizer is not None else {}
+    factors = {name: kept for flat in sharded.parts.flats for name, kept in flat.kept_factors().items()}
+    former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change, {}, residuals, factors)
     training_state = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
     for flat in (flat for unit in former.sharding.units for flat in unit.flats):
@@ -416,6 +428,10 @@ class Former:
     before_change: Callable[[], None]
     added: Mapping[nn.Parameter, Update] = field(default_factory=dict)
     """Updates of parameters whose groups were added and for which memory is still to be planned."""
+    residuals: Mapping[str, Residual] = field(default_factory=dict)
+    """What this rank has not sent of what optimizers average."""
+    factors: Mapping[str, KeptFactors] = field(default_factory=dict)
+    """What it keeps of gradients that are sent as factors, by parameter."""
 
     @classmethod
     def of(cls, sharded: ShardedModel) -> Former:
@@ -454,6 +470,8 @@ def move(
     flats = [flat for unit in sharding.units for flat in unit.flats]
     training_state.learn_new(flats)
     states = training_state.move_into(flats, world.collectives(device))
+    for flat in flats:
+        flat.go_on_with(former.factors)
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
     if sharding.split is not None and sharding.split.line is None:  # in another world than before
         carry_out_split(model, sharding.split, sharding.mesh, world, device)
@@ -462,6 +480,7 @@ def move(
     if renewed.parts.optimizer is not None:
         for piece in renewed.parts.optimizer.pieces:
             renewed.parts.optimizer.put_state(piece, states.pop(piece.name, {}))
+        renewed.parts.optimizer.go_on_with(former.residuals)
         if former.added:
             renewed.parts.optimizer.await_memory(former.added)
     return renewed

@@ -63,6 +63,8 @@ class Unfreezing:
         """Modules whose calls are replaced, and what they had from `Module.compile`."""
         self._stale: set[nn.Parameter] = set()
         """Parameters whose gradients were dropped before the loop has asked for that."""
+        self.begins_factors = False
+        """Whether the plan is to go on with gradients that are sent as factors."""
         self._unloaded: set[str] = set()
         """Those of `unread` that have memory by now. A step needs their states."""
         known = weakref.ref(self)  # weak, so that an old plan's buffers are freed without a garbage collection
@@ -108,14 +110,24 @@ class Unfreezing:
 
     @property
     def _is_pending(self) -> bool:
-        """Whether parameters have come to train that have no memory."""
-        return bool(self._owner.unfrozen) or (self._optimizer is not None and bool(self._optimizer.added))
+        """Whether parameters have come to train that have no memory, or are to be updated in another way."""
+        optimizer = self._optimizer
+        return (
+            self.begins_factors
+            or bool(self._owner.unfrozen)
+            or (optimizer is not None and bool(optimizer.added or optimizer.changed))
+        )
 
     @property
     def can_plan(self) -> bool:
         """Whether there are such parameters, and it is the time to plan again: nothing runs, and no gradient waits for
         a step."""
         return self._is_pending and not self._runner.is_computing and not self._gradients.wait()
+
+    def begin_factors(self) -> None:
+        """Plan again before the next forward, because gradients are to be sent as factors. The same on all ranks."""
+        self.begins_factors = True
+        self._intercept()
 
     def replan_now(self) -> bool:
         """Plan again now, if need be, for states that are to be loaded. Returns whether it was done."""

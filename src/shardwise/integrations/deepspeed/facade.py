@@ -187,6 +187,10 @@ def _runtime_modules() -> dict[str, dict[str, Any]]:
         "deepspeed.runtime": {},
         "deepspeed.runtime.config": _CONFIGS,
         "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
+        "deepspeed.runtime.fp16": {},
+        "deepspeed.runtime.fp16.onebit": {"OnebitAdam": OnebitAdam, "OnebitLamb": OnebitLamb},
+        "deepspeed.runtime.fp16.onebit.adam": {"OnebitAdam": OnebitAdam},
+        "deepspeed.runtime.fp16.onebit.lamb": {"OnebitLamb": OnebitLamb},
         "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": ours.DeepSpeedHybridEngine},
         "deepspeed.runtime.lr_schedules": lr_schedules,
         "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
@@ -350,6 +354,24 @@ class FusedLamb(metaclass=_Factory):
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("Lamb", {"lr": lr, **options}), list(params))
+
+
+class OnebitAdam(metaclass=_Factory):
+    """`shardwise.optim.OneBitAdam` with DeepSpeed's arguments. Its second is DeepSpeed's engine, and is not needed."""
+
+    KIND = sw.optim.OneBitAdam
+
+    def __new__(cls, params: Any, deepspeed: object = None, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        return initialization.make_optimizer(ComponentConfig("OneBitAdam", {"lr": lr, **options}), list(params))
+
+
+class OnebitLamb(metaclass=_Factory):
+    """`shardwise.optim.OneBitLamb` with DeepSpeed's arguments. Its second is DeepSpeed's engine, and is not needed."""
+
+    KIND = sw.optim.OneBitLamb
+
+    def __new__(cls, params: Any, deepspeed: object = None, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        return initialization.make_optimizer(ComponentConfig("OneBitLamb", {"lr": lr, **options}), list(params))
 
 
 class FusedLion(metaclass=_Factory):

@@ -29,6 +29,7 @@ from shardwise.integrations.deepspeed.logging import set_log_level_from_string
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.monitor import require_monitors
 from shardwise.integrations.deepspeed.muon import make_muon
+from shardwise.integrations.deepspeed.onebit import is_onebit, make_onebit, require_stage_0
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.deepspeed.topology import require_topology
@@ -39,7 +40,7 @@ OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.O
 SchedulerOrFactory = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 Config = Mapping[str, Any] | str | Path
 
-_KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "SGD")
+_KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD")
 _ADAMS = ("adam", "adamw")
 _OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _IGNORED_PARAMS = {
@@ -98,6 +99,8 @@ def initialize(
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
         translated = read_config(source, world_size=joined.size, num_stages=stages, may_sum=True)
         _require_possible(translated, model)
+        if translated.optimizer is not None and optimizer is None:
+            require_stage_0(translated.optimizer.name, translated.stage)
         plan = _with_stages(_with_experts(translated, expert_ranks_of(model)), model)
         if joined.membership is not None:  # batches and loops of these scripts are those of one world size
             plan["survive"] = "checkpoint"
@@ -262,6 +265,8 @@ def make_optimizer(named: ComponentConfig, params: list[Any], model: nn.Module |
     Raises `ConfigError` for an unknown name, and for parameters that the optimizer does not have.
     """
     options = dict(named.params)
+    if is_onebit(named.name):
+        return make_onebit(named.name, params, options)
     for key in ("max_grad_norm", "cuda_aware", "comm_backend_name", "freeze_step"):
         if options.pop(key, None):
             raise ConfigError(

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.init import is_deferred
 from shardwise.integrations.lightning_parts import fabric_states
 from shardwise.integrations.lightning_parts.precision import refuse_scaler
-from shardwise.integrations.lightning_parts.settings import PRECISIONS, rank_environment, refuse_settings
+from shardwise.integrations.lightning_parts.settings import FOR_FP8, PRECISIONS, rank_environment, refuse_settings
 from shardwise.integrations.lightning_parts.strategy import StrategyMixin
 from shardwise.integrations.lightning_parts.worlds import WORLDS
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad
@@ -142,7 +142,7 @@ class FabricStrategyMixin(_Base):
         name = getattr(self.precision, "precision", "32-true")
         if name not in PRECISIONS or name == "16-true":
             known = [repr(one) for one in PRECISIONS if one != "16-true"]
-            raise ConfigError(f"precision {name!r} is not supported with Fabric. Use {', '.join(known)}.")
+            raise ConfigError(f"precision {name!r} is not supported with Fabric. Use {', '.join(known)}.{FOR_FP8}")
         plan = resolved_plan(self.plan, module, PRECISIONS[name], None, "Fabric")
         if plan.precision == "fp16" and self._engines:
             raise ConfigError(

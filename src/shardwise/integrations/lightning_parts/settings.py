@@ -16,6 +16,7 @@ NAMES = (*PRESETS, "auto")
 _OURS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 _OURS |= {"precision", "process_group_backend", "timeout", "start_method"}
 PRECISIONS = {"32-true": "no", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}
+FOR_FP8 = " For fp8 (Lightning's transformer-engine), use bf16-mixed, and set fp8: tensorwise in the plan."
 
 
 def names_and_plans() -> dict[str, str]:
@@ -60,7 +61,7 @@ def plan_for(plan: sw.Plan, trainer: Any, model: nn.Module, precision: str) -> s
             "and set compile in the plan, which compiles each unit separately."
         )
     if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is not supported. Use {', '.join(map(repr, PRECISIONS))}.")
+        raise ConfigError(f"precision {precision!r} is not supported. Use {', '.join(map(repr, PRECISIONS))}.{FOR_FP8}")
     return resolved_plan(without(plan, "accumulate", "clip_grad_norm"), model, PRECISIONS[precision], None, "Lightning")
 
 

@@ -25,6 +25,7 @@ def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes],
     """
     if not norm_type > 0:
         raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
+    _require_sums(flats, norm_type)
     dues = due_parts(flats)
     if math.isinf(norm_type):
         mine = [float(torch.linalg.vector_norm(due, math.inf)) for due, _ in dues if due.numel()]
@@ -46,6 +47,7 @@ def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes]
     is_largest = math.isinf(norm_type)
     if not norm_type > 0:
         raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
+    _require_sums(flats, norm_type)
     mine = []
     for flat in flats:
         for index in range(len(flat.slots)):
@@ -82,3 +84,12 @@ def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Excha
 
 def _values_of_ranks(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
     return [struct.unpack("<d", message)[0] for message in exchange(struct.pack("<d", value))]
+
+
+def _require_sums(flats: Sequence[Flat], norm_type: float) -> None:
+    """See [Note: norms of summands] in `program/spec.py`."""
+    if norm_type != 2 and any(flat.spec.num_summands > 1 for flat in flats):
+        raise ConfigError(
+            f"A norm of type {norm_type} needs the sum of the ranks' gradients, which an optimizer that sends one bit "
+            f"per element never forms. Take the 2-norm: its bound is the root mean square of the ranks' norms."
+        )

@@ -248,9 +248,9 @@ def scale_gradients(flats: Sequence[Flat], factor: float | Tensor) -> None:
         torch._foreach_mul_(there, float(factor))
 
 
-def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, int]]:
+def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, float]]:
     """The parts of the gradients that are due on this rank, each with the number of ranks that have the same
-    elements."""
+    elements: see [Note: norms of summands] in `program/spec.py`."""
     return [
         (flat.grads.due[span.start : span.stop], copies)
         for flat in flats
@@ -259,8 +259,7 @@ def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, int]]:
     ]
 
 
-def copies_of(flat: Flat, index: int) -> int:
+def copies_of(flat: Flat, index: int) -> float:
     """How many ranks have each element of a parameter's gradient, where the update needs it."""
-    table, box = flat.spec.table, flat.slots[index].box
-    over_data = math.prod(flat.spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
-    return over_data * (1 if box is None else box.copies)
+    box = flat.slots[index].box
+    return flat.spec.copies_of_due * (1 if box is None else box.copies)

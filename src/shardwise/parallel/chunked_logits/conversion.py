@@ -72,11 +72,17 @@ class ChunkedHeads:
 
         return undo
 
+    def check_device(self, device: torch.device) -> None:
+        """Any will do."""
+
     def connect(self, module: nn.Module, lines: tuple[Line, ...]) -> None:
         """Nothing is sent."""
 
     def note_update(self, module: nn.Module) -> None:
         module.__dict__["num_updates"] += 1
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
 
 
 def heads_of(model: nn.Module) -> list[nn.Module]:

@@ -28,6 +28,9 @@ Tensor = torch.Tensor
 Sizes = tuple[int, ...]
 """The sizes of the ranks' parts along a dimension."""
 HIDDEN = "hidden_states"
+MULTIPLY_SPLIT = "multiply_split"
+"""The method of linear modules whose product depends on how it is split (`parallel/fp8/linear.py`, which only plans
+that ask for it load): of input, weight, line, and which features are split, `in` or `out`."""
 
 
 class Forward:
@@ -87,10 +90,17 @@ class Column(Forward):
             made = self.regions.product(self.module, entered, own, is_conv1d=self.is_conv1d)
         if made is None:
             with with_params(self.module, own):
-                made = self.original(entered, *args, **kwargs)
+                made = self._made_of(entered, *args, **kwargs)
         if self.gathers or (self.is_cut and self.regions.keeps_whole):  # a generated token has one row of logits
             return gather_from(made, self.line, -1, self.sizes)
         return self.as_cut(made) if self.is_cut else made
+
+    def _made_of(self, entered: Tensor, *args: Any, **kwargs: Any) -> Any:
+        multiply = getattr(self.module, MULTIPLY_SPLIT, None)
+        if multiply is None:
+            return self.original(entered, *args, **kwargs)
+        made, bias = multiply(entered, self.weight_of(), self.line, "out"), self.module._parameters.get("bias")
+        return made if bias is None else made + bias.to(made.dtype)
 
     def entered(self, tensor: Tensor) -> Tensor:
         """Its input, outside of regions, for products with parts of it; `as_cut` makes whole results of those."""
@@ -139,7 +149,10 @@ class Row(Forward):
         own = scatter_to(tensor, self.line, -1, self.sizes) if self.scatters else tensor
         weight, made = self.weight_of(), None
         try:
-            made = own @ weight if self.is_conv1d else functional.linear(own, weight)
+            if (multiply := getattr(self.module, MULTIPLY_SPLIT, None)) is not None:
+                made = multiply(own, weight, self.line, "in")
+            else:
+                made = own @ weight if self.is_conv1d else functional.linear(own, weight)
         finally:
             if made is None:  # a recomputation stops early by raising one of torch's exceptions here
                 self.regions.reset()

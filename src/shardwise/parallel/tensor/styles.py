@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.forwards import (
+    MULTIPLY_SPLIT,
     Column,
     EmbeddingColumn,
     LatentAndRotary,
@@ -36,6 +38,7 @@ def _column(split: ModelSplit, target: SplitModule) -> None:
     kind, weight = _linear(target)
     out_dim = 1 if kind == CONV1D else 0
     shares = partition(target, weight.shape[out_dim], split.num_ranks)
+    _require_whole_blocks(target, shares)
     gathers, is_cut, is_alone = (
         target.style == "column_gathered",
         target.style == "vocabulary_cut",
@@ -79,6 +82,7 @@ def _row(split: ModelSplit, target: SplitModule) -> None:
     kind, weight = _linear(target)
     in_dim = 0 if kind == CONV1D else 1
     shares = partition(target, weight.shape[in_dim], split.num_ranks)
+    _require_whole_blocks(target, shares)
     if shares.copies > 1:
         raise ModelError(f"{target.path} has fewer heads than there are ranks along {AXIS}. Choose a smaller {AXIS}.")
     _split_param(split, target, "weight", in_dim, shares)
@@ -178,7 +182,8 @@ def _linear(target: SplitModule) -> tuple[str, torch.Tensor]:
     module = target.module
     weight = module._parameters.get("weight")
     if weight is not None and weight.dim() == 2:
-        is_plain = type(module).forward is nn.Linear.forward or type(module).__name__ in LIKE_LINEAR
+        is_plain = type(module).forward is nn.Linear.forward or hasattr(module, MULTIPLY_SPLIT)
+        is_plain = is_plain or type(module).__name__ in LIKE_LINEAR
         if isinstance(module, nn.Linear) and is_plain:
             return LINEAR, weight
         if type(module).__name__ == CONV1D and hasattr(module, "nf"):
@@ -187,6 +192,22 @@ def _linear(target: SplitModule) -> tuple[str, torch.Tensor]:
         f"{target.path} is a {type(module).__name__}, but the style {target.style} is for nn.Linear and transformers' "
         f"Conv1D. Name the linear modules in it, or leave it out of tensor.plan."
     )
+
+
+def _require_whole_blocks(target: SplitModule, shares: Partition) -> None:
+    """Raise `ModelError` if a part of a layer that multiplies in 8 bits has a size that kernels do not take, or a part
+    of a block, whose other elements would have to be known for its scale."""
+    if not hasattr(target.module, MULTIPLY_SPLIT):
+        return
+    recipe: Any = target.module.recipe
+    spans = [span for own in shares.ranges for span in own]
+    odd = next((one for one in spans if one.start % recipe.multiple or one.numel % recipe.multiple), None)
+    if odd is not None:
+        raise ModelError(
+            f"{target.path} multiplies in fp8, {recipe.name}, whose parts begin and end at multiples of "
+            f"{recipe.multiple}, but {AXIS} gives a rank the features {odd.start} to {odd.stop} of {shares.size}. Add "
+            f"{target.path} to fp8.skip, or choose another size of {AXIS}."
+        )
 
 
 def _check_embedding(target: SplitModule, module: nn.Embedding) -> None:

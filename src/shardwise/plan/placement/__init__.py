@@ -2,6 +2,7 @@
 
 from shardwise.plan.placement.box import Box, Run, common_runs
 from shardwise.plan.placement.layout import ALIGN, Layout, Slot, pack, pack_boxes, padded_numel
+from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.moves import Move, MoveVerb, moves
 from shardwise.plan.placement.offload import (
     Offloaded,
@@ -37,6 +38,7 @@ __all__ = [
     "Dtype",
     "Kind",
     "Layout",
+    "LowRank",
     "Move",
     "MoveVerb",
     "Offloaded",

@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.errors import ConfigError, PlacementError, nearest
 from shardwise.plan import PlaceEdit, Plan, Rows, Rule, WireFormat
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.plan.placement.table import Table
 from shardwise.plan.placement.wire import Codes, Wire
@@ -47,8 +48,8 @@ class Preset:
 
 NODE = "node"
 """The axis between hosts."""
-_BLOCKS = {"int8": 256, "int4": 128}
-"""Elements of one scale by default: a scale adds 0.8 % to int8, and 3.1 % to int4."""
+_BLOCKS = {"int8": 256, "int4": 128, "fp8": 256}
+"""Elements of one scale by default: a scale adds 0.8 % to int8 and fp8, and 3.1 % to int4."""
 DP, TWO = ("dp",), (NODE, "local")
 COPY, SHARD, PARTIAL = Place(), Place(shard=DP), Place(partial=DP)
 LOCAL, BOTH = Place(shard=("local",)), Place(shard=TWO)
@@ -158,7 +159,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
             f"parameters, so none are sent. Leave it out, or choose a preset that shards parameters or states, such as "
             f"zero1 or zero3."
         )
-    return Table(
+    table = Table(
         axes=mesh.replica_axes,
         param=param,
         held=held,
@@ -171,6 +172,30 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         param_codes=param_codes,
         step="device" if optim.tier == "device" else "host",
     )
+    return table if plan.powersgd.rank is None else _with_factors(table, plan, mesh)
+
+
+def _with_factors(table: Table, plan: Plan, mesh: Mesh) -> Table:
+    """`table` with gradients of matrices sent as factors, or still to be sent so."""
+    asked = plan.powersgd
+    assert asked.rank is not None
+    split = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+    if len(split) > 1 or mesh.has_experts or any(axis not in mesh.data_axes for axis in split):
+        raise PlacementError(
+            f"powersgd.rank is {asked.rank}, and the mesh is {mesh}. Gradients are sent as factors along a single axis "
+            f"of data parallelism. Give the plan a mesh such as {{dp: {mesh.world_size}}}, or leave powersgd out."
+        )
+    if plan.precision == "fp16":
+        raise PlacementError(
+            f"powersgd.rank is {asked.rank}, and precision is fp16, whose loss scale changes: what a rank has not sent "
+            f"would be added to gradients of another scale. Set precision to bf16, or leave powersgd out."
+        )
+    if plan.wire.grad.dtype is not None:
+        raise PlacementError(
+            f"powersgd.rank is {asked.rank}, and wire.grad is {plan.wire.grad.dtype}. Factors are sent in fp32, and "
+            f"what is not sent as factors with them. Leave out one of both."
+        )
+    return table.with_low_rank(LowRank(asked.rank, asked.min_rate, asked.seed, has_begun=asked.start_step == 0))
 
 
 def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes | None]:
@@ -179,12 +204,12 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
     Codes are worth their time where messages leave a host: along `node`, where the mesh has that axis. Of other axes
     nothing is known, so that codes are sent along all.
     """
-    if asked.dtype != "int8" and asked.dtype != "int4":
+    if asked.dtype != "int8" and asked.dtype != "int4" and asked.dtype != "fp8":
         if asked.block is not None or asked.axes is not None:
             key = "block" if asked.block is not None else "axes"
             raise PlacementError(
-                f"wire.{kind}.{key} is given, but wire.{kind}.dtype is {asked.dtype or 'not'}: only int8 and int4 are "
-                f"sent in blocks and along some axes. Leave out {key}, or choose one of these."
+                f"wire.{kind}.{key} is given, but wire.{kind}.dtype is {asked.dtype or 'not'}: only int8, int4 and fp8 "
+                f"are sent in blocks and along some axes. Leave out {key}, or choose one of these."
             )
         return (None if asked.dtype is None else Wire(asked.dtype)), None
     axes: Axes = mesh.replica_axes

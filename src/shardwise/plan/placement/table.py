@@ -11,6 +11,7 @@ from functools import cached_property
 from shardwise.errors import PlacementError, nearest
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement.layout import ALIGN
+from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.plan.placement.wire import FP32, Codes, Wire, check_codes
 
@@ -23,6 +24,9 @@ class Table:
     which forward and backward run, `step` the tier of the update. `grad_wire` is the format in which gradients are
     sent; `param_wire` that of parameters, or `None` if they are sent as they are. Along the axes of `grad_codes` and
     `param_codes` they are sent as these instead. Raises `PlacementError` for rows that no step could follow.
+
+    With `summands` gradients are never summed: the update reads this rank's own, and averages over the ranks what it
+    makes of it (1-bit Adam its momentum). With `low_rank` gradients of some matrices are sent as thin factors.
     """
 
     axes: Axes
@@ -36,6 +40,8 @@ class Table:
     grad_codes: Codes | None = None
     param_codes: Codes | None = None
     step: Tier = "device"
+    summands: bool = False
+    low_rank: LowRank | None = None
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -70,7 +76,7 @@ class Table:
     @property
     def due(self) -> Place:
         """What the update needs: the gradient of the elements whose states are on this rank."""
-        return replace(self.optim, tier=self.step)
+        return replace(self.optim, tier=self.step, partial=self.grad.partial if self.summands else ())
 
     @property
     def align(self) -> int:
@@ -139,6 +145,37 @@ class Table:
             param_wire=wire,
             param_codes=None if dtype in ("uint8", "int8") else self.param_codes,
         )
+
+    def with_low_rank(self, low_rank: LowRank) -> Table:
+        """The same table with gradients sent as factors, in fp32 as the rest. Raises `PlacementError` unless every rank
+        has and updates parameters whole, on its device, and gets their gradients whole."""
+        for kind in KINDS:
+            place = self.place(kind)
+            if place.shard or place.partial or place.tier != "device":
+                raise PlacementError(
+                    f"powersgd.rank is {low_rank.rank}, and {kind} is {place}. All ranks get the same factors of a "
+                    f"gradient, so each has to have and update whole parameters on its device. Take the preset ddp, or "
+                    f"leave powersgd out."
+                )
+        return replace(self, low_rank=low_rank, grad_wire=Wire(self.grad.dtype))
+
+    def with_summands(self) -> Table:
+        """The same table for parameters that are updated with summands. Raises `PlacementError` unless every rank has
+        and updates them whole, on its device."""
+        for kind in KINDS:
+            place = self.place(kind)
+            if place.shard or place.tier != "device":
+                raise PlacementError(
+                    f"{kind} is {place}, but this optimizer averages what it makes of gradients over the ranks itself, "
+                    f"one bit per element, so each rank has and updates whole parameters on its device. Take the "
+                    f"preset ddp (DeepSpeed's stage 0), or an elementwise optimizer such as AdamW."
+                )
+        if self.low_rank is not None:
+            raise PlacementError(
+                "powersgd is for gradients that ranks sum, and this optimizer averages momenta in their place. Leave "
+                "powersgd out of the plan."
+            )
+        return replace(self, grad=replace(self.grad, partial=self.axes), summands=True)
 
     def without(self, axis: str) -> Table:
         """The same table without `axis`, for parameters that differ between the ranks along it."""

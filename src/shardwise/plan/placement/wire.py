@@ -8,8 +8,8 @@ from typing import Literal
 from shardwise.errors import PlacementError
 from shardwise.plan.placement.place import WIDTH, Axes, Dtype
 
-CodeDtype = Literal["int8", "int4"]
-BITS: dict[str, int] = {"int8": 8, "int4": 4}
+CodeDtype = Literal["int8", "int4", "fp8"]
+BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
 SCALE_BYTES = 2
 """A scale is bf16, which has the range of fp32: scales of small gradients would be zero in fp16."""
 
@@ -34,7 +34,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Codes:
-    """A format of messages along some axes: signed integers, and one scale in bf16 for each `block` of them in a row.
+    """A format of messages along some axes: signed integers, or E4M3 (fp8), and one scale in bf16 for each `block` of
+    them in a row.
 
     Parts that are sent consist of whole blocks: see [Note: blocks of codes] in `table.py`.
     """

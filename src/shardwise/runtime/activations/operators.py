@@ -13,7 +13,7 @@ from shardwise.system.torch_private import OpOverload
 Operator = OpOverload
 
 GROUPS = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2"),
     "attention": (
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",

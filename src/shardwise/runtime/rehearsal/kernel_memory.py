@@ -4,8 +4,9 @@
 make no autograd graph of tensors that claim to be there (their metadata asks for its device guard), so the rehearsal
 runs on fake tensors of a CPU, with the memory of an accelerator: blocks of its allocator, and no allowances for a
 process and its heap. Most operators are the same on both. `OfAccelerators` has those that are not and are known:
-dropout, which keeps its mask in bytes there and noise in the dtype of the input on a CPU; and attention with dropout,
-which CPUs compute from whole matrices of scores. Other kernels that a GPU alone has (attention whose values have other
+dropout, which keeps its mask in bytes there and noise in the dtype of the input on a CPU; attention with dropout, which
+CPUs compute from whole matrices of scores; and products of factors in 8 bits, which CPUs decode (they ask
+`as_accelerators_do`). Other kernels that a GPU alone has (attention whose values have other
 widths than its keys, convolutions' workspaces) are counted as on a CPU: a machine with a GPU counts them exactly.
 
 [Note: attention's backward] FlashAttention-2 sums the gradient of the queries in fp32, in a buffer whose tokens are
@@ -24,6 +25,7 @@ all three.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -38,8 +40,25 @@ _FLASH_BACKWARDS = (
 )
 
 
+_elsewhere: ContextVar[bool] = ContextVar("computes as accelerators do", default=False)
+
+
+def as_accelerators_do() -> bool:
+    """Whether this thread rehearses on fake tensors of a CPU what accelerators will compute."""
+    return _elsewhere.get()
+
+
 class OfAccelerators(TorchFunctionMode):
     """Computes on fake tensors of a CPU what accelerators compute otherwise: see [Note: other devices]."""
+
+    def __enter__(self) -> OfAccelerators:
+        self._token = _elsewhere.set(True)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _elsewhere.reset(self._token)
 
     def __torch_function__(
         self,

@@ -1,0 +1,73 @@
+"""Gradients of matrices as thin factors: what is sent and kept of one flat buffer.
+
+[Note: factors] PowerSGD (arXiv:1905.13727, algorithms 1 and 2) sends of a gradient M of n by m elements P = M Q, of n
+by r, and then Q = M' P, of m by r, where the columns of the sum of all P have been made orthonormal. The gradient is
+P Q' for all ranks. What that leaves out of a rank's own M stays with it, and is added to its next gradient. Q is that
+of the step before, with orthonormal columns; the first is random. What is sent as it is goes with P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.plan.placement import WIDTH, Span
+from shardwise.program.spec import FlatSpec
+
+
+@dataclass(frozen=True)
+class Factored:
+    """The messages of one flat buffer. Both are sums, padded so that the ranks divide them."""
+
+    flat: FlatSpec
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return self.flat.mesh.size(self.axis)
+
+    @property
+    def axis(self) -> str:
+        return self.flat.table.axes[0]
+
+    @cached_property
+    def plain(self) -> tuple[Span, ...]:
+        """What is sent as it is: elements of other parameters, and between parameters."""
+        stops = [0, *(matrix.span.stop for matrix in self.flat.factored)]
+        starts = [*(matrix.span.start for matrix in self.flat.factored), self.flat.numel]
+        return tuple(Span(start, stop) for start, stop in zip(stops, starts, strict=True) if stop > start)
+
+    @cached_property
+    def projected_numel(self) -> int:
+        """Elements of the message with every P."""
+        own = sum(matrix.rows * matrix.rank for matrix in self.flat.factored)
+        return self._padded(own + sum(span.numel for span in self.plain))
+
+    @cached_property
+    def restored_numel(self) -> int:
+        """Elements of the message with every Q."""
+        return self._padded(sum(matrix.cols * matrix.rank for matrix in self.flat.factored))
+
+    def numel_of(self, verb: str) -> int:
+        return self.projected_numel if verb == "project" else self.restored_numel
+
+    def num_bytes(self, verb: str) -> int:
+        """Of the message of one action, and of the memory that it takes."""
+        return self.numel_of(verb) * WIDTH[self.flat.table.grad.dtype]
+
+    def sent_bytes(self, verb: str) -> int:
+        """What a rank sends for one action."""
+        return 2 * (self.num_ranks - 1) * (self.num_bytes(verb) // self.num_ranks)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a rank keeps from step to step: what it has not sent, and every Q."""
+        factors = sum(matrix.cols * matrix.rank for matrix in self.flat.factored)
+        return (self.flat.numel + factors) * WIDTH[self.flat.table.grad.dtype]
+
+    def _padded(self, numel: int) -> int:
+        return -(-numel // self.num_ranks) * self.num_ranks
+
+
+def factored_bytes(flat: FlatSpec) -> int:
+    """What a rank keeps from the first step on, so that a job that fits goes on fitting."""
+    return Factored(flat).kept_bytes if flat.factored else 0

@@ -1,0 +1,199 @@
+"""fp8 against torchao, whose recipes these are, to the bit; and under Accelerate, whose settings become a plan's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import AORecipeKwargs
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import CastConfig
+from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.integrations.accelerate import Accelerator
+from shardwise.integrations.accelerate_config import read_accelerate_config
+from shardwise.integrations.accelerate_fp8 import Fp8Request, of_torchao, of_transformer_engine, request_of
+from shardwise.integrations.lightning_parts.settings import plan_for
+from shardwise.parallel.conversions import conversions_of, convert
+from shardwise.parallel.fp8.linear import Fp8Linear
+
+Tensor = torch.Tensor
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+class MxLinear(nn.Linear):
+    """torchao's layer with MX blocks, as it computes without a GPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        e4m3, by_torch = torch.float8_e4m3fn, MXFP8Dim1CastKernelChoice.TORCH
+        made: Tensor = mx_mm.apply(
+            input,
+            self.weight,
+            e4m3,
+            e4m3,
+            e4m3,
+            32,
+            KernelPreference.EMULATED,
+            MXFP8Dim0CastKernelChoice.TORCH,
+            by_torch,
+            ScaleCalculationMode.RCEIL,
+            False,
+        )
+        return made
+
+
+def torchao_layer(layer: nn.Linear, recipe: str) -> nn.Module:
+    copied = copy.deepcopy(layer)
+    if recipe == "mxfp8":
+        copied.__class__ = MxLinear
+        return copied
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    converted: nn.Module = convert_to_float8_training(nn.Sequential(copied), config=config)[0]
+    return converted
+
+
+def results(layer: nn.Module, inputs: Tensor, grad: Tensor) -> list[Tensor]:
+    given = inputs.clone().requires_grad_()
+    made = layer(given)
+    return [made, *torch.autograd.grad(made, [given, layer.weight], grad)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", [*TORCHAO, "mxfp8"])
+def test_layers_equal_torchao_s(recipe: str, dtype: torch.dtype) -> None:
+    """Codes, scales, and what is saved and rounded again: all of it, or results would differ by 1e-2."""
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 64, bias=False).to(dtype)
+    inputs, grad = torch.randn(2, 32, 96).to(dtype), torch.randn(2, 32, 64).to(dtype)
+    ours = nn.Sequential(copy.deepcopy(layer))
+    convert(ours, conversions_of(sw.Plan(fp8={"recipe": recipe, "skip": []}), ours))
+    found, expected = results(ours[0], inputs, grad), results(torchao_layer(layer, recipe), inputs, grad)
+    tolerance = 1e-6 if dtype == torch.float32 else 2.0**-7
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+# -- settings ------------------------------------------------------------------------------------------------
+
+TE_SETTINGS: dict[str, tuple[dict[str, Any], str, int]] = {
+    "defaults": ({}, "tensorwise", 0),
+    "hybrid": ({"fp8_format": "HYBRID", "amax_history_len": 1024}, "tensorwise", 0),
+    "delayed": ({"amax_history_len": 16, "amax_compute_algo": "max", "margin": 2}, "tensorwise", 3),
+    "e4m3": ({"fp8_format": "E4M3"}, "tensorwise", 1),
+    "weights": ({"override_linear_precision": (False, False, True)}, "rowwise_with_gw_hp", 0),
+    "blocks": ({"use_mxfp8_block_scaling": True, "use_autocast_during_eval": False}, "mxfp8", 1),
+}
+
+
+@pytest.mark.parametrize("name", TE_SETTINGS)
+def test_settings_of_transformer_engine_become_a_recipe(name: str) -> None:
+    given, recipe, num_notes = TE_SETTINGS[name]
+    found = of_transformer_engine(given)
+    assert (found.recipe, len(found.notes)) == (recipe, num_notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        ({"fp8_format": "E5M2"}, "take HYBRID"),
+        ({"override_linear_precision": (True, False, False)}, "rowwise_with_gw_hp"),
+        ({"use_mxfp8_block_scaling": True, "override_linear_precision": (False, False, True)}, "leave override"),
+    ],
+)
+def test_settings_of_transformer_engine_that_no_recipe_has_are_refused(given: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        of_transformer_engine(given)
+
+
+@pytest.mark.parametrize("recipe", TORCHAO)
+def test_configs_of_torchao_become_their_recipe(recipe: str) -> None:
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+    assert of_torchao(config, None) == Fp8Request(recipe)
+    odd = Float8LinearConfig(cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn))
+    with pytest.raises(ConfigError, match="rounds like none of torchao's recipes"):
+        of_torchao(odd, None)
+
+
+def test_a_file_and_a_command_line_say_which_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"backend": "TE", "fp8_format": "E4M3", "override_linear_precision": [False, False, True]}
+    values = {"distributed_type": "MULTI_CPU", "mixed_precision": "fp8", "fp8_config": section}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    found = read_accelerate_config(tmp_path / "config.yaml")
+    assert found.unsupported == []
+    assert found.environment == {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_BACKEND": "TE",
+        "ACCELERATE_FP8_FORMAT": "E4M3",
+        "ACCELERATE_FP8_OVERRIDE_FPROP": "false",
+        "ACCELERATE_FP8_OVERRIDE_DGRAD": "false",
+        "ACCELERATE_FP8_OVERRIDE_WGRAD": "true",
+    }
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    assert request_of(_Without()).recipe == "rowwise_with_gw_hp"
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    with pytest.raises(ConfigError, match="MS-AMP keeps gradients and optimizer states in 8 bits"):
+        request_of(_Without())
+
+
+class _Without:
+    """An Accelerator to which no handler was passed."""
+
+    fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = ao_recipe_handler = None
+
+
+def test_lightning_says_where_fp8_is_set() -> None:
+    trainer = SimpleNamespace(accumulate_grad_batches=1, gradient_clip_algorithm="norm", gradient_clip_val=None)
+    with pytest.raises(ConfigError, match="use bf16-mixed, and set fp8: tensorwise in the plan"):
+        plan_for(sw.Plan(), trainer, Net(), "transformer-engine")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("chooses", [None, lambda module, name: name != "layers.2"], ids=["all", "some"])
+def test_accelerator_trains_in_fp8(chooses: Any) -> None:
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    torch.manual_seed(0)
+    model = Net()
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    handler = AORecipeKwargs(config=config, module_filter_func=chooses)
+    plan = "zero3" if chooses is not None else {"preset": "zero3", "fp8": {"recipe": "rowwise", "skip": []}}
+    accelerator = Accelerator(plan=plan, cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    in_fp8 = [isinstance(layer, Fp8Linear) for layer in model.layers]
+    assert in_fp8 == ([True] * 4 if chooses is None else [True, True, False, True])
+    before = accelerator.get_state_dict(prepared)["layers.1.weight"].clone()
+    accelerator.backward(prepared(torch.randn(4, 32)))
+    optimizer.step()
+    after = accelerator.get_state_dict(prepared)["layers.1.weight"]
+    assert after.dtype == torch.float32
+    assert not torch.equal(before, after)
+    accelerator.free_memory()
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
