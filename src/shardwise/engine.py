@@ -273,7 +273,7 @@ class Engine:
     @property
     def num_void(self) -> int:
         """How many steps were abandoned because a rank was lost; a loader hands out their batches again."""
-        return self._sharded.progress.num_void
+        return self._session.num_void
 
     @property
     def gradient_norm(self) -> float | None:
@@ -887,16 +887,15 @@ class Engine:
         the same on all ranks that share it, or that cannot be split.
         """
         self._require_open()
-        if self._sharded.parts.sequence is None:
-            if documents is not None:
-                raise ConfigError("documents= is for plans that split sequences; on one rank the model masks them.")
-            return batch
         return self._session.splitting(lambda: self._split(batch, documents))
 
     def _split(self, batch: Any, documents: torch.Tensor | None) -> Any:
         sequence = self._sharded.parts.sequence
-        assert sequence is not None
-        return sequence.split(batch, documents)
+        if sequence is not None:
+            return sequence.split(batch, documents)
+        if documents is not None:
+            raise ConfigError("documents= is for plans that split sequences; on one rank the model masks them.")
+        return batch
 
     def join_sequence(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The whole sequences of which this rank has `part`: the inverse of `split_sequence`, for results.
@@ -909,14 +908,13 @@ class Engine:
         Raises `ConfigError` for a tensor with another number of tokens, and `StateError` before any batch was split.
         """
         self._require_open()
-        if self._sharded.parts.sequence is None:
+        if self._session.sequence is None:
             return part
         return self._session.computing(lambda: self._join(part, dim))
 
     def _join(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        sequence = self._sharded.parts.sequence
-        assert sequence is not None
-        return sequence.join(part, dim)
+        sequence = self._session.sequence  # that of the present world, if a rank was lost meanwhile
+        return part if sequence is None else sequence.join(part, dim)
 
     def give_whole_outputs(self, *, tokens: bool = True, training: bool = False) -> None:
         """From now on, a model of transformers that is given a whole batch and splits it along `sp` returns whole

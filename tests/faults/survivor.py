@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.transport.gloo import GlooTransport
@@ -34,14 +35,48 @@ from shardwise.comm.transport.shm import Neighbours
 from shardwise.comm.watch.journal import FIRST_SIDE_TAG
 from shardwise.elastic import copies
 from shardwise.errors import TurnedAwayError
+from shardwise.parallel.experts import MoE
 from shardwise.testing import plant
 
 ROWS, WIDTH, OUTPUTS = 12, 16, 8
+NUM_HEADS, NUM_TOKENS = 4, 4
 
 
 def build(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, OUTPUTS))
+
+
+class Attending(nn.Module):
+    """Each row is cut into tokens, which attend to each other: what `sp` divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.out = nn.Linear(WIDTH // NUM_TOKENS, 3 * WIDTH), nn.Linear(WIDTH, OUTPUTS // NUM_TOKENS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        heads = self.mixed(tokens).unflatten(-1, (3, NUM_HEADS, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def model_for(plan: str) -> nn.Module:
+    """One that can be split along the axes of a plan's mesh."""
+    if '"sp"' in plan:
+        torch.manual_seed(0)
+        return Attending()
+    if '"ep"' in plan:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, 32), MoE(32, 24, num_experts=4, top_k=2), nn.Linear(32, OUTPUTS))
+    return build()
+
+
+def data_for(plan: str, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch as that model takes it."""
+    if '"sp"' in plan:
+        return x.unflatten(1, (NUM_TOKENS, -1)), y.unflatten(1, (NUM_TOKENS, -1))
+    return x, y
 
 
 def batch_of(step: int, place: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +216,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
         copies._PORTION_BYTES = 512
     world = sw.World.join(timeout_seconds=float(os.environ.get("TIMEOUT_SECONDS", "20")))
     member = world.membership.member if world.membership is not None else world.rank
-    model = build()
+    model = model_for(plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = sw.shard(model, json.loads(plan) if plan.startswith("{") else plan, optimizer=optimizer, world=world)
     resumed = engine.resume(out / "checkpoints")  # nobody saves there
@@ -208,7 +243,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
             generation = engine.world.generation
             deaths.watch(engine.world)
         deaths.begin_step(step)
-        x, y = batch_of(step, *engine.data_ranks)
+        x, y = engine.split_sequence(data_for(plan, *batch_of(step, *engine.data_ranks)))
         engine.weigh(len(x), ROWS)
         deaths.befall(step, "forward")
         if loop == "train_step":
@@ -224,7 +259,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
                 engine.log({"loss": losses[step]}, tokens=ROWS)
         times.append((engine.num_steps, time.time()))
     said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
-    if world.membership is not None and world.membership.arrival is None:
+    if world.membership is not None and world.membership.arrival is None and '"sp"' not in plan:
         said["drawn"] = [drawn[step] for step in sorted(drawn)][: len(expected)], expected[: len(drawn)]
     said["folder"] = str(world.membership.folder) if world.membership is not None else None
     said["resumed"] = None if resumed is None else (resumed.step, resumed.state)

@@ -7,14 +7,13 @@ import math
 import os
 import subprocess
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import warm
-from tests.faults.restarting_rank import data_for, model_for
+from tests.faults.survivor import model_for
 from tests.faults.test_survival import oracle
 from tests.thorough import sampled
 
@@ -23,7 +22,7 @@ NUM_STEPS, DIES_AT = 8, 5
 TENSOR = {"plan": {"0": "column", "2": "row"}}
 PLANS: dict[str, dict[str, Any]] = {
     "pp": {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": TENSOR},
-    "sp": {"preset": "zero3", "mesh": {"sp": 2}},
+    "ep": {"preset": "zero3", "mesh": {"ep": 2}},
     "disk": {"preset": "infinity"},
     "checkpoint": {"preset": "zero3", "survive": "checkpoint"},
 }
@@ -62,7 +61,7 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
     assert ("steps since then; each rank reads " in ran.stderr) == (name != "checkpoint"), "what that costs, too"
     found = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
     assert len(found) == num_ranks_of(plan)
-    losses = oracle(NUM_STEPS, model_for(name), partial(data_for, name))
+    losses = oracle(NUM_STEPS, model_for(json.dumps(plan)))
     for one in found:
         assert one["first"] == DIES_AT - 1, "the last step of which there is a checkpoint"
         for step, loss in one["losses"].items():

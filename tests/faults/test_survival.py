@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 
 import warm
 from shardwise.observe import read_record
-from tests.faults.survivor import ROWS, batch_of, build, loss_of
+from tests.faults.survivor import ROWS, batch_of, build, data_for, loss_of, model_for
 from tests.thorough import drawn, sampled, soak
 
 pytestmark = soak("kills many processes, some at any moment")
@@ -64,9 +65,9 @@ def started(
 SPLIT = {"mesh": {"tp": 4}, "tensor": {"plan": {"0": "column", "2": "row"}}}
 
 
-def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most_wrong: int) -> None:
+def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most_wrong: int, plan: str = "") -> None:
     assert job.returncode == 0, said
-    losses = oracle(num_steps)
+    losses = oracle(num_steps, model_for(plan), partial(data_for, plan))
     found = [json.loads(path.read_text()) for path in out.glob("member-*.json")]
     assert found, said
     for one in found:
@@ -121,6 +122,20 @@ def test_fewer_ranks_split_the_layers(preset: str, loop: str, kill: str, tmp_pat
     job = started(tmp_path, json.dumps({"preset": preset, **SPLIT}), loop, 10, [kill], retries="0:10", least=1)
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=0)
+    assert "2 ranks continue" in said
+    assert "restart" not in said
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(
+    ("loop", "kill"), [("engine", "1:3:forward"), ("plain", "0:4:9"), ("train_step", "3:4:6"), ("engine", "2:5:step")]
+)
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_fewer_ranks_share_the_tokens(preset: str, loop: str, kill: str, tmp_path: Path) -> None:
+    plan = json.dumps({"preset": preset, "mesh": {"sp": 4}, "sequence": {"attention": "ulysses"}})
+    job = started(tmp_path, plan, loop, 10, [kill], retries="0:10", least=1)
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=0, plan=plan)
     assert "2 ranks continue" in said
     assert "restart" not in said
 
@@ -231,6 +246,10 @@ def in_stages(preset: str, schedule: str) -> str:
     return json.dumps({"preset": preset, "mesh": mesh, "accumulate": 2, "pipeline": {"schedule": schedule}})
 
 
+def with_experts(preset: str) -> str:
+    return json.dumps({"preset": preset, "mesh": {"dp": 2, "ep": 2}})
+
+
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "kill"),
@@ -240,12 +259,15 @@ def in_stages(preset: str, schedule: str) -> str:
         (split("ddp"), "train_step", "0:2:forward"),
         (in_stages("zero1", "1f1b"), "train_step", "1:3:4"),
         (in_stages("zero3", "zb-h1"), "train_step", "2:4:8"),
+        (with_experts("zero1"), "engine", "1:3:backward"),
+        (with_experts("zero3"), "plain", "2:4:7"),
+        (with_experts("zero2"), "train_step", "0:5:9"),
     ],
 )
 def test_a_replica_group_leaves(plan: str, loop: str, kill: str, tmp_path: Path) -> None:
     job = started(tmp_path, plan, loop, 10, [kill], retries="0:10")
     said, _ = job.communicate(timeout=300)
-    check(said, job, tmp_path, 10, most_wrong=1)
+    check(said, job, tmp_path, 10, most_wrong=1, plan=plan)
     assert "2 ranks continue after step" in said
     assert "1 rank waits as a spare until a replica group is complete." in said
     assert len(list(tmp_path.glob("member-*.json"))) == 2
@@ -260,6 +282,7 @@ def test_a_replica_group_leaves(plan: str, loop: str, kill: str, tmp_path: Path)
         (split("ddp"), "plain"),
         (in_stages("zero2", "gpipe"), "train_step"),
         (in_stages("zero3", "1f1b"), "train_step"),
+        (with_experts("zero2"), "engine"),
     ],
 )
 def test_a_replica_group_comes_back(plan: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +296,8 @@ def test_a_replica_group_comes_back(plan: str, loop: str, tmp_path: Path, monkey
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")}
     assert found.keys() == {"member-0", "member-1", "member-3", "member-4"}, said
     assert {one["world"] for one in found.values()} == {4}
-    losses = oracle(1 + max(int(step) for one in found.values() for step in one["losses"]))
+    num_steps = 1 + max(int(step) for one in found.values() for step in one["losses"])
+    losses = oracle(num_steps, model_for(plan), partial(data_for, plan))
     for one in found.values():
         wrong = [step for step, loss in one["losses"].items() if loss != pytest.approx(losses[int(step)], rel=1e-5)]
         assert len(wrong) <= 1, said

@@ -806,8 +806,8 @@ ELASTIC = _of(
     ),
     (
         "what ranks of the same group have counts as a copy",
-        "if axis not in shard and axis not in MODEL_AXES])\n    return len({hosts[other]",
-        "if axis not in shard])\n    return len({hosts[other]",
+        "if axis not in shard and (axis not in MODEL_AXES or axis in own))",
+        "if axis not in shard)",
         "buddy_hosts",
     ),
     (

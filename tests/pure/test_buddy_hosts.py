@@ -91,10 +91,25 @@ def test_copies_are_outside_of_the_replica_group(
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 1, "tp": 4}], ids=str)
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 1, "tp": 4}, {"pp": 4}], ids=str)
 def test_in_a_group_alone_every_rank_has_a_copy_on_another_host(preset: str, mesh: dict[str, int]) -> None:
     assert keepers([spec(preset, mesh)], "aabb") == (2, 3, 0, 1)
     assert keepers([spec(preset, mesh)], "aaab") == (3, 3, 3, 0)
     assert keepers([spec(preset, mesh)], "aaaa") == (None,) * 4
     frozen = replace(spec(preset, mesh), trainable=False)
     assert copy_bytes([frozen], 2, "aabb").sent_once == 4 * 1024
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh", "hosts", "expected"),
+    [
+        ("ddp", {"sp": 4}, "aabb", (None,) * 4),
+        ("zero1", {"sp": 4}, "aabb", (2, 3, 0, 1)),
+        ("zero3", {"dp": 1, "sp": 4}, "abab", (1, 0, 3, 2)),
+        ("zero1", {"sp": 2, "ep": 2}, "aabb", (None,) * 4),  # which does not go on with fewer
+    ],
+)
+def test_ranks_of_a_group_alone_that_share_samples_have_the_same_parameters(
+    preset: str, mesh: dict[str, int], hosts: str, expected: tuple[int | None, ...]
+) -> None:
+    assert keepers([spec(preset, mesh)], hosts) == expected

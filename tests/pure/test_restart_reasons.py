@@ -19,7 +19,7 @@ RETURNED = {
     "cli/explanation.py": ["why_restarted"],
 }
 """Functions that return a reason."""
-RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "image_space"]
+RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "image_space", "session", "rebuild"]
 """Modules of `elastic/` whose errors end an attempt, or refuse a job."""
 CONSTANTS = {"program/image_bytes.py": ["ON_ACCELERATOR"], "elastic/session.py": ["_CANNOT_SKIP"]}
 

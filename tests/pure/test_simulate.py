@@ -89,6 +89,19 @@ def test_survivors_repeat_the_step_and_a_rank_joins() -> None:
     assert adds_up(found)
 
 
+def test_of_a_single_group_as_many_train_as_form_a_mesh() -> None:
+    """Of eight ranks seven are left, of which four train until the next has come."""
+    group = replace(JOB, world_size=8, ranks_per_host=8, recovery="host", numbers=(8, 4, 2, 1))
+    found = replay(group, [Failure(326.0, RANK)])
+    assert (found.num_restarts, found.fewest_ranks) == (0, 7)
+    # the replacement is ready after 25 s, in a step of 20 s, the first after the pause
+    assert found.losses["fewer ranks"] == pytest.approx(20 - 10)
+    assert adds_up(found)
+    with pytest.raises(ConfigError, match="numbers is"):
+        replace(group, numbers=(8, 4))
+    assert replace(group, numbers=(8, 4), least_ranks=4).num_training(7) == 4
+
+
 @pytest.mark.parametrize(
     ("recovery", "causes", "num_restarts"),
     [
@@ -261,6 +274,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["job"]["recovery"] != "restart"
     assert told["job"]["leave_together"] == 2
+    split[-2] = "mesh={tp: 64}"
+    assert main(split) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["job"]["recovery"] != "restart"
+    assert told["job"]["numbers"] == [64, 32, 16, 8, 4, 2, 1]
     split[-2] = "mesh={pp: 2, tp: 32}"
     assert main([*split, "--set", "accumulate=2"]) == 0
     assert "splits models or samples along pp, tp" in json.loads(capsys.readouterr().out)["restarts_because"]

@@ -79,6 +79,13 @@ class Layers(Task):
         return loss
 
 
+class Deep(Transformer):
+    """Enough blocks for eight stages."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=8)
+
+
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
 
@@ -223,6 +230,57 @@ LAYERS = Axis(
     frozen=("positions.*", "blocks.0.up.*", "blocks.1.norm1.*"),
     settings={**SETTINGS, "sequence": {"tensor": {**TENSOR, "plan": BLOCKS, "sequence": True}}},
 )
+STAGES = Axis(
+    mesh={"dp": 2, "pp": 2},
+    ways={
+        schedule: (Layers, {"accumulate": 2, "pipeline": {"schedule": schedule}})
+        for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1")
+    },
+    points={
+        "the batch": ("exchange of activations", 1),
+        "a forward": ("message of activation 1", 1),
+        "a backward": ("message of gradient 0", 1),
+        "a reduction": ("*reduce* blocks.*", 1),
+        "the loss": ("broadcast of loss", 1),
+        "gradients of tied layers": ("message of gradients", 1),
+        "the verdict": ("agree * verdict *", 1),
+        "the verdict of all stages": ("agree * verdict pp *", 1),
+        "the commit": ("exchange of commit", 1),
+        "a mean": ("gather of weighed mean", 1),
+    },
+    frozen=LAYERS.frozen,
+    settings={
+        **{name: settings for name, settings in SETTINGS.items() if name != "micro-batches"},
+        "sequence": {
+            "mesh": {"dp": 2, "pp": 2, "tp": 2},
+            "tensor": {**TENSOR, "plan": BLOCKS, "sequence": True},
+        },
+        "listed stages": {"pipeline": {"stages": [["embed", "positions"], ["blocks.*", "norm", "head"]]}},
+        "rules": {"preset": "zero3", "rules": {"norms": {"params": ["*norm*"], "rows": {"param": {"shard": []}}}}},
+        "a share of units on the host": {"preset": "zero2", "offload": {"optim": 0.5}},
+    },
+    loops=("train_step",),
+    num_calls=240,
+)
+SAMPLES = Axis(
+    mesh={"dp": 2, "sp": 2},
+    ways={
+        "ulysses": (Sequences, {"sequence": {"attention": "ulysses"}}),
+        "ring": (Sequences, {"sequence": {"attention": "ring"}}),
+    },
+    points={
+        "the split": ("exchange of activations", 1),
+        "the forward": ("all_to_all of activations", 2),
+        "the backward": ("all_to_all of activations", 6),
+        "the join": ("gather of activations", 1),
+        "tokens are counted": ("all_reduce of activations", 2),
+        **AFTER_BACKWARD,
+    },
+    frozen=("positions.*", "blocks.0.up.*", "blocks.1.norm1.*"),
+    settings=SETTINGS,
+    loops=(*LOOPS, "joined"),
+    num_calls=150,
+)
 AXES = {
     "tp": LAYERS,
     "tp alone": Axis(
@@ -233,55 +291,31 @@ AXES = {
         settings=LAYERS.settings,
         has_groups=False,
     ),
-    "pp": Axis(
-        mesh={"dp": 2, "pp": 2},
-        ways={
-            schedule: (Layers, {"accumulate": 2, "pipeline": {"schedule": schedule}})
-            for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1")
-        },
+    "pp": STAGES,
+    "pp alone": Axis(
+        mesh={"dp": 1, "pp": 4},
+        ways={way: (partial(Layers, Deep), plan) for way, (_, plan) in STAGES.ways.items()},
         points={
-            "the batch": ("exchange of activations", 1),
-            "a forward": ("message of activation 1", 1),
-            "a backward": ("message of gradient 0", 1),
-            "a reduction": ("*reduce* blocks.*", 1),
-            "the loss": ("broadcast of loss", 1),
-            "gradients of tied layers": ("message of gradients", 1),
-            "the verdict": ("agree * verdict *", 1),
-            "the verdict of all stages": ("agree * verdict pp *", 1),
-            "the commit": ("exchange of commit", 1),
-            "a mean": ("gather of weighed mean", 1),
+            name: point
+            for name, point in STAGES.points.items()
+            if name not in ("a reduction", "gradients of tied layers")  # nobody, or not all have any
         },
-        frozen=LAYERS.frozen,
-        settings={
-            **{name: settings for name, settings in SETTINGS.items() if name != "micro-batches"},
-            "sequence": {
-                "mesh": {"dp": 2, "pp": 2, "tp": 2},
-                "tensor": {**TENSOR, "plan": BLOCKS, "sequence": True},
-            },
-            "listed stages": {"pipeline": {"stages": [["embed", "positions"], ["blocks.*", "norm", "head"]]}},
-            "rules": {"preset": "zero3", "rules": {"norms": {"params": ["*norm*"], "rows": {"param": {"shard": []}}}}},
-            "a share of units on the host": {"preset": "zero2", "offload": {"optim": 0.5}},
-        },
-        loops=("train_step",),
+        frozen=STAGES.frozen,
+        settings={name: SETTINGS[name] for name in SETTINGS if name != "micro-batches"},
+        loops=STAGES.loops,
+        has_groups=False,
         num_calls=240,
     ),
-    "sp": Axis(
-        mesh={"dp": 2, "sp": 2},
-        ways={
-            "ulysses": (Sequences, {"sequence": {"attention": "ulysses"}}),
-            "ring": (Sequences, {"sequence": {"attention": "ring"}}),
-        },
-        points={
-            "the split": ("exchange of activations", 1),
-            "the forward": ("all_to_all of activations", 2),
-            "the backward": ("all_to_all of activations", 6),
-            "the join": ("gather of activations", 1),
-            "tokens are counted": ("all_reduce of activations", 2),
-            **AFTER_BACKWARD,
-        },
-        frozen=("positions.*", "blocks.0.up.*", "blocks.1.norm1.*"),
+    "sp": SAMPLES,
+    "sp alone": Axis(
+        mesh={"dp": 1, "sp": 4},
+        ways=SAMPLES.ways,
+        points={name: SAMPLES.points[name] for name in SAMPLES.points if name != "waiting"}
+        | {"tokens are counted": ("all_reduce of activations", 1)},
+        frozen=SAMPLES.frozen,
         settings=SETTINGS,
-        loops=(*LOOPS, "joined"),
+        loops=SAMPLES.loops,
+        has_groups=False,
         num_calls=150,
     ),
     "ep": Axis(

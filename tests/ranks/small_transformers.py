@@ -42,8 +42,8 @@ def qwen_moe() -> nn.Module:
     )
 
 
-def mixtral() -> nn.Module:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+def mixtral(num_blocks: int = 1) -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": num_blocks}
     return library().MixtralForCausalLM(library().MixtralConfig(**sizes, **ATTENTION, num_local_experts=2))
 
 

@@ -430,13 +430,14 @@ def hear_in_commit(engine: sw.Engine, version: int) -> None:
     session.recovery._share_change_wishes = late  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("asks", ["always", "if it has taken a step"])
+@pytest.mark.parametrize("asks", ["always", "if it has taken a step", "if that is not void"])
 @pytest.mark.parametrize("loop", ["engine", "plain", "train_step"])
 @sampled
 def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended(
     loop: str, asks: str, tmp_path: Path
 ) -> None:
-    """All go on with the same calls, also where the loop asks `engine.num_steps` whether a step was taken."""
+    """All go on with the same calls, also where the loop asks `engine.num_steps` whether a step was taken, or
+    `engine.num_void`."""
     _, plain = trained_alone(start := Net(), adamw, clip=None, scheduled=False)
     models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
     others_are_on, num_void = threading.Event(), []
@@ -449,7 +450,7 @@ def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended
         if member == 2:
             hear_in_commit(engine, 3)
         while engine.num_steps < NUM_STEPS:
-            step = engine.num_steps
+            step, void = engine.num_steps, engine.num_void
             x, y = batches()[step]  # the same on all ranks, so that a lost share changes nothing
             if loop == "train_step":
                 engine.train_step(x, y, loss_fn=loss_of)
@@ -464,7 +465,8 @@ def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended
                 assert others_are_on.wait(20)
                 world.membership.crowd.kill_host(0)
                 raise Killed
-            if asks == "always" or engine.num_steps > step:
+            is_void = asks == "if that is not void" and engine.num_void > void
+            if asks == "always" or (engine.num_steps > step and not is_void):
                 engine.mean(0.0)
         num_void.append(engine.num_void)
         state = engine.state_dict()

@@ -1,7 +1,7 @@
 """A rank is lost whose group shares the work along an axis: the group leaves as a whole, the others repeat the step on
-the smaller mesh, and the group comes back when it is complete. Where no other group remains (`tp alone`), those that
-are left share the work of fewer. Losses and parameters are those of the unsharded model. What one axis alone has is in
-test_lost_stages.py, test_lost_sequences.py, test_lost_experts.py and test_smaller_meshes.py."""
+the smaller mesh, and the group comes back when it is complete. Where no other group remains (`tp alone` and others),
+those that are left share the work of fewer. Losses and parameters are those of the unsharded model. What one axis alone
+has is in test_lost_stages.py, test_lost_sequences.py, test_lost_experts.py and test_smaller_meshes.py."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def _ranks_die(axis: str, way: str, mesh: dict[str, int], folder: Path, draw: ra
 
 def _meshes(axis: str) -> list[dict[str, int]]:
     own = AXES[axis].mesh
-    return [own, dict(reversed(own.items())), *([] if AXES[axis].has_groups else [{"tp": 4}])]
+    alone = {name: size for name, size in own.items() if name != "dp"}
+    return [own, dict(reversed(own.items())), *([] if AXES[axis].has_groups else [alone])]
 
 
 @thorough_only("drawn moments; test_a_rank_dies_before has fixed ones")

@@ -82,6 +82,6 @@ def test_copies_of_a_batch_are_known_with_the_values_that_it_had() -> None:
     assert mine.layout == Layout(8, 2)
     assert torch.equal(mine.documents, torch.arange(8)[None])
     assert batches.sample_of(copies[2:]) is None
-    batches.divide(2, is_zigzag=False)
-    batches.divide(4, is_zigzag=False)
-    assert batches.sample_of([part]) is None, "of another number of ranks"
+    assert batches.divided(2, is_zigzag=False) is batches
+    assert batches.divided(4, is_zigzag=False).sample_of([part]) is None, "of another number of ranks"
+    assert batches.sample_of([part]) is not None, "what is void is computed as it was divided"

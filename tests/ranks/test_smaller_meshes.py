@@ -1,39 +1,91 @@
-"""No replica group is whole: those that are left split the layers over fewer ranks, and over as many as before when
-others have come. test_lost_groups.py has what is the same with groups (there this is `tp alone`)."""
+"""No replica group is whole: those that are left share the work of fewer ranks, and of as many as before when others
+have come. test_lost_groups.py has what is the same with groups (there these are `tp alone`, `pp alone`, `sp alone`)."""
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from split_models import Transformer
+import torch
+from sequences import Batch
+from small_transformers import llama
+from split_models import Transformer, tokens
+from test_lost_stages import Counting
+from torch import nn
+from torch.nn import functional
 
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.errors import StateError
 from shardwise.parallel.outline import smaller_meshes
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
-from tests.ranks.lost_groups import AXES, PRESETS, DiesBefore, race
-from tests.ranks.test_lost_ranks import DiesAt
+from tests.models import Gpt
+from tests.ranks.lost_groups import (
+    AXES,
+    BOUND,
+    NUM_STEPS,
+    PRESETS,
+    ROWS,
+    Deep,
+    DiesBefore,
+    Layers,
+    Sequences,
+    Task,
+    race,
+    trained_alone,
+)
+from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values, update
 from tests.ranks.test_lost_ranks_table import DiesCopying
+from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
+
+Tensor = torch.Tensor
+ALONE = [
+    (name, way, loop) for name, axis in AXES.items() if not axis.has_groups for way in axis.ways for loop in axis.loops
+]
+
+
+@thorough_only("the gate has the same with four ranks")
+@sampled
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("axis", "way", "loop"), ALONE)
+def test_one_rank_has_the_whole_model_until_another_has_come(
+    axis: str, way: str, loop: str, preset: str, tmp_path: Path
+) -> None:
+    mesh = {axis.partition(" ")[0]: 2}
+    sizes = race(axis, preset, DiesAt({0: 60}), tmp_path, way=way, loop=loop, mesh=mesh, num_newcomers=1)
+    assert sizes.keys() == {1, 2}
+    assert sizes[1][-1] == 2
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-def test_down_to_one_rank_which_has_the_whole_model(tmp_path: Path) -> None:
-    sizes = race("tp alone", "zero1", DiesAt({0: 40}), tmp_path, mesh={"tp": 2})
-    assert sizes.keys() == {1}
-    assert sizes[1][-1] == 1
+@sampled
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("axis", "point"), [(axis, point) for axis in AXES if not AXES[axis].has_groups for point in AXES[axis].points]
+)
+def test_one_of_two_ranks_dies_before(axis: str, point: str, rank: int, tmp_path: Path) -> None:
+    fault = DiesBefore(rank, 2, *AXES[axis].points[point])
+    mesh, loop = {axis.partition(" ")[0]: 2}, "joined" if point == "the join" else ""
+    sizes = race(axis, "zero1", fault, tmp_path, mesh=mesh, loop=loop)
+    assert fault.is_dead
+    assert sizes.keys() == {1 - rank}
+    assert sizes[1 - rank][-1] == 1
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_the_rest_of_two_groups_is_one(preset: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+def test_the_rest_of_two_groups_is_one(axis: str, preset: str, rank: int, tmp_path: Path) -> None:
     """Rank 0 dies, and with its group gone another one: of another part, of its own, or the rest of its own group."""
-    sizes = race("tp", preset, DiesAt({0: 60, rank: 90}), tmp_path)
+    sizes = race(axis, preset, DiesAt({0: 60, rank: 90}), tmp_path, most_wrong=2)
     assert len(sizes) in (1, 2)
     assert {one[-1] for one in sizes.values()} <= {1, 2}
 
@@ -63,23 +115,137 @@ def test_both_groups_lose_a_rank_at_once(preset: str, tmp_path: Path) -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_rank_dies_while_its_state_is_copied(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_rank_dies_while_its_state_is_copied(
+    axis: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody else has its parameters after that step, and the others may have no copy of the step before any more."""
     dies = DiesCopying(monkeypatch)
-    sizes = race("tp alone", preset, dies, tmp_path, mesh={"tp": 4})
+    sizes = race(f"{axis} alone", preset, dies, tmp_path, mesh={axis: 4})
     assert dies.died
     assert {one[-1] for one in sizes.values()} == {2}
 
 
 def test_meshes_that_a_model_can_have() -> None:
-    def found(has_budget: bool = False, **mesh: int) -> Any:
-        plan = load_plan(AXES["tp"].plan("zero1", mesh=mesh))
-        return smaller_meshes(Transformer(), plan, Mesh.of(mesh, math.prod(mesh.values())), has_budget=has_budget)
+    def found(model: nn.Module | None = None, has_budget: bool = False, **mesh: int) -> Any:
+        (axis,) = {"tp", "pp", "sp"} & mesh.keys() or {"ep"}
+        plan = load_plan(AXES[axis].plan("zero1", mesh=mesh))
+        of_plan = Mesh.of(mesh, math.prod(mesh.values()))
+        return smaller_meshes(model or Transformer(), plan, of_plan, has_budget=has_budget)
 
     assert found(tp=4).meshes == ({"tp": 4}, {"tp": 2}, {"tp": 1})
     assert found(dp=2, tp=3).meshes == ({"dp": 1, "tp": 3}, {"dp": 1, "tp": 1})
     assert found(dp=2, tp=2, has_budget=True).meshes == ({"dp": 1, "tp": 2},)
-    assert found(pp=2, tp=2).meshes == ()
-    none = found(tp=2, has_budget=True)
-    assert none.meshes == ()
-    assert "budget" in none.why_none
+    assert found(Deep(), pp=4).meshes == ({"pp": 4}, {"pp": 2}, {"pp": 1})
+    assert found(Gpt(), sp=6).meshes == ({"sp": 6}, {"sp": 3}, {"sp": 2}, {"sp": 1})
+    assert found(dp=2, ep=2).meshes == found(tp=2, ep=2).meshes == ()
+    for none, why in (
+        (found(tp=2, has_budget=True), "the plan has a budget for each rank"),
+        (found(Counting(), pp=2), "count is a buffer that one stage has and may change"),
+    ):
+        assert none.meshes == ()
+        assert none.why_none.startswith(why)
+
+
+class WholeBatches(Task):
+    """A model of transformers is given them, and splits them by itself."""
+
+    def __init__(self) -> None:
+        self.make = llama
+
+    def batch(self, step: int, place: int, num: int) -> Batch:
+        ids = tokens(step, ROWS).tensor_split(num)[place]
+        return {"input_ids": ids, "labels": ids}
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        loss: Tensor = model(**self.batch(step, 0, 1)).loss
+        return loss
+
+    def take_step(
+        self, loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, step: int, place: int, num: int
+    ) -> Tensor:
+        batch = self.batch(step, place, num)
+        if loop == "train_step":  # which repeats it: the whole is there
+            return engine.train_step(batch)
+        loss: Tensor = engine.module(**batch).loss
+        update(loop, engine, optimizer, loss)
+        return loss
+
+
+@thorough_only("slow; smaller tests beside it cover the same code")
+@pytest.mark.parametrize("loop", ["engine", "train_step"])
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_a_model_splits_whole_batches_itself(preset: str, loop: str, tmp_path: Path) -> None:
+    fault = DiesBefore(1, 2, *AXES["sp"].points["the forward"])
+    more = {"mesh": {"sp": 2}, "loop": loop, "num_newcomers": 1}
+    sizes = race("sp alone", preset, fault, tmp_path, task=WholeBatches(), **more)
+    assert fault.is_dead
+    assert sizes[0][-1] == 2
+
+
+def flat_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_part_of_a_batch_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    """`train_step` repeats a step with what it was given; here nobody has the other half of it."""
+    task, fault = Sequences(), DiesBefore(1, 2, *AXES["sp"].points["the forward"])
+    models = [task.make() for _ in range(2)]
+
+    def work(world: World, member: int) -> str:
+        own = models[member]
+        plan = AXES["sp"].plan("zero1", mesh={"sp": 2})
+        engine = sw.shard(own, plan, optimizer=adamw(own), world=world)
+        fault(engine, member)
+
+        def train() -> None:
+            for step in range(NUM_STEPS):  # not by engine.num_steps, and nothing is weighed
+                batch = engine.split_sequence(task.batches[step])
+                engine.train_step((batch["input_ids"], batch["position_ids"]), batch["labels"], loss_fn=flat_loss)
+
+        with pytest.raises(StateError) as caught:
+            train()
+        engine.close()
+        return str(caught.value)
+
+    (said,) = run_members(2, work, tmp_path).values()
+    assert fault.is_dead
+    assert "train_step has only this rank's part of its batch, which was split over 2" in said
+
+
+@thorough_only("slow; smaller tests beside it cover the same code")
+@sampled
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("point", ["message of activation 0", "broadcast of loss", "exchange of read"])
+def test_a_rank_dies_in_an_evaluation_in_stages(point: str, preset: str, tmp_path: Path) -> None:
+    """The one that is left evaluates again, with all stages."""
+    torch.manual_seed(3)
+    task = Layers()
+    model = task.make()
+    losses, plain = trained_alone(task, model)
+    models = [copy.deepcopy(model) for _ in range(3)]
+    fault = DiesBefore(1, 2, point)
+
+    def work(world: World, member: int) -> tuple[list[float], dict[str, Tensor]]:
+        own, found = models[member], []
+        optimizer = adamw(own)
+        engine = sw.shard(own, AXES["pp"].plan(preset, mesh={"pp": 2}), optimizer=optimizer, world=world)
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            task.take_step("train_step", engine, optimizer, step, *engine.data_ranks)
+            if engine.num_steps == step:
+                continue
+            if engine.num_steps == 2:
+                fault(engine, member)
+            if engine.num_steps < NUM_STEPS:
+                found.append(engine.eval_step(tokens(engine.num_steps, ROWS)).item() - losses[engine.num_steps])
+        state = engine.state_dict()
+        engine.close()
+        return found, state
+
+    results = run_members(2, work, tmp_path, num_newcomers=1)
+    assert fault.is_dead
+    assert results.keys() == {0, 2}
+    for member, (found, state) in results.items():
+        assert_same_values(state, plain, BOUND)
+        assert all(abs(one) < 10 * BOUND or (math.isnan(one) and member == 2) for one in found)

@@ -11,7 +11,8 @@ for a rank that is gone, a rank with its image stands in. Without a change of ra
 
 [Note: other parts] Where the mesh changes along `tp`, or a rank gets another place there, ranks had other parts of
 split parameters than they will have. Boxes say which elements of the whole parameter a part has, and `common_runs`
-which of them two parts share, as when a checkpoint is read on another mesh.
+which of them two parts share, as when a checkpoint is read on another mesh. Where it changes along `pp`, ranks had
+other parameters. Then the ranks of one stage after the other are filled, and all others take part in that.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.content import kept_span, written_span
+from shardwise.checkpoint.content import NOTHING, kept_span, written_span
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of, encode
 from shardwise.comm import Collectives, DataGroup, World
 from shardwise.errors import TierError
 from shardwise.memory import ANCHOR, DiskRows, Flat, let_go, torch_dtype
 from shardwise.optim import AdoptedOptimizer
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import Box, Run, Slot, Span, common_runs
 from shardwise.program import FlatSpec
 
@@ -51,7 +52,7 @@ class _Home:
     in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank of the layout
     keeps and gives, where ranks have parts of different sizes; of former ranks, those that some rank stands for.
     With `parts`, see [Note: other parts], elements are counted in the part of the rank in question; `parts` has that of
-    each place along the model axes.
+    each place along the model axes where ranks have the parameter.
     """
 
     spec: FlatSpec
@@ -64,13 +65,17 @@ class _Home:
     def kept(self, rank: int) -> Span:
         if self.spans:
             return self.spans[rank][0]
+        if not self._has(rank):
+            return NOTHING
         spec, slot = self._at(rank)
         return kept_span(spec, slot, spec.mesh.coordinate(rank))
 
     def given(self, rank: int) -> Span:
+        if not self._has(rank):
+            return NOTHING
         spec, slot = self._at(rank)
         if self.parts and slot.box is not None and slot.box.place:
-            return Span(0, 0)  # another rank along the model axis has the same
+            return NOTHING  # another rank along the model axis has the same
         if self.givers is not None:
             return self._given_by_some(self.givers, rank)
         if self.spans:
@@ -82,15 +87,23 @@ class _Home:
         slot = self._at(rank)[1]
         return slot.box or Box.whole(slot.shape)
 
+    def within(self, stage: int) -> _Home:
+        """Where it lies at one place along `pp`, as far as it does."""
+        mesh = self.spec.mesh
+        return replace(self, parts={place: part for place, part in self.parts.items() if _stage(mesh, place) == stage})
+
+    def _has(self, rank: int) -> bool:
+        return not self.parts or _model_place(self.spec, rank) in self.parts
+
     def _at(self, rank: int) -> tuple[FlatSpec, Slot]:
         return self.parts[_model_place(self.spec, rank)] if self.parts else (self.spec, self.slot)
 
     def _given_by_some(self, givers: frozenset[int], rank: int) -> Span:
         """Ranks that keep the same elements share in giving them."""
         kept, place = self.kept(rank), _model_place(self.spec, rank)
-        same = [one for one in sorted(givers) if self.kept(one) == kept and _model_place(self.spec, one) == place]
+        same = [one for one in sorted(givers) if _model_place(self.spec, one) == place and self.kept(one) == kept]
         if rank not in same:
-            return Span(0, 0)
+            return NOTHING
         number = same.index(rank)
         first, last = (kept.start + kept.numel * at // len(same) for at in (number, number + 1))
         return Span(first, last)
@@ -129,6 +142,8 @@ class Held:
     """The flat buffer of each parameter that can be let go when all of it has been moved."""
     parts: tuple[Parts, Parts] | None = None
     """This layout and the next one, if ranks get other parts of parameters: see [Note: other parts]."""
+    trained: set[str] = field(default_factory=set)
+    """Of the parameters in `tensors`, those that have memory for gradients and states."""
 
     def changes_parts(self, mesh: Mesh) -> bool:
         """Whether ranks get other parts of parameters on `mesh` than the former ranks had for which they stand. The
@@ -175,11 +190,11 @@ class TrainingState:
     zeros, and reads and writes nothing more; `fault` says why, and nobody may use the result.
     """
 
-    def __init__(self, held: Held, world: World, dealt: Collection[str] = ()) -> None:
-        """`dealt` are the parameters of which ranks along `ep` have different parts, in the old layout or in the
-        new."""
+    def __init__(self, held: Held, world: World, dealt: Collection[str] | None = None) -> None:
+        """`dealt` are the parameters of which ranks along `ep` have different parts, in the old layout or in the new;
+        `None`, on all ranks, if no experts are dealt out."""
         self._world = world
-        self._dealt = frozenset(dealt)
+        self._dealt = None if dealt is None else frozenset(dealt)
         self._stands_for = held.stands_for
         self._parts = held.parts
         if held.parts is None:
@@ -206,35 +221,65 @@ class TrainingState:
     def learn_new(self, flats: Sequence[Flat]) -> None:
         """Set the new layout, which has no memory yet. All ranks call."""
         mesh = flats[0].spec.mesh
-        self._group = DataGroup(self._world, mesh, mesh.params_axes).group
         if self._parts is None:
+            self._group = DataGroup(self._world, mesh, mesh.params_axes).group
             self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats], [self._world.rank])
         else:
             self._new_homes = _homes_of(self._parts[1])
 
-    def move_into(self, flat: Flat, collectives: Collectives) -> States:
-        """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call that have these
-        parameters, in the same order.
+    def move_into(self, flats: Sequence[Flat], collectives: Collectives) -> States:
+        """Lay out all `flats` of this rank, and fill them; returns the states of their parameters, by name and key. All
+        ranks call.
 
         What has been moved is dropped here.
         """
-        homes = {slot.name: self._new_homes[slot.name] for slot in flat.slots}
+        states: States = {}
+        if self._parts is None:
+            for flat in flats:
+                homes = {slot.name: self._new_homes[slot.name] for slot in flat.slots}
+                states |= self._fill(flat, homes, collectives)
+                for name in homes:
+                    self._drop(name)
+            return states
+        mesh = flats[0].spec.mesh
+        own = _stage(mesh, _model_place(flats[0].spec, self._world.rank))
+        of_stages = {_stage(mesh, place): laid for place, laid in self._parts[1].items()}
+        for stage, laid in sorted(of_stages.items()):  # see [Note: other parts]
+            here = {name: home.within(stage) for name, home in self._new_homes.items()}
+            if stage == own:
+                for flat in flats:
+                    states |= self._fill(flat, {slot.name: here[slot.name] for slot in flat.slots}, collectives)
+            else:
+                for _, slots in laid:
+                    self._give({slot.name: here[slot.name] for slot in slots}, collectives, flats[0].device)
+        return states
+
+    def _fill(self, flat: Flat, homes: Mapping[str, _Home], collectives: Collectives) -> States:
         filled, states = self._make_room(flat, homes)
+        for dtype, same in self._things_in(homes):
+            self._keep_own(same, homes, filled, flat)
+            arrived = self._exchange(same, dtype, homes, collectives, flat.device)
+            for (thing, to), message in arrived:
+                self._put(flat, _slice_of(filled[thing.name, thing.kind], Span(to, to + len(message))), message)
+        for index, name in enumerate(homes):
+            if flat.anchor is not None and ANCHOR not in self._kinds_of(name, flat.spec):
+                flat.common_piece(index).copy_(flat.param_piece(index))  # it was frozen, and so the same on all islands
+        return states
+
+    def _give(self, homes: Mapping[str, _Home], collectives: Collectives, device: torch.device) -> None:
+        """Take part where the ranks of another stage fill a flat buffer."""
+        for dtype, same in self._things_in(homes):
+            assert not self._exchange(same, dtype, homes, collectives, device), "what comes is another stage's"
+
+    def _things_in(self, homes: Mapping[str, _Home]) -> Iterator[tuple[torch.dtype, list[_Thing]]]:
+        """What moves, by dtype."""
         things = [
             _Thing(name, kind, dtype)
             for name, home in homes.items()
             for kind, dtype in self._kinds_of(name, home.spec).items()
         ]
         for dtype in dict.fromkeys(thing.dtype for thing in things):
-            same = [thing for thing in things if thing.dtype == dtype]
-            self._keep_own(same, homes, filled, flat)
-            self._exchange(same, dtype, homes, filled, (collectives, flat))
-        for index, name in enumerate(homes):
-            if flat.anchor is not None and ANCHOR not in self._kinds_of(name, flat.spec):
-                flat.common_piece(index).copy_(flat.param_piece(index))  # it was frozen, and so the same on all islands
-        for name in homes:
-            self._drop(name)
-        return states
+            yield dtype, [thing for thing in things if thing.dtype == dtype]
 
     def _drop(self, name: str) -> None:
         """A parameter has been moved: forget it, and let its old flat buffer go if nothing else is left in it."""
@@ -251,7 +296,7 @@ class TrainingState:
         """Where parameters lie in the layout of `flats`, of which this rank knows the parts of `ranks`: they had the
         same experts. All ranks call."""
         homes = {slot.name: _Home(spec, slot) for spec, slots in flats for slot in slots}
-        if not self._dealt:
+        if self._dealt is None:
             return homes
         own = {
             name: {
@@ -263,7 +308,7 @@ class TrainingState:
         }
         layouts = [json.loads(message) for message in self._world.exchange(json.dumps(own).encode(), "layout")]
         for name in own:
-            known = [item for message in layouts for item in message[name].items()]
+            known = [item for message in layouts for item in message.get(name, {}).items()]  # others' stages have none
             spans = {int(rank): (Span(*kept), Span(*given)) for rank, (kept, given) in known}
             homes[name] = replace(homes[name], spans=spans)
         return homes
@@ -295,12 +340,12 @@ class TrainingState:
         flat.lay_out()
         filled: dict[tuple[str, str], Tensor] = {}
         states: States = {}
-        for index, (name, home) in enumerate(homes.items()):
+        for index, (slot, (name, home)) in enumerate(zip(flat.slots, homes.items(), strict=True)):
             filled[name, PARAM] = piece = flat.param_piece(index)
             if not piece.numel() or not home.spec.trainable:
                 continue
             states[name] = dict(self._values.get(name, {}))
-            shape = home.slot.shape if flat.spec.updates_whole(home.slot.span) else piece.shape
+            shape = slot.shape if flat.spec.updates_whole(slot.span) else piece.shape
             outer = flat.outer_pieces(index)
             for key, dtype in self._kinds_of(name, home.spec).items():
                 if key in outer:
@@ -357,12 +402,12 @@ class TrainingState:
         things: Sequence[_Thing],
         dtype: torch.dtype,
         homes: Mapping[str, _Home],
-        filled: Mapping[tuple[str, str], Tensor],
-        by: tuple[Collectives, Flat],
-    ) -> None:
-        """Send one message to each rank that needs elements from this one, with all of them. `by` has the collectives
-        of the device, and the flat buffer to fill."""
-        world, (collectives, flat), device = self._world, by, by[1].device
+        collectives: Collectives,
+        device: torch.device,
+    ) -> list[tuple[tuple[_Thing, int], Tensor]]:
+        """Send one message to each rank that needs elements from this one, with all of them. Returns what has come, and
+        of which elements, from which one on."""
+        world = self._world
         sent, arrived, targets = [], [], []
         for other in self._group.ranks:
             goes = [
@@ -375,12 +420,13 @@ class TrainingState:
             arrived.append(torch.empty(num_comes, dtype=dtype, device=device))
             targets.append(comes)
         collectives.all_to_all(arrived, sent, self._group, "reshard").wait()
-        for message, comes in zip(arrived, targets, strict=True):
-            start = 0
-            for thing, _, (_, to, numel) in comes:
-                target = _slice_of(filled[thing.name, thing.kind], Span(to, to + numel))
-                self._put(flat, target, message[start : start + numel])
-                start += numel
+        return [
+            ((thing, to), part)
+            for message, comes in zip(arrived, targets, strict=True)
+            for (thing, _, (_, to, _)), part in zip(
+                comes, message.split_with_sizes([numel for _, _, (_, _, numel) in comes]), strict=True
+            )
+        ]
 
     def _passing(
         self, things: Sequence[_Thing], homes: Mapping[str, _Home], giver: int, taker: int
@@ -413,6 +459,8 @@ def _homes_of(parts: Parts) -> dict[str, _Home]:
 def _common(old: _Home, former: int, had: Span, new: _Home, taker: int, needed: Span) -> list[Run]:
     """The elements in both `had`, of a former rank, and `needed`, of `taker`: starts among all that either keeps, and
     their number."""
+    if not had.numel or not needed.numel:
+        return []
     if old.parts:
         runs = common_runs(old.box(former), had, new.box(taker), needed)
     else:
@@ -426,6 +474,12 @@ def _model_place(spec: FlatSpec, rank: int) -> Place:
     """The place of `rank` along the axes that split layers, which a change of plan does not affect."""
     coordinate = spec.mesh.coordinate(rank)
     return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
+
+
+def _stage(mesh: Mesh, place: Place) -> int:
+    """The place along `pp` of a place along all axes that split models."""
+    axes = mesh.model_axes
+    return place[axes.index(STAGE_AXIS)] if STAGE_AXIS in axes else 0
 
 
 def _in_whole(slot: Slot, span: Span) -> Span:

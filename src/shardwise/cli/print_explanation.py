@@ -22,7 +22,7 @@ from shardwise.cli.explanation import (
 from shardwise.plan import Plan, plan_table
 from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, SEQUENCE_AXIS
 from shardwise.plan.placement import KINDS, PRESETS, Codes, Place, Table
-from shardwise.plan.replica_groups import is_lone, mesh_of
+from shardwise.plan.replica_groups import mesh_of, num_groups
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
 from shardwise.system.units import format_bytes, format_count
@@ -96,7 +96,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     elif explained.why_restarted:
         text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
-    elif is_lone(explained.mesh):
+    elif explained.subject.smaller and num_groups(explained.mesh) == 1:
         left = explained.mesh.world_size - explained.num_leaving
         mesh = mesh_of({}, explained.subject.smaller, left)
         text = f"An elastic job goes on with {left} of {ranks}, on the mesh {mesh}, until enough others are there."

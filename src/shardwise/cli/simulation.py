@@ -33,9 +33,9 @@ from shardwise.fit.simulate import (
 )
 from shardwise.observe.pictures import Bar, bar_picture
 from shardwise.plan import Plan, load_plan
-from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for, table_for
-from shardwise.plan.replica_groups import num_groups
+from shardwise.plan.replica_groups import Smaller, copy_axes, num_groups, with_fewer_ranks
 from shardwise.program.buddies import kept_axes
 from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images
 from shardwise.system.units import bytes_of, format_seconds
@@ -146,7 +146,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         raise ConfigError(f"--world is {args.world} and --per-host {args.per_host}; give at least 1.")
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world, args.per_host)
-    recovery, why = _recovery(args, plan, mesh)
+    smaller, why_none = _smaller(args, plan, mesh)
+    recovery, why = _recovery(args, plan, mesh, smaller, why_none)
     step = _given_step(args) if args.model is None else _predicted_step(args)
     write = load = 0.0
     if args.storage is not None:
@@ -154,7 +155,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         if not rate:
             raise ConfigError("--storage is 0; give the bytes that all ranks together write in a second.")
         write = load = step.checkpoint_bytes / rate
-    least = args.least if args.least is not None else (args.world if recovery == "restart" else 1)
+    numbers = () if recovery == "restart" else tuple(math.prod(one.values()) for one in smaller)
+    least = args.least if args.least is not None else (args.world if recovery == "restart" else min(numbers, default=1))
     job = Job(
         world_size=args.world,
         ranks_per_host=args.per_host,
@@ -171,7 +173,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         join_pause_seconds=args.regroup_seconds,
         least_ranks=least,
         spare_ranks=args.spares,
-        leave_together=1 if recovery == "restart" else args.world // num_groups(mesh),
+        leave_together=1 if recovery == "restart" or numbers else args.world // num_groups(mesh),
+        numbers=numbers,
         slow=_slow(args.slow_hosts),
     )
     return job, why
@@ -248,23 +251,38 @@ def _slow(text: str | None) -> SlowHosts:
     return SlowHosts(rate, factor, hours)
 
 
-def _recovery(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> tuple[Recovery, str]:
+def _smaller(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> tuple[Smaller, str]:
+    """The meshes on which a single replica group goes on, and why there are none. Without `--model`, it is assumed to
+    allow all that numbers do."""
+    if num_groups(mesh) > 1 or not with_fewer_ranks(mesh):
+        return (), ""
+    if args.model is None:
+        return with_fewer_ranks(mesh), ""
+    model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch
+    has_budget = plan.budget.device is not None
+    found = model_file.smaller_meshes_of(model_file.build_model(args.model), plan, mesh, has_budget=has_budget)
+    return found.meshes, found.why_none
+
+
+def _recovery(
+    args: argparse.Namespace, plan: Plan, mesh: Mesh, smaller: Smaller, why_none: str
+) -> tuple[Recovery, str]:
     """What `elastic` does with this plan; or what is asked for."""
     if args.recovery != "plan":
         recovery: Recovery = args.recovery
         return recovery, "--recovery says so" if recovery == "restart" else ""
-    if why := _why_restarted(plan, mesh, args.device):
+    if why := _why_restarted(plan, mesh, args.device, smaller, why_none):
         return "restart", why
     if _has_copies(plan, mesh, args.per_host):
         return "copies", ""
     return ("host" if plan.survive == "host" or args.world <= args.per_host else "buddy"), ""
 
 
-def _why_restarted(plan: Plan, mesh: Mesh, device: str) -> str:
+def _why_restarted(plan: Plan, mesh: Mesh, device: str, smaller: Smaller, why_none: str) -> str:
     if plan.survive == "checkpoint":
         return "the plan says survive: checkpoint"
     units = example_units(table_for(plan, mesh), mesh, plan)
-    if why := why_no_images(mesh, [flat for unit in units for flat in unit.flats]):
+    if why := why_no_images(mesh, [flat for unit in units for flat in unit.flats], smaller, why_none):
         return why
     return ON_ACCELERATOR if device == "gpu" else ""
 
@@ -273,7 +291,7 @@ def _has_copies(plan: Plan, mesh: Mesh, per_host: int) -> bool:
     """Whether ranks of several hosts hold each part of the state."""
     units = example_units(table_for(plan, mesh), mesh, plan)
     shard = {axis for unit in units for flat in unit.flats for axis in kept_axes(flat)}
-    same = mesh.among(0, [axis for axis in mesh.axes if axis not in shard and axis not in MODEL_AXES])
+    same = mesh.among(0, copy_axes(mesh, shard))
     return len({rank // per_host for rank in same}) > 1
 
 

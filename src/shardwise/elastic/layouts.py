@@ -373,6 +373,8 @@ def _read(held: Held, rank: int, image: Image) -> None:
                 held.values.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
         elif cell.is_piece:
             held.tensors[rank, cell.name, cell.kind] = tensor.reshape(-1)
+            if not cell.is_still:
+                held.trained.add(cell.name)
         elif cell.kind != BLOCK:
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
 

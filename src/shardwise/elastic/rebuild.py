@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,15 +13,19 @@ from torch import nn
 
 from shardwise.checkpoint import Held, Parts, TrainingState
 from shardwise.comm import World
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.memory import Unit, choose_units, give_back_shapes, make_unit, unit_specs
+from shardwise.optim import vet
+from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
+from shardwise.parallel.outline import kept_buffer
+from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
 from shardwise.plan import Plan
-from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.mesh import MODEL_AXES, STAGE_AXIS, Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.plan.replica_groups import Smaller, mesh_of
 from shardwise.sharded.sharded_model import ShardedModel
-from shardwise.sharded.sharding import Sharding, Updates
+from shardwise.sharded.sharding import Design, Sharding, Updates, units_of_stages
 from shardwise.sharded.state import Former, dealt_out, move, trained_as_before
 from shardwise.system.telemetry import ByteMeter
 
@@ -36,11 +42,8 @@ def take_down(sharded: ShardedModel) -> None:
 def make_plain(former: Former) -> None:
     """Give the model of `former`, taken down, its modules and the shapes of its parameters back, without their values,
     which other ranks have."""
-    sharding = former.sharding
-    _unsplit(sharding)
-    sharding.converted.undo()
-    if sharding.staged is not None:
-        sharding.staged.undo()
+    _unsplit(former.sharding)
+    _unstage(former)
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)
 
@@ -55,6 +58,13 @@ def _unsplit(sharding: Sharding) -> None:
         give_back_shapes(flat)
 
 
+def _unstage(former: Former) -> None:
+    """Put the modules of other stages back."""
+    former.sharding.converted.undo()
+    if former.sharding.staged is not None:
+        former.sharding.staged.undo()
+
+
 def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
     """The model of `former`, taken down, sharded by `plan` on `world` and filled from `held`. All ranks call.
 
@@ -64,32 +74,90 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
     """
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
-    sharding = former.sharding
-    plan = plan_on(plan, world.size, world.local_size, sharding.smaller.meshes)
+    plan = plan_on(plan, world.size, world.local_size, former.sharding.smaller.meshes)
     mesh = mesh_for(plan, world.size, world.local_size)
-    is_split_anew = held.changes_parts(mesh)
-    if is_split_anew:
-        _unsplit(sharding)
-        sharding = replace(sharding, split=None, boxes={})
-        former = replace(former, sharding=sharding)
-    elif sharding.split is not None:
-        sharding.split.undo()  # it communicates in the former world
-    with trained_as_before([flat for unit in sharding.units for flat in unit.flats], exactly=True):
-        designed = sharding.design_on(former.model, plan, world)
-        if is_split_anew:
-            before, after = (_parts(former, plan, of) for of in (held.flats[0][0].mesh, mesh))
-            held = replace(held, parts=(before, after))
-        dealt = dealt_out(former.model, sharding.experts, designed)
-        belongings = TrainingState(held, world, dealt)
-        fitted = (sharding.fitted, sharding.budget)
-        with ExitStack() as undoing:  # another rank is lost: the next attempt begins with the model in its plain form
-            if designed.split is not None:
-                undoing.callback(designed.split.undo)
-            renewed = move(former, designed, belongings, world, fitted=fitted)
-            undoing.callback(take_down, renewed)
-            renewed.parts.runner.step.restore_params()
-            undoing.pop_all()
+    before = held.flats[0][0].mesh
+    with ExitStack() as undoing:  # another rank is lost: the next attempt begins with the model in its plain form
+        if not held.changes_parts(mesh):
+            if former.sharding.split is not None:
+                former.sharding.split.undo()  # it communicates in the former world
+        elif has_pipeline(before) or has_pipeline(mesh):
+            return _in_other_stages(former, plan, held, world, undoing)
+        else:
+            _unsplit(former.sharding)
+            former = replace(former, sharding=replace(former.sharding, split=None, boxes={}))
+            held = replace(held, parts=_parts_before_and_after(former, plan, held, mesh))
+        with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
+            designed = former.sharding.design_on(former.model, plan, world)
+            return _moved(former, designed, held, world, undoing)
+
+
+def _in_other_stages(former: Former, plan: Plan, held: Held, world: World, undoing: ExitStack) -> ShardedModel:
+    """Where ranks get other pipeline stages than they had. What was trained of those that others had, they say."""
+    model, optimizers = former.model, former.optimizers
+    _unsplit(former.sharding)
+    _unstage(former)
+    if kept := kept_buffer(model):  # the mesh has as many stages as before, else it would not be one of the smaller
+        raise StateError(
+            f"Ranks would get other pipeline stages, and {kept} is a buffer of a stage, of which nobody else has a "
+            f"copy. Start again from the last checkpoint."
+        )
+    planned, now = _trained(former, held, world)
+    params = dict(model.named_parameters())
+    undoing.callback(_set_trained, params, {name: param.requires_grad for name, param in params.items()})
+    _set_trained(params, {name: name in planned for name in params})
+    converted = convert(model, conversions_of(plan, model))
+    undoing.callback(converted.undo)
+    updates: Updates = vet(optimizers, model)
+    bare = replace(former.sharding, converted=converted, updates=updates, stage_design=None, boxes={})
+    former = replace(former, sharding=bare)
+    designed = bare.design_on(model, plan, world)
+    held = replace(held, parts=_parts_before_and_after(former, plan, held, designed.mesh))
+    if designed.stages is not None:
+        designed = designed.in_stages(model, optimizers, world.rank, keeps_others=True)
+        assert designed.staged is not None
+        undoing.callback(designed.staged.undo)
+        bare = replace(bare, converted=converted.within(model), updates=designed.own(updates))
+        former = replace(former, sharding=bare)
+    renewed = _moved(former, designed, held, world, undoing)
+    if designed.staged is not None:
+        designed.staged.free_others(renewed.parts.sharding.device)
+    _set_trained(params, now)
     return renewed
+
+
+def _set_trained(params: Mapping[str, nn.Parameter], are_trained: Mapping[str, bool]) -> None:
+    for name, is_trained in are_trained.items():
+        params[name].requires_grad_(is_trained)
+
+
+def _trained(former: Former, held: Held, world: World) -> tuple[set[str], dict[str, bool]]:
+    """The parameters that have memory for gradients and states in the layout of `held`, and whether those that some
+    rank had, which its loop may have frozen since, or unfrozen, have gradients now. All ranks call."""
+    flags = {name: param.requires_grad for name, param in former.model.named_parameters()}
+    had = [slot.name for _, slots in held.flats for slot in slots] if held.stands_for[world.rank] else []
+    own = {"planned": sorted(held.trained), "now": {name: flags[name] for name in had}}
+    told = [json.loads(one) for one in world.exchange(json.dumps(own).encode(), "trained parameters")]
+    planned = {name for one in told for name in one["planned"]}
+    return planned, {name: is_trained for one in told for name, is_trained in one["now"].items()}
+
+
+def _moved(former: Former, designed: Design, held: Held, world: World, undoing: ExitStack) -> ShardedModel:
+    """`undoing` is closed if it fails."""
+    dealt = dealt_out(former.model, former.sharding.experts, designed)
+    belongings = TrainingState(held, world, dealt)
+    if designed.split is not None:
+        undoing.callback(designed.split.undo)
+    fitted = (former.sharding.fitted, former.sharding.budget)
+    renewed = move(former, designed, belongings, world, fitted=fitted)
+    undoing.callback(take_down, renewed)
+    renewed.parts.runner.step.restore_params()
+    undoing.pop_all()
+    return renewed
+
+
+def _parts_before_and_after(former: Former, plan: Plan, held: Held, mesh: Mesh) -> tuple[Parts, Parts]:
+    return _parts(former, plan, held.flats[0][0].mesh), _parts(former, plan, mesh)
 
 
 def _parts(former: Former, plan: Plan, mesh: Mesh) -> Parts:
@@ -111,7 +179,12 @@ def _units_on(
 ) -> list[Unit]:
     """The units and flat buffers that `rank` of `mesh` has of `model`, which is plain; they allocate no memory."""
     rows, boxes = rows_for(model, plan, mesh, None), boxes_on(model, plan, mesh, rank)
-    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
+    chosen = choose_units(model, plan)
+    if has_pipeline(mesh):
+        holders, place = holders_of(model, stage_layout(model, plan, mesh)), mesh.coordinate(rank)[STAGE_AXIS]
+        chosen = units_of_stages(chosen, holders, place)
+        boxes = stage_boxes(dict(model.named_parameters()), holders, place, boxes)
+    choices = [replace(choice, boxes=boxes) for choice in chosen]
     specs = unit_specs(choices, rows, mesh, updates)
     every = (
         make_unit(choice, spec, rows, mesh.coordinate(rank), ByteMeter(), device, updates)

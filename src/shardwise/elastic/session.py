@@ -12,8 +12,9 @@ In a void iteration a rank runs at its own pace and sends nothing (*quiet mode*)
 restored afterwards. For exchanges outside a step (`engine.mean`, `save`) see `between_steps.py`.
 
 [Note: stages] Of a model in pipeline stages, loops call whole steps only. A fault anywhere in the micro-batches ends
-them, and comes out of the schedule; so nothing is caught inside of it, in forwards and in backwards, which are ours. No
-stage can run at its own pace: in a void iteration the model does not run, and the loss is nan.
+them, and comes out of the schedule; so nothing is caught inside of it, in forwards and in backwards, which are ours,
+nor in what a `loss_fn` calls there. No stage can run at its own pace: in a void iteration the model does not run, and
+the loss is nan.
 
 [Note: ended elsewhere] A rank may hear in the commit of a step that the step is undone, when others have ended it and
 are in a call after it, such as `engine.mean`. That call, and what their loops did before it, they have made with the
@@ -43,6 +44,11 @@ before the second commit, so the first one always waits. So do all commits witho
 [Note: batches of steps that are undone] A step can be undone after it has ended (see [Note: the commit]). A loop that
 follows its engine, by a loader or by `engine.num_steps` and `weigh`, then passes its batch again. For other loops the
 last batch that `train_step` was given is kept here, and that step is repeated before anything else.
+
+[Note: batches of another division] On a smaller mesh along `sp`, a rank computes more tokens of each sample. But in the
+iteration that is void, the loop has its part of a batch that was split over more ranks, targets of the same shape, and
+perhaps code that joins parts. So until the next split, or the next iteration, that batch is computed by the
+`SequenceParallel` that has divided it, though its ranks are gone: in quiet mode only shapes mean anything.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -64,9 +70,10 @@ from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
-from shardwise.errors import CommError, ConfigError, CorruptionError
+from shardwise.errors import CommError, ConfigError, CorruptionError, StateError
 from shardwise.optim.precision import Norm
 from shardwise.parallel.experts.router import routers_of
+from shardwise.parallel.sequence import SequenceParallel
 from shardwise.plan.replica_groups import num_groups
 from shardwise.runtime.fault_tolerant_backward import Tolerant
 from shardwise.runtime.hooks import in_backward
@@ -96,6 +103,7 @@ class _Arguments:
     target: Any
     loss_fn: LossFunction | None
     iteration: int
+    divided_by: SequenceParallel | None
 
 
 class ElasticSession(Session):
@@ -124,6 +132,11 @@ class ElasticSession(Session):
         """See [Note: ended elsewhere]."""
         self._is_first_commit, self._reads_params = True, False
         """See [Note: reads between steps]."""
+        self._is_in_schedule = False
+        """See [Note: stages]."""
+        self._divided_by: SequenceParallel | None = None
+        self._is_divided_as_before = False
+        """See [Note: batches of another division]."""
         self._noted_fault: CommError | None = None
         """A fault that a backward has noticed, not recovered from yet."""
         self._last: _Arguments | None = None
@@ -140,6 +153,10 @@ class ElasticSession(Session):
     @property
     def num_steps(self) -> int:
         return super().num_steps if self._shown_steps is None else self._shown_steps
+
+    @property
+    def num_void(self) -> int:
+        return super().num_void - (self._shown_steps is not None)
 
     def was_void(self) -> bool:
         return self._iterations.was_void()
@@ -216,11 +233,13 @@ class ElasticSession(Session):
         return self.computing(partial(self._call, *args, **kwargs))
 
     def computing(self, work: Callable[[], Result]) -> Result:
+        if self._is_in_schedule:
+            return work()
         while True:
             self._handle_noted_fault()
             grads = torch.is_grad_enabled()
             try:
-                with torch.set_grad_enabled(grads and not self._quiet.is_on):
+                with torch.set_grad_enabled(grads and not self._quiet.is_on), self._divided_as_before():
                     output = work()
                 break
             except CommError as error:
@@ -242,6 +261,8 @@ class ElasticSession(Session):
 
     def adding_up(self, work: Callable[[], torch.Tensor], alone: Callable[[], torch.Tensor]) -> torch.Tensor:
         """In a void iteration, as known to all ranks, nothing is sent. Between steps all ranks repeat it."""
+        if self._is_in_schedule:
+            return work()
         if not self._iterations.is_open:
             return self.asking(work, alone=alone)
         self._handle_noted_fault()
@@ -255,13 +276,38 @@ class ElasticSession(Session):
     def splitting(self, split: Callable[[], Result]) -> Result:
         """The batch is one for the world that it was read in: if a rank is lost, the iteration that it is for is void,
         as if it had begun."""
+        if self.sharded.parts.sequence is None:
+            self._divided_by = None
+            return split()
         self._iterations.is_prepared = not self._iterations.is_open
         while True:
             self._handle_noted_fault()
+            self._divided_by = self.sharded.parts.sequence
             try:
                 return split()
             except CommError as error:
                 self._recover_outside(error)
+
+    @property
+    def sequence(self) -> SequenceParallel | None:
+        """See [Note: batches of another division]."""
+        now, before = self.sharded.parts.sequence, self._divided_by
+        is_same = now is not None and before is not None and now.divides_like(before)
+        return before if self._quiet.is_on and not is_same else now
+
+    @contextmanager
+    def _divided_as_before(self) -> Iterator[None]:
+        """Inside, the model computes a batch as it was divided: see [Note: batches of another division]."""
+        now, before = self.sharded.parts.sequence, self.sequence
+        with ExitStack() as stack:
+            if before is not now and not self._is_divided_as_before:  # a model may call the engine
+                self._is_divided_as_before = True
+                stack.callback(setattr, self, "_is_divided_as_before", False)
+                if now is not None:
+                    stack.enter_context(now.suspended())
+                if before is not None:
+                    stack.enter_context(before.reopened())
+            yield
 
     def forward_backward(
         self,
@@ -271,13 +317,14 @@ class ElasticSession(Session):
         compute: Callable[[Any], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See [Note: stages]."""
+        if not self._iterations.is_open:
+            self._begin()  # in which a model may get stages, or lose them
         if self.sharded.parts.pipeline is None:
             return super().forward_backward(batch, target, loss_fn, compute)
-        if not self._iterations.is_open:
-            self._begin()
         if not self._iterations.is_void():
             try:
-                return super().forward_backward(batch, target, loss_fn, compute)
+                with self._in_schedule():
+                    return super().forward_backward(batch, target, loss_fn, compute)
             except CommError as error:
                 self.recovery.recover(error)
         self.sharded.progress.micro_steps.are_all_run = True
@@ -293,9 +340,18 @@ class ElasticSession(Session):
             if self._iterations.is_void():
                 raise _AloneError
             self._quiet.leave()  # between iterations nobody is at a pace of its own
-            return compute()
+            with self._in_schedule():
+                return compute()
 
         return self.asking(work, alone=partial(torch.tensor, math.nan), is_small=False)
+
+    @contextmanager
+    def _in_schedule(self) -> Iterator[None]:
+        self._is_in_schedule = True
+        try:
+            yield
+        finally:
+            self._is_in_schedule = False
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         if self._iterations.is_void():
@@ -370,6 +426,7 @@ class ElasticSession(Session):
     def train(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
         """A void step is repeated with the same batch."""
         draws = isinstance(batch, Iterator)
+        shown: int | None = None
         while True:
             progress = self.sharded.progress
             before = progress.num_void
@@ -380,9 +437,12 @@ class ElasticSession(Session):
             is_followed = progress.weighing.is_used  # then the loader reads the step's data again
             if progress.num_void == before:
                 self._last = self._remembered(now, target, loss_fn)
+                self._shown_steps = shown  # others repeat it in the call after this one: see [Note: ended elsewhere]
                 return loss
             if is_followed and not draws:
                 return loss
+            shown = shown if self._shown_steps is None else self._shown_steps
+            self._require_same_division((now, target), self._divided_by)
             self._take_last_again()
 
     def _take_last_again(self) -> None:
@@ -391,6 +451,7 @@ class ElasticSession(Session):
         if given is None or not self._iterations.is_undone(given.iteration):
             return
         settings = self._loop_state.settings()
+        self._require_same_division((given.batch, given.target), given.divided_by)
         while True:
             before = self.sharded.progress.num_void
             super().train(given.batch, given.target, given.loss_fn)
@@ -407,7 +468,20 @@ class ElasticSession(Session):
             return None
         copied, target = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (batch, target))
         self.sharded.progress.split_batches.note_copy(copied, batch)
-        return _Arguments(copied, target, loss_fn, self._iterations.begun)
+        return _Arguments(copied, target, loss_fn, self._iterations.begun, self.sharded.parts.sequence)
+
+    def _require_same_division(self, given: object, by: SequenceParallel | None) -> None:
+        """Raise `StateError` if `given` is this rank's part of a batch, and is to be used again on another number of
+        ranks along `sp`, none of which has the whole."""
+        now = self.sharded.parts.sequence
+        is_other = by is not None and (now is None or not now.divides_like(by))
+        if by is not None and is_other and by.batches.sample_of(given) is not None:
+            raise StateError(
+                f"A step is to be repeated on another number of ranks along sp, and train_step has only this rank's "
+                f"part of its batch, which was split over {by.line.num_ranks}. Let the loop pass the batch of "
+                f"engine.num_steps again (`sw.data.Loader(..., world=engine.data_ranks)`, or engine.weigh), or give a "
+                f"model of transformers whole batches, which it splits by itself. Start again from the last checkpoint."
+            )
 
     def _plan_memory(self) -> None:
         """At the first forward instead, where a lost rank can be made up for: see `Recovery.plan_again`."""
@@ -415,6 +489,8 @@ class ElasticSession(Session):
     # -- iterations -----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        if not self._iterations.is_prepared:
+            self._divided_by = self.sharded.parts.sequence
         if self._must_follow and not self._host.can_leave_out():
             raise ConfigError(_CANNOT_SKIP)
         self._must_follow = False

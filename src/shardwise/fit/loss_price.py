@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shardwise.fit.simulate import Job
 from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import Smaller, is_lone, num_groups, num_leaving
+from shardwise.plan.replica_groups import Smaller, copy_axes, is_lone, num_groups, num_leaving
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import kept_axes
 from shardwise.program.footprint import optim_bytes_of
@@ -95,14 +95,14 @@ def loss_prices(
     job = _Losses(mesh, flats, num_states, rates or Rates())
     size, num_of_group = mesh.world_size, num_leaving(mesh, smaller)
     why = why_restarted or ("no other rank is left" if num_of_group == size else "")
-    is_split = is_lone(mesh) and bool(smaller)
-    of_host = num_leaving(mesh, smaller, min(per_host, size)) if is_split else _leaving_with_host(mesh, per_host)
+    is_one_group = num_groups(mesh) == 1 and bool(smaller)
+    of_host = num_leaving(mesh, smaller, min(per_host, size)) if is_one_group else _leaving_with_host(mesh, per_host)
     if per_host >= size:
         why_host = ONE_HOST
     elif of_host == size:
         why_host = NO_GROUP
     else:
-        is_alone = survive == "host" and (is_split or _is_on_one_host(mesh, flats, per_host))
+        is_alone = survive == "host" and _is_on_one_host(mesh, flats, per_host)
         why_host = why or (NO_COPIES if is_alone else "")
     return [
         job.price("rank", num_of_group, why, Job.exit_seconds),
@@ -167,7 +167,7 @@ def _group(coordinate: Mapping[str, int]) -> tuple[int, ...]:
 def _is_on_one_host(mesh: Mesh, flats: Sequence[FlatSpec], per_host: int) -> bool:
     """Whether a host has all copies of some part of the state."""
     for shard in {kept_axes(flat) for flat in flats}:
-        same = [axis for axis in mesh.axes if axis not in shard and axis not in MODEL_AXES]
+        same = copy_axes(mesh, shard)
         if any(len({one // per_host for one in mesh.among(rank, same)}) == 1 for rank in range(mesh.world_size)):
             return True
     return False

@@ -73,7 +73,8 @@ class Job:
     in the background; a failure before that goes back to the one before. `spare_ranks`: `None` if there is always one.
     `regroup_seconds`: how long the others stand when ranks are lost. `join_seconds`: until a replacement is ready,
     while the others train; `join_pause_seconds`: how long they stand when it joins. `leave_together`: ranks that leave
-    with a lost one, such as a replica's. `least_ranks`: fewer do not train.
+    with a lost one, such as a replica's. `numbers`: of how many ranks those train that are left of a single replica
+    group, the largest first; empty if all do. `least_ranks`: fewer do not train.
     """
 
     world_size: int
@@ -95,6 +96,7 @@ class Job:
     least_ranks: int = 1
     spare_ranks: int | None = None
     leave_together: int = 1
+    numbers: tuple[int, ...] = ()
     slow: SlowHosts = SlowHosts()
 
     def __post_init__(self) -> None:
@@ -106,6 +108,10 @@ class Job:
         for name in durations:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give seconds of at least 0.")
+        if self.numbers and (max(self.numbers) != self.world_size or min(self.numbers) > self.least_ranks):
+            raise ConfigError(
+                f"numbers is {self.numbers}; give numbers from {self.world_size} to {self.least_ranks} ranks, or fewer."
+            )
         if self.least_ranks > self.world_size:
             raise ConfigError(f"least_ranks is {self.least_ranks}, but there are {self.world_size} ranks.")
         if self.spare_ranks is not None and self.spare_ranks < 0:
@@ -113,6 +119,10 @@ class Job:
         slow = self.slow
         if not (slow.per_host_hour >= 0 and slow.factor >= 1 and slow.hours > 0):
             raise ConfigError(f"{slow}: give a rate of at least 0, a factor of at least 1, and hours above 0.")
+
+    def num_training(self, num_ranks: int) -> int:
+        """Of `num_ranks` that are there, if they are not too few."""
+        return next((number for number in self.numbers if number <= num_ranks), min(self.numbers, default=num_ranks))
 
     @property
     def num_hosts(self) -> int:
@@ -345,7 +355,7 @@ class _Run:
     def _pace(self) -> float:
         """Seconds of a step just now. The global batch is divided among the ranks that are left."""
         slow = self.job.slow.factor if self.num_slow else 1.0
-        return self.job.step_seconds * self.job.world_size / self.ranks * slow
+        return self.job.step_seconds * self.job.world_size / self.job.num_training(self.ranks) * slow
 
     def _advance(self, at: float) -> None:
         while self.phases and self.now < at:
@@ -378,7 +388,7 @@ class _Run:
         useful = num * self.job.step_seconds
         steps.useful += useful
         if self.num_slow or self.ranks < self.job.world_size:
-            full = useful * self.job.world_size / self.ranks
+            full = useful * self.job.world_size / self.job.num_training(self.ranks)
             steps.fewer += full - useful
             steps.slow += num * self._pace - full
 

@@ -17,11 +17,10 @@ from shardwise.parallel.model_axes import Boxes, boxes_after, boxes_for, rows_fo
 from shardwise.parallel.pipeline import AXIS as STAGES
 from shardwise.parallel.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.parallel.sequence import check_model as check_sequence
-from shardwise.parallel.tensor import AXIS as TENSOR
 from shardwise.parallel.tensor import ModelSplit
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.plan.replica_groups import Smaller, has_split_layers_only, num_groups
+from shardwise.plan.replica_groups import Smaller, num_groups, shrinking_axis, with_fewer_ranks
 from shardwise.runtime import check_backend
 from shardwise.runtime.activations import Treatments, treatments_for
 
@@ -92,28 +91,36 @@ class SmallerMeshes:
 
 
 def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, *, has_budget: bool) -> SmallerMeshes:
-    """For a plain `model`: those with fewer ranks along `tp`, as far as the model can be split so. They are divisors of
-    the present number, because what a forward counts evenly now (heads, tokens of a split sequence) it does there too.
+    """For a plain `model`: those with fewer ranks along `tp`, `pp` or `sp`, as far as it can be split so.
 
     `has_budget`: the memory of a rank is limited. Then there are none of fewer ranks, each of which would hold more of
     the model. Without a limit it is enough that the ranks of a host hold together what they held before.
     """
-    if not has_split_layers_only(mesh):
+    axis = shrinking_axis(mesh)
+    if not axis:
         return SmallerMeshes()
-    of_group = {axis: mesh.size(axis) if axis == TENSOR else 1 for axis in mesh.axes}
+    of_group, *fewer = with_fewer_ranks(mesh)
     found, whys = [of_group], list[str]()
-    whole = mesh.size(TENSOR)
-    for size in (size for size in range(whole - 1, 0, -1) if whole % size == 0):
+    kept = kept_buffer(model) if axis == STAGES else ""
+    for axes_of in fewer:
         if has_budget:
             whys.append("the plan has a budget for each rank, and each of fewer ranks would hold more")
             break
-        axes_of = {**of_group, TENSOR: size}
+        if kept:
+            whys.append(f"{kept} is a buffer that one stage has and may change, of which nobody else has a copy")
+            break
         try:
-            outline(model, plan.model_copy(update={"mesh": axes_of}), Mesh.of(axes_of, size), 0)
+            outline(model, plan.model_copy(update={"mesh": axes_of}), Mesh.of(axes_of, axes_of[axis]), 0)
         except (ConfigError, ModelError) as error:
-            whys.append(f"with {size} ranks along {TENSOR}: {error}")
+            whys.append(f"with {axes_of[axis]} ranks along {axis}: {error}")
         else:
             found.append(axes_of)
     if len(found) == 1 and num_groups(mesh) == 1:
         return SmallerMeshes((), whys[0])
     return SmallerMeshes(tuple(found))
+
+
+def kept_buffer(model: nn.Module) -> str:
+    """The first buffer of `model` that checkpoints have; empty if there is none."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return next((name for name, _ in model.named_buffers() if name in kept), "")

@@ -32,6 +32,7 @@ batches."""
 
 SEQUENCE_AXIS = "sp"
 EXPERT_AXIS = "ep"
+STAGE_AXIS = "pp"
 ISLAND_AXIS = "island"
 """The data axis along which parameters vary: between two outer steps each island trains its own copy."""
 SYNONYMS = {"cp": SEQUENCE_AXIS}

@@ -6,8 +6,8 @@ so the group leaves the mesh as a whole, which is one coordinate along the data 
 As soon as spares and newcomers are as many as a group has ranks, they form one.
 
 If no group is whole, those that are left form a *smaller* one, if the job has a mesh for it: with fewer ranks along
-`tp`, each of which holds a larger part of the model. Whenever ranks come or are lost then, all of them form the
-largest mesh that there is for as many.
+`tp` or `pp`, each of which holds a larger part of the model, or along `sp`, each of which computes a larger part of
+every sample. Whenever ranks come or are lost then, all of them form the largest mesh that there is for as many.
 
 The replica as the unit of failure is known from torchft and FT-HSDP (arXiv:2602.00277).
 """
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.mesh import MODEL_AXES, SAME_PARAMS_AXES, Mesh
+from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,40 @@ def num_leaving(mesh: Mesh, smaller: Smaller, num_lost: int = 1) -> int:
 
 
 def is_lone(mesh: Mesh) -> bool:
-    """Whether `mesh` is one replica group, of whose layers every rank has another part, and that is all that differs
-    between its ranks."""
-    return num_groups(mesh) == 1 and has_split_layers_only(mesh)
+    """Whether `mesh` is one replica group that goes on as a smaller one, and of whose model every rank has another
+    part."""
+    return shrinks(mesh) and shrinking_axis(mesh) in mesh.model_axes
 
 
-def has_split_layers_only(mesh: Mesh) -> bool:
-    """Whether the ranks of a replica group differ in their parts of layers, and in nothing else."""
-    return {axis for axis in _group_axes(mesh) if mesh.size(axis) > 1} == set(SAME_PARAMS_AXES)
+def shrinks(mesh: Mesh) -> bool:
+    """Whether `mesh` is one replica group, and fewer of its ranks may go on without the others."""
+    return num_groups(mesh) == 1 and bool(shrinking_axis(mesh))
+
+
+def shrinking_axis(mesh: Mesh) -> str:
+    """The axis along which a replica group can go on with fewer ranks, if its ranks differ along no other one; else
+    empty."""
+    of_group = [axis for axis in _group_axes(mesh) if mesh.size(axis) > 1]
+    return of_group[0] if len(of_group) == 1 and of_group[0] != EXPERT_AXIS else ""
+
+
+def with_fewer_ranks(mesh: Mesh) -> list[dict[str, int]]:
+    """The axes of one replica group, if it can go on with fewer ranks, and of those with fewer; of which a model may
+    not allow all. Their numbers are divisors of the present one, because what a forward counts evenly now (heads,
+    tokens of a split sequence) it does there too."""
+    axis = shrinking_axis(mesh)
+    if not axis:
+        return []
+    of_group = {one: mesh.size(one) if one == axis else 1 for one in mesh.axes}
+    whole = mesh.size(axis)
+    return [{**of_group, axis: size} for size in range(whole, 0, -1) if whole % size == 0]
+
+
+def copy_axes(mesh: Mesh, shard: Collection[str]) -> tuple[str, ...]:
+    """The axes along which ranks have copies of what is sharded along `shard`, and go on without each other. What the
+    ranks of one replica group have does not count as a copy, unless it goes on with fewer of them."""
+    own = (SEQUENCE_AXIS,) if shrinks(mesh) else ()
+    return tuple(axis for axis in mesh.axes if axis not in shard and (axis not in MODEL_AXES or axis in own))
 
 
 def _fill(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import group_place, is_lone
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.replica_groups import copy_axes, group_place, is_lone, shrinks
 from shardwise.program.host_bytes import lines_on_hosts
 from shardwise.program.image_bytes import image_bytes
 from shardwise.program.spec import FlatSpec
@@ -48,21 +48,22 @@ def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable]) -> Keepers:
     `hosts` has the host of each rank; without any, all are on one. If one rank of a replica group is lost, the others
     do not go on either. So what they have does not count as a copy, and keepers are in other groups, at the same place:
     they read what they keep for ranks with the same part of the model. Where all ranks with one place are on one host,
-    there is no group without it, and they have no keepers. Where there is one group only, those that are left go on as
-    a smaller one, and any rank of another host keeps a copy.
+    there is no group without it, and they have no keepers. Where there is one group only, and those that are left go on
+    as a smaller one, any rank of another host keeps a copy.
     """
     size = flats[0].mesh.world_size if flats else len(hosts)
     if len(set(hosts)) < 2:
         return (None,) * size
     sharded = {shard: flat.mesh for flat in flats if (shard := kept_axes(flat))}
     found: dict[int, int] = {}
-    is_one_group = bool(flats) and is_lone(flats[0].mesh)
+    is_one_group = bool(flats) and shrinks(flats[0].mesh)
     for ranks in [list(range(size))] if is_one_group else _with_one_place(flats[0].mesh) if flats else ():
         if len({hosts[rank] for rank in ranks}) > 1:
             found |= {rank: ranks[at] for rank, at in zip(ranks, buddies([hosts[one] for one in ranks]), strict=True)}
     return tuple(
         found.get(rank)
-        if is_one_group or any(_is_alone(rank, shard, mesh, hosts) for shard, mesh in sharded.items())
+        if (flats and is_lone(flats[0].mesh))
+        or any(_is_alone(rank, shard, mesh, hosts) for shard, mesh in sharded.items())
         else None
         for rank in range(size)
     )
@@ -76,8 +77,8 @@ def _with_one_place(mesh: Mesh) -> Iterator[list[int]]:
 
 
 def _is_alone(rank: int, shard: tuple[str, ...], mesh: Mesh, hosts: Sequence[Hashable]) -> bool:
-    """Whether all ranks of other replica groups that keep the same parts as `rank` are on its host."""
-    same = mesh.among(rank, [axis for axis in mesh.axes if axis not in shard and axis not in MODEL_AXES])
+    """Whether all ranks that keep the same parts as `rank`, and go on without it, are on its host."""
+    same = mesh.among(rank, copy_axes(mesh, shard))
     return len({hosts[other] for other in same}) == 1
 
 

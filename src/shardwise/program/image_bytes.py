@@ -10,8 +10,6 @@ from shardwise.plan.replica_groups import Smaller, is_lone, num_groups
 from shardwise.program.footprint import optim_bytes_of
 from shardwise.program.spec import FlatSpec
 
-_OF_GROUPS = ({"tp", "pp"}, {"tp", "sp"}, {"tp", "ep"})
-"""The axes that replica groups may have, some or all of one set, so that others can continue without one."""
 ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
 
 
@@ -52,9 +50,7 @@ def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec], smaller: Smaller = (), 
     """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says. If `mesh` is
     one replica group, the others need one of the `smaller` meshes; `why_no_smaller` is known where there is none."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
-    if not any(together.issuperset(axes) for together in _OF_GROUPS) or (
-        axes and num_groups(mesh) == 1 and not smaller
-    ):
+    if axes and num_groups(mesh) == 1 and not smaller:
         named, because = ", ".join(axes), f": {why_no_smaller}" if why_no_smaller else ""
         return f"the mesh splits models or samples along {named}, and the remaining ranks cannot form it{because}"
     if any(flat.tier_of(row) == "disk" for flat in flats for row in ("param", "master")):

@@ -402,6 +402,7 @@ class _Assembly:
             progress.split_batches,
             ends_here=None if staged is None else lambda: staged.ends_here,
         )
+        progress.split_batches = sequence.batches
         self._hooks.callback(sequence.close)
         return sequence
 

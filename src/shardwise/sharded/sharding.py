@@ -18,6 +18,7 @@ from shardwise.memory import (
     DiskMemory,
     HostMemory,
     Unit,
+    UnitChoice,
     in_own_precision,
     make_unit,
     open_disk,
@@ -163,21 +164,9 @@ class Design(Outline):
         """The part of it that concerns a rank with some stages of the model."""
         own = staged.params
         present = set(staged.model.modules())
-        choices = []
-        for choice in self.choices:
-            params = {name: param for name, param in choice.params.items() if param in own}
-            sites = tuple(site for site in choice.sites if site in present)
-            alone: dict[str, nn.Parameter] = {}
-            shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
-            for name, param in params.items():
-                pp_ranks = staged.holders[name]
-                (alone if len(pp_ranks) == 1 else shared.setdefault(pp_ranks, {}))[name] = param
-            if alone:
-                choices.append(replace(choice, params=alone, sites=sites))
-            for pp_ranks, theirs in shared.items():  # [Note: shared parameters] in parallel/pipeline/tied_gradients.py
-                others = ",".join(map(str, pp_ranks)) if len(shared) > 1 else ""
-                name = f"{choice.name}+{others}" if alone or others else choice.name
-                choices.append(replace(choice, name=name, params=theirs, sites=sites))
+        sites = [tuple(site for site in choice.sites if site in present) for choice in self.choices]
+        here = [replace(choice, sites=own_sites) for choice, own_sites in zip(self.choices, sites, strict=True)]
+        choices = units_of_stages(here, staged.holders, staged.pp_rank)
         rows = {param: row for param, row in self.rows.items() if param in own}
         treatments = self.treatments.within(staged.model)
         boxes = staged.boxes(self.boxes)
@@ -239,6 +228,28 @@ class Design(Outline):
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
         stage_design = None if self.staged is None else self
         return replace(laid, stage_design=stage_design, experts=self.experts, disk=disk, treatments=self.treatments)
+
+
+def units_of_stages(
+    choices: Sequence[UnitChoice], holders: Mapping[str, Sequence[int]], pp_rank: int
+) -> list[UnitChoice]:
+    """Of the units of a whole model, those of one rank of a pipeline. `holders` are the ranks that have each
+    parameter."""
+    found = []
+    for choice in choices:
+        alone: dict[str, nn.Parameter] = {}
+        shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        for name, param in choice.params.items():
+            pp_ranks = tuple(holders[name])
+            if pp_rank in pp_ranks:
+                (alone if len(pp_ranks) == 1 else shared.setdefault(pp_ranks, {}))[name] = param
+        if alone:
+            found.append(replace(choice, params=alone))
+        for pp_ranks, theirs in shared.items():  # [Note: shared parameters] in parallel/pipeline/tied_gradients.py
+            others = ",".join(map(str, pp_ranks)) if len(shared) > 1 else ""
+            name = f"{choice.name}+{others}" if alone or others else choice.name
+            found.append(replace(choice, name=name, params=theirs))
+    return found
 
 
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:

@@ -402,7 +402,7 @@ def _moved(
     fitted: tuple[str, Budget],
     disk: DiskMemory | None,
     progress: Progress,
-    dealt: Sequence[str],
+    dealt: Sequence[str] | None,
 ) -> tuple[ShardedModel, str]:
     """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
     down. `sharding` is its own, with the updates of all parameters that optimizers have by now. Also returns the first
@@ -489,12 +489,11 @@ def move(
         budget=fitted[1],
         smaller=former.sharding.smaller,
     )
-    training_state.learn_new([flat for unit in sharding.units for flat in unit.flats])
-    states: dict[str, dict[str, Any]] = {}
-    for unit in sharding.units:
-        for flat in unit.flats:
-            states |= training_state.move_into(flat, world.collectives(device))
-            flat.go_on_with(former.factors)
+    flats = [flat for unit in sharding.units for flat in unit.flats]
+    training_state.learn_new(flats)
+    states = training_state.move_into(flats, world.collectives(device))
+    for flat in flats:
+        flat.go_on_with(former.factors)
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
     if sharding.split is not None and sharding.split.line is None:  # in another world than before
         carry_out_split(model, sharding.split, sharding.mesh, world, device)
@@ -509,7 +508,11 @@ def move(
     return renewed
 
 
-def dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str]:
-    """The parameters of which ranks along `ep` have different parts, before or after."""
-    either = {param for split in (had, designed.experts) if split is not None for param in split.params}
+def dealt_out(model: nn.Module, had: ExpertSplit | None, designed: Design) -> list[str] | None:
+    """The parameters of which ranks along `ep` have different parts, before or after; `None` if there are none in the
+    whole model."""
+    splits = [split for split in (had, designed.experts) if split is not None]
+    if not splits:
+        return None
+    either = {param for split in splits for param in split.params}
     return [name for name, param in model.named_parameters() if param in either]

@@ -16,6 +16,7 @@ from shardwise.errors import StateError
 from shardwise.memory import Unit
 from shardwise.optim.precision import Norm
 from shardwise.parallel.pipeline import Aside, Pipeline, backward_of_weights
+from shardwise.parallel.sequence import SequenceParallel
 from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
 from shardwise.parallel.tensor import Generators
 from shardwise.parallel.tensor.forwards import whole_sequences
@@ -59,6 +60,16 @@ class Session:
         """See `Engine.num_steps`."""
         return self.sharded.progress.num_steps
 
+    @property
+    def num_void(self) -> int:
+        """See `Engine.num_void`."""
+        return self.sharded.progress.num_void
+
+    @property
+    def sequence(self) -> SequenceParallel | None:
+        """By which the loop's present batch is divided along `sp`, if it is."""
+        return self.sharded.parts.sequence
+
     def was_void(self) -> bool:
         """Whether the last step was abandoned because a rank was lost."""
         return False
@@ -99,8 +110,8 @@ class Session:
 
             verify_gradients(sharded, parts[0], loss_fn)
             sharded.has_recomputed = True
-        if sharded.parts.sequence is not None:
-            sharded.parts.sequence.note_micro_batches(batch, parts)
+        if self.sequence is not None:
+            self.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
             losses = _through_stages(sharded, sharded.parts.pipeline, parts, loss_fn)
         else:
@@ -118,8 +129,8 @@ class Session:
         sharded = self.sharded
         with torch.no_grad():
             parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
-            if sharded.parts.sequence is not None:
-                sharded.parts.sequence.note_micro_batches(batch, parts)
+            if self.sequence is not None:
+                self.sequence.note_micro_batches(batch, parts)
             if sharded.parts.pipeline is not None:
                 begin = sharded.parts.runner.begin_evaluation_of
                 return self._mean(sharded.parts.pipeline.evaluate(parts, loss_fn, begin), parts)

@@ -13,9 +13,10 @@ from shardwise.parallel.pipeline.stage_layout import (
     stage_warnings,
 )
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
-from shardwise.parallel.pipeline.staged_model import StagedModel
+from shardwise.parallel.pipeline.staged_model import StagedModel, stage_boxes
 from shardwise.parallel.pipeline.tied_gradients import SharedGradients
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads, backward_of_weights
+from shardwise.parallel.pipeline.whole_model import holders_of
 from shardwise.parallel.pipeline.whole_tensors import AcrossStages
 
 __all__ = [
@@ -34,8 +35,10 @@ __all__ = [
     "backward_of_weights",
     "balanced",
     "has_pipeline",
+    "holders_of",
     "most_under_way",
     "sequence_of",
+    "stage_boxes",
     "stage_layout",
     "stage_warnings",
 ]

@@ -165,7 +165,7 @@ class StagedModel:
 
             self._adapters = AdaptersOfAllStages(model)
         self.pp_rank = pp_rank
-        self.holders = holders_of(model, layout, modules)
+        self.holders = holders_of(model, layout)
         """The pipeline ranks that have each parameter, by its first name: several if stages share it."""
         self.group_names: list[list[str]] = []
         """The names of the parameters in each optimizer group before other stages' parameters were removed."""
@@ -249,18 +249,8 @@ class StagedModel:
         return is_in_stage or self.pp_rank == 0
 
     def boxes(self, within: Mapping[nn.Parameter, Box]) -> dict[nn.Parameter, Box]:
-        """This rank's boxes of its parameters, if it has parts of them or other ranks of the pipeline have copies.
-
-        `within` are the boxes along the other model axes, inside one stage.
-        """
-        if not within and not any(len(pp_ranks) > 1 for pp_ranks in self.holders.values()):
-            return {}
-        boxes = {}
-        for name, param in self.model.named_parameters():
-            pp_ranks, box = self.holders[name], within.get(param) or Box.whole(tuple(param.shape))
-            number = pp_ranks.index(self.pp_rank) * box.copies + box.place
-            boxes[param] = replace(box, copies=box.copies * len(pp_ranks), place=number)
-        return boxes
+        """This rank's boxes of its parameters: see `stage_boxes`."""
+        return stage_boxes(dict(self.model.named_parameters()), self.holders, self.pp_rank, within)
 
     def take_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Remove the parameters of other ranks' stages from the optimizers; groups stay, even if they are empty."""
@@ -546,6 +536,25 @@ class StagedModel:
             f"the forward. List the modules in the order in which {type(self.model).__name__} calls them: "
             f"pipeline.stages."
         )
+
+
+def stage_boxes(
+    params: Mapping[str, nn.Parameter],
+    holders: Mapping[str, Sequence[int]],
+    pp_rank: int,
+    within: Mapping[nn.Parameter, Box],
+) -> dict[nn.Parameter, Box]:
+    """The boxes of one rank of a pipeline for those of `params` that it has, if it has parts of them or other ranks of
+    the pipeline have copies. `within` are the boxes along the other model axes, inside one stage."""
+    if not within and not any(len(pp_ranks) > 1 for pp_ranks in holders.values()):
+        return {}
+    boxes = {}
+    for name, param in params.items():
+        pp_ranks, box = holders[name], within.get(param) or Box.whole(tuple(param.shape))
+        if pp_rank in pp_ranks:
+            number = pp_ranks.index(pp_rank) * box.copies + box.place
+            boxes[param] = replace(box, copies=box.copies * len(pp_ranks), place=number)
+    return boxes
 
 
 def _has_all(module: str, pieces: Sequence[str]) -> bool:

@@ -40,8 +40,9 @@ class WholeNames:
         return cls(shapes, {name: first[param] for name, param in every if first[param] != name}, tuple(kept))
 
 
-def holders_of(model: nn.Module, layout: StageLayout, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The pipeline ranks that have each parameter, by its first name."""
+def holders_of(model: nn.Module, layout: StageLayout) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that have each parameter of a whole `model`, by its first name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     pp_ranks: dict[Tensor, set[int]] = {}
     for stage, names in enumerate(layout.stages):
         for name in names:

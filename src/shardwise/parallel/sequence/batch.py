@@ -215,12 +215,13 @@ class SplitBatches:
         self._recent: deque[tuple[weakref.ref[Tensor], Sample]] = deque(maxlen=_NUM_REMEMBERED)
         self._division: tuple[int, bool] | None = None
 
-    def divide(self, num_ranks: int, *, is_zigzag: bool) -> None:
-        """Tokens are divided so from now on. What was divided otherwise is forgotten."""
-        if self._division not in (None, (num_ranks, is_zigzag)):
-            self.last = None
-            self._recent.clear()
-        self._division = num_ranks, is_zigzag
+    def divided(self, num_ranks: int, *, is_zigzag: bool) -> SplitBatches:
+        """For tokens that are divided so from now on: without those that were divided otherwise."""
+        division = num_ranks, is_zigzag
+        if self._division not in (None, division):
+            return SplitBatches().divided(num_ranks, is_zigzag=is_zigzag)
+        self._division = division
+        return self
 
     def note(self, part: Any, batch: Any, sample: Sample) -> None:
         """Remember the tensors of `part` that are not in `batch`; other parts may contain those too."""

@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 class SequenceParallel:
     """Routes the attention of `model` over the ranks along `sp`, and splits its batches. All ranks must construct it.
 
-    `close` restores the model.
+    `close` restores the model. `reopened` is for a batch that was split over other ranks than there are now.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class SequenceParallel:
         num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # other ranks have some of the heads
         ring = is_ring(model, plan, self.line.num_ranks * num_cuts)
         self.attention = Attention(self.line, is_ring=ring)
-        self.batches = batches
-        batches.divide(self.line.num_ranks, is_zigzag=ring)
-        self.attention.sample = batches.last
+        self.batches = batches.divided(self.line.num_ranks, is_zigzag=ring)
+        self.attention.sample = self.batches.last
         self._model = model
         self._device = device
         self._splitter = Splitter(model, self.line, is_zigzag=ring)
@@ -78,19 +77,37 @@ class SequenceParallel:
         self._is_checked = False
         """Whether it has been checked that some stage calls attention."""
         self._hooks = ExitStack()
-        for module in model.modules():
+        self._open()
+
+    def _open(self) -> None:
+        for module in self._model.modules():
             before = module.register_forward_pre_hook(self._before, prepend=True)
             after = module.register_forward_hook(self._after, always_call=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
-        finds = model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
+        finds = self._model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
         self._hooks.callback(finds.remove)
-        self._put_back = hugging_face.route(model, self.attention)
+        self._put_back = hugging_face.route(self._model, self.attention)
 
     def close(self) -> None:
         """Remove hooks and routing. May be called twice."""
         self._hooks.close()
         self._put_back()
+
+    @contextmanager
+    def reopened(self) -> Iterator[None]:
+        """After `close`, in another world: a context in which this rank computes its part of a batch that was split in
+        this one's. Nothing is sent, and only shapes are meaningful."""
+        self.line.fall_silent()
+        self._open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def divides_like(self, other: SequenceParallel) -> bool:
+        """Whether ranks get as many tokens, in the same order, as by `other`."""
+        return (self.line.num_ranks, self.attention.is_ring) == (other.line.num_ranks, other.attention.is_ring)
 
     def split(self, batch: Any, documents: Tensor | None) -> Any:
         """See `Engine.split_sequence`."""

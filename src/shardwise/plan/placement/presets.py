@@ -212,6 +212,8 @@ def _outer(plan: Plan, optim: Place) -> Outer:
         raise PlacementError("islands.wire has axes, and outer gradients are sent along one. Leave out axes.")
     if asked.wire.dtype == "int8" or asked.wire.dtype == "int4":
         codes = Codes(asked.wire.dtype, asked.wire.block or _BLOCKS[asked.wire.dtype], (ISLAND_AXIS,))
+    elif asked.wire.dtype == "fp8":
+        raise PlacementError("islands.wire is fp8, in which parameters are sent. Send outer gradients as int8 or int4.")
     elif asked.wire.block is not None:
         raise PlacementError("islands.wire has a block, which is for int8 and int4. Leave it out, or choose one.")
     elif asked.wire.dtype is not None:
