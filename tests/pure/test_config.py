@@ -298,7 +298,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -
         "units: {clas: Block}\nprefetch_bytes: 64 miles\nrows:\n  grad:\n    shard: dp\n",
     )
     assert refused(name, "precision=int8").splitlines() == [
-        "plan.yaml:1: wire.grad.dtype is 'fp17'; expected fp64, fp32, bf16, fp16, int8, int4 or null.",
+        "plan.yaml:1: wire.grad.dtype is 'fp17'; expected fp64, fp32, bf16, fp16, int8, int4, fp8 or null.",
         "plan.yaml:2: mesh.dp is 'two'; expected a whole number.",
         "plan.yaml:3: accumulate is 0; expected a whole number of at least 1.",
         "plan.yaml:4: clip_grad_norm is -1; expected a number above 0 or null.",

@@ -281,7 +281,7 @@ PROVIDED = {
     ("compare", "checksums"),
     *(entry for entry in EFFECTS if entry[0] == "checksum"),
     ("mix", "master"),
-} | {entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states", "outer", "anchor")}
+} | {entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states", "momentum", "signs", "outer", "anchor")}
 """What is not of one flat buffer, an optimizer's, or of islands: given to the executor by `sharded/assembly.py`."""
 
 
