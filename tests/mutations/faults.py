@@ -292,8 +292,8 @@ MEMORY = _of(
     ),
     (
         "a frozen parameter has states",
-        'if not flat.trainable or flat.tier_of("master") != tier:',
-        'if flat.tier_of("master") != tier:',
+        '        if not flat.trainable:\n            continue\n        if flat.tier_of("anchor") == tier:',
+        '        if flat.tier_of("anchor") == tier:',
         "frozen_parts program frozen_offload adapters_by_hand",
     ),
 )
@@ -326,8 +326,8 @@ WIRES = _of(
     ),
     (
         "an overflow is not seen in what arrives",
-        ".amax(1).div_(self._largest))",
-        ".amax(1).div_(self._largest).nan_to_num_(0.0, 1.0))",
+        "return largest.div_(self._largest)",
+        "return largest.div_(self._largest).nan_to_num_(0.0, 1.0)",
         "codes",
     ),
     (
