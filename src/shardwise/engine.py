@@ -934,7 +934,8 @@ class Engine:
 
     def mean_over_tokens(self, values: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
         """From one value per token of this rank, a scalar whose mean over ranks, as `backward` and `mean` take it, is
-        the mean over all tokens that count of this micro-batch, however many are on each rank.
+        the mean over all tokens that count of this micro-batch, however many are on each rank. If micro-batches of one
+        step have different numbers of samples (`weigh`), each counts as its samples do.
 
         `values` may be losses with `reduction="none"`; `counted` is a bool tensor of the same shape (default: all
         count). All ranks call that train the same part of the model: all ranks, or under a pipeline those of its last
@@ -947,10 +948,15 @@ class Engine:
         weight = self._sharded.progress.weighing.current
         if not weight:  # the rows stand in for none, and so do their tokens
             here = torch.zeros_like(here)
-        counted_by_all = self._session.adding_up(lambda: self._sharded.data_group.sum(here), alone=lambda: here)
-        share = self._sharded.data_group.size / counted_by_all
+        mine = torch.stack([here.double(), here.new_tensor(weight, dtype=torch.float64)])
+        group = self._sharded.data_group
+        of_one = torch.stack([mine[0], mine[1] * group.size])
+        num_tokens, weights = self._session.adding_up(lambda: group.sum(mine), alone=lambda: of_one)
+        share = weights / num_tokens  # by weights: of a step's micro-batches each counts as its samples do
         if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
             share = share / weight
+        if not weight:  # on all ranks, maybe, and then there are no tokens either
+            share = share.nan_to_num(0.0, 0.0)
         return self._session.computing(lambda: values.sum() * share.to(values.dtype))
 
     # -- memory and time ----------------------------------------------------------------------------------

@@ -339,6 +339,39 @@ def test_means_over_tokens_in_micro_batches_of_one_call(preset: str) -> None:
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+@pytest.mark.parametrize("shares", [(1, 1), (1, 3), (2, 3), (0, 1)])
+def test_means_over_tokens_of_a_batch_that_micro_batches_share_unevenly(shares: tuple[int, int], preset: str) -> None:
+    """With a row on each rank the second micro-batch is empty everywhere, and counted as much as the first: the
+    gradient was half of what it should be."""
+    num = sum(shares)
+    x, y = batches(2)[0][0][:1].expand(num, -1) * torch.arange(1.0, num + 1)[:, None], torch.arange(num) % 4
+    models = [model() for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[float, dict[str, Tensor]]:
+        mine = models[world.rank]
+        with sw.shard(mine, {"preset": preset, "accumulate": 2}, optimizer=sgd(mine), world=world) as engine:
+            own = slice(0, shares[0]) if not world.rank else slice(shares[0], num)
+            rows = own if shares[world.rank] else slice(0, 1)  # it has to run some
+            engine.weigh(shares[world.rank], of=num)
+
+            def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+                return engine.mean_over_tokens(F.cross_entropy(output, target, reduction="none"))
+
+            loss = engine.train_step(x[rows], y[rows], loss_fn=loss_fn)
+            return engine.mean(loss.item()), engine.state_dict()
+
+    twin = model()
+    optimizer = sgd(twin)
+    expected = F.cross_entropy(twin(x), y)
+    expected.backward()
+    optimizer.step()
+    for loss, params in run_ranks(2, rank):
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
+
+
 # -- what loops are told ---------------------------------------------------------------------------------
 
 

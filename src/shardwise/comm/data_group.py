@@ -17,6 +17,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.line import Line
 from shardwise.comm.world import World
 from shardwise.plan.mesh import Mesh
+from shardwise.system.torch_private import FakeTensor
 
 
 class Exchange(Protocol):
@@ -72,7 +73,10 @@ class DataGroup:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `tensor`, in its dtype. All ranks of the group call; on a device the host does not
-        wait."""
+        wait. In a rehearsal, in which tensors have no values, nothing is sent: what came of it lay in the buffers of
+        later messages."""
+        if isinstance(tensor, FakeTensor):
+            return tensor.clone()
         collectives = self._world.collectives(tensor.device)
         for group in self._axes:
             tensor = Line(collectives, group).sum(tensor)
