@@ -951,8 +951,8 @@ class Engine:
         mine = torch.stack([here.double(), here.new_tensor(weight, dtype=torch.float64)])
         group = self._sharded.data_group
         of_one = torch.stack([mine[0], mine[1] * group.size])
-        num_tokens, weights = self._session.adding_up(lambda: group.sum(mine), alone=lambda: of_one)
-        share = weights / num_tokens  # by weights: of a step's micro-batches each counts as its samples do
+        all_of_them = self._session.adding_up(lambda: group.sum(mine), alone=lambda: of_one)
+        share = all_of_them[1] / all_of_them[0]  # by weights: of a step's micro-batches each counts as its samples do
         if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
             share = share / weight
         if not weight:  # on all ranks, maybe, and then there are no tokens either
