@@ -130,8 +130,11 @@ def drawn(kind: str, num_steps: int = 3, micro_batches: int = 4) -> list[list[di
     return [[MODELS[kind][1](numbers) for _ in range(micro_batches)] for _ in range(num_steps)]
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    # a rank that has two parts of Llava's tower captures none of its hidden states (docs/pipeline.md)
+    [(kind, split) for kind in MODELS for split in SPLITS if (kind, split) != ("llava", "interleaved")],
+)
 def test_they_train_as_in_a_plain_loop(kind: str, split: str) -> None:
     race(made(kind), drawn(kind), **SPLITS[split])
 
