@@ -12,14 +12,13 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.fresh import RunError
-from benchmarks.hosts import BLOCK_SECONDS, run_on_hosts
+from benchmarks.hosts import BLOCK_SECONDS, RATES, run_on_hosts
 from benchmarks.hosts_names import BESIDE_BYTES, FREE, HEADERS, Row, Turn, rows_of
 from benchmarks.machine import header, load_average
 from benchmarks.namespaces import obstacle
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 
-RATES: tuple[float, ...] = (FREE, 0.1e9, 1e9)
 SHAPES: tuple[tuple[int, int], ...] = ((2, 1), (2, 2))
 """Hosts, and ranks on each."""
 BARS = {0.1e9: 0.40, 1e9: 0.75}

@@ -18,6 +18,15 @@ Tensor = torch.Tensor
 Batch = dict[str, Any]
 LossFunction = Callable[[Any], Tensor] | None
 
+SPLITS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp": 2},
+    "pp2-dp2-zero3": {"pp": 2, "dp": 2, "preset": "zero3"},
+    "pp4": {"pp": 4},
+    "interleaved": {"pp": 2, "pipeline": {"schedule": "interleaved"}},
+    "zb-h1": {"pp": 2, "preset": "zero2", "pipeline": {"schedule": "zb-h1"}},
+}
+"""Arguments of `race`, by name."""
+
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)

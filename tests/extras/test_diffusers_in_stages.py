@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.in_stages import race
+from tests.in_stages import SPLITS, race
 
 Tensor = torch.Tensor
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
@@ -96,13 +96,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dic
     "dit": (dit, of_class),
     "sd3": (sd3, pooled),
     "flux": (flux, of_patches),
-}
-SPLITS: dict[str, dict[str, Any]] = {
-    "pp2": {"pp": 2},
-    "pp2-dp2-zero3": {"pp": 2, "dp": 2, "preset": "zero3"},
-    "pp4": {"pp": 4},
-    "interleaved": {"pp": 2, "pipeline": {"schedule": "interleaved"}},
-    "zb-h1": {"pp": 2, "preset": "zero2", "pipeline": {"schedule": "zb-h1"}},
 }
 
 

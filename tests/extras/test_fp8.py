@@ -1,4 +1,4 @@
-"""fp8 against torchao, whose recipes these are, to the bit; and under Accelerate, whose settings become a plan's."""
+"""fp8 against torchao, whose recipes these are; and under Accelerate, whose settings become a plan's."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError, ShardwiseError
 from shardwise.testing import run_ranks
+from tests.in_stages import SPLITS as LIKE_ANY
 from tests.in_stages import Messages, optimizer_of, plain, race
 from tests.thorough import sampled, thorough_only
 
@@ -110,12 +111,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Inputs]] = {
     "whisper": (whisper, to_speech),
     "llava": (llava, to_image),
 }
-SPLITS: dict[str, dict[str, Any]] = {
-    "pp2": {"pp": 2},
-    "pp2-dp2-zero3": {"pp": 2, "dp": 2, "preset": "zero3"},
-    "pp4": {"pp": 4},
-    "interleaved": {"pp": 2, "pipeline": {"schedule": "interleaved"}},
-    "zb-h1": {"pp": 2, "preset": "zero2", "pipeline": {"schedule": "zb-h1"}},
+SPLITS = LIKE_ANY | {
     "gpipe-recompute": {"pp": 3, "pipeline": {"schedule": "gpipe"}, "activations": "recompute"},
 }
 
