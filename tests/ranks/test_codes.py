@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 import split_models
 import torch
 from torch import nn
-from twins import Run, adamw, assert_same, batches, ledger_of_a_step, rounded_by, sharded_run
+from twins import adamw, assert_same, batches, rounded_by, sharded_run
+from wires import assert_trains_like, is_coded, resuming, saving_to, twin_run
 
 import shardwise as sw
 from benchmarks.model import GPT
@@ -21,7 +21,6 @@ from shardwise.memory import choose_units, tables_for, unit_specs
 from shardwise.plan.placement import Codes, mesh_for, table_for
 from shardwise.runtime.codec import codec_for
 from shardwise.testing import run_ranks
-from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
 
@@ -54,59 +53,6 @@ IDS = [
 ]
 
 
-def is_coded(name: str, param: Tensor) -> bool:
-    return param.dim() > 1 and not name.startswith(("tokens", "positions"))
-
-
-def twin_run(
-    model: nn.Module,
-    data: Sequence[Any],
-    num_ranks: int,
-    wire: dict[str, Any],
-    *,
-    num_near: int = 1,
-    accumulate: int = 1,
-    waits_whole: bool = False,
-    sends_frozen: bool = True,
-) -> Run:
-    """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
-    `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do."""
-    to_params, to_grads = rounded_by(wire.get("param")), rounded_by(wire.get("grad"))
-    masters = copy.deepcopy(model)
-    named = {name: param for name, param in masters.named_parameters() if param.requires_grad}
-    optimizer, run = adamw(masters), Run()
-    for batch in data:
-        computed = copy.deepcopy(masters)
-        with torch.no_grad():
-            for name, param in computed.named_parameters():
-                is_sent = param.requires_grad or sends_frozen
-                param.copy_(to_params(param) if is_sent and is_coded(name, param) else param)
-        losses, of_batches = [], []
-        for number in range(accumulate):
-            of_batches.append([])
-            for rank in range(num_ranks):
-                computed.zero_grad()
-                loss = computed(*(part.chunk(num_ranks)[rank].chunk(accumulate)[number] for part in batch))
-                loss.backward()
-                losses.append(loss.item())
-                factor = 1 / num_ranks / accumulate
-                of_batches[-1].append({name: computed.get_parameter(name).grad * factor for name in named})
-        if waits_whole:
-            by_rank = zip(*of_batches, strict=True)
-            of_batches = [[{name: sum(one[name] for one in of_rank) for name in named} for of_rank in by_rank]]
-        for name, param in named.items():
-            rounds = to_grads if is_coded(name, param) else rounded_by(None)
-            param.grad = torch.zeros_like(param)
-            for of_ranks in of_batches:
-                near = [of_ranks[first : first + num_near] for first in range(0, num_ranks, num_near)]
-                param.grad += sum(rounds(sum(one[name] for one in some)) for some in near)
-        run.norms.append(math.sqrt(sum(float(param.grad.double().square().sum()) for param in named.values())))
-        optimizer.step()
-        run.losses.append(sum(losses) / len(losses))
-    run.params = {name: param.detach().clone() for name, param in named.items()}
-    return run
-
-
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)
@@ -121,19 +67,9 @@ def test_trains_like_a_twin_that_rounds_every_tensor(
 ) -> None:
     """And sends and holds what its program says."""
 
-    def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = ledger_of_a_step(engine), inside.program(engine)
-        return {"sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()), "report": engine.memory()}
-
-    rows = 20 if num_ranks == 5 else ROWS
-    data = batches(3, rows=rows)
-    run = sharded_run(model, data, preset, num_ranks, mesh, after=count, shares_memory=shares_memory, wire=wire)
-    assert_same(run, twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1))
-    sent, promised = run.extra["sent"]
-    assert sent == promised
-    report = run.extra["report"]
-    for kind in ("param", "grad", "working"):
-        assert report.measured[kind] == report.promised[kind], kind
+    data = batches(3, rows=20 if num_ranks == 5 else ROWS)
+    twin = twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1)
+    assert_trains_like(twin, model, data, preset, num_ranks, mesh, shares_memory=shares_memory, wire=wire)
 
 
 def accumulating(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> Tensor:
@@ -285,24 +221,12 @@ def test_resumes_exactly(preset: str, model: Transformer, tmp_path: Any) -> None
     """On another number of ranks too: the twin of all steps is that of two runs."""
     wire, data = {"param": INT8, "grad": INT8}, batches(4, rows=ROWS)
 
-    def save(engine: sw.Engine) -> dict[str, Any]:
-        engine.save(tmp_path)
-        return {}
-
-    def resume(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
-        if engine.num_steps == 0:
-            engine.resume(tmp_path)
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
     whole = sharded_run(model, data, preset, 2, None, wire=wire)
-    sharded_run(model, data[:2], preset, 2, None, after=save, wire=wire)
-    run = sharded_run(Transformer(), data[2:], preset, 2, None, step=resume, wire=wire)
+    sharded_run(model, data[:2], preset, 2, None, after=saving_to(tmp_path), wire=wire)
+    run = sharded_run(Transformer(), data[2:], preset, 2, None, step=resuming(tmp_path), wire=wire)
     assert run.losses == whole.losses[2:]
     assert all(torch.equal(run.params[name], param) for name, param in whole.params.items())
-    on_three = sharded_run(Transformer(), data[2:], preset, 3, None, step=resume, wire=wire)
+    on_three = sharded_run(Transformer(), data[2:], preset, 3, None, step=resuming(tmp_path), wire=wire)
     assert on_three.losses[0] == pytest.approx(whole.losses[2], rel=1e-6)  # the same codes of parameters
 
 

@@ -93,18 +93,22 @@ class Blocks:
         return self._wire.num_bytes(numel)
 
     def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:  # noqa: ARG002  # keeps nothing
-        for some, integers, scales, scratch in self._slices(elements, codes):
-            values = some.to(torch.float32).view(-1, self._block)
-            rounded = scratch[: values.numel()].view_as(values)
-            scales.copy_(self._scales_of(torch.abs(values, out=rounded).amax(1)))
-            # bf16 rounds a scale by 2**-9 of it, which moves no code beyond the largest integer. Nor do scales that are
-            # nearly zero, and a block of zeros is not nan, because the smallest normal number is added: codes of values
-            # below 1e-33 are smaller than they might be.
-            divisors = scales.to(torch.float32).add_(torch.finfo(torch.float32).tiny).unsqueeze(1)
-            self._pack(torch.div(values, divisors, out=rounded), integers)
+        for some, integers, scales, scratch in self.slices(elements, codes):
+            self.encode_slice(some.to(torch.float32), integers, scales, scratch)
+
+    def encode_slice(self, elements: Tensor, integers: Tensor, scales: Tensor, scratch: Tensor) -> None:
+        """`encode` for elements in fp32, as `slices` cuts them."""
+        values = elements.view(-1, self._block)
+        rounded = scratch[: values.numel()].view_as(values)
+        scales.copy_(self._scales_of(torch.abs(values, out=rounded).amax(1)))
+        # bf16 rounds a scale by 2**-9 of it, which moves no code beyond the largest integer. Nor do scales that are
+        # nearly zero, and a block of zeros is not nan, because the smallest normal number is added: codes of values
+        # below 1e-33 are smaller than they might be.
+        divisors = scales.to(torch.float32).add_(torch.finfo(torch.float32).tiny).unsqueeze(1)
+        self._pack(torch.div(values, divisors, out=rounded), integers)
 
     def decode(self, codes: Tensor, elements: Tensor) -> None:
-        for some, integers, scales, scratch in self._slices(elements, codes):
+        for some, integers, scales, scratch in self.slices(elements, codes):
             values, factors = self._unpacked(integers, scratch), scales.to(torch.float32).unsqueeze(1)
             if some.dtype == torch.float32:
                 torch.mul(values, factors, out=some.view_as(values))
@@ -112,11 +116,15 @@ class Blocks:
                 some.view_as(values).copy_(values.mul_(factors))
 
     def add(self, codes: Tensor, elements: Tensor) -> None:
-        for some, integers, scales, scratch in self._slices(elements, codes):
-            values = self._unpacked(integers, scratch)
-            some.view_as(values).add_(values.mul_(scales.to(torch.float32).unsqueeze(1)))
+        for some, integers, scales, scratch in self.slices(elements, codes):
+            some.add_(self.decoded_slice(integers, scales, scratch))
 
-    def _slices(self, elements: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def decoded_slice(self, integers: Tensor, scales: Tensor, scratch: Tensor) -> Tensor:
+        """The elements in fp32, in `scratch`."""
+        values = self._unpacked(integers, scratch)
+        return values.mul_(scales.to(torch.float32).unsqueeze(1)).view(-1)
+
+    def slices(self, elements: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Elements, their integers, their scales, and memory for as many in fp32, some blocks at a time. The memory is
         the same each time, because fresh pages would take longer than the arithmetic."""
         numel = elements.numel()
@@ -176,11 +184,45 @@ class Fp8Blocks(Blocks):
         return values.copy_(integers.view(self._number).view_as(values))
 
 
-def codec_for(wire: Wire | Codes) -> Codec:
-    """The codec of a format. A new format is a class here and what it counts in `plan/placement/wire.py`."""
+class FedBack:
+    """Codes of elements and what was lost of those before them, of which the moving average is kept in `losses`, one
+    for each element that this rank encodes for one collective (LoCo, arXiv:2407.04480, algorithm 1).
+
+    What is not finite loses nothing, so that a step that is left out for it leaves nothing behind.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, blocks: Blocks, losses: Tensor, beta: float) -> None:
+        self._blocks, self._losses, self._beta = blocks, losses, beta
+
+    def num_codes(self, numel: int) -> int:
+        return self._blocks.num_codes(numel)
+
+    def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:
+        for some, integers, scales, scratch in self._blocks.slices(elements, codes):
+            kept = self._losses[start : start + some.numel()]
+            meant = some.to(torch.float32, copy=True).add_(kept)
+            self._blocks.encode_slice(meant, integers, scales, scratch)
+            lost = meant.sub_(self._blocks.decoded_slice(integers, scales, scratch))
+            lost.mul_(1 - self._beta).add_(kept, alpha=self._beta)
+            kept.copy_(lost.nan_to_num_(0.0, 0.0, 0.0))
+            start += some.numel()
+
+    def decode(self, codes: Tensor, elements: Tensor) -> None:
+        self._blocks.decode(codes, elements)
+
+    def add(self, codes: Tensor, elements: Tensor) -> None:
+        self._blocks.add(codes, elements)
+
+
+def codec_for(wire: Wire | Codes, losses: Tensor | None = None) -> Codec:
+    """The codec of a format; `losses` is the memory of its error feedback, if it has any. A new format is a class here
+    and what it counts in `plan/placement/wire.py`."""
     if not isinstance(wire, Codes):
         return Cast(torch_dtype(wire.dtype))
-    return Fp8Blocks(wire) if wire.dtype == "fp8" else Blocks(wire)
+    blocks = Fp8Blocks(wire) if wire.dtype == "fp8" else Blocks(wire)
+    return blocks if wire.feedback is None or losses is None else FedBack(blocks, losses, wire.feedback.beta)
 
 
 class EncodedGather:

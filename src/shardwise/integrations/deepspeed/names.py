@@ -319,7 +319,6 @@ _ENGINE: dict[str, Row] = {
     **_refused("offload to disk is done by the plan", "engine", "swap_tensor_config"),
     **_refused(_SPLIT, "engine", "tensor_parallel_config"),
     **_refused("ZenFlow changes the update rule", "engine", "zenflow_config update_interval"),
-    **_refused("what codes of gradients lose is not fed back", "engine", "zeropp_loco_param"),
 }
 """Names of the engine that `deepspeed.initialize` returns."""
 _PIPELINE: dict[str, Row] = {
@@ -451,6 +450,7 @@ SETTINGS = {
     "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
     "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
     "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
 }
 """Methods of the engine that return the value of a config field, by its path; of a section, a dict of its values."""
 OFF = frozenset(
