@@ -11,7 +11,7 @@ import pytest
 import split_models
 import torch
 from torch import nn
-from twins import adamw, assert_same, batches, rounded_by, sharded_run
+from twins import adamw, assert_same, batches, rounded_by, sharded_run, train_steps, work_on_ranks
 from wires import assert_trains_like, is_coded, resuming, saving_to, twin_run
 
 import shardwise as sw
@@ -21,6 +21,7 @@ from shardwise.memory import choose_units, tables_for, unit_specs
 from shardwise.plan.placement import Codes, mesh_for, table_for
 from shardwise.runtime.codec import codec_for
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
 
@@ -94,16 +95,51 @@ def test_accumulates(preset: str, model: Transformer) -> None:
 
 
 @sampled
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_tied_and_frozen(preset: str) -> None:
-    """A head that is tied to the embedding is sent as it is; frozen matrices are codes where they are gathered."""
+@pytest.mark.parametrize(
+    ("preset", "mesh", "wire"),
+    [
+        ("zero1", None, {"param": INT8, "grad": INT4}),
+        ("zero3", None, {"param": INT8, "grad": INT4}),
+        ("zero3", None, {"frozen": INT4}),
+        ("hpz", TWO, {"frozen": INT4 | EVERYWHERE, "param": INT8 | EVERYWHERE}),
+        ("zero3-offload", None, {"frozen": FP8, "grad": INT4}),
+    ],
+)
+def test_tied_and_frozen(preset: str, mesh: Any, wire: dict[str, Any]) -> None:
+    """A head that is tied to the embedding is sent as it is; frozen matrices are codes where they are gathered, also if
+    they alone are."""
     torch.manual_seed(0)
     model = Transformer(tied=True)
     for name, param in model.named_parameters():
         param.requires_grad_("blocks.1" not in name)
-    wire, data = {"param": INT8, "grad": INT4}, batches(3, rows=ROWS)
-    run = sharded_run(model, data, preset, 2, None, wire=wire)
-    assert_same(run, twin_run(model, data, 2, wire, sends_frozen=preset == "zero3"))
+    data, num_ranks = batches(3, rows=ROWS), 4 if mesh else 2
+    twin = twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1, sends_frozen=preset != "zero1")
+    assert_trains_like(twin, model, data, preset, num_ranks, mesh, wire=wire)
+
+
+def test_frozen_codes_follow_what_is_frozen(model: Transformer) -> None:
+    """Parameters that are unfrozen are sent as they are from the next step on, and the others still as codes."""
+
+    def codes(engine: sw.Engine) -> dict[str, Any]:
+        planned = inside.program(engine)
+        return {action.flat: action.codes for block in planned.micro_batch for action in block.actions if action.codes}
+
+    def work(engine: sw.Engine) -> tuple[set[str], set[str]]:
+        train_steps(engine, range(2))
+        before = set(codes(engine))
+        engine.module.blocks[0].requires_grad_(True)
+        train_steps(engine, range(2))
+        return before, set(codes(engine))
+
+    def frozen() -> Transformer:
+        made = copy.deepcopy(model)
+        for block in made.blocks:
+            block.requires_grad_(False)
+        return made
+
+    for before, after in work_on_ranks(2, work, {"preset": "zero3", "wire": {"frozen": "int8"}}, frozen):
+        assert before == {f"blocks.{place}:frozen" for place in range(3)}
+        assert after == before - {"blocks.0:frozen"}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
