@@ -101,7 +101,7 @@ class GradMover:
         if axis not in self._codecs:
             codes = self.flat.spec.table.grad_codes
             assert codes is not None
-            self._codecs[axis] = codec_for(codes, self.flat.losses.get(axis))
+            self._codecs[axis] = codec_for(codes, self.flat.device, self.flat.losses.get(axis))
         return self._codecs[axis]
 
     def project_grad(self, action: Action) -> None:
