@@ -1,4 +1,4 @@
-"""Codes of integers by the kernels of `codec_kernels.py` beside torch's operators: the same bytes, and how long each takes.
+"""Codes of integers by the kernels of `codec_kernels.py` beside torch's operators: the same bytes, and how fast.
 
 Where there are no kernels, as in a rehearsal, the operators are compared with themselves.
 """
@@ -38,7 +38,7 @@ def _encoded(codec: Codec, elements: Tensor) -> Tensor:
 
 
 def same(rows: Rows, wire: Codes, dtype: torch.dtype) -> dict[str, Any]:
-    """Codes of kernels, operators and the CPU, bit for bit; what is decoded, and added; what is kept of what is lost."""
+    """Codes of kernels, operators and the CPU, bit for bit; what is decoded, and added; what is kept of losses."""
     elements = _elements(rows, wire, dtype, 64 * 4096)
     kernels, operators = codec_for(wire, rows.device), Blocks(wire)
     codes = _encoded(kernels, elements)
@@ -83,7 +83,8 @@ def raced(rows: Rows, wire: Codes) -> dict[str, Any]:
             _gigabytes(rows, elements, lambda codec=plain, codes=codes, out=out: codec.decode(codes, out)),  # type: ignore[misc]
             _gigabytes(rows, elements, lambda codec=fed_back, codes=codes: codec.encode(elements, codes)),  # type: ignore[misc]
         )
-        found |= {f"{name}_{what}": speed for what, speed in zip(("encode", "decode", "feed_back"), speeds, strict=True)}
+        for what, speed in zip(("encode", "decode", "feed_back"), speeds, strict=True):
+            found[f"{name}_{what}"] = speed
     return {"gigabytes_per_second": found}
 
 

@@ -123,7 +123,10 @@ def test_parameters_that_are_not_sent_as_codes(plan: Any, why: str) -> None:
     ("plan", "why"),
     [
         ({"preset": "zero1", "wire": {"frozen": "int8"}}, "every rank has all frozen parameters, so none are sent"),
-        ({"preset": "zero3", "wire": {"frozen": "bf16"}}, "wire.frozen is bf16, and frozen parameters are sent as they"),
+        (
+            {"preset": "zero3", "wire": {"frozen": "bf16"}},
+            "wire.frozen is bf16, and frozen parameters are sent as they",
+        ),
         (
             {"preset": "hsdp", "mesh": {"node": 2, "local": 2}, "wire": {"frozen": "int8"}},
             "parameters are sent along local only. .* in wire.frozen.axes",

@@ -1,5 +1,5 @@
-"""Error feedback of gradients sent as codes (LoCo, arXiv:2407.04480). The twin rounds, and keeps what that loses, tensor by
-tensor."""
+"""Error feedback of gradients sent as codes (LoCo, arXiv:2407.04480). The twin rounds, and keeps what is lost, tensor
+by tensor."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_trains_like_a_twin_that_keeps_what_it_loses(
 def test_it_shows(model: Transformer) -> None:
     """Without feedback the same run differs by more than the tolerance of the race."""
     data = batches(4, rows=ROWS)
+    twin = twin_run(model, data, 2, fed_back())
     with pytest.raises(AssertionError, match="the twin has"):
-        twin = twin_run(model, data, 2, fed_back())
         assert_trains_like(twin, model, data, "zero3", 2, None, wire={"grad": INT4})
 
 

@@ -30,9 +30,10 @@ class Entry:
 
     `kind` is `param`, `buffer` or `state.KEY`; `unsent.RANK` and `unsent` are what was not sent of whole parameters and
     of averages, `factor` is what gradients are multiplied with to be sent, and `lost.NUMBER.PLACE` what codes of one of
-    so many summands have lost; `outer.KEY` is what islands have in common, and `island.2.state.KEY` an island's own. This rank writes the elements `written`: ranks that hold copies share the
-    writing, and together write each element once. With `is_whole` the elements are those of a separate tensor, not of
-    the parameter (a scalar state): every rank has all of them, and one writes them.
+    so many summands have lost; `outer.KEY` is what islands have in common, and `island.2.state.KEY` an island's own.
+    This rank writes the elements `written`: ranks that hold copies share the writing, and together write each element
+    once. With `is_whole` the elements are those of a separate tensor, not of the parameter (a scalar state): every rank
+    has all of them, and one writes them.
 
     `is_hidden`: the model has no view of this memory, so only an optimizer's step or a call to the engine changes it.
     """

@@ -7,9 +7,10 @@ momentum, in signs (`sign_mean.py`). The table changes with that (`Table.summand
 before the next forward (`changes_update`). With 0/1 Adam it changes more often, because it sums gradients in ever fewer
 steps of its warm-up; in the others it averages them, in signs.
 
-None of them corrects the bias of the moments, as in the papers and in DeepSpeed. An element whose variance is zero at the
-end of the warm-up never had a gradient; divided by almost nothing, the sign that is sent for it would move it without
-bound. It keeps a momentum of zero. In DeepSpeed such elements need an `exp_avg_mask`, which a group may have here too.
+None of them corrects the bias of the moments, as in the papers and in DeepSpeed. An element whose variance is zero at
+the end of the warm-up never had a gradient; divided by almost nothing, the sign that is sent for it would move it
+without bound. It keeps a momentum of zero. In DeepSpeed such elements need an `exp_avg_mask`, which a group may have
+here too.
 """
 
 from __future__ import annotations

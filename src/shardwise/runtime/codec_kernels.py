@@ -1,4 +1,4 @@
-"""Codes of integers in one pass over memory, on GPUs: the arithmetic of `Blocks` and `FedBack` in `codec.py`, to the bit.
+"""Codes of integers in one pass over memory, on GPUs: the arithmetic of `Blocks` and `FedBack` in `codec.py`.
 
 Torch's operators read and write what a block needs about ten times. Division and rounding are IEEE's here too, and
 products are not fused with sums, so that ranks with and without these kernels make the same codes.
@@ -110,8 +110,8 @@ def _decode(
 def encode(
     elements: Tensor, integers: Tensor, scales: Tensor, block: int, losses: Tensor | None = None, beta: float = 0.0
 ) -> None:
-    """Fill `integers`, of uint8, and `scales`, of bf16, from `elements`, flat. With `losses`, as many in bf16, these are
-    added to what is meant, and then follow what is lost."""
+    """Fill `integers`, of uint8, and `scales`, of bf16, from `elements`, flat. With `losses`, as many in bf16, elements
+    and these are encoded together, and they then follow what is lost."""
     if not elements.numel():
         return
     grid, shape = _over(elements, block)

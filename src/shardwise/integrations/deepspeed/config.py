@@ -619,9 +619,7 @@ def _set_feedback(plan: dict[str, Any], values: _Values, notes: list[Note]) -> N
             f"{path} is given, and fp16 is enabled, whose loss scale changes: what codes have lost would be added to "
             f"gradients of another scale. Enable bf16 in its place, or leave out zeropp_loco_param."
         )
-    plan["wire"]["feedback"] = {
-        key: asked.get(name, values.get(f"{path}.{name}")) for name, key in _FEEDBACK.items()
-    }
+    plan["wire"]["feedback"] = {key: asked.get(name, values.get(f"{path}.{name}")) for name, key in _FEEDBACK.items()}
 
 
 def read_elasticity(source: Mapping[str, Any] | str | Path) -> Elasticity:

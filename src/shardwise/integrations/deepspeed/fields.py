@@ -198,7 +198,7 @@ _ZERO = {
     ),
     **_all(
         _HONOURED,
-        "frozen matrices are sent as int8, and rest as they were loaded; load the base in 4 or 8 bits to keep it so too",
+        "frozen matrices are sent as int8, and rest as they were loaded; load the base in 4 or 8 bits to keep it so",
         zero_quantized_nontrainable_weights=False,
     ),
     **_all(

@@ -61,8 +61,8 @@ def make_onebit(name: str, params: Iterable[Any], options: Mapping[str, Any]) ->
         own = {key: value for key, value in own.items() if key not in _LOCAL_STEPS}
         if options.get("local_step_clipper") != 1:
             _log.info(
-                "%s takes no local steps, in which parameters of the ranks would diverge: momenta are averaged in every "
-                "step, as with local_step_clipper: 1.",
+                "%s takes no local steps, in which parameters of the ranks would diverge: momenta are averaged in "
+                "every step, as with local_step_clipper: 1.",
                 name,
             )
     if isinstance(own.get("betas"), list):

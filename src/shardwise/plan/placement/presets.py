@@ -288,8 +288,8 @@ def _frozen_codes(plan: Plan, mesh: Mesh) -> Codes | None:
     plain, codes = _wires(plan.wire.frozen, "frozen", mesh)
     if plain is not None:
         raise PlacementError(
-            f"wire.frozen is {plain}, and frozen parameters are sent as they are or as codes. Choose int8, int4 or fp8, "
-            f"or leave it out."
+            f"wire.frozen is {plain}, and frozen parameters are sent as they are or as codes. Choose int8, int4 or "
+            f"fp8, or leave it out."
         )
     return codes
 
