@@ -24,6 +24,18 @@ def _rounded(values):
 
 
 @triton.jit
+def _as(values, DTYPE: tl.constexpr):
+    """In another dtype, halves to even. To bf16 by bits, because Triton's interpreter cuts them off."""
+    if DTYPE == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(values != values, 0x7FC0, rounded)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return values.to(DTYPE)
+
+
+@triton.jit
 def _encode(
     elements,
     integers,
@@ -51,13 +63,13 @@ def _encode(
         high += kept_high
     largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     odd = tl.max(((low - low) != 0.0).to(tl.int32), 1) + tl.max(((high - high) != 0.0).to(tl.int32), 1)
-    scale = tl.div_rn(largest, largest * 0.0 + (2 ** (BITS - 1) - 1)).to(tl.bfloat16)
-    scale = tl.where(odd > 0, float("nan"), scale).to(tl.bfloat16)  # see [Note: what is not finite]
+    exact = tl.div_rn(largest, tl.full([ROWS], 2 ** (BITS - 1) - 1, tl.float32))
+    scale = _as(tl.where(odd > 0, float("nan"), exact), tl.bfloat16)  # see [Note: what is not finite] in `codec.py`
     tl.store(scales + row, scale, mask=row < num_blocks)
     wide = scale.to(tl.float32)[:, None]
-    divisor = wide + 1.1754943508222875e-38
-    low_code = _rounded(tl.div_rn(low, divisor + low * 0.0))
-    high_code = _rounded(tl.div_rn(high, divisor + high * 0.0))
+    divisor = tl.broadcast_to(wide + 1.1754943508222875e-38, [ROWS, HALF])  # the smallest normal number
+    low_code = _rounded(tl.div_rn(low, divisor))
+    high_code = _rounded(tl.div_rn(high, divisor))
     is_finite = (odd == 0)[:, None]
     low_code = tl.where(is_finite, low_code, 0.0)
     high_code = tl.where(is_finite, high_code, 0.0)
@@ -70,8 +82,8 @@ def _encode(
     if FEEDS_BACK:
         lost_low = (low - low_code * wide) * (1.0 - beta) + kept_low * beta
         lost_high = (high - high_code * wide) * (1.0 - beta) + kept_high * beta
-        tl.store(losses + at_low, tl.where(is_finite, lost_low, 0.0).to(tl.bfloat16), mask=there)
-        tl.store(losses + at_high, tl.where(is_finite, lost_high, 0.0).to(tl.bfloat16), mask=there)
+        tl.store(losses + at_low, _as(tl.where(is_finite, lost_low, 0.0), tl.bfloat16), mask=there)
+        tl.store(losses + at_high, _as(tl.where(is_finite, lost_high, 0.0), tl.bfloat16), mask=there)
 
 
 @triton.jit
@@ -103,8 +115,8 @@ def _decode(
     if ADDS:
         low += tl.load(elements + at_low, mask=there, other=0.0).to(tl.float32)
         high += tl.load(elements + at_high, mask=there, other=0.0).to(tl.float32)
-    tl.store(elements + at_low, low.to(elements.dtype.element_ty), mask=there)
-    tl.store(elements + at_high, high.to(elements.dtype.element_ty), mask=there)
+    tl.store(elements + at_low, _as(low, elements.dtype.element_ty), mask=there)
+    tl.store(elements + at_high, _as(high, elements.dtype.element_ty), mask=there)
 
 
 def encode(
