@@ -78,7 +78,7 @@ def compare(kernels: ModuleType) -> None:
 def test_they_make_the_codes_of_torchs_operators() -> None:
     root = Path(__file__).parents[2]
     script = "import test_codec_kernels as own; from shardwise.runtime import codec_kernels; own.compare(codec_kernels)"
-    paths = os.pathsep.join(map(str, (Path(__file__).parent, root, root / "src")))
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, root, root / "src", *filter(None, sys.path))))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -24,15 +24,16 @@ def _rounded(values):
 
 
 @triton.jit
-def _as(values, DTYPE: tl.constexpr):
+def _as(values, dtype: tl.constexpr):
     """In another dtype, halves to even. To bf16 by bits, because Triton's interpreter cuts them off."""
-    if DTYPE == tl.bfloat16:
+    if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(values != values, 0x7FC0, rounded)
-        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        rounded = tl.where(values != values, 0x7FC0, rounded)  # some nans would overflow
+        cast = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        return values.to(DTYPE)
+        cast = values.to(dtype)
+    return cast
 
 
 @triton.jit
