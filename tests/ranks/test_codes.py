@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ import split_models
 import torch
 from torch import nn
 from twins import adamw, assert_same, batches, rounded_by, sharded_run, train_steps, work_on_ranks
-from wires import assert_trains_like, is_coded, resuming, saving_to, twin_run
+from wires import assert_trains_like, is_coded, learnt, resuming, saving_to, twin_run
 
 import shardwise as sw
-from benchmarks.model import GPT
-from benchmarks.sizes import Size
 from shardwise.memory import choose_units, tables_for, unit_specs
 from shardwise.plan.placement import Codes, mesh_for, table_for
 from shardwise.runtime.codec import codec_for
@@ -358,30 +355,7 @@ def test_beside_a_split_along_tp(preset: str) -> None:
     ids=["zero3-int8-int4", "ddp-int4", "zero1-int8-int8"],
 )
 def test_a_language_model_learns_as_well(preset: str, wire: dict[str, Any]) -> None:
-    """Of the bytes of a licence: the loss of the last steps is within 1 % of that of fp32 wires."""
-    text = torch.frombuffer(bytearray((Path(__file__).parents[2] / "LICENSE").read_bytes()), dtype=torch.uint8).long()
-    numbers, length, num_steps, last = torch.Generator().manual_seed(1), 48, 200, 40
-    starts = torch.randint(0, len(text) - length - 1, (num_steps, 8), generator=numbers)
-
-    def losses(**plan: Any) -> list[float]:
-        torch.manual_seed(0)
-        start = GPT(Size(num_blocks=2, dim=64, vocab=256, seq=length, head_dim=16))
-        replicas = [copy.deepcopy(start) for _ in range(2)]
-
-        def rank(world: sw.World) -> list[float]:
-            model, found = replicas[world.rank], []
-            optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-            with sw.shard(model, {"preset": preset, **plan}, optimizer=optimizer, world=world) as engine:
-                for step in range(num_steps):
-                    rows = torch.stack([text[at : at + length + 1] for at in starts[step].chunk(2)[world.rank]])
-                    loss = engine(rows)
-                    engine.backward(loss)
-                    engine.step()
-                    found.append(engine.mean(loss.item()))
-            return found
-
-        return run_ranks(2, rank)[0]
-
-    exact, coded = (sum(each[-last:]) / last for each in (losses(), losses(wire=wire)))
+    """The loss of the last steps is within 1 % of that of fp32 wires."""
+    exact, coded = learnt(preset), learnt(preset, wire=wire)
     assert exact < 3.0  # it has learned: uniform bytes are 5.5
     assert abs(coded - exact) <= 0.01 * exact, (coded, exact)

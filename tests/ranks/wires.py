@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from twins import Batch, Run, adamw, assert_same, engine_step, ledger_of_a_step, rounded_by, sharded_run
+from twins import Batch, MakeOptimizer, Run, adamw, assert_same, engine_step, ledger_of_a_step, rounded_by, sharded_run
 
 import shardwise as sw
+from benchmarks.model import GPT
+from benchmarks.sizes import Size
+from shardwise.testing import run_ranks
 from tests import inside
 
 Tensor = torch.Tensor
@@ -146,3 +149,30 @@ def twin_run(
         run.losses.append(sum(losses) / len(losses))
     run.params = {name: param.detach().clone() for name, param in named.items()}
     return run
+
+
+def adamw_of_gpt(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
+def learnt(preset: str, make_optimizer: MakeOptimizer = adamw_of_gpt, **plan: Any) -> float:
+    """The mean loss of the last 40 of 200 steps in which a small GPT on two ranks learns the bytes of a licence."""
+    text = torch.frombuffer(bytearray((Path(__file__).parents[2] / "LICENSE").read_bytes()), dtype=torch.uint8).long()
+    numbers, length, num_steps, last = torch.Generator().manual_seed(1), 48, 200, 40
+    starts = torch.randint(0, len(text) - length - 1, (num_steps, 8), generator=numbers)
+    torch.manual_seed(0)
+    start = GPT(Size(num_blocks=2, dim=64, vocab=256, seq=length, head_dim=16))
+    replicas = [copy.deepcopy(start) for _ in range(2)]
+
+    def rank(world: sw.World) -> list[float]:
+        model, found = replicas[world.rank], []
+        with sw.shard(model, {"preset": preset, **plan}, optimizer=make_optimizer(model), world=world) as engine:
+            for step in range(num_steps):
+                rows = torch.stack([text[at : at + length + 1] for at in starts[step].chunk(2)[world.rank]])
+                loss = engine(rows)
+                engine.backward(loss)
+                engine.step()
+                found.append(engine.mean(loss.item()))
+        return found
+
+    return sum(run_ranks(2, rank)[0][-last:]) / last
