@@ -43,6 +43,7 @@ class _OneBit(Cooperative):
                 f"DeepSpeed advises 15 to 25 % of all steps."
             )
         self.freeze_step = freeze_step
+        self._freeze_name = name
         self._num_steps = 0
         super().__init__(params, defaults)
 
@@ -71,6 +72,8 @@ class _OneBit(Cooperative):
         members = [(param, group) for _, param, group in self.members() if param.grad is not None]
         was_frozen, learns = self.is_frozen, self.learns_variance
         averages_gradients = not (was_frozen or learns)
+        if was_frozen:
+            self._require_variances([param for param, _ in members])
         if self._num_steps == self.freeze_step:
             self.peers.forget_residuals()  # those of gradients
         if averages_gradients:
@@ -101,6 +104,15 @@ class _OneBit(Cooperative):
     def _note_steps(self, state: Mapping[str, Any]) -> None:
         self._num_steps = max(self._num_steps, int(state.get("step", 0)))
 
+    def _require_variances(self, params: Sequence[nn.Parameter]) -> None:
+        unknown = next((param for param in params if not self.state.get(param)), None)
+        if unknown is not None:
+            raise StateError(
+                f"A parameter of shape {self.peers.shape_of(unknown)} has its first gradient after the warm-up of "
+                f"{type(self).__name__} ({self.freeze_step} steps, {self._freeze_name}), in which its variance should "
+                f"have been learned. Make {self._freeze_name} larger, or give it to another optimizer beside this one."
+            )
+
     def _average_gradients(self, params: Sequence[nn.Parameter]) -> None:
         """Replace each rank's summands of the mean gradients by what the ranks have together."""
         grads = {param: param.grad for param in params if param.grad is not None}
@@ -112,12 +124,6 @@ class _OneBit(Cooperative):
         """Update the moments with the gradient, or with this rank's, which is `num_summands` times its summand of the
         mean."""
         state = self.state[param]
-        if not state and self.is_frozen:
-            raise StateError(
-                f"A parameter of shape {self.peers.shape_of(param)} has its first gradient after the warm-up of "
-                f"{type(self).__name__} ({self.freeze_step} steps, freeze_step), in which its variance should have "
-                f"been learned. Make freeze_step larger, or give it to another optimizer beside this one."
-            )
         if not state:
             state["step"] = torch.tensor(0.0)
             state.update({name: torch.zeros_like(param) for name in self.moments}, **self._first_numbers())
