@@ -806,7 +806,7 @@ ELASTIC = _of(
     ),
     (
         "what ranks of the same group have counts as a copy",
-        "if axis not in shard and (axis not in MODEL_AXES or axis in own))",
+        "if axis not in shard and axis not in of_group)",
         "if axis not in shard)",
         "buddy_hosts",
     ),

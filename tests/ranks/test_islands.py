@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from fake_devices import WHENS, Devices, When
+from plain_islands import Make, PlainIslands, Values
 from torch import nn
 
 import shardwise as sw
@@ -22,8 +23,6 @@ from tests import inside
 from tests.thorough import sampled, soak, thorough_only
 
 Tensor = torch.Tensor
-Values = dict[str, Tensor]
-Make = Callable[[Any], torch.optim.Optimizer]
 WIDTH, ROWS = 8, 8
 UNITS = ["0", "2", "4"]
 MESH = {"island": 2, "dp": 2}
@@ -93,41 +92,14 @@ def trained(
 def reference(
     num_islands: int, settings: Islands, num_steps: int, make: Make = adamw, *, innermost: bool = False
 ) -> tuple[Values, list[Values]]:
-    """DiLoCo as the papers have it: whole models, one after the other; outer steps are torch's SGD. `innermost`: the
-    ranks of an island are not next to each other, and read every second share of a batch."""
-    by = settings.optimizer
-    islands = [start() for _ in range(num_islands)]
-    inner = [make(model.parameters()) for model in islands]
-    common = dict(start().named_parameters())
-    outer = torch.optim.SGD(common.values(), lr=by.lr, momentum=by.momentum, nesterov=by.nesterov and by.momentum > 0)
-    units = [[f"{unit}.weight", f"{unit}.bias"] for unit in UNITS]
-    fragments = [
-        [name for unit in units[number :: settings.fragments] for name in unit] for number in range(settings.fragments)
-    ]
-    on_its_way: dict[int, Values] = {}
-    for step, (x, y) in enumerate(batches(num_steps), start=1):
+    """Of a plain DiLoCo. `innermost`: the ranks of an island are not next to each other, and read every second share of
+    a batch."""
+    plain = PlainIslands(start(), UNITS, settings, make, loss_of, range(num_islands))
+    for x, y in batches(num_steps):
         if innermost:
             x, y = (torch.cat([chunk for i in range(2) for chunk in one.chunk(4)[i::2]]) for one in (x, y))
-        shares = zip(x.chunk(num_islands), y.chunk(num_islands), strict=True)
-        for model, optimizer, (own_x, own_y) in zip(islands, inner, shares, strict=True):
-            optimizer.zero_grad()
-            loss_of(model, own_x, own_y).backward()
-            optimizer.step()
-        own = [dict(model.named_parameters()) for model in islands]
-        for number, names in enumerate(fragments):
-            begins = (number + 1) * settings.every // settings.fragments
-            if step % settings.every == begins % settings.every:
-                means = {name: torch.stack([one[name].detach() for one in own]).mean(0) for name in names}
-                on_its_way[number] = {name: common[name].detach() - means[name] for name in names}
-            if step % settings.every == (begins + settings.overlap) % settings.every and number in on_its_way:
-                for param in common.values():
-                    param.grad = None
-                for name, gradient in on_its_way.pop(number).items():
-                    common[name].grad = gradient
-                outer.step()
-                for one, name in ((one, name) for one in own for name in names):
-                    one[name].data.lerp_(common[name].data, 1 - settings.mix)
-    return common, [dict(model.named_parameters()) for model in islands]
+        plain.step(zip(x.chunk(num_islands), y.chunk(num_islands), strict=True))
+    return plain.common, [dict(model.named_parameters()) for model in plain.models.values()]
 
 
 def assert_close(found: Values, right: Values, within: float = ROUNDING) -> None:
@@ -550,19 +522,6 @@ def test_what_islands_exclude(change: dict[str, Any], says: str) -> None:
             sw.shard(model, plan_of("zero1") | change, optimizer=adamw(model.parameters()), world=world)
 
     run_ranks(4, work)
-
-
-@thorough_only("a sentence")
-def test_an_elastic_job_has_no_islands() -> None:
-    def work(world: World) -> None:
-        model, world.membership = start(), cast("Any", object())
-        try:
-            with pytest.raises(ConfigError, match="this one is elastic: a lost rank would take its island's model"):
-                sw.shard(model, plan_of("zero1", {"island": 2}), world=world)
-        finally:
-            world.membership = None
-
-    run_ranks(2, work)
 
 
 def test_reshard_keeps_islands() -> None:

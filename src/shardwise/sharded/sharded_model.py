@@ -96,6 +96,8 @@ class ShardedModel:
         self.before_change = before_change
         self.before_update = before_change
         """Called instead of `before_change` before a step; all other changes call `before_change`."""
+        self.before_settling: Callable[[], object] = bool
+        """Called before what islands have in common changes between two steps, by outer gradients that have come."""
         self.rehearsed: tuple[Activations, ...] = ()
         """The activations counted by the latest rehearsal, stage by stage."""
         self.has_asked_for_room = False
@@ -418,13 +420,15 @@ class ShardedModel:
         """Bring islands together, if that is due after the step that all optimizers have taken."""
         outer, num_steps = self.parts.outer_steps, self.progress.num_steps
         if outer is not None and outer.is_due_after(num_steps):
-            self.before_change()
+            self.before_update()
             outer.after_step(num_steps)
 
     def settle_islands(self) -> None:
         """Wait for outer gradients that are on their way, so that nothing is left in messages. All ranks call."""
-        if self.parts.outer_steps is not None:
-            self.parts.outer_steps.settle()
+        outer = self.parts.outer_steps
+        if outer is not None and outer.is_on_its_way:
+            self.before_settling()
+            outer.settle()
 
     def begin_factors_when_due(self) -> None:
         """After a step, or a resume: whether the next one sends gradients as factors, and this plan does not yet."""

@@ -22,8 +22,6 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
             )
         return
     _check_schedule(asked, num_units)
-    if mesh.num_islands == 1:
-        return
     if plan.takes_only_finite:
         what = "precision fp16" if plan.precision == "fp16" else "skip_nonfinite"
         raise ConfigError(
@@ -49,8 +47,8 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
         )
     if plan.survive in ("host", "buddy"):
         raise ConfigError(
-            f"survive is {plan.survive}, but a lost rank takes its island's part of the model with it, and no image "
-            f"has the common model. Set survive: checkpoint."
+            f"survive is {plan.survive}, but an island leaves as a whole when it loses a rank, so nothing of it is kept "
+            f"elsewhere. Leave out survive: other islands go on."
         )
 
 
