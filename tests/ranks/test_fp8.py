@@ -23,7 +23,7 @@ from shardwise.cli.main import main
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.foreseen import count_step
 from shardwise.parallel.conversions import conversions_of, convert
-from shardwise.parallel.experts import Experts
+from shardwise.parallel.experts import Experts, MoE
 from shardwise.parallel.fp8.kernels import require_kernels
 from shardwise.parallel.fp8.linear import Fp8Linear
 from shardwise.parallel.fp8.recipes import E4M3, E5M2, RECIPES, Rounding, ScaleRule
@@ -33,7 +33,7 @@ from shardwise.plan.placement.wire import Codes
 from shardwise.plan.schema import Fp8RecipeName
 from shardwise.runtime.codec import codec_for
 from shardwise.testing import run_ranks
-from tests.models import Decoder, Lora, Transformer
+from tests.models import Decoder, ExpertBlock, Lora, Transformer
 from tests.thorough import sampled, soak, thorough_only
 
 Tensor = torch.Tensor
@@ -155,6 +155,80 @@ def test_with_weight_gradients_that_are_not_rounded_a_batch_may_be_split_as_bf16
 
     for num_ranks in (2, 4):
         assert distance(True, num_ranks) <= 4 * distance(False, num_ranks) + 1e-4
+
+
+# -- experts -------------------------------------------------------------------------------------------------
+
+EXPERTS_ALONE = ("qkv", "out", "head")
+"""Patterns of the linear layers of `mixture_for`."""
+
+
+def mixture_for(recipe: Fp8RecipeName) -> Transformer:
+    """Its experts have sizes that the recipe takes."""
+    torch.manual_seed(0)
+
+    def block(_: int, width: int) -> nn.Module:
+        made = ExpertBlock(width)
+        made.moe = MoE(width, width, num_experts=4, top_k=2)
+        return made
+
+    return Transformer(num_blocks=2, width=wide_enough(recipe), block=block)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_experts_equal_a_reference_that_rounds_each_expert_s_factors_by_themselves(recipe: Fp8RecipeName) -> None:
+    """One of them without tokens, and numbers that are no multiples of anything."""
+    chosen, size, counts = RECIPES[recipe], wide_enough(recipe), [5, 0, 37]
+    numbers = torch.Generator().manual_seed(1)
+    (experts,) = in_fp8(nn.Sequential(Experts(size, size, 3)), recipe)  # type: ignore[misc]  # it iterates
+    weights = torch.randn(3, 2 * size, size, generator=numbers).requires_grad_()
+    rows = torch.randn(42, size, generator=numbers).requires_grad_()
+    grad = torch.randn(42, 2 * size, generator=numbers)
+    made = experts.multiply(rows, weights, torch.tensor(counts))
+    rows_grad, weights_grad = torch.autograd.grad(made, [rows, weights], grad)
+
+    def product_of(left: Tensor, right: Tensor, roundings: Any) -> Tensor:
+        """`left @ right.T`."""
+        factors = (left, right)
+        if roundings is not None:
+            pairs = zip(factors, roundings, strict=True)
+            factors = tuple(torch.from_numpy(reference(one.double().numpy(), by, chosen.scale)) for one, by in pairs)  # type: ignore[assignment]  # a pair
+        return factors[0].double() @ factors[1].double().t()
+
+    def close(found: Tensor, expected: Tensor) -> None:
+        assert (found.double() - expected).norm() <= 1e-6 * expected.norm()
+
+    for number, (x, g, y, x_grad) in enumerate(
+        zip(*(one.detach().split(counts) for one in (rows, grad, made, rows_grad)), strict=True)
+    ):
+        if not len(x):
+            assert not weights_grad[number].any()
+            continue
+        weight = weights[number].detach()
+        close(y, product_of(x, weight, chosen.output))
+        close(x_grad, product_of(g, weight.t(), chosen.input_grad))
+        close(weights_grad[number], product_of(g.t(), x.t(), chosen.weight_grad))
+
+
+@sampled
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(
+    ("preset", "mesh", "shares"),
+    [
+        ("zero3", {"dp": 2}, 2),
+        ("zero1", {"ep": 2}, 1),
+        ("zero3", {"dp": 2, "ep": 2}, 2),
+        ("ddp", {"ep": 3}, 1),
+        ("zero3-offload", {"ep": 2, "dp": 1}, 1),
+    ],
+)
+def test_experts_train_like_one_process(preset: str, mesh: dict[str, int], shares: int, recipe: Fp8RecipeName) -> None:
+    """An expert gets the tokens of all ranks along `ep` at once, as it does in one process with their batches."""
+    model, data = mixture_for(recipe), batches(3, rows=12)
+    settings = asked(recipe, *EXPERTS_ALONE)
+    run = sharded_run(model, data, preset, math.prod(mesh.values()), mesh, fp8=settings, after=report)
+    assert f"  linear layers that multiply in fp8, {recipe}: blocks.0.moe.experts and 1 more" in run.extra["lines"]
+    same_within(run, plain_run(in_fp8(model, recipe, EXPERTS_ALONE), data, shares=shares))
 
 
 @sampled
@@ -349,6 +423,11 @@ def test_layers_and_gathers_in_fp8_train_together() -> None:
 # -- what stays as it is -------------------------------------------------------------------------------------
 
 
+class OtherExperts(Experts):
+    def made_of(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return super().made_of(rows, counts) * 2
+
+
 class Wide(nn.Module):
     """Layers of the sizes of a small Llama's block, on the meta device."""
 
@@ -361,7 +440,8 @@ class Wide(nn.Module):
             self.lora_A = nn.ModuleDict({"default": nn.Linear(4096, 4096)})
             self.odd = nn.Linear(4096, 14335)
             self.attention = nn.MultiheadAttention(4096, 8)
-            self.experts = Experts(64, 64, 4)
+            self.experts, self.large = Experts(64, 64, 4), Experts(4096, 4096, 4)
+            self.other = OtherExperts(4096, 4096, 4)
             self.head = nn.Linear(4096, 32000)
 
 
@@ -372,18 +452,18 @@ def notes(**fp8: Any) -> list[str]:
 
 def test_layers_that_stay_as_they_are_are_listed_with_the_reason() -> None:
     assert notes(recipe="rowwise") == [
-        "linear layers that multiply in fp8, rowwise: q_proj and 1 more",
+        "linear layers that multiply in fp8, rowwise: q_proj and 2 more",
         "not in fp8, the first linear layer: embed",
-        "not in fp8, too small to gain from rowwise: k_proj",
+        "not in fp8, too small to gain from rowwise: k_proj and 1 more",
         "not in fp8, a router: gate",
         "not in fp8, an adapter: lora_A.default",
         "not in fp8, with a size that is no multiple of 16: odd",
         "not in fp8, part of nn.MultiheadAttention, which reads its weight itself: attention.out_proj",
-        "not in fp8, stacked experts, whose grouped products stay as they are: experts",
+        "not in fp8, stacked experts with a forward of their own: other",
         "not in fp8, the last linear layer: head",
     ]
     assert notes(recipe="tensorwise", skip=["auto", "*_proj"])[0].endswith("k_proj and 2 more") is False
-    assert notes(recipe="rowwise", skip=[])[0].endswith("rowwise: embed and 6 more")
+    assert notes(recipe="rowwise", skip=[])[0].endswith("rowwise: embed and 8 more")
     assert "not in fp8, named in fp8.skip: q_proj and 2 more" in notes(recipe="rowwise", skip=["*_proj"])
 
 

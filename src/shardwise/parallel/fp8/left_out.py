@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.parallel.experts import Experts
 from shardwise.parallel.fp8.linear import Fp8Linear
 from shardwise.parallel.fp8.recipes import RECIPES, Recipe
 from shardwise.plan import Fp8
@@ -60,7 +61,7 @@ def _stacked(module: nn.Module) -> bool:
 def _unable(layer: nn.Module, recipe: Recipe) -> str:
     """Why a layer cannot multiply in 8 bits; "" if it can."""
     if _stacked(layer):
-        return "stacked experts, whose grouped products stay as they are"
+        return _unable_experts(layer, recipe)
     if not isinstance(layer, nn.Linear):
         return "Conv1D of transformers"
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -69,9 +70,27 @@ def _unable(layer: nn.Module, recipe: Recipe) -> str:
         return f"a {type(layer).__name__} with a forward of its own"
     if not layer.weight.dtype.is_floating_point:
         return f"stored in {str(layer.weight.dtype).removeprefix('torch.')}"
-    if layer.in_features % recipe.multiple or layer.out_features % recipe.multiple:
+    return _odd(layer, recipe)
+
+
+def _unable_experts(layer: nn.Module, recipe: Recipe) -> str:
+    is_ours = isinstance(layer, Experts) and "forward" not in layer.__dict__
+    if not is_ours or (type(layer).forward, type(layer).made_of) != (Experts.forward, Experts.made_of):
+        return "stacked experts with a forward of their own"
+    return _odd(layer, recipe)
+
+
+def _odd(layer: nn.Module, recipe: Recipe) -> str:
+    if any(size % recipe.multiple for sizes in _sizes(layer) for size in sizes):
         return f"with a size that is no multiple of {recipe.multiple}"
     return ""
+
+
+def _sizes(layer: nn.Module) -> list[tuple[int, int]]:
+    """Of each matrix of a linear layer, or of one of several experts: `[out, in]`."""
+    if isinstance(layer, nn.Linear):
+        return [(layer.out_features, layer.in_features)]
+    return [(param.shape[1], param.shape[2]) for param in layer.parameters()]
 
 
 def _unfit(path: str, layer: nn.Module, recipe: Recipe) -> str:
@@ -80,8 +99,7 @@ def _unfit(path: str, layer: nn.Module, recipe: Recipe) -> str:
         return "a router"
     if _is_adapter(path):
         return "an adapter"
-    assert isinstance(layer, nn.Linear)
-    if recipe.is_small(layer.out_features, layer.in_features):
+    if any(recipe.is_small(*sizes) for sizes in _sizes(layer)):
         return f"too small to gain from {recipe.name}"
     return ""
 
