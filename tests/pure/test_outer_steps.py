@@ -199,8 +199,6 @@ def test_copies_are_compared_within_an_island() -> None:
         ({"mesh": {"dp": 4}}, "Add an axis to it: mesh: {island: 2, ...}, or leave out islands"),
         ({"islands": {"every": 5, "fragments": 2}}, "every is 5 steps and islands.fragments 2, which does not divide"),
         ({"islands": {"every": 4, "fragments": 2, "overlap": 2}}, "Make overlap 1 or less"),
-        ({"precision": "fp16"}, "islands would count different steps"),
-        ({"skip_nonfinite": True}, "With skip_nonfinite a step is left out"),
         ({"mesh": {"island": 2, "pp": 2}}, "islands with pipeline stages are not supported"),
         ({"mesh": {"island": 2, "ep": 2}}, "islands with experts dealt out are not supported"),
         ({"preset": "infinity"}, "Rows on a disk are not supported with islands"),

@@ -58,13 +58,14 @@ class PlainIslands:
         self._on_its_way = {}
 
     def step(self, shares: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """A step of each island on its share, and the outer steps that follow."""
+        """A step of each island on its share, if its gradients are finite, and the outer steps that follow."""
         settings = self._settings
         self._num_steps += 1
         for model, optimizer, share in zip(self.models.values(), self._inner.values(), shares, strict=True):
             optimizer.zero_grad()
             self._loss(model, *share).backward()  # type: ignore[no-untyped-call]  # torch's own
-            optimizer.step()
+            if all(bool(param.grad.isfinite().all()) for param in model.parameters() if param.grad is not None):
+                optimizer.step()
         for number, names in enumerate(self._fragments):
             begins = (number + 1) * settings.every // settings.fragments
             if self._num_steps % settings.every == begins % settings.every:

@@ -252,6 +252,53 @@ def test_what_is_unfrozen_later_comes_together_too() -> None:
     assert not torch.equal(results[0][0]["2.weight"], model[2].weight)
 
 
+@sampled
+@pytest.mark.parametrize("stream", ["whole", "two that overlap"])
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "zero3-offload"])
+def test_a_step_that_an_island_leaves_out_counts(preset: str, stream: str) -> None:
+    """Its gradients are not finite, once before an outer step and once in one; those of the other island are."""
+    model, data, settings = start(), batches(13), STREAMS[stream]
+    for step in (2, 7, 11):
+        data[step][0][ROWS // 2 :] = torch.inf
+    plan = {**plan_of(preset, **settings), "skip_nonfinite": True}
+
+    def work(world: World) -> tuple[Values, Values, int]:
+        mine = copy.deepcopy(model)
+        with sw.shard(mine, plan, optimizer=adamw(mine.parameters()), world=world) as engine:
+            take_steps(engine, data)
+            return *values_of(engine), engine.num_steps
+
+    plain = PlainIslands(start(), UNITS, Islands(**settings), adamw, loss_of, range(2))
+    for x, y in data:
+        plain.step(zip(x.chunk(2), y.chunk(2), strict=True))
+    for rank, (common, own, num_steps) in enumerate(run_ranks(4, work)):
+        assert num_steps == len(data)
+        assert_close(common, plain.common)
+        assert_close(own, dict(plain.models[rank // 2].named_parameters()))
+
+
+@thorough_only("the loss scale of fp16 leaves steps out as what is not finite does")
+def test_islands_have_loss_scales_of_their_own() -> None:
+    model, data = start(torch.float32), batches(9, torch.float32)
+    for x, _ in data:
+        x[: ROWS // 2] *= 2.0**-12  # so that the first island overflows later than the second
+    plan = {**plan_of("zero1", every=3), "precision": "fp16", "loss_scale": {"initial": 2.0**24}}
+
+    def work(world: World) -> tuple[Values, float, int]:
+        mine = copy.deepcopy(model)
+        with sw.shard(mine, plan, optimizer=adamw(mine.parameters()), world=world) as engine:
+            take_steps(engine, data)
+            return engine.state_dict(), float(engine.scaler.scale), engine.num_steps  # type: ignore[union-attr]
+
+    results = run_ranks(4, work)
+    assert results[0][1] != results[2][1]
+    for values, _, num_steps in results:
+        assert num_steps == len(data)
+        assert all(torch.equal(values[name], results[0][0][name]) for name in values)
+        assert all(value.isfinite().all() for value in values.values())
+    assert not torch.equal(results[0][0]["0.weight"], model[0].weight)
+
+
 @thorough_only("three islands, a sum that no power of 2 divides")
 def test_three_islands() -> None:
     model, data = start(), batches(5)

@@ -219,7 +219,8 @@ class TrainingState:
         self._num_left = Counter(held.buffers.values())
         """How many parameters of each buffer have not been moved yet."""
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
-        self._values: States = {}
+        self._values: dict[int, States] = {}
+        """By island: states that do not have the parameter's size."""
         self.fault = ""
         """The first error of this rank's disk."""
         self._exchange_states(held)
@@ -330,13 +331,15 @@ class TrainingState:
         for name, values in held.values.items():
             for key, value in values.items():
                 own.setdefault(name, {}).setdefault(key, ["value", encode(value, key)])
-        for message in self._world.exchange(json.dumps(own).encode(), "layout"):
+        messages = self._world.exchange(json.dumps(own).encode(), "layout")
+        for message, formers in zip(messages, self._stands_for, strict=True):
+            values = self._values.setdefault(self._before.island_of(formers[0]), {}) if formers else {}
             for name, states in json.loads(message).items():
                 for key, (what, value) in states.items():
                     if what == "piece":
                         self._kinds.setdefault(name, {})[key] = dtype_of(value)
                     else:
-                        self._values.setdefault(name, {})[key] = decode(value)
+                        values.setdefault(name, {})[key] = decode(value)
 
     def _kinds_of(self, name: str, new: FlatSpec) -> dict[str, torch.dtype]:
         """What moves of a parameter, and in which dtype. A frozen one has no states."""
@@ -348,11 +351,12 @@ class TrainingState:
         flat.lay_out()
         filled: dict[tuple[str, str], Tensor] = {}
         states: States = {}
+        values = self._values.get(self._islands[self._world.rank], {})
         for index, (slot, (name, home)) in enumerate(zip(flat.slots, homes.items(), strict=True)):
             filled[name, PARAM] = piece = flat.param_piece(index)
             if not piece.numel() or not home.spec.trainable:
                 continue
-            states[name] = dict(self._values.get(name, {}))
+            states[name] = dict(values.get(name, {}))
             shape = slot.shape if flat.spec.updates_whole(slot.span) else piece.shape
             outer = flat.outer_pieces(index)
             for key, dtype in self._kinds_of(name, home.spec).items():

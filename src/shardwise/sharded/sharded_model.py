@@ -392,9 +392,25 @@ class ShardedModel:
 
     def after_step(self, member: torch.optim.Optimizer) -> None:
         self.require_optimizer().updates.withdraw_gradients()
-        if not self.parts.gradients.is_taken:
+        parts = self.parts
+        if parts.gradients.is_taken:
+            self._end_update()
+        else:
             self.zero_grad()
-            return
+            if parts.outer_steps is None:
+                return
+            # An island leaves it out alone, and all come together after the same steps: so it counts.
+        if member is self.require_optimizer().members[0]:
+            self.progress.note_step()
+            self.world.journal.num_steps += 1
+        if member is self.require_optimizer().members[-1]:
+            self._outer_step()
+        self.begin_factors_when_due()
+        if parts.verification is not None and self._is_next_verified:
+            parts.runner.step.take_checksums()
+            parts.verification.note()
+
+    def _end_update(self) -> None:
         parts = self.parts
         if parts.verdict.is_news:
             parts.runner.programs.foresee_buffers(parts.buffers.learn())
@@ -406,15 +422,6 @@ class ShardedModel:
         self.require_optimizer().find_changed_updates()
         self._begin_step()
         self.world.journal.clock.rest()
-        if member is self.require_optimizer().members[0]:
-            self.progress.note_step()
-            self.world.journal.num_steps += 1
-        if member is self.require_optimizer().members[-1]:
-            self._outer_step()
-        self.begin_factors_when_due()
-        if parts.verification is not None and self._is_next_verified:
-            parts.runner.step.take_checksums()
-            parts.verification.note()
 
     def _outer_step(self) -> None:
         """Bring islands together, if that is due after the step that all optimizers have taken."""

@@ -22,13 +22,6 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
             )
         return
     _check_schedule(asked, num_units)
-    if plan.takes_only_finite:
-        what = "precision fp16" if plan.precision == "fp16" else "skip_nonfinite"
-        raise ConfigError(
-            f"With {what} a step is left out where gradients are not finite, and an island would do so alone: islands "
-            f"would count different steps, and wait for each other in different outer steps. Use bf16 or fp32, without "
-            f"skip_nonfinite."
-        )
     for axis in (axis for axis in mesh.axes if axis in _NOT_WITH and mesh.size(axis) > 1):
         raise ConfigError(
             f"The mesh is {mesh}, and islands with {_NOT_WITH[axis]} are not supported in this version. Leave out "
