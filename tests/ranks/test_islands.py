@@ -17,6 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
+from shardwise.parallel.experts import MoE
 from shardwise.plan import Islands
 from shardwise.testing import run_ranks
 from tests import inside
@@ -192,6 +193,57 @@ def test_an_island_has_any_mesh(mesh: dict[str, int], preset: str) -> None:
     for rank, (found, own) in enumerate(results):
         assert_close(found, common)
         assert_close(own, islands[sw.Mesh.of(mesh, num_ranks).island_of(rank)])
+
+
+class Mixed(nn.Sequential):
+    """With experts between its layers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), MoE(WIDTH, WIDTH, 4), nn.Tanh(), nn.Linear(WIDTH, 4)]
+        super().__init__(*layers)
+        self.double()
+
+
+INSIDE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "stages": ({"island": 2, "pp": 2}, {"pipeline": {"stages": [["0", "1", "2"], ["3", "4"]]}}),
+    "stages and shards": ({"island": 2, "pp": 2, "dp": 2}, {"pipeline": {"stages": [["0", "1"], ["2", "3", "4"]]}}),
+    "experts": ({"island": 2, "ep": 2}, {}),
+    "experts and shards": ({"island": 2, "dp": 2, "ep": 2}, {}),
+}
+
+
+@sampled
+@pytest.mark.parametrize("stream", ["whole", "on the device"])
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_stages_and_experts_inside_of_islands(name: str, preset: str, stream: str, tmp_path: Path) -> None:
+    """Also when they resume between the sending of outer gradients and their effect."""
+    mesh, more = INSIDE[name]
+    model, data, settings = Mixed(), batches(11), STREAMS[stream]
+    plan = {**plan_of(preset, mesh, **settings), **more, "accumulate": 2}
+    num_ranks = torch.Size(mesh.values()).numel()
+
+    def work(world: World) -> tuple[Values, Values]:
+        for part, steps in enumerate((data[:5], data[5:])):
+            mine = copy.deepcopy(model)
+            with sw.shard(mine, plan, optimizer=adamw(mine.parameters()), world=world) as engine:
+                if part:
+                    engine.resume(tmp_path)
+                place, num = engine.data_ranks
+                for x, y in steps:
+                    engine.train_step(x.chunk(num)[place], y.chunk(num)[place], loss_fn=nn.functional.mse_loss)
+                engine.save(tmp_path)
+                common = engine.state_dict()
+                own = {name: engine.get(name) for name in common}
+        return common, own  # type: ignore[return-value]  # a rank with all has no `None`
+
+    plain = PlainIslands(model, UNITS, Islands(**settings), adamw, loss_of, range(2))
+    for x, y in data:
+        plain.step(zip(x.chunk(2), y.chunk(2), strict=True))
+    for rank, (common, own) in enumerate(run_ranks(num_ranks, work)):
+        assert_close(common, plain.common)
+        assert_close(own, dict(plain.models[rank * 2 // num_ranks].named_parameters()))
 
 
 @sampled

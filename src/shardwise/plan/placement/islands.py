@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Islands, Plan
-from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, Mesh
+from shardwise.plan.mesh import ISLAND_AXIS, STAGE_AXIS, Mesh
 from shardwise.plan.placement.place import KINDS
 from shardwise.plan.placement.presets import ruled_tables, table_for
-
-_NOT_WITH = {"pp": "pipeline stages", EXPERT_AXIS: "experts dealt out"}
 
 
 def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
@@ -22,10 +20,11 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
             )
         return
     _check_schedule(asked, num_units)
-    for axis in (axis for axis in mesh.axes if axis in _NOT_WITH and mesh.size(axis) > 1):
+    if asked.fragments > 1 and STAGE_AXIS in mesh.axes and mesh.size(STAGE_AXIS) > 1:
         raise ConfigError(
-            f"The mesh is {mesh}, and islands with {_NOT_WITH[axis]} are not supported in this version. Leave out "
-            f"{axis}; inside an island there may be data axes, tp and sp."
+            f"The mesh is {mesh}, and islands.fragments {asked.fragments}: fragments are dealt out of the units of a whole "
+            f"model, and a rank of a pipeline knows those of its own stages. Leave fragments out: each stage then sends "
+            f"what it has."
         )
     tables = (table_for(plan, mesh), *ruled_tables(plan, mesh).values())
     if (
