@@ -25,7 +25,7 @@ from shardwise.fit.foreseen import count_step
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts import Experts, MoE
 from shardwise.parallel.fp8.kernels import require_kernels
-from shardwise.parallel.fp8.linear import Fp8Linear
+from shardwise.parallel.fp8.linear import Fp8Linear, fp8_linear
 from shardwise.parallel.fp8.recipes import E4M3, E5M2, RECIPES, Rounding, ScaleRule
 from shardwise.parallel.fp8.rounding import product, rounded, scaled_product
 from shardwise.plan.mesh import Mesh
@@ -229,6 +229,69 @@ def test_experts_train_like_one_process(preset: str, mesh: dict[str, int], share
     run = sharded_run(model, data, preset, math.prod(mesh.values()), mesh, fp8=settings, after=report)
     assert f"  linear layers that multiply in fp8, {recipe}: blocks.0.moe.experts and 1 more" in run.extra["lines"]
     same_within(run, plain_run(in_fp8(model, recipe, EXPERTS_ALONE), data, shares=shares))
+
+
+def transformers_experts(kind: str) -> nn.Module:
+    """The experts of one layer, with 4 experts of 32 by 48."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4}
+    if kind == "mixtral":
+        from transformers.models.mixtral import modeling_mixtral
+
+        made = modeling_mixtral.MixtralExperts(modeling_mixtral.MixtralConfig(**sizes))
+    else:
+        from transformers.models.gpt_oss import modeling_gpt_oss
+
+        made = modeling_gpt_oss.GptOssExperts(modeling_gpt_oss.GptOssConfig(**sizes))
+    made.config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    for param in made.parameters():
+        nn.init.normal_(param, std=0.2)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_of_transformers_round_what_they_multiply(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes its products from torch's `linear`, against itself with those in 8 bits; and one with biases, a
+    gate of its own and matrices the other way round, which is as far from itself as rounding takes it."""
+    plain = transformers_experts(kind)
+    (experts,) = in_fp8(nn.Sequential(plain), "rowwise")  # type: ignore[misc]  # it iterates
+    assert "fp8=rowwise" in repr(experts)
+    tokens = torch.randn(10, 32)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(10)])
+    weights = torch.rand(10, 2)
+    found = experts(tokens, index, weights)
+    if kind == "mixtral":
+        rounding = RECIPES["rowwise"]
+        monkeypatch.setattr(nn.functional, "linear", lambda rows, weight: fp8_linear(rows, weight, rounding))
+        torch.testing.assert_close(found, plain(tokens, index, weights), rtol=1e-5, atol=1e-5)
+    else:
+        expected = plain(tokens, index, weights)
+        assert 1e-3 * expected.norm() < (found - expected).norm() < 0.06 * expected.norm()
+
+
+@thorough_only("experts of this library are tested above")
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"dp": 2}], ids=str)
+def test_models_of_transformers_train_with_experts_in_fp8(mesh: dict[str, int]) -> None:
+    from small_transformers import mixtral
+
+    torch.manual_seed(0)
+    model, data = mixtral(), batches(2, rows=4)
+    settings = asked("rowwise", "q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+
+    def forward(called: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits = called(input_ids=batch[0] % 64).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten() % 64)
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = forward(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    run = sharded_run(model, data, "zero3", 2, mesh, step=step, fp8=settings, after=report)
+    assert "  linear layers that multiply in fp8, rowwise: model.layers.0.mlp.experts" in run.extra["lines"]
+    twin = plain_run(in_fp8(model, "rowwise", settings["skip"]), data, forward=forward, shares=mesh.get("dp", 1))
+    same_within(run, twin)
 
 
 @sampled

@@ -11,18 +11,21 @@ from torch import nn
 
 from shardwise.comm import Line
 from shardwise.parallel.experts import Experts
-from shardwise.parallel.fp8.experts import Fp8Experts
+from shardwise.parallel.fp8.experts import Fp8Experts, Fp8StackedExperts
 from shardwise.parallel.fp8.kernels import require_kernels
 from shardwise.parallel.fp8.left_out import sorted_out
 from shardwise.parallel.fp8.linear import Fp8Linear
 from shardwise.parallel.fp8.recipes import RECIPES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import SAME_PARAMS_AXES
+
+_CONVERTED = (Fp8Linear, Fp8Experts, Fp8StackedExperts)
 
 
 @functools.cache
 def _in_8_bits(kind: type) -> type:
     """A class like `kind` that multiplies in 8 bits; it keeps the name that users, rules and units know."""
-    base = Fp8Experts if issubclass(kind, Experts) else Fp8Linear
+    base = Fp8Experts if issubclass(kind, Experts) else Fp8Linear if issubclass(kind, nn.Linear) else Fp8StackedExperts
     return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
@@ -35,13 +38,14 @@ class Fp8Layers:
         """Raises `ConfigError` for a pattern of `fp8.skip` that no layer matches."""
         assert plan.fp8.recipe is not None
         self._recipe = RECIPES[plan.fp8.recipe]
-        self._reasons = sorted_out(model, plan.fp8)
+        splits_experts = any((plan.mesh or {}).get(axis, 1) != 1 for axis in SAME_PARAMS_AXES)
+        self._reasons = sorted_out(model, plan.fp8, splits_experts=splits_experts)
         self._is_compiled = plan.compile is not None
         self._device: torch.device | None = None
         self.what = f"linear layers that multiply in fp8, {self._recipe.name}"
 
     def takes(self, path: str, module: nn.Module) -> bool:
-        return self._reasons.get(path) == "" and not isinstance(module, (Fp8Linear, Fp8Experts))
+        return self._reasons.get(path) == "" and not isinstance(module, _CONVERTED)
 
     def convert(self, module: nn.Module) -> Callable[[], object]:
         kind: type = type(module)

@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.parallel.experts import Experts
+from shardwise.parallel.fp8.experts import says_what_it_computes
 from shardwise.parallel.fp8.linear import Fp8Linear
 from shardwise.parallel.fp8.recipes import RECIPES, Recipe
 from shardwise.plan import Fp8
@@ -21,9 +22,9 @@ _ADAPTERS = ("lora_A", "lora_B")
 _EXPERT_DIMS = 3
 
 
-def sorted_out(model: nn.Module, settings: Fp8) -> dict[str, str]:
+def sorted_out(model: nn.Module, settings: Fp8, *, splits_experts: bool = False) -> dict[str, str]:
     """By path of every layer that multiplies with a weight: why it is left as it is, or "" for those that multiply in 8
-    bits, in the model's order.
+    bits, in the model's order. `splits_experts`: along `tp` a rank has some features of transformers' experts.
 
     Raises `ConfigError` for a pattern of `settings.skip` that no layer matches.
     """
@@ -36,7 +37,8 @@ def sorted_out(model: nn.Module, settings: Fp8) -> dict[str, str]:
     ends = dict(zip([*linear[-1:], *linear[:1]], ("the last linear layer", "the first linear layer"), strict=False))
     found = {}
     for path, layer in layers.items():
-        reason = _unable(layer, recipe)
+        reason = _unable_experts(layer, splits_experts) if _stacked(layer) else _unable(layer)
+        reason = reason or _odd(layer, recipe)
         if not reason and any(matches_end(path, pattern) for pattern in skip if pattern != AUTO):
             reason = "named in fp8.skip"
         if not reason and AUTO in skip:
@@ -58,10 +60,8 @@ def _stacked(module: nn.Module) -> bool:
     return "Expert" in type(module).__name__ and any(one.dim() == _EXPERT_DIMS for one in own)
 
 
-def _unable(layer: nn.Module, recipe: Recipe) -> str:
+def _unable(layer: nn.Module) -> str:
     """Why a layer cannot multiply in 8 bits; "" if it can."""
-    if _stacked(layer):
-        return _unable_experts(layer, recipe)
     if not isinstance(layer, nn.Linear):
         return "Conv1D of transformers"
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -70,14 +70,14 @@ def _unable(layer: nn.Module, recipe: Recipe) -> str:
         return f"a {type(layer).__name__} with a forward of its own"
     if not layer.weight.dtype.is_floating_point:
         return f"stored in {str(layer.weight.dtype).removeprefix('torch.')}"
-    return _odd(layer, recipe)
+    return ""
 
 
-def _unable_experts(layer: nn.Module, recipe: Recipe) -> str:
-    is_ours = isinstance(layer, Experts) and "forward" not in layer.__dict__
-    if not is_ours or (type(layer).forward, type(layer).made_of) != (Experts.forward, Experts.made_of):
+def _unable_experts(layer: nn.Module, is_split: bool) -> str:
+    is_ours = isinstance(layer, Experts) and type(layer).made_of is Experts.made_of
+    if "forward" in layer.__dict__ or not (is_ours or says_what_it_computes(layer)):
         return "stacked experts with a forward of their own"
-    return _odd(layer, recipe)
+    return "stacked experts of which each rank along tp has some features" if is_split and not is_ours else ""
 
 
 def _odd(layer: nn.Module, recipe: Recipe) -> str:
@@ -90,7 +90,8 @@ def _sizes(layer: nn.Module) -> list[tuple[int, int]]:
     """Of each matrix of a linear layer, or of one of several experts: `[out, in]`."""
     if isinstance(layer, nn.Linear):
         return [(layer.out_features, layer.in_features)]
-    return [(param.shape[1], param.shape[2]) for param in layer.parameters()]
+    sizes = [(param.shape[1], param.shape[2]) for param in layer.parameters() if param.dim() == _EXPERT_DIMS]
+    return [(last, first) for first, last in sizes] if getattr(layer, "is_transposed", False) else sizes
 
 
 def _unfit(path: str, layer: nn.Module, recipe: Recipe) -> str:
