@@ -22,7 +22,13 @@ class PlainIslands:
     fragments."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[str], settings: Islands, make: Make, loss: Loss, names: Iterable[Hashable]
+        self,
+        model: nn.Module,
+        units: Sequence[str],
+        settings: Islands,
+        make: Make,
+        loss: Loss,
+        names: Iterable[Hashable],
     ) -> None:
         by = settings.optimizer
         self._settings, self._make, self._loss = settings, make, loss

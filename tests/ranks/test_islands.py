@@ -206,8 +206,11 @@ class Mixed(nn.Sequential):
 
 
 INSIDE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "stages": ({"island": 2, "pp": 2}, {"pipeline": {"stages": [["0", "1", "2"], ["3", "4"]]}}),
-    "stages and shards": ({"island": 2, "pp": 2, "dp": 2}, {"pipeline": {"stages": [["0", "1"], ["2", "3", "4"]]}}),
+    "stages": ({"island": 2, "pp": 2}, {"pipeline": {"stages": [["0", "2"], ["4"]]}, "accumulate": 2}),
+    "stages and shards": (
+        {"island": 2, "pp": 2, "dp": 2},
+        {"pipeline": {"stages": [["0"], ["2", "4"]]}, "accumulate": 2},
+    ),
     "experts": ({"island": 2, "ep": 2}, {}),
     "experts and shards": ({"island": 2, "dp": 2, "ep": 2}, {}),
 }
@@ -221,7 +224,7 @@ def test_stages_and_experts_inside_of_islands(name: str, preset: str, stream: st
     """Also when they resume between the sending of outer gradients and their effect."""
     mesh, more = INSIDE[name]
     model, data, settings = Mixed(), batches(11), STREAMS[stream]
-    plan = {**plan_of(preset, mesh, **settings), **more, "accumulate": 2}
+    plan = {**plan_of(preset, mesh, **settings), **more}
     num_ranks = torch.Size(mesh.values()).numel()
 
     def work(world: World) -> tuple[Values, Values]:

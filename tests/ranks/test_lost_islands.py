@@ -59,7 +59,8 @@ MESHES = {"pairs": {"island": 2, "dp": 2}, "single ranks": {"island": 3}, "inner
 def start() -> nn.Sequential:
     """With statistics of batches, which are an island's own."""
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)]
+    norm = nn.BatchNorm1d(WIDTH, affine=False)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 4)]
     return nn.Sequential(*layers).double()
 
 
@@ -116,7 +117,7 @@ def race(
         assert isinstance(membership, ThreadMembership)
         found: dict[int, Islanders] = {}
         while engine.num_steps < NUM_STEPS:
-            step, void, members = engine.num_steps, engine.num_void, membership.members
+            step, void, members, before = engine.num_steps, engine.num_void, membership.members, membership.world
             place, num = engine.data_ranks
             x, y = (one.chunk(num)[place] for one in data[step])
             if loop == "train_step":
@@ -124,8 +125,10 @@ def race(
             else:
                 engine.backward(loss_of(engine, x, y))
                 engine.step()
-            if engine.num_steps == step + 1 and engine.num_void == void:
-                found[step] = islands_of(members, mesh)
+            has_joined = membership.world is not before and engine.world.is_newcomer  # in the middle of its call
+            if engine.num_steps == step + 1 and not has_joined:
+                who = members if engine.num_void == void else membership.members  # train_step has repeated it
+                found[step] = islands_of(who, mesh)
                 if engine.num_steps == save_after:
                     engine.save(folder / "saved")
         common = {name: engine.get(name, "outer.anchor") for name, _ in own.named_parameters()}
@@ -203,7 +206,8 @@ def test_an_island_is_lost_before(stream: str, point: str, preset: str, mesh: st
     """The others repeat the step, and average over those that are left; a last one has outer steps of its own."""
     fault = DiesBefore(rank, *POINTS[stream][point])
     steps = race(preset, MESHES[mesh], stream, fault, tmp_path)
-    assert [len(steps[0]), len(steps[-1])] == [MESHES[mesh]["island"], MESHES[mesh]["island"] - 1]
+    assert len(steps[0]) == MESHES[mesh]["island"]
+    assert point == "the end" or len(steps[-1]) == MESHES[mesh]["island"] - 1
 
 
 @sampled
@@ -213,7 +217,9 @@ def test_an_island_is_lost_before(stream: str, point: str, preset: str, mesh: st
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_island_joins(mesh: str, preset: str, stream: str, loop: str, tmp_path: Path) -> None:
     """It begins as the first island is then. Ranks of the lost island that live are on it."""
-    steps = race(preset, MESHES[mesh], stream, DiesBefore(1, 2, "exchange of commit"), tmp_path, loop=loop, num_newcomers=1)
+    steps = race(
+        preset, MESHES[mesh], stream, DiesBefore(1, 2, "exchange of commit"), tmp_path, loop=loop, num_newcomers=1
+    )
     assert len(steps[-1]) == MESHES[mesh]["island"]
     newcomer = torch.Size(MESHES[mesh].values()).numel()
     assert steps[0] != steps[-1]

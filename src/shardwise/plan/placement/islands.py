@@ -22,9 +22,8 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
     _check_schedule(asked, num_units)
     if asked.fragments > 1 and STAGE_AXIS in mesh.axes and mesh.size(STAGE_AXIS) > 1:
         raise ConfigError(
-            f"The mesh is {mesh}, and islands.fragments {asked.fragments}: fragments are dealt out of the units of a whole "
-            f"model, and a rank of a pipeline knows those of its own stages. Leave fragments out: each stage then sends "
-            f"what it has."
+            f"The mesh is {mesh}, and islands.fragments {asked.fragments}: fragments are dealt out of the units of a "
+            f"whole model, and a rank of a pipeline knows those of its own stages. Leave fragments out."
         )
     tables = (table_for(plan, mesh), *ruled_tables(plan, mesh).values())
     if (
@@ -39,8 +38,8 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
         )
     if plan.survive in ("host", "buddy"):
         raise ConfigError(
-            f"survive is {plan.survive}, but an island leaves as a whole when it loses a rank, so nothing of it is kept "
-            f"elsewhere. Leave out survive: other islands go on."
+            f"survive is {plan.survive}, but an island leaves as a whole when it loses a rank, so nothing of it is "
+            f"kept elsewhere. Leave out survive: other islands go on."
         )
 
 
