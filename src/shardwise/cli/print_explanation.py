@@ -100,8 +100,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         _section(console, "if a rank is lost", Text(text))
     elif explained.num_leaving > 1:
         group = "island" if mesh.island_axes else "replica group"
-        left = f"{explained.num_leaving} of {ranks}"
-        text = f"An elastic job goes on without its {group}, {left}, until that is complete again."
+        leaving = f"{explained.num_leaving} of {ranks}"
+        text = f"An elastic job goes on without its {group}, {leaving}, until that is complete again."
         _section(console, "if a rank is lost", Text(text))
     if explained.losses:
         note = Text("Assumed: seconds of shardwise simulate to find a loss, to regroup, and to restart.", "dim")

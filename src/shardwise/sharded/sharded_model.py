@@ -400,6 +400,7 @@ class ShardedModel:
             if parts.outer_steps is None:
                 return
             # An island leaves it out alone, and all come together after the same steps: so it counts.
+            self.world.journal.num_backwards = 0
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()
             self.world.journal.num_steps += 1
