@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.parallel.experts import MoE
 from shardwise.plan import Islands
 from tests.covering import covering
 from tests.ranks.lost_groups import DiesBefore
@@ -72,6 +73,13 @@ def plain_start() -> nn.Sequential:
     return model
 
 
+def mixed_start() -> nn.Sequential:
+    """With experts, whose routers count nothing."""
+    model = plain_start()
+    model[2] = MoE(WIDTH, WIDTH, 4).double()
+    return model
+
+
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
@@ -103,11 +111,15 @@ def race(
     loop: str = "engine",
     num_newcomers: int = 0,
     save_after: int | None = None,
+    make: Callable[[], nn.Module] | None = None,
+    **more: Any,
 ) -> list[Islanders]:
     """Train on threads, of which one dies, beside plain islands. Returns who was on the islands in each step."""
-    model, data, settings = start() if mesh == MESHES["single ranks"] else plain_start(), batches(), STREAMS[stream]
+    model = (make or (start if mesh == MESHES["single ranks"] else plain_start))()
+    data, settings = batches(), STREAMS[stream]
     num_ranks = torch.Size(mesh.values()).numel()
-    plan = {"preset": preset, "mesh": mesh, "units": UNITS, "precision": "fp64", "islands": settings}
+    plan = {"preset": preset, "mesh": mesh, "units": UNITS, "precision": "fp64", "islands": settings, **more}
+    names = [name for name, _ in model.named_parameters()]
     models = [copy.deepcopy(model) for _ in range(num_ranks + num_newcomers)]
 
     def work(world: World, member: int) -> tuple[dict[int, Islanders], Values, Values, Values]:
@@ -131,9 +143,9 @@ def race(
                 found[step] = islands_of(members, mesh)
                 if engine.num_steps == save_after:
                     engine.save(folder / "saved")
-        common = {name: engine.get(name, "outer.anchor") for name, _ in own.named_parameters()}
-        momentum = {name: engine.get(name, "outer.momentum") for name, _ in own.named_parameters()}
-        values = {name: engine.get(name) for name, _ in own.named_parameters()}
+        common = {name: engine.get(name, "outer.anchor") for name in names}
+        momentum = {name: engine.get(name, "outer.momentum") for name in names}
+        values = {name: engine.get(name) for name in names}
         values |= {name: buffer.clone() for name, buffer in own.named_buffers()}
         engine.close()
         return found, common, momentum, values  # type: ignore[return-value]  # a rank with all has no `None`
@@ -224,6 +236,25 @@ def test_an_island_joins(mesh: str, preset: str, stream: str, loop: str, tmp_pat
     newcomer = torch.Size(MESHES[mesh].values()).numel()
     assert steps[0] != steps[-1]
     assert any(newcomer in island for island in steps[-1])
+
+
+@thorough_only("what is inside of islands is tested without losses, too")
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ({"island": 2, "pp": 2}, {"pipeline": {"stages": [["0", "2"], ["4"]]}, "accumulate": 2}),
+        ({"island": 2, "ep": 2}, {"make": mixed_start}),
+        ({"island": 2, "tp": 2}, {"tensor": {"plan": {"0": "column", "2": "row"}}}),
+    ],
+    ids=["stages", "experts", "split layers"],
+)
+def test_whatever_an_island_has_inside_leaves_and_comes_back(
+    mesh: dict[str, int], more: dict[str, Any], preset: str, tmp_path: Path
+) -> None:
+    fault = DiesBefore(1, 3, "all_reduce * outer *")
+    steps = race(preset, mesh, "whole", fault, tmp_path, loop="train_step", num_newcomers=1, **more)
+    assert any(4 in island for island in steps[-1])
 
 
 @thorough_only("what is saved is tested without losses, too")
