@@ -335,9 +335,9 @@ def test_a_step_that_an_island_leaves_out_counts(preset: str, stream: str) -> No
 @thorough_only("the loss scale of fp16 leaves steps out as what is not finite does")
 def test_islands_have_loss_scales_of_their_own() -> None:
     model, data = start(torch.float32), batches(9, torch.float32)
-    for x, _ in data:
-        x[: ROWS // 2] *= 2.0**-12  # so that the first island overflows later than the second
-    plan = {**plan_of("zero1", every=3), "precision": "fp16", "loss_scale": {"initial": 2.0**24}}
+    for _, y in data:
+        y[ROWS // 2 :] *= 8  # so that the second island overflows with smaller scales than the first
+    plan = {**plan_of("zero1", every=3), "precision": "fp16", "loss_scale": {"initial": 2.0**18}}
 
     def work(world: World) -> tuple[Values, float, int]:
         mine = copy.deepcopy(model)
