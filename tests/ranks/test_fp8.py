@@ -144,17 +144,21 @@ def same_within(run: Run, twin: Run) -> None:
 @thorough_only("the forward of whole batches; the shares of ranks are compared above")
 def test_with_weight_gradients_that_are_not_rounded_a_batch_may_be_split_as_bf16_lets_it() -> None:
     """Rows are tokens, so nothing depends on which rank has them; what differs is the order of sums, as in bf16. What
-    that moves to the next number moves by 2^-8 of itself in bf16, and by 2^-4 as a code, but more rarely."""
+    that moves to the next number moves by 2^-8 of itself in bf16, and by 2^-4 as a code, but more rarely. In the first
+    step no weight has moved, so fp8 is as close as bf16: 2^-9 of one product's sums, of which a norm has thousands. On
+    3 ranks it would be 5e-3, because no power of two divides gradients by 3."""
     model, data = model_for("rowwise_with_gw_hp"), batches(3, rows=12)
 
-    def distance(fp8: bool, num_ranks: int) -> float:
+    def distances(fp8: bool, num_ranks: int) -> list[float]:
         plan = {"fp8": asked("rowwise_with_gw_hp")} if fp8 else {}
         run = sharded_run(model, data, "zero3", num_ranks, None, precision="bf16", **plan)
         twin = plain_run(in_fp8(model, "rowwise_with_gw_hp") if fp8 else model, data, dtype=torch.bfloat16)
-        return max(abs(one - other) / other for one, other in zip(run.norms, twin.norms, strict=True))
+        return [abs(one - other) / other for one, other in zip(run.norms, twin.norms, strict=True)]
 
     for num_ranks in (2, 4):
-        assert distance(True, num_ranks) <= 4 * distance(False, num_ranks) + 1e-4
+        narrow, wide = distances(True, num_ranks), distances(False, num_ranks)
+        assert narrow[0] <= 2.0**-12
+        assert max(narrow) <= 4 * max(wide) + 1e-4
 
 
 # -- experts -------------------------------------------------------------------------------------------------
