@@ -254,6 +254,7 @@ def transformers_experts(kind: str) -> nn.Module:
     return made
 
 
+@thorough_only("imports transformers; experts of this library are tested above")
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_experts_of_transformers_round_what_they_multiply(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes its products from torch's `linear`, against itself with those in 8 bits; and one with biases, a
