@@ -806,7 +806,7 @@ ELASTIC = _of(
     ),
     (
         "what ranks of the same group have counts as a copy",
-        "if axis not in shard and (axis not in MODEL_AXES or axis in own))",
+        "if axis not in shard and axis not in of_group)",
         "if axis not in shard)",
         "buddy_hosts",
     ),
@@ -1002,8 +1002,8 @@ ISLANDS = _of(
     ),
     (
         "outer gradients on their way are not part of a checkpoint",
-        "                outer.settle()\n                kept",
-        "                kept",
+        "        sharded.settle_islands()\n        check_same_settings",
+        "        check_same_settings",
         "islands",
     ),
     (
@@ -1022,6 +1022,24 @@ ISLANDS = _of(
         "the norm is summed over islands",
         "return tuple(axis for axis in shared if axis != ISLAND_AXIS)",
         "return tuple(shared)",
+        "islands",
+    ),
+    (
+        "an island that joins gets parts of several",
+        "if self._before.island_of(former) != self._islands[taker]:",
+        "if False:",
+        "lost_islands",
+    ),
+    (
+        "an outer step that is undone has moved what islands have in common",
+        "outside = _common_cells_of(flat)",
+        "outside = []",
+        "lost_islands",
+    ),
+    (
+        "a step that an island leaves out does not count",
+        "if parts.outer_steps is None:\n                return",
+        "return",
         "islands",
     ),
     (

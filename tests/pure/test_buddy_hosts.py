@@ -74,6 +74,8 @@ def test_there_are_no_copies_of_what_another_host_has(
         ("hsdp", {"node": 2, "local": 2, "tp": 2}, "aaaabbbb", (None,) * 8),
         ("hsdp", {"node": 2, "local": 2, "tp": 2}, "aabbaabb", (2, 3, 0, 1, 6, 7, 4, 5)),
         ("ddp", {"dp": 2, "sp": 2}, "aabb", (None,) * 4),
+        ("zero1", {"island": 2, "dp": 2}, "aabb", (None,) * 4),  # nobody restores what an island had
+        ("zero3", {"island": 2, "dp": 2}, "abcd", (None,) * 4),
     ],
 )
 def test_copies_are_outside_of_the_replica_group(

@@ -242,7 +242,7 @@ def test_islands_are_explained(model_file: Path, capsys: pytest.CaptureFixture[s
     assert "anchor shard(dp) fp32 host what islands have in common, and the momentum" in text
     assert "after steps 50, 100, ... a rank sends 8388608 B to other islands in 50 steps, 167772 B per step" in text
     assert "subtract h.0 outer all_reduce h.0 outer island fp32 2097152 B @reduce" in text
-    assert "A job with islands is not elastic in this version" in text
+    assert "An elastic job goes on without its island, 2 of 4 ranks, until that is complete again" in text
     found = as_json(capsys, *arguments)
     assert found["sent_bytes_by_axis"].keys() == {"dp"}
     assert "after steps 50, 100, ..." in found["outer_steps"]

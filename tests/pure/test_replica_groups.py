@@ -16,7 +16,7 @@ from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import Regrouped, Smaller, going_on, mesh_of, mesh_over, regroup
 from tests.thorough import varies
 
-NAMES = ("pp", "node", "dp", "ep", "sp", "tp")
+NAMES = ("island", "pp", "node", "dp", "ep", "sp", "tp")
 MESHES = (
     st.dictionaries(st.sampled_from(NAMES), st.integers(1, 3), min_size=1, max_size=4)
     .filter(lambda axes: axes.keys() - MODEL_AXES.keys())
@@ -32,16 +32,21 @@ def losses(draw: Any) -> tuple[Mesh, list[int | None]]:
     return mesh, draw(st.permutations([*survivors, *([None] * draw(st.integers(0, 6)))]))
 
 
+def of_group(mesh: Mesh) -> set[str]:
+    """The axes along which the ranks of a group differ. All of an island are one group."""
+    return set(mesh.axes) - {"island"} if "island" in mesh.axes else set(mesh.axes) & MODEL_AXES.keys()
+
+
 def group_size(mesh: Mesh) -> int:
-    return math.prod(mesh.size(axis) for axis in mesh.axes if axis in MODEL_AXES)
+    return math.prod(mesh.size(axis) for axis in of_group(mesh))
 
 
 def data_place(mesh: Mesh, rank: int) -> dict[str, int]:
-    return {axis: at for axis, at in mesh.coordinate(rank).items() if axis not in MODEL_AXES}
+    return {axis: at for axis, at in mesh.coordinate(rank).items() if axis not in of_group(mesh)}
 
 
 def model_place(mesh: Mesh, rank: int) -> dict[str, int]:
-    return {axis: at for axis, at in mesh.coordinate(rank).items() if axis in MODEL_AXES}
+    return {axis: at for axis, at in mesh.coordinate(rank).items() if axis in of_group(mesh)}
 
 
 def laid(mesh: Mesh, regrouped: Regrouped) -> tuple[Mesh, tuple[int, ...]] | None:
@@ -214,6 +219,8 @@ def test_who_goes_on_where_no_group_is_whole(
         ({"node": 2, "local": 2, "tp": 2}, 6, "node=1 x local=3 x tp=2"),
         ({"dp": 3, "ep": 2}, 4, "dp=2 x ep=2"),
         ({"dp": 2, "tp": 1}, 4, "dp=4 x tp=1"),
+        ({"island": 2, "node": 2, "ep": 2}, 4, "island=1 x node=2 x ep=2"),
+        ({"dp": 2, "island": 2}, 6, "dp=2 x island=3"),
     ],
 )
 def test_the_mesh_over_other_numbers_of_ranks(axes: dict[str, int], num_ranks: int, expected: str) -> None:

@@ -6,24 +6,24 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from fake_devices import WHENS, Devices, When
+from plain_islands import Make, PlainIslands, Values
 from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
+from shardwise.parallel.experts import MoE
 from shardwise.plan import Islands
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, soak, thorough_only
 
 Tensor = torch.Tensor
-Values = dict[str, Tensor]
-Make = Callable[[Any], torch.optim.Optimizer]
 WIDTH, ROWS = 8, 8
 UNITS = ["0", "2", "4"]
 MESH = {"island": 2, "dp": 2}
@@ -93,41 +93,14 @@ def trained(
 def reference(
     num_islands: int, settings: Islands, num_steps: int, make: Make = adamw, *, innermost: bool = False
 ) -> tuple[Values, list[Values]]:
-    """DiLoCo as the papers have it: whole models, one after the other; outer steps are torch's SGD. `innermost`: the
-    ranks of an island are not next to each other, and read every second share of a batch."""
-    by = settings.optimizer
-    islands = [start() for _ in range(num_islands)]
-    inner = [make(model.parameters()) for model in islands]
-    common = dict(start().named_parameters())
-    outer = torch.optim.SGD(common.values(), lr=by.lr, momentum=by.momentum, nesterov=by.nesterov and by.momentum > 0)
-    units = [[f"{unit}.weight", f"{unit}.bias"] for unit in UNITS]
-    fragments = [
-        [name for unit in units[number :: settings.fragments] for name in unit] for number in range(settings.fragments)
-    ]
-    on_its_way: dict[int, Values] = {}
-    for step, (x, y) in enumerate(batches(num_steps), start=1):
+    """Of a plain DiLoCo. `innermost`: the ranks of an island are not next to each other, and read every second share of
+    a batch."""
+    plain = PlainIslands(start(), UNITS, settings, make, loss_of, range(num_islands))
+    for x, y in batches(num_steps):
         if innermost:
             x, y = (torch.cat([chunk for i in range(2) for chunk in one.chunk(4)[i::2]]) for one in (x, y))
-        shares = zip(x.chunk(num_islands), y.chunk(num_islands), strict=True)
-        for model, optimizer, (own_x, own_y) in zip(islands, inner, shares, strict=True):
-            optimizer.zero_grad()
-            loss_of(model, own_x, own_y).backward()
-            optimizer.step()
-        own = [dict(model.named_parameters()) for model in islands]
-        for number, names in enumerate(fragments):
-            begins = (number + 1) * settings.every // settings.fragments
-            if step % settings.every == begins % settings.every:
-                means = {name: torch.stack([one[name].detach() for one in own]).mean(0) for name in names}
-                on_its_way[number] = {name: common[name].detach() - means[name] for name in names}
-            if step % settings.every == (begins + settings.overlap) % settings.every and number in on_its_way:
-                for param in common.values():
-                    param.grad = None
-                for name, gradient in on_its_way.pop(number).items():
-                    common[name].grad = gradient
-                outer.step()
-                for one, name in ((one, name) for one in own for name in names):
-                    one[name].data.lerp_(common[name].data, 1 - settings.mix)
-    return common, [dict(model.named_parameters()) for model in islands]
+        plain.step(zip(x.chunk(num_islands), y.chunk(num_islands), strict=True))
+    return plain.common, [dict(model.named_parameters()) for model in plain.models.values()]
 
 
 def assert_close(found: Values, right: Values, within: float = ROUNDING) -> None:
@@ -222,6 +195,60 @@ def test_an_island_has_any_mesh(mesh: dict[str, int], preset: str) -> None:
         assert_close(own, islands[sw.Mesh.of(mesh, num_ranks).island_of(rank)])
 
 
+class Mixed(nn.Sequential):
+    """With experts between its layers."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), MoE(WIDTH, WIDTH, 4), nn.Tanh(), nn.Linear(WIDTH, 4)]
+        super().__init__(*layers)
+        self.double()
+
+
+INSIDE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "stages": ({"island": 2, "pp": 2}, {"pipeline": {"stages": [["0", "2"], ["4"]]}, "accumulate": 2}),
+    "stages and shards": (
+        {"island": 2, "pp": 2, "dp": 2},
+        {"pipeline": {"stages": [["0"], ["2", "4"]]}, "accumulate": 2},
+    ),
+    "experts": ({"island": 2, "ep": 2}, {}),
+    "experts and shards": ({"island": 2, "dp": 2, "ep": 2}, {}),
+}
+
+
+@sampled
+@pytest.mark.parametrize("stream", ["whole", "on the device"])
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_stages_and_experts_inside_of_islands(name: str, preset: str, stream: str, tmp_path: Path) -> None:
+    """Also when they resume between the sending of outer gradients and their effect."""
+    mesh, more = INSIDE[name]
+    model, data, settings = Mixed(), batches(11), STREAMS[stream]
+    plan = {**plan_of(preset, mesh, **settings), **more}
+    num_ranks = torch.Size(mesh.values()).numel()
+
+    def work(world: World) -> tuple[Values, Values]:
+        for part, steps in enumerate((data[:5], data[5:])):
+            mine = copy.deepcopy(model)
+            with sw.shard(mine, plan, optimizer=adamw(mine.parameters()), world=world) as engine:
+                if part:
+                    engine.resume(tmp_path)
+                place, num = engine.data_ranks
+                for x, y in steps:
+                    engine.train_step(x.chunk(num)[place], y.chunk(num)[place], loss_fn=nn.functional.mse_loss)
+                engine.save(tmp_path)
+                common = engine.state_dict()
+                own = {name: engine.get(name) for name in common}
+        return common, own  # type: ignore[return-value]  # a rank with all has no `None`
+
+    plain = PlainIslands(model, UNITS, Islands(**settings), adamw, loss_of, range(2))
+    for x, y in data:
+        plain.step(zip(x.chunk(2), y.chunk(2), strict=True))
+    for rank, (common, own) in enumerate(run_ranks(num_ranks, work)):
+        assert_close(common, plain.common)
+        assert_close(own, dict(plain.models[rank * 2 // num_ranks].named_parameters()))
+
+
 @sampled
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("stream", ["whole", "two that overlap"])
@@ -278,6 +305,53 @@ def test_what_is_unfrozen_later_comes_together_too() -> None:
             assert torch.equal(common[name], value)
             assert torch.equal(own[name], value), "an outer step follows the 8th"
     assert not torch.equal(results[0][0]["2.weight"], model[2].weight)
+
+
+@sampled
+@pytest.mark.parametrize("stream", ["whole", "two that overlap"])
+@pytest.mark.parametrize("preset", ["ddp", "zero3", "zero3-offload"])
+def test_a_step_that_an_island_leaves_out_counts(preset: str, stream: str) -> None:
+    """Its gradients are not finite, once before an outer step and once in one; those of the other island are."""
+    model, data, settings = start(), batches(13), STREAMS[stream]
+    for step in (2, 7, 11):
+        data[step][0][ROWS // 2 :] = torch.inf
+    plan = {**plan_of(preset, **settings), "skip_nonfinite": True}
+
+    def work(world: World) -> tuple[Values, Values, int]:
+        mine = copy.deepcopy(model)
+        with sw.shard(mine, plan, optimizer=adamw(mine.parameters()), world=world) as engine:
+            take_steps(engine, data)
+            return *values_of(engine), engine.num_steps
+
+    plain = PlainIslands(start(), UNITS, Islands(**settings), adamw, loss_of, range(2))
+    for x, y in data:
+        plain.step(zip(x.chunk(2), y.chunk(2), strict=True))
+    for rank, (common, own, num_steps) in enumerate(run_ranks(4, work)):
+        assert num_steps == len(data)
+        assert_close(common, plain.common)
+        assert_close(own, dict(plain.models[rank // 2].named_parameters()))
+
+
+@thorough_only("the loss scale of fp16 leaves steps out as what is not finite does")
+def test_islands_have_loss_scales_of_their_own() -> None:
+    model, data = start(torch.float32), batches(9, torch.float32)
+    for _, y in data:
+        y[ROWS // 2 :] *= 8  # so that the second island overflows with smaller scales than the first
+    plan = {**plan_of("zero1", every=3), "precision": "fp16", "loss_scale": {"initial": 2.0**18}}
+
+    def work(world: World) -> tuple[Values, float, int]:
+        mine = copy.deepcopy(model)
+        with sw.shard(mine, plan, optimizer=adamw(mine.parameters()), world=world) as engine:
+            take_steps(engine, data)
+            return engine.state_dict(), float(engine.scaler.scale), engine.num_steps  # type: ignore[union-attr]
+
+    results = run_ranks(4, work)
+    assert results[0][1] != results[2][1]
+    for values, _, num_steps in results:
+        assert num_steps == len(data)
+        assert all(torch.equal(values[name], results[0][0][name]) for name in values)
+        assert all(value.isfinite().all() for value in values.values())
+    assert not torch.equal(results[0][0]["0.weight"], model[0].weight)
 
 
 @thorough_only("three islands, a sum that no power of 2 divides")
@@ -550,19 +624,6 @@ def test_what_islands_exclude(change: dict[str, Any], says: str) -> None:
             sw.shard(model, plan_of("zero1") | change, optimizer=adamw(model.parameters()), world=world)
 
     run_ranks(4, work)
-
-
-@thorough_only("a sentence")
-def test_an_elastic_job_has_no_islands() -> None:
-    def work(world: World) -> None:
-        model, world.membership = start(), cast("Any", object())
-        try:
-            with pytest.raises(ConfigError, match="this one is elastic: a lost rank would take its island's model"):
-                sw.shard(model, plan_of("zero1", {"island": 2}), world=world)
-        finally:
-            world.membership = None
-
-    run_ranks(2, work)
 
 
 def test_reshard_keeps_islands() -> None:

@@ -183,9 +183,12 @@ class ThreadMembership:
         self.world: World | None = None
         """The world that this member is in now."""
         self._planted: Callable[[World], None] | None = None
+        self.members: tuple[int, ...] = ()
+        """Of the world that this member is in, by rank."""
 
     def begin(self, size: int) -> World:
         """Enter the first generation."""
+        self.members = tuple(range(size))
         self.world = self.crowd.world(self.member, range(size), self.crowd.office)
         self.world.membership = self
         return self.world
@@ -239,7 +242,7 @@ class ThreadMembership:
     def _entered(
         self, before: list[int], now: tuple[int, ...], reports: dict[int, bytes], office: PostOffice
     ) -> Regrouped:
-        rank = now.index(self.member)
+        self.members, rank = now, now.index(self.member)
         self.world = renewed = self.crowd.world(rank, now, office)
         renewed.membership = self
         renewed.generation = self.crowd.generation

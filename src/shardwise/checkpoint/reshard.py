@@ -9,6 +9,9 @@ the two layouts.
 whose elements it can read, including itself if it was among them. A newcomer stands for none and receives everything;
 for a rank that is gone, a rank with its image stands in. Without a change of ranks every rank stands for itself.
 
+[Note: islands that join] Between islands parameters and states vary, so an island goes on with its own, and one of
+newcomers with those of the first island; what islands have in common comes with them.
+
 [Note: other parts] Where the mesh changes along `tp`, or a rank gets another place there, ranks had other parts of
 split parameters than they will have. Boxes say which elements of the whole parameter a part has, and `common_runs`
 which of them two parts share, as when a checkpoint is read on another mesh. Where it changes along `pp`, ranks had
@@ -202,18 +205,22 @@ class TrainingState:
         else:
             self._homes = _homes_of(held.parts[0])
         former = {rank for ranks in held.stands_for for rank in ranks}
-        if former != set(range(next(iter(self._homes.values())).spec.mesh.world_size)):
+        self._before = next(iter(self._homes.values())).spec.mesh
+        if former != set(range(self._before.world_size)) and not self._before.island_axes:  # else whole islands do
             self._homes = {name: replace(home, givers=frozenset(former)) for name, home in self._homes.items()}
         self._new_homes: dict[str, _Home] = {}
         self._group = world.everybody
         """The ranks of the new layout with the same list of parameters as this one."""
+        self._islands: Sequence[int] = ()
+        """By rank of the new layout: the former island whose values it gets. See [Note: islands that join]."""
         self._tensors = held.tensors
         self._rows = held.rows
         self._buffers = held.buffers
         self._num_left = Counter(held.buffers.values())
         """How many parameters of each buffer have not been moved yet."""
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
-        self._values: States = {}
+        self._values: dict[int, States] = {}
+        """By island: states that do not have the parameter's size."""
         self.fault = ""
         """The first error of this rank's disk."""
         self._exchange_states(held)
@@ -221,8 +228,10 @@ class TrainingState:
     def learn_new(self, flats: Sequence[Flat]) -> None:
         """Set the new layout, which has no memory yet. All ranks call."""
         mesh = flats[0].spec.mesh
+        self._islands = _islands_of(self._stands_for, self._before, mesh)
         if self._parts is None:
-            self._group = DataGroup(self._world, mesh, mesh.params_axes).group
+            joins = mesh.island_axes if not all(self._stands_for) else ()
+            self._group = DataGroup(self._world, mesh, (*joins, *mesh.params_axes)).group
             self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats], [self._world.rank])
         else:
             self._new_homes = _homes_of(self._parts[1])
@@ -322,13 +331,15 @@ class TrainingState:
         for name, values in held.values.items():
             for key, value in values.items():
                 own.setdefault(name, {}).setdefault(key, ["value", encode(value, key)])
-        for message in self._world.exchange(json.dumps(own).encode(), "layout"):
+        messages = self._world.exchange(json.dumps(own).encode(), "layout")
+        for message, formers in zip(messages, self._stands_for, strict=True):
+            values = self._values.setdefault(self._before.island_of(formers[0]), {}) if formers else {}
             for name, states in json.loads(message).items():
                 for key, (what, value) in states.items():
                     if what == "piece":
                         self._kinds.setdefault(name, {})[key] = dtype_of(value)
                     else:
-                        self._values.setdefault(name, {})[key] = decode(value)
+                        values.setdefault(name, {})[key] = decode(value)
 
     def _kinds_of(self, name: str, new: FlatSpec) -> dict[str, torch.dtype]:
         """What moves of a parameter, and in which dtype. A frozen one has no states."""
@@ -340,11 +351,12 @@ class TrainingState:
         flat.lay_out()
         filled: dict[tuple[str, str], Tensor] = {}
         states: States = {}
+        values = self._values.get(self._islands[self._world.rank], {})
         for index, (slot, (name, home)) in enumerate(zip(flat.slots, homes.items(), strict=True)):
             filled[name, PARAM] = piece = flat.param_piece(index)
             if not piece.numel() or not home.spec.trainable:
                 continue
-            states[name] = dict(self._values.get(name, {}))
+            states[name] = dict(values.get(name, {}))
             shape = slot.shape if flat.spec.updates_whole(slot.span) else piece.shape
             outer = flat.outer_pieces(index)
             for key, dtype in self._kinds_of(name, home.spec).items():
@@ -442,6 +454,8 @@ class TrainingState:
             for former in self._stands_for[giver]:
                 if not old.parts and _model_place(old.spec, former) != _model_place(new.spec, taker):
                     continue  # ranks with other parts of every layer
+                if self._before.island_of(former) != self._islands[taker]:
+                    continue  # see [Note: islands that join]
                 given = old.given(former)
                 for span in lacking:
                     yield from ((thing, former, run) for run in _common(old, former, given, new, taker, span))
@@ -474,6 +488,13 @@ def _model_place(spec: FlatSpec, rank: int) -> Place:
     """The place of `rank` along the axes that split layers, which a change of plan does not affect."""
     coordinate = spec.mesh.coordinate(rank)
     return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
+
+
+def _islands_of(stands_for: Sequence[Sequence[int]], before: Mesh, mesh: Mesh) -> list[int]:
+    """By rank of `mesh`: the island of `before` that its own island was, or the first that is left."""
+    every = [(mesh.island_of(rank), before.island_of(one)) for rank, ranks in enumerate(stands_for) for one in ranks]
+    was, first = dict(every), min(island for _, island in every)
+    return [was.get(mesh.island_of(rank), first) for rank in range(mesh.world_size)]
 
 
 def _stage(mesh: Mesh, place: Place) -> int:

@@ -145,7 +145,7 @@ class Explanation:
     def losses(self) -> list[LossPrice]:
         """What losing a rank, a host or the launcher costs an elastic job; nothing of a single rank. Hosts have
         `per_host` ranks, or all."""
-        if self.mesh.world_size == 1 or self.mesh.island_axes:
+        if self.mesh.world_size == 1:
             return []
         step = None if self.time is None else self.time.timeline.step_seconds
         on_device = self.time is not None and not self.time.hardware.is_processor
@@ -170,8 +170,8 @@ class Explanation:
 
     @property
     def num_leaving(self) -> int:
-        """How many ranks leave an elastic job when one of them is lost: those of its replica group, or those without
-        a place on the smaller mesh on which the others go on."""
+        """How many ranks leave an elastic job when one of them is lost: those of its replica group or island, or those
+        without a place on the smaller mesh on which the others go on."""
         return num_leaving(self.mesh, self.subject.smaller)
 
     @property

@@ -90,10 +90,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *beside)
     if explained.outer_steps:
         _section(console, "outer steps, between islands", Text(explained.outer_steps.rstrip()))
-    if mesh.island_axes:
-        text = "A job with islands is not elastic in this version: it starts again from its last checkpoint."
-        _section(console, "if a rank is lost", Text(text))
-    elif explained.why_restarted:
+    if explained.why_restarted:
         text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
     elif explained.subject.smaller and num_groups(explained.mesh) == 1:
@@ -102,10 +99,9 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         text = f"An elastic job goes on with {left} of {ranks}, on the mesh {mesh}, until enough others are there."
         _section(console, "if a rank is lost", Text(text))
     elif explained.num_leaving > 1:
-        text = (
-            f"An elastic job goes on without its replica group, {explained.num_leaving} of {ranks}, until that is "
-            f"complete again."
-        )
+        group = "island" if mesh.island_axes else "replica group"
+        leaving = f"{explained.num_leaving} of {ranks}"
+        text = f"An elastic job goes on without its {group}, {leaving}, until that is complete again."
         _section(console, "if a rank is lost", Text(text))
     if explained.losses:
         note = Text("Assumed: seconds of shardwise simulate to find a loss, to regroup, and to restart.", "dim")

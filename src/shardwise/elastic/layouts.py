@@ -281,9 +281,10 @@ class Layout:
         return one is not None and all(not axes or one in mesh.among(rank, axes) for axes in wanted)
 
     def is_first_of_list(self, rank: int) -> bool:
-        """Whether `rank` of the present world is the first that was part of this layout with its list of parameters."""
+        """Whether `rank` of the present world is the first that was part of this layout with its list of parameters, on
+        any island."""
         mesh, own = self.specs[0][0].mesh, self.ranks[rank]
-        same = () if own is None else mesh.among(own, mesh.params_axes)
+        same = () if own is None else mesh.among(own, (*mesh.island_axes, *mesh.params_axes))
         return rank == next((one for one, former in enumerate(self.ranks) if former in same), None)
 
     # -- reading ------------------------------------------------------------------------------------------

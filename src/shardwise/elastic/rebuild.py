@@ -21,9 +21,9 @@ from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
 from shardwise.parallel.outline import kept_buffer
 from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
 from shardwise.plan import Plan
-from shardwise.plan.mesh import MODEL_AXES, STAGE_AXIS, Mesh
+from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import mesh_for
-from shardwise.plan.replica_groups import Smaller, mesh_of
+from shardwise.plan.replica_groups import Smaller, axes_of_group, mesh_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.sharding import Design, Sharding, Updates, units_of_stages
 from shardwise.sharded.state import Former, dealt_out, move, trained_as_before
@@ -201,9 +201,12 @@ def boxes_on(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Boxes:
 def with_group_sizes(plan: Plan, mesh: Mesh) -> Plan:
     """`plan` with the sizes of `mesh` along the axes of replica groups. They stay when the number of ranks changes,
     one that is -1 included."""
-    if plan.mesh is None or all(plan.mesh.get(axis) != -1 for axis in MODEL_AXES):
+    if plan.mesh is None:
         return plan
-    sizes = {axis: mesh.size(axis) if axis in MODEL_AXES else size for axis, size in plan.mesh.items()}
+    of_group = axes_of_group(plan.mesh)
+    if all(plan.mesh[axis] != -1 for axis in of_group):
+        return plan
+    sizes = {axis: mesh.size(axis) if axis in of_group else size for axis, size in plan.mesh.items()}
     return plan.model_copy(update={"mesh": sizes})
 
 

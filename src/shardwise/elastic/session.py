@@ -167,7 +167,7 @@ class ElasticSession(Session):
         """Route calls of the model to `_forward`, through an attribute that `Module.__call__` tries first. Not in a
         pipeline: see [Note: stages]."""
         self.sharded, self._lines = sharded, sharded.lines
-        sharded.before_update = self._before_update
+        sharded.before_update, sharded.before_settling = self._before_update, self._before_settling
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
         if sharded.parts.pipeline is not None:
@@ -186,6 +186,10 @@ class ElasticSession(Session):
     def _before_update(self) -> None:
         self._host.wait_for_copy()
         self.recovery.survival.before_change()
+
+    def _before_settling(self) -> None:
+        """The background thread may still be copying what is about to change."""
+        self.recovery.survival.await_copies()
 
     def come_back(self, arrival: Arrival) -> None:
         self._arrival = arrival

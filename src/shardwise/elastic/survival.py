@@ -152,6 +152,8 @@ class Survival:
         for flat in self._flats:
             if flat.spec.trainable:
                 plot.add_block(*_block_of(flat), is_live=self._is_movable(flat))
+                for cell in _common_cells_of(flat):
+                    plot.add(*cell, is_live=False)
             else:
                 for cell in _cells_of(flat):
                     plot.add_still(*cell)
@@ -178,16 +180,18 @@ class Survival:
     def _move_in(self, image: Image, states: Sequence[tuple[Piece, str, Tensor]]) -> None:
         cells = {(cell.name, cell.kind): cell for cell in image.directory.cells}
         for flat in self._flats:
+            outside = _common_cells_of(flat)
             if self._is_movable(flat):
                 self._move_flat(flat, image, cells)
             else:
-                for name, kind, tensor in _cells_of(flat):
-                    cell = cells[name, kind]
-                    shadow = image.shadow(cell)
-                    shadow.copy_(tensor)
-                    if not cell.is_still:
-                        self._outside_live.append((tensor, cell))
-                        self._shadows.append(shadow)
+                outside = [*_cells_of(flat), *outside]
+            for name, kind, tensor in outside:
+                cell = cells[name, kind]
+                shadow = image.shadow(cell)
+                shadow.copy_(tensor)
+                if not cell.is_still:
+                    self._outside_live.append((tensor, cell))
+                    self._shadows.append(shadow)
         for piece, key, value in states:
             view = image.live(cells[piece.name, key])
             view.copy_(value)
@@ -363,3 +367,13 @@ def _block_of(flat: Flat) -> tuple[str, Tensor, list[tuple[str, str, Tensor]]]:
 def _cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:
     pieces = ((slot.name, flat.param_piece(index)) for index, slot in enumerate(flat.slots))
     return [(name, PARAM, piece) for name, piece in pieces if piece.numel()]
+
+
+def _common_cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:
+    """What islands have in common, which the optimizer does not update, but their outer steps do."""
+    return [
+        (slot.name, key, row)
+        for index, slot in enumerate(flat.slots)
+        for key, row in flat.outer_pieces(index).items()
+        if row.numel()
+    ]

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shardwise.fit.simulate import Job
-from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import Smaller, copy_axes, is_lone, num_groups, num_leaving
+from shardwise.plan.mesh import Mesh
+from shardwise.plan.replica_groups import Smaller, axes_of_group, copy_axes, is_lone, num_groups, num_leaving
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import kept_axes
 from shardwise.program.footprint import optim_bytes_of
@@ -161,7 +161,8 @@ def _leaving_with_host(mesh: Mesh, per_host: int) -> int:
 
 
 def _group(coordinate: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(place for axis, place in coordinate.items() if axis not in MODEL_AXES)
+    of_group = axes_of_group(coordinate)
+    return tuple(place for axis, place in coordinate.items() if axis not in of_group)
 
 
 def _is_on_one_host(mesh: Mesh, flats: Sequence[FlatSpec], per_host: int) -> bool:

@@ -102,8 +102,8 @@ class Mesh:
 
     @property
     def island_axes(self) -> tuple[str, ...]:
-        """The axis of islands, if there are several."""
-        return (ISLAND_AXIS,) if self.num_islands > 1 else ()
+        """The axis of islands, if there is one. A single island has outer steps too."""
+        return (ISLAND_AXIS,) if ISLAND_AXIS in self.axes else ()
 
     @property
     def num_islands(self) -> int:

@@ -3,7 +3,8 @@
 A *replica group* is the ranks that hold and train one copy of the model together: those that differ only along `tp`,
 `pp`, `sp` and `ep`. Without such axes it is a single rank. If one of its ranks is lost, the others can compute nothing,
 so the group leaves the mesh as a whole, which is one coordinate along the data axes. Its healthy ranks become *spares*.
-As soon as spares and newcomers are as many as a group has ranks, they form one.
+As soon as spares and newcomers are as many as a group has ranks, they form one. An *island* leaves and comes back like
+that too, with all of its axes: nobody else has trained its model.
 
 If no group is whole, those that are left form a *smaller* one, if the job has a mesh for it: with fewer ranks along
 `tp` or `pp`, each of which holds a larger part of the model, or along `sp`, each of which computes a larger part of
@@ -16,11 +17,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Regrouped:
     def members_on(self, mesh: Mesh) -> tuple[int, ...]:
         """By rank of `mesh`, which has as many ranks and the same groups: the member that has it."""
         number_of = {place: number for number, place in enumerate(_places(mesh, _data_axes(mesh)))}
-        rank_of = {place: number for number, place in enumerate(_places(mesh, _group_axes(mesh)))}
+        rank_of = {place: number for number, place in enumerate(_places(mesh, axes_of_group(mesh.axes)))}
         where = map(mesh.coordinate, range(mesh.world_size))
         return tuple(
-            self.groups[number_of[_place(one, _data_axes(mesh))]][rank_of[_place(one, _group_axes(mesh))]]
+            self.groups[number_of[_place(one, _data_axes(mesh))]][rank_of[_place(one, axes_of_group(mesh.axes))]]
             for one in where
         )
 
@@ -58,7 +59,7 @@ def regroup(mesh: Mesh, seats: Sequence[int | None]) -> Regrouped:
     that have lost the fewest ranks are filled up, so that as few members as possible hold another part of the model
     than before, and then there are new ones.
     """
-    axes = _group_axes(mesh)
+    axes = axes_of_group(mesh.axes)
     places = _places(mesh, axes)
     seated: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {at: {} for at in _places(mesh, _data_axes(mesh))}
     for member, seat in enumerate(seats):
@@ -125,7 +126,7 @@ def _in_whole_groups(
     of_group: dict[tuple[int, ...], list[int]] = {}
     for member, seat in seats.items():
         of_group.setdefault(_place(mesh.coordinate(seat), _data_axes(mesh)), []).append(member)
-    size = len(_places(mesh, _group_axes(mesh)))
+    size = len(_places(mesh, axes_of_group(mesh.axes)))
     whole = {member for group in of_group.values() if len(group) == size for member in group}
     members = [*(member for member in seats if member in whole), *coming]
     going = _laid(axes, num_before, seats, members) if whole else ()
@@ -156,7 +157,7 @@ group, the others of fewer ranks. Empty if it does not."""
 def most_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> int:
     """How many of `num_ranks` can train on the mesh of `axes`, or on one of the `smaller` ones."""
     of_each = group_size(axes)
-    has_data_axis = any(axis not in MODEL_AXES for axis in axes)
+    has_data_axis = bool(axes.keys() - axes_of_group(axes))
     whole = num_ranks // of_each if has_data_axis else min(1, num_ranks // of_each)
     sizes = (math.prod(mesh.values()) for mesh in smaller)
     return whole * of_each or next((size for size in sizes if size <= num_ranks), 0)
@@ -173,12 +174,12 @@ def mesh_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> Mesh:
 
 def group_size(axes: Mapping[str, int]) -> int:
     """Ranks of a replica group, on the mesh of a plan's `axes`."""
-    return math.prod(size for axis, size in axes.items() if axis in MODEL_AXES)
+    return math.prod(axes[axis] for axis in axes_of_group(axes))
 
 
 def group_place(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """The place of `rank` in its replica group. Ranks of several groups with the same place have the same part."""
-    return _place(mesh.coordinate(rank), _group_axes(mesh))
+    return _place(mesh.coordinate(rank), axes_of_group(mesh.axes))
 
 
 def num_groups(mesh: Mesh) -> int:
@@ -208,9 +209,10 @@ def shrinks(mesh: Mesh) -> bool:
 
 def shrinking_axis(mesh: Mesh) -> str:
     """The axis along which a replica group can go on with fewer ranks, if its ranks differ along no other one; else
-    empty."""
-    of_group = [axis for axis in _group_axes(mesh) if mesh.size(axis) > 1]
-    return of_group[0] if len(of_group) == 1 and of_group[0] != EXPERT_AXIS else ""
+    empty. No island does: the others go on without it."""
+    of_group = [axis for axis in axes_of_group(mesh.axes) if mesh.size(axis) > 1]
+    is_only = len(of_group) == 1 and of_group[0] != EXPERT_AXIS and not mesh.island_axes
+    return of_group[0] if is_only else ""
 
 
 def with_fewer_ranks(mesh: Mesh) -> list[dict[str, int]]:
@@ -228,8 +230,8 @@ def with_fewer_ranks(mesh: Mesh) -> list[dict[str, int]]:
 def copy_axes(mesh: Mesh, shard: Collection[str]) -> tuple[str, ...]:
     """The axes along which ranks have copies of what is sharded along `shard`, and go on without each other. What the
     ranks of one replica group have does not count as a copy, unless it goes on with fewer of them."""
-    own = (SEQUENCE_AXIS,) if shrinks(mesh) else ()
-    return tuple(axis for axis in mesh.axes if axis not in shard and (axis not in MODEL_AXES or axis in own))
+    of_group = set(axes_of_group(mesh.axes)) - ({SEQUENCE_AXIS} if shrinks(mesh) else set())
+    return tuple(axis for axis in mesh.axes if axis not in shard and axis not in of_group)
 
 
 def _fill(
@@ -266,7 +268,7 @@ def mesh_over(axes: Mapping[str, int], num_ranks: int) -> Mesh:
     try:
         return Mesh.of(axes, num_ranks)
     except ConfigError:
-        data_axes = [axis for axis in axes if axis not in MODEL_AXES]
+        data_axes = [axis for axis in axes if axis not in axes_of_group(axes)]
         of_each = group_size(axes)
         if not data_axes or of_each < 1 or num_ranks % of_each:
             raise
@@ -279,14 +281,19 @@ def mesh_over(axes: Mapping[str, int], num_ranks: int) -> Mesh:
         return Mesh.of(sizes, num_ranks)
 
 
-def _group_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which the ranks of a replica group differ."""
-    return tuple(axis for axis in MODEL_AXES if axis in mesh.axes)
+def axes_of_group(axes: Iterable[str]) -> tuple[str, ...]:
+    """Of the axes of a mesh, those along which the ranks of a replica group differ: all but `island`, if there are
+    islands."""
+    every = tuple(axes)
+    if ISLAND_AXIS in every:
+        return tuple(axis for axis in every if axis != ISLAND_AXIS)
+    return tuple(axis for axis in MODEL_AXES if axis in every)
 
 
 def _data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The other axes: data axes but for `ep`."""
-    return tuple(axis for axis in mesh.axes if axis not in MODEL_AXES)
+    """The other axes: `island`, or data axes but for `ep`."""
+    of_group = axes_of_group(mesh.axes)
+    return tuple(axis for axis in mesh.axes if axis not in of_group)
 
 
 def _places(mesh: Mesh, axes: Sequence[str]) -> list[tuple[int, ...]]:

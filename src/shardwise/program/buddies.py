@@ -83,8 +83,9 @@ def _is_alone(rank: int, shard: tuple[str, ...], mesh: Mesh, hosts: Sequence[Has
 
 
 def kept_axes(flat: FlatSpec) -> tuple[str, ...]:
-    """The mesh axes along which ranks keep different parts of it between steps: master weights, or what is frozen."""
-    return (flat.table.optim if flat.trainable else flat.table.param).shard
+    """The mesh axes along which ranks keep different parts of it between steps: master weights, or what is frozen. None
+    of an island, which leaves as a whole, with all that it has: so nobody restores a part of it."""
+    return () if flat.mesh.island_axes else (flat.table.optim if flat.trainable else flat.table.param).shard
 
 
 @dataclass(frozen=True)

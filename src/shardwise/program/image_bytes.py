@@ -21,7 +21,7 @@ class ImageBytes:
     """What the optimizer updates in place there: states, and master weights of another dtype than the parameters; the
     parameters themselves too, if no other rank has them."""
     copy: int
-    """The same after the last step, and the parameters that only this rank has."""
+    """The same after the last step, the parameters that only this rank has, and what islands have in common."""
 
     @property
     def total(self) -> int:
@@ -42,7 +42,7 @@ def image_bytes(
         updated = optim_bytes_of(flat, states_per_param, coordinate)
         params = flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
         live += updated + (params if flat.resident and is_lone(flat.mesh) else 0)
-        copy += updated + params
+        copy += updated + params + flat.outer_bytes
     return ImageBytes(live, copy)
 
 
@@ -50,7 +50,7 @@ def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec], smaller: Smaller = (), 
     """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says. If `mesh` is
     one replica group, the others need one of the `smaller` meshes; `why_no_smaller` is known where there is none."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
-    if axes and num_groups(mesh) == 1 and not smaller:
+    if axes and num_groups(mesh) == 1 and not smaller and not mesh.island_axes:
         named, because = ", ".join(axes), f": {why_no_smaller}" if why_no_smaller else ""
         return f"the mesh splits models or samples along {named}, and the remaining ranks cannot form it{because}"
     if any(flat.tier_of(row) == "disk" for flat in flats for row in ("param", "master")):

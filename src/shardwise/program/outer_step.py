@@ -13,6 +13,9 @@ message is larger than one of them. With an overlap, islands go on training whil
 Every rank of an island has the anchor of the elements that it updates, so outer gradients go from each rank to those
 with the same place in other islands, and are sent once, however many ranks an island has. What is updated reaches the
 other ranks of the island as after any update.
+
+An island that loses a rank leaves the job, and the others average over those that are left (`elastic/`). A single one
+has outer steps too, of its own outer gradients, so that the anchor and its momentum are there when others join.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ def build_outer(units: Sequence[UnitSpec]) -> tuple[OuterStep, ...]:
 
 def _outer_step(fragment: Fragment, units: Sequence[UnitSpec]) -> OuterStep:
     flats = [flat for unit in units for flat in unit.flats if flat.trainable]
-    begins, settles = [_begin(flat) for flat in flats], [_settle(flat) for flat in flats]
+    begins = [_begin(flat) for flat in flats]
+    settles = [_settle(flat, begin) for flat, begin in zip(flats, begins, strict=True)]
     begin, settle = _joined(begins), _joined(settles)
     if fragment.begins == fragment.ends:  # nothing is computed meanwhile, so two outer gradients at a time are enough
         begin, settle = _one_after_the_other(begins, settles), ()
@@ -73,8 +77,10 @@ def _begin(flat: FlatSpec) -> Actions:
     return tuple(action.on(action.effect.stream) for action in outer_gradients(flat))
 
 
-def _settle(flat: FlatSpec) -> Actions:
-    return Action("wait", flat.name, "outer"), Action("update", flat.name, "anchor")
+def _settle(flat: FlatSpec, begin: Actions) -> Actions:
+    is_sent = any(action.communicates for action in begin)  # a single island has nobody to send to
+    wait = (Action("wait", flat.name, "outer"),) if is_sent else ()
+    return (*wait, Action("update", flat.name, "anchor"))
 
 
 def _one_after_the_other(begins: Sequence[Actions], settles: Sequence[Actions]) -> Actions:

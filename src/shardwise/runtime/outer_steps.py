@@ -72,13 +72,18 @@ class OuterSteps:
         every = (bound.step.fragment for bound in self._steps)
         return any(one.begins_after(num_steps) or one.ends_after(num_steps) for one in every)
 
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether outer gradients are being sent, and are not yet part of the anchor: the same on all ranks."""
+        return self._on_its_way is not None
+
     def _begin(self, bound: _Bound) -> None:
         self._on_its_way, self.pending = bound, bound.step.fragment.number
         bound.begin.run()
 
     def _end(self, bound: _Bound) -> None:
         if self.pending != bound.step.fragment.number:
-            return  # resumed between its beginning and its end, from a checkpoint of another plan
+            return  # a checkpoint of another plan was resumed since its beginning, or ranks were lost or have joined
         self.settle()
         self.pending = None
         with self._writing():

@@ -320,7 +320,7 @@ class _Assembly:
         why = why_not_recomputed(self._mesh, is_elastic=is_elastic, is_deterministic=is_deterministic)
         if self._sharding.converted.communicates:
             why = why or "its modules exchange values in the forward"
-        if self._mesh.island_axes:
+        if self._mesh.num_islands > 1:
             why = why or "another island has another model"
         if why:
             raise ConfigError(

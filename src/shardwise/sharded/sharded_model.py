@@ -96,6 +96,8 @@ class ShardedModel:
         self.before_change = before_change
         self.before_update = before_change
         """Called instead of `before_change` before a step; all other changes call `before_change`."""
+        self.before_settling: Callable[[], object] = bool
+        """Called before what islands have in common changes between two steps, by outer gradients that have come."""
         self.rehearsed: tuple[Activations, ...] = ()
         """The activations counted by the latest rehearsal, stage by stage."""
         self.has_asked_for_room = False
@@ -390,9 +392,27 @@ class ShardedModel:
 
     def after_step(self, member: torch.optim.Optimizer) -> None:
         self.require_optimizer().updates.withdraw_gradients()
-        if not self.parts.gradients.is_taken:
+        parts = self.parts
+        if parts.gradients.is_taken:
+            self._end_update()
+        else:
             self.zero_grad()
-            return
+            if parts.outer_steps is None:
+                return
+            # An island leaves it out alone, and all come together after the same steps: so it counts.
+            self.world.journal.num_backwards = 0
+        if member is self.require_optimizer().members[0]:
+            self.progress.note_step()
+            self.world.journal.num_steps += 1
+            self._forget_losses_when_due()
+        if member is self.require_optimizer().members[-1]:
+            self._outer_step()
+        self.begin_factors_when_due()
+        if parts.verification is not None and self._is_next_verified:
+            parts.runner.step.take_checksums()
+            parts.verification.note()
+
+    def _end_update(self) -> None:
         parts = self.parts
         if parts.verdict.is_news:
             parts.runner.programs.foresee_buffers(parts.buffers.learn())
@@ -404,16 +424,6 @@ class ShardedModel:
         self.require_optimizer().find_changed_updates()
         self._begin_step()
         self.world.journal.clock.rest()
-        if member is self.require_optimizer().members[0]:
-            self.progress.note_step()
-            self.world.journal.num_steps += 1
-            self._forget_losses_when_due()
-        if member is self.require_optimizer().members[-1]:
-            self._outer_step()
-        self.begin_factors_when_due()
-        if parts.verification is not None and self._is_next_verified:
-            parts.runner.step.take_checksums()
-            parts.verification.note()
 
     def _forget_losses_when_due(self) -> None:
         """After so many steps, as the plan says, begin error feedback of gradients anew."""
@@ -426,13 +436,15 @@ class ShardedModel:
         """Bring islands together, if that is due after the step that all optimizers have taken."""
         outer, num_steps = self.parts.outer_steps, self.progress.num_steps
         if outer is not None and outer.is_due_after(num_steps):
-            self.before_change()
+            self.before_update()
             outer.after_step(num_steps)
 
     def settle_islands(self) -> None:
         """Wait for outer gradients that are on their way, so that nothing is left in messages. All ranks call."""
-        if self.parts.outer_steps is not None:
-            self.parts.outer_steps.settle()
+        outer = self.parts.outer_steps
+        if outer is not None and outer.is_on_its_way:
+            self.before_settling()
+            outer.settle()
 
     def begin_factors_when_due(self) -> None:
         """After a step, or a resume: whether the next one sends gradients as factors, and this plan does not yet."""

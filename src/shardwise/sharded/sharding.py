@@ -314,11 +314,6 @@ def _lay_converted(
         from shardwise.plan.placement.islands import check_islands  # only plans with islands load it
 
         check_islands(plan, mesh)
-    if mesh.island_axes and world.membership is not None:
-        raise ConfigError(
-            "Islands are for jobs whose ranks are there from the first step to the last, and this one is elastic: a "
-            "lost rank would take its island's model with it. Start it without --elastic."
-        )
     peers = DataGroup(world, mesh, mesh.params_axes)
     everyone = DataGroup(world, mesh, (*mesh.island_axes, *mesh.params_axes)) if mesh.island_axes else peers
     plan = settle(plan, world, device)

@@ -97,6 +97,7 @@ class State:
         """See `Engine.save`."""
         progress = sharded.progress
         number = progress.num_steps if step is None else step
+        sharded.settle_islands()
         check_same_settings({"step": number}, "save() step", sharded.world)
 
         def make() -> tuple[Request, Content]:
@@ -112,7 +113,6 @@ class State:
                 kept["loss_scale"] = progress.scaler.state_dict()
             outer = sharded.parts.outer_steps
             if outer is not None:
-                outer.settle()
                 kept["islands"] = {"pending": outer.pending, "settings": sharded.plan.islands.model_dump_json()}
             extra = {name: module.get_extra_state() for name, module in with_extra_state(sharded.model)}
             if extra:

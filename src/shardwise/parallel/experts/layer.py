@@ -131,14 +131,18 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, first, last = rows.to(dtype), first.to(dtype), last.to(dtype)  # type: ignore[assignment]
-        inner = grouped_linear(rows, first, counts)
+        inner = self.multiply(rows, first, counts)
         activate = _ACTIVATIONS[self.activation]
         if self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = activate(gate) * up
         else:
             inner = activate(inner)
-        return grouped_linear(inner, last, counts)
+        return self.multiply(inner, last, counts)
+
+    def multiply(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Each row times the matrix of its expert, `weights` `[experts, out, in]`."""
+        return grouped_linear(rows, weights, counts)
 
     def extra_repr(self) -> str:
         kind = f"gated {self.activation}" if self.gated else self.activation

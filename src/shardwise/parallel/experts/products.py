@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -24,8 +26,15 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         made: Tensor = functional.grouped_mm(rows, weights.mT, offs=ends)
         return made
+    return linear_by_group(rows, weights, counts, functional.linear)
+
+
+def linear_by_group(
+    rows: Tensor, weights: Tensor, counts: Tensor, linear: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`grouped_linear` with one product per group, `linear`, which is also called for groups without rows."""
     parts = rows.split_with_sizes(even_sizes(rows.shape[0], len(counts)) if is_rehearsed(counts) else counts.tolist())
-    return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(0), strict=True)])
+    return torch.cat([linear(part, weight) for part, weight in zip(parts, weights.unbind(0), strict=True)])
 
 
 def _has_kernel(rows: Tensor, weights: Tensor) -> bool:

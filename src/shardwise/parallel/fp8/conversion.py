@@ -1,4 +1,5 @@
-"""The conversion of linear layers under the plan's `fp8`; see [Note: conversions] in `parallel/conversions.py`."""
+"""The conversion of linear layers and experts under the plan's `fp8`; see [Note: conversions] in
+`parallel/conversions.py`."""
 
 from __future__ import annotations
 
@@ -9,21 +10,27 @@ import torch
 from torch import nn
 
 from shardwise.comm import Line
+from shardwise.parallel.experts import Experts
+from shardwise.parallel.fp8.experts import Fp8Experts, Fp8StackedExperts
 from shardwise.parallel.fp8.kernels import require_kernels
 from shardwise.parallel.fp8.left_out import sorted_out
 from shardwise.parallel.fp8.linear import Fp8Linear
 from shardwise.parallel.fp8.recipes import RECIPES
 from shardwise.plan import Plan
+from shardwise.plan.mesh import SAME_PARAMS_AXES
+
+_CONVERTED = (Fp8Linear, Fp8Experts, Fp8StackedExperts)
 
 
 @functools.cache
 def _in_8_bits(kind: type) -> type:
     """A class like `kind` that multiplies in 8 bits; it keeps the name that users, rules and units know."""
-    return type(kind.__name__, (Fp8Linear, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    base = Fp8Experts if issubclass(kind, Experts) else Fp8Linear if issubclass(kind, nn.Linear) else Fp8StackedExperts
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 class Fp8Layers:
-    """The conversion of the linear layers of `model` that gain from 8 bits."""
+    """The conversion of the linear layers of `model`, and of its experts, that gain from 8 bits."""
 
     communicates = False
 
@@ -31,13 +38,14 @@ class Fp8Layers:
         """Raises `ConfigError` for a pattern of `fp8.skip` that no layer matches."""
         assert plan.fp8.recipe is not None
         self._recipe = RECIPES[plan.fp8.recipe]
-        self._reasons = sorted_out(model, plan.fp8)
+        splits_experts = any((plan.mesh or {}).get(axis, 1) != 1 for axis in SAME_PARAMS_AXES)
+        self._reasons = sorted_out(model, plan.fp8, splits_experts=splits_experts)
         self._is_compiled = plan.compile is not None
         self._device: torch.device | None = None
         self.what = f"linear layers that multiply in fp8, {self._recipe.name}"
 
     def takes(self, path: str, module: nn.Module) -> bool:
-        return self._reasons.get(path) == "" and not isinstance(module, Fp8Linear)
+        return self._reasons.get(path) == "" and not isinstance(module, _CONVERTED)
 
     def convert(self, module: nn.Module) -> Callable[[], object]:
         kind: type = type(module)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardwise.errors import ConfigError, nearest
+from shardwise.parallel.experts import Experts
+from shardwise.parallel.fp8.experts import says_what_it_computes
 from shardwise.parallel.fp8.linear import Fp8Linear
 from shardwise.parallel.fp8.recipes import RECIPES, Recipe
 from shardwise.plan import Fp8
@@ -20,9 +22,9 @@ _ADAPTERS = ("lora_A", "lora_B")
 _EXPERT_DIMS = 3
 
 
-def sorted_out(model: nn.Module, settings: Fp8) -> dict[str, str]:
+def sorted_out(model: nn.Module, settings: Fp8, *, splits_experts: bool = False) -> dict[str, str]:
     """By path of every layer that multiplies with a weight: why it is left as it is, or "" for those that multiply in 8
-    bits, in the model's order.
+    bits, in the model's order. `splits_experts`: along `tp` a rank has some features of transformers' experts.
 
     Raises `ConfigError` for a pattern of `settings.skip` that no layer matches.
     """
@@ -35,7 +37,8 @@ def sorted_out(model: nn.Module, settings: Fp8) -> dict[str, str]:
     ends = dict(zip([*linear[-1:], *linear[:1]], ("the last linear layer", "the first linear layer"), strict=False))
     found = {}
     for path, layer in layers.items():
-        reason = _unable(layer, recipe)
+        reason = _unable_experts(layer, splits_experts) if _stacked(layer) else _unable(layer)
+        reason = reason or _odd(layer, recipe)
         if not reason and any(matches_end(path, pattern) for pattern in skip if pattern != AUTO):
             reason = "named in fp8.skip"
         if not reason and AUTO in skip:
@@ -57,10 +60,8 @@ def _stacked(module: nn.Module) -> bool:
     return "Expert" in type(module).__name__ and any(one.dim() == _EXPERT_DIMS for one in own)
 
 
-def _unable(layer: nn.Module, recipe: Recipe) -> str:
+def _unable(layer: nn.Module) -> str:
     """Why a layer cannot multiply in 8 bits; "" if it can."""
-    if _stacked(layer):
-        return "stacked experts, whose grouped products stay as they are"
     if not isinstance(layer, nn.Linear):
         return "Conv1D of transformers"
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -69,9 +70,28 @@ def _unable(layer: nn.Module, recipe: Recipe) -> str:
         return f"a {type(layer).__name__} with a forward of its own"
     if not layer.weight.dtype.is_floating_point:
         return f"stored in {str(layer.weight.dtype).removeprefix('torch.')}"
-    if layer.in_features % recipe.multiple or layer.out_features % recipe.multiple:
+    return ""
+
+
+def _unable_experts(layer: nn.Module, is_split: bool) -> str:
+    is_ours = isinstance(layer, Experts) and type(layer).made_of is Experts.made_of
+    if "forward" in layer.__dict__ or not (is_ours or says_what_it_computes(layer)):
+        return "stacked experts with a forward of their own"
+    return "stacked experts of which each rank along tp has some features" if is_split and not is_ours else ""
+
+
+def _odd(layer: nn.Module, recipe: Recipe) -> str:
+    if any(size % recipe.multiple for sizes in _sizes(layer) for size in sizes):
         return f"with a size that is no multiple of {recipe.multiple}"
     return ""
+
+
+def _sizes(layer: nn.Module) -> list[tuple[int, int]]:
+    """Of each matrix of a linear layer, or of one of several experts: `[out, in]`."""
+    if isinstance(layer, nn.Linear):
+        return [(layer.out_features, layer.in_features)]
+    sizes = [(param.shape[1], param.shape[2]) for param in layer.parameters() if param.dim() == _EXPERT_DIMS]
+    return [(last, first) for first, last in sizes] if getattr(layer, "is_transposed", False) else sizes
 
 
 def _unfit(path: str, layer: nn.Module, recipe: Recipe) -> str:
@@ -80,8 +100,7 @@ def _unfit(path: str, layer: nn.Module, recipe: Recipe) -> str:
         return "a router"
     if _is_adapter(path):
         return "an adapter"
-    assert isinstance(layer, nn.Linear)
-    if recipe.is_small(layer.out_features, layer.in_features):
+    if any(recipe.is_small(*sizes) for sizes in _sizes(layer)):
         return f"too small to gain from {recipe.name}"
     return ""
 

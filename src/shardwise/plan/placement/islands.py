@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Islands, Plan
-from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, Mesh
+from shardwise.plan.mesh import ISLAND_AXIS, STAGE_AXIS, Mesh
 from shardwise.plan.placement.place import KINDS
 from shardwise.plan.placement.presets import ruled_tables, table_for
-
-_NOT_WITH = {"pp": "pipeline stages", EXPERT_AXIS: "experts dealt out"}
 
 
 def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
@@ -22,19 +20,10 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
             )
         return
     _check_schedule(asked, num_units)
-    if mesh.num_islands == 1:
-        return
-    if plan.takes_only_finite:
-        what = "precision fp16" if plan.precision == "fp16" else "skip_nonfinite"
+    if asked.fragments > 1 and STAGE_AXIS in mesh.axes and mesh.size(STAGE_AXIS) > 1:
         raise ConfigError(
-            f"With {what} a step is left out where gradients are not finite, and an island would do so alone: islands "
-            f"would count different steps, and wait for each other in different outer steps. Use bf16 or fp32, without "
-            f"skip_nonfinite."
-        )
-    for axis in (axis for axis in mesh.axes if axis in _NOT_WITH and mesh.size(axis) > 1):
-        raise ConfigError(
-            f"The mesh is {mesh}, and islands with {_NOT_WITH[axis]} are not supported in this version. Leave out "
-            f"{axis}; inside an island there may be data axes, tp and sp."
+            f"The mesh is {mesh}, and islands.fragments {asked.fragments}: fragments are dealt out of the units of a "
+            f"whole model, and a rank of a pipeline knows those of its own stages. Leave fragments out."
         )
     tables = (table_for(plan, mesh), *ruled_tables(plan, mesh).values())
     if (
@@ -49,8 +38,8 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
         )
     if plan.survive in ("host", "buddy"):
         raise ConfigError(
-            f"survive is {plan.survive}, but a lost rank takes its island's part of the model with it, and no image "
-            f"has the common model. Set survive: checkpoint."
+            f"survive is {plan.survive}, but an island leaves as a whole when it loses a rank, so nothing of it is "
+            f"kept elsewhere. Leave out survive: other islands go on."
         )
 
 

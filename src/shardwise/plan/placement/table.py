@@ -175,8 +175,7 @@ class Table:
         def keep(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
-        kept = self._with_axes(keep)
-        return kept if kept.param.varying else replace(kept, outer=None)
+        return self._with_axes(keep)
 
     def stored_as(self, dtype: Dtype) -> Table:
         """The same table for frozen parameters that are stored, gathered and used in `dtype`."""
