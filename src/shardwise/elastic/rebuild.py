@@ -155,7 +155,7 @@ def _moved(former: Former, designed: Design, held: Held, world: World, undoing: 
     renewed = move(former, designed, belongings, world, fitted=fitted, disk=disk)
     undoing.callback(take_down, renewed)
     if disk is not None:
-        disk.agree(world, belongings.fault, "change of plan")
+        disk.agree(world, belongings.fault, "change of plan", loses_rank=True)
     renewed.parts.runner.step.restore_params()
     undoing.pop_all()
     return renewed

@@ -285,23 +285,24 @@ class DiskMemory:
         self._torn_by = "step" if self._fault else ""
 
     def end_step(self, world: World) -> None:
-        """Wait until a step is completely on the disks of all ranks. All ranks call; all raise `TierError` if one
-        failed."""
+        """Wait until a step is completely on the disks of all ranks. All ranks call; if one failed, all raise as
+        `agree` does."""
         self.finish_writes()
-        self.agree(world, self._fault, "step")
+        self.agree(world, self._fault, "step", loses_rank=True)
 
-    def agree(self, world: World, fault: str, during: str) -> None:
+    def agree(self, world: World, fault: str, during: str, *, loses_rank: bool = False) -> None:
         """Raise on all ranks if the disk of any has had a `fault` during a step or a change of plan; what is here
         belongs to none then. All ranks call.
 
-        Raises `TierError`; where the others go on without a rank (`outlives_rank`), they raise `FaultError`.
+        Raises `TierError`. If it `loses_rank`, and the others go on without that one, they raise `FaultError`.
         """
         faults = [told.decode() for told in world.exchange(fault.encode(errors="backslashreplace"), "disk")]
         failed = {rank: told for rank, told in enumerate(faults) if told}
         if not failed:
             return
         self.begin_change(during)
-        self.leave_if_lost(world.rank, failed, range(world.size), f"in a {during}")
+        if loses_rank:
+            self.leave_if_lost(world.rank, failed, range(world.size), f"in a {during}")
         rank, told = next(iter(failed.items()))
         raise TierError(
             f"The disk of rank {rank} failed in a {during}. {told} {_TORN[during].capitalize()}: go on from the last "

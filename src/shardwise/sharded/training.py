@@ -192,7 +192,7 @@ class Session:
 
     @property
     def bytes_for_survival(self) -> tuple[int, int, int]:
-        """Of images of this rank's state, and of copies that it keeps for others."""
+        """Of images of this rank's state, of copies that it keeps for others, and of both on its disk."""
         return 0, 0, 0
 
     @property

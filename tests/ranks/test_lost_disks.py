@@ -1,0 +1,241 @@
+"""Ranks with parameters or states on a disk are lost, or their disks fail: the others go on from what is on the disk of
+their host, or was copied to that of another one, and end with the results of the unsharded model."""
+
+from __future__ import annotations
+
+import errno
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from broken_disks import BreakingOfOne
+
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.elastic import copies
+from shardwise.elastic.copies import CopyMeter
+from shardwise.errors import TierError
+from shardwise.memory import disk_memory
+from shardwise.program.buddies import CopyBytes, copy_bytes
+from shardwise.program.image_bytes import image_bytes
+from shardwise.system.disk import TierFolder
+from shardwise.testing import plant
+from tests import inside
+from tests.ranks.test_buddies import HOSTS, HostDiesAt
+from tests.ranks.test_lost_ranks import DISKS, NUM_RANKS, NUM_STEPS, DiesAt, Net, adamw, batches, loss_of, race
+from tests.ranks.test_lost_ranks_table import DiesCopying
+from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import drawn, sampled
+
+AT = 2
+"""After how many steps something happens."""
+LOOPS = ("engine", "plain", "train_step")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_PORTION_BYTES", 4096)
+    torch.manual_seed(0)  # Adam turns gradients near 0 into large steps in either direction, depending on rounding
+
+
+class DiesAtNth:
+    """A rank dies before the n-th thing that it does in a step: an action of its program, or a collective."""
+
+    def __init__(self, nth: int, rank: int = 1) -> None:
+        self._nth, self._rank = nth, rank
+        self.died = False
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != self._rank:
+            return
+        left = self._nth
+
+        def counted(_: int, num_steps: int, __: str) -> bool:
+            nonlocal left
+            left -= num_steps == AT
+            if left < 0:
+                self.died = True
+                raise Killed
+            return False
+
+        plant(counted, engine.world)
+
+
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", DISKS)
+def test_a_rank_dies_anywhere_with_rows_on_a_disk(name: str, loop: str, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 4)):
+        draw = random.Random(f"{name} {loop} {seed}")
+        deaths = {draw.randrange(NUM_RANKS): draw.randrange(3, 60)}
+        if draw.random() < 0.4:
+            deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        race(DISKS[name], DiesAt(deaths), folder, loop=loop, shares_memory=draw.random() < 0.5)
+
+
+@sampled
+@pytest.mark.parametrize("nth", range(60))
+@pytest.mark.parametrize("name", DISKS)
+def test_a_rank_dies_before_each_action(name: str, nth: int, tmp_path: Path) -> None:
+    """In the update of some units, others have what was written to their second file, and go back to the first."""
+    dies = DiesAtNth(nth)
+    void = race(DISKS[name], dies, tmp_path, shares_memory=False)
+    assert set(void) == set(range(NUM_RANKS)) - ({1} if dies.died else set())
+
+
+@sampled
+@pytest.mark.parametrize("name", DISKS)
+def test_a_rank_dies_while_what_it_has_in_memory_is_copied(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = DiesCopying(monkeypatch)
+    void = race(DISKS[name], dies, tmp_path, shares_memory=False)
+    assert dies.died
+    assert set(void) == {0, 2, 3}
+
+
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", DISKS)
+def test_a_host_dies_anywhere_with_its_disk(name: str, loop: str, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 3)):
+        draw = random.Random(f"{name} {loop} {seed}")
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        hosts = HOSTS["1 2 1" if draw.random() < 0.3 else "2 2"]
+        deaths = HostDiesAt({draw.randrange(NUM_RANKS): draw.randrange(3, 70)})
+        race(DISKS[name], deaths, folder, loop=loop, hosts=hosts)
+
+
+@sampled
+@pytest.mark.parametrize("portion", list(range(3, 60, 2)))
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2"])
+def test_a_host_dies_while_copies_of_its_files_are_on_their_way(name: str, portion: int, tmp_path: Path) -> None:
+    void = race(DISKS[name], HostDiesAt({}, {1: portion}), tmp_path, hosts=HOSTS["2 2"])
+    assert len(void) == 2, "a host was lost"
+
+
+# -- disks that fail --------------------------------------------------------------------------------------
+
+
+class Breaks:
+    """The disk of rank 1 breaks after so many steps, for `verb`, with an errno."""
+
+    def __init__(self, disk: BreakingOfOne, verb: str, left: int, code: int = errno.EIO) -> None:
+        self._disk, self._verb = disk, verb
+        self._left, self._code = left, code
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != 1:
+            return
+
+        def breaks(_: int, num_steps: int, __: str) -> bool:
+            if num_steps == AT and not self._disk.breaks:
+                self._disk.breaks, self._disk.left, self._disk.code = self._verb, self._left, self._code
+            return False
+
+        plant(breaks, engine.world)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> BreakingOfOne:
+    broken = BreakingOfOne()
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=broken))
+    return broken
+
+
+FAILS = [
+    *(("write", left, code) for left in (0, 2) for code in (errno.EIO, errno.ENOSPC)),
+    *(("read", left, errno.EIO) for left in (0, 3)),
+]
+
+
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("verb", "left", "code"), FAILS)
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2"])
+def test_a_rank_whose_disk_fails_is_lost(
+    name: str, verb: str, left: int, code: int, loop: str, tmp_path: Path, disk: BreakingOfOne
+) -> None:
+    """What cannot be read is lost with the disk, and is read from the copies on another host."""
+    hosts = "abcc" if verb == "read" else ""
+    void = race(DISKS[name], Breaks(disk, verb, left, code), tmp_path, loop=loop, hosts=hosts, dies_of=TierError)
+    assert disk.breaks == verb
+    assert set(void) == {0, 2, 3}
+    assert set(void.values()) == {1}, "the step is repeated, once"
+
+
+def test_the_error_of_a_failing_disk_names_it(tmp_path: Path, disk: BreakingOfOne) -> None:
+    told: list[str] = []
+    models = [Net() for _ in range(NUM_RANKS)]
+    breaks = Breaks(disk, "write", 0, errno.ENOSPC)
+
+    def work(world: World, member: int) -> int:
+        own, plan = models[member], {**DISKS["infinity"], "disk": str(tmp_path / "scratch")}
+        engine = sw.shard(own, plan, optimizer=adamw(own), world=world)
+        breaks(engine, member)
+        try:
+            while engine.num_steps < NUM_STEPS:
+                x, y = batches()[engine.num_steps]
+                engine.train_step(x, y, loss_fn=loss_of)
+        except TierError as error:
+            told.append(str(error))
+            raise Killed from error
+        engine.close()
+        return engine.num_void
+
+    assert set(run_members(NUM_RANKS, work, tmp_path)) == {0, 2, 3}
+    (error,) = told
+    assert "The disk of rank 1 failed in a step" in error
+    assert f"{tmp_path}/scratch/shardwise-rank-1.rows-" in error
+    assert "No space left on device (ENOSPC). Make room on that disk, or name another folder." in error
+    assert "the others go on without it" in error
+
+
+def test_a_rank_without_room_for_more_is_lost_when_another_is(tmp_path: Path, disk: BreakingOfOne) -> None:
+    """The ranks that are left have more of the model. One finds no room on its disk, and the others have it."""
+
+    dies = DiesAt({3: 30})
+
+    def die_or_fill(engine: sw.Engine, member: int) -> None:
+        dies(engine, member)
+        if member == 1:  # files are made as the job begins, and then when a rank is lost
+            disk.breaks, disk.code = "reserve", errno.ENOSPC
+
+    void = race(DISKS["infinity"], die_or_fill, tmp_path, dies_of=TierError)
+    assert set(void) == {0, 2}
+
+
+# -- what it costs -----------------------------------------------------------------------------------------
+
+
+@sampled
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2", "a share"])
+@pytest.mark.parametrize("hosts", ["", "aabb"])
+def test_versions_and_copies_cost_what_is_promised(name: str, hosts: str, tmp_path: Path) -> None:
+    models = [Net() for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> tuple[CopyMeter, sw.MemoryReport, int, CopyBytes]:
+        own, plan = models[member], {**DISKS[name], "disk": str(tmp_path / "scratch")}
+        with sw.shard(own, plan, optimizer=adamw(own), world=world) as engine:
+            for x, y in batches():
+                rank, size = engine.data_ranks
+                engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
+            engine.state_dict()
+            engine._session.recovery.survival.await_copies()
+            specs = [flat.spec for flat in inside.flats(engine)]
+            here = inside.sharded(engine).mesh.coordinate(world.rank)
+            second = image_bytes(specs, 2, here).on_disk
+            return engine._session.recovery.copy_meter, engine.memory(), second, copy_bytes(specs, 2, hosts or "aaaa")
+
+    for meter, report, second, promised in run_members(NUM_RANKS, work, tmp_path, hosts=hosts).values():
+        assert report.image_bytes_on_disk == second + promised.kept_on_disk
+        if hosts:
+            slack = 8 * 3 * 64 + 4096  # as of copies in memory
+            per_step = (meter.sent_bytes - 2 * promised.sent_once) / meter.num_copies
+            assert per_step <= promised.sent + slack
+            assert meter.sent_bytes >= meter.num_copies * promised.kept_on_disk // 4
