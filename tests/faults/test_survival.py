@@ -96,12 +96,16 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
         ("zero2", "train_step", ["3:0:forward", "0:5:4"]),
         ('{"preset": "hpz", "mesh": {"node": 2, "local": 2}}', "plain", ["1:4:backward", "2:5:forward"]),
         ("ddp", "engine", ["0:2:step", "1:4:2"]),
+        ('{"preset": "infinity", "disk": "SCRATCH"}', "engine", ["0:3:step", "2:6:9"]),
+        ('{"preset": "infinity", "rows": {"param": {"tier": "disk"}}, "disk": "SCRATCH"}', "plain", ["3:3:backward"]),
     ],
 )
 def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: Path) -> None:
-    job = started(tmp_path, plan, loop, 10, kills, retries="0:10")
+    scratch = tmp_path / "scratch"
+    job = started(tmp_path, plan.replace("SCRATCH", str(scratch)), loop, 10, kills, retries="0:10")
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=2)
+    assert not [path for path in scratch.glob("*") if not path.name.endswith(".lock")], "files of lost ranks"
 
 
 @sampled

@@ -197,10 +197,10 @@ def race(
         assert len(wrong) <= NUM_RANKS - size, "only the loss that a rank took with it may be missing from a mean"
         assert_same_values(state, plain, bound, num_calls=plan.get("accumulate", 1))
     left = [path for path in folder.rglob("*") if path.is_file()]
-    if hosts:  # what a lost host has on its disk stays there
-        alive = {hosts[member] for member in results}
-        lost = {f"shardwise-rank-{member}" for member, host in enumerate(hosts) if host not in alive}
-        left = [path for path in left if path.parent.name != DISK or path.name.partition(".")[0] not in lost]
+    if hosts:  # what is on a host that has no rank any more stays there
+        gone = set(hosts) - {hosts[member] for member in results}
+        of_gone = {f"shardwise-rank-{member}" for member, host in enumerate(hosts) if host in gone}
+        left = [path for path in left if not {path.parent.name, path.name.partition(".")[0]} & (gone | of_gone)]
     assert not left, "images of a job that has ended"
     return {member: result[2] for member, result in results.items()}
 

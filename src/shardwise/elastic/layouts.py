@@ -337,12 +337,10 @@ class Layout:
         """What an image has on a disk. Raises `TierError` if the files of another rank cannot be opened."""
         if is_own and self.survival is not None:
             return self.survival.rows
-        assert self.disk is not None or not image.directory.rows
-        return [
-            self.disk.rows_of_other(rows.name, [Path(path) for path in rows.paths], rows.num_bytes)
-            for rows in image.directory.rows
-            if self.disk is not None
-        ]
+        disk, every = self.disk, image.directory.rows
+        if disk is None:
+            return []
+        return [disk.rows_of_other(rows.name, [Path(path) for path in rows.paths], rows.num_bytes) for rows in every]
 
 
 def choose(

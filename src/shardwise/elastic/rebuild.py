@@ -34,6 +34,8 @@ def take_down(sharded: ShardedModel) -> None:
     """Return model and optimizers to their plain form, wherever a fault interrupted their step."""
     if sharded.is_taken_down:
         return
+    if sharded.disk is not None:
+        sharded.disk.abandon()  # while what it reads into is still there
     if sharded.parts.optimizer is not None:
         sharded.parts.optimizer.updates.withdraw_gradients()
     sharded.take_down()
@@ -162,10 +164,8 @@ def _moved(former: Former, designed: Design, held: Held, world: World, undoing: 
 
 
 def _disk_for(former: Former, designed: Design, world: World) -> DiskMemory | None:
-    """For rows on a disk in the new layout. Those of the former one stay, and are given up by whatever used them."""
+    """For rows on a disk in the new layout, beside those of the former one."""
     sharding = former.sharding
-    if sharding.disk is not None:
-        sharding.disk.abandon()
     return designed.open_disk(world, former.model, sharding.device, sharding.updates, sharding.disk, recovers=True)
 
 

@@ -294,7 +294,9 @@ class Survival:
         view[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def _write_files(self, image: Image) -> None:
-        """Note in which files the rows on a disk have the present state."""
+        """Note in which files the rows on a disk have the present state, which the next update leaves there."""
+        for rows in self.rows:
+            rows.seal()
         if self.rows:
             image.files(is_live=True).copy_(torch.tensor([rows.at for rows in self.rows], dtype=torch.uint8))
 

@@ -15,6 +15,7 @@ from shardwise.memory.disk_memory import DiskMemory
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.program import UnitSpec, disk_bytes, resting_disk_bytes
+from shardwise.program.buddies import copy_bytes
 from shardwise.program.image_bytes import keeps_versions
 from shardwise.system.calibration import default_path, read_calibration
 from shardwise.system.disk import IoQueue, folder_of, job_of_process
@@ -50,6 +51,8 @@ def open_disk(
         for _ in range(2 if has_versions and flat.updates_from_disk else 1)
     ]
     wanted = sum(num_bytes for num_bytes, _ in sizes)
+    if has_versions and plan.survive != "host":
+        wanted += copy_bytes(flats, 0, world.hosts, coordinate).kept_on_disk
     mine = {"wanted": wanted, "job": _job_known_to(world, known)}
     of_ranks = [json.loads(message) for message in world.exchange(json.dumps(mine).encode(), "disk")]
     disk, losing = known, known if recovers else None

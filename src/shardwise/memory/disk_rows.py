@@ -53,6 +53,8 @@ class DiskRows:
         self._versions = [MappedFile(file)]
         self.at = 0
         """Which of its files has the present values."""
+        self._sealed = 0
+        """Which has those that an update must leave."""
         self._used = resting_bytes
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
@@ -79,9 +81,14 @@ class DiskRows:
         self._versions.append(MappedFile(file))
 
     def turn(self) -> None:
-        """All of it is about to be written anew: to the other file, if there are two."""
-        self.at = (self.at + 1) % len(self._versions)
+        """All of it is about to be written anew, maybe not for the first time in a step: to the other file than the
+        sealed one, if there are two."""
+        self.at = (self._sealed + 1) % len(self._versions)
         self._num_writes += 1
+
+    def seal(self) -> None:
+        """A step is complete: the next one must leave what is there now."""
+        self._sealed = self.at
 
     def remove(self) -> None:
         """Take the names of its files."""
