@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from broken_disks import BreakingOfOne
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
@@ -26,10 +29,12 @@ from tests import inside
 from tests.ranks.lost_groups import Layers, race_of
 from tests.ranks.test_buddies import HOSTS, HostDiesAt
 from tests.ranks.test_lost_ranks import DISKS, NUM_RANKS, NUM_STEPS, DiesAt, Net, adamw, batches, loss_of, race
+from tests.ranks.test_lost_ranks_states import compare, one, trained, two
 from tests.ranks.test_lost_ranks_table import DiesCopying
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, sampled
 
+Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
 AT = 2
 """After how many steps something happens."""
 LOOPS = ("engine", "plain", "train_step")
@@ -130,6 +135,38 @@ def test_another_rank_comes_in_the_place_of_one_with_rows_on_a_disk(preset: str,
     sizes = race_of(Layers(), plan, DiesAt({2: death}), tmp_path, num_ranks=4, num_newcomers=1, least=4)
     assert sizes.keys() == {0, 1, 3, 4}
     assert all(one[-1] == 4 for one in sizes.values())
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Make, float]] = {
+    "two optimizers": ({}, two, 2e-6),
+    "fp16": ({"precision": "fp16", "loss_scale": {"initial": 2.0**24, "hysteresis": 1}}, one, 2e-2),
+    "bf16": ({"precision": "bf16"}, one, 2e-2),
+    "checksums": ({"disk_checksums": True}, one, 2e-6),
+}
+
+
+@sampled
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 60}, {3: 34}], ids=str)
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("name", ["infinity", "params"])
+def test_other_states_on_a_disk(name: str, case: str, deaths: dict[int, int], saves: bool, tmp_path: Path) -> None:
+    """A step that has two updates of a file, or none; and files that a checkpoint is written from in the background."""
+    edits, make, bound = OTHERS[case]
+    plan = {**DISKS[name], "disk": str(tmp_path / "scratch"), **edits}
+    images = tmp_path / "images"
+    images.mkdir()
+
+    def save(engine: sw.Engine) -> None:
+        if saves:
+            engine.save(tmp_path / "checkpoints", wait=False)
+            if engine.num_steps == NUM_STEPS:
+                engine.wait_for_save()
+
+    whole = trained(plan, make, {}, images)[0]
+    compare(trained(plan, make, deaths, images, after_step=save), whole, bound)
+    assert not list(images.iterdir())
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 # -- disks that fail --------------------------------------------------------------------------------------

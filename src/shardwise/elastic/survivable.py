@@ -25,6 +25,16 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
 
     Raises `ConfigError` if the plan asks for survival and this job cannot have it.
     """
+    goes_on = False
+    try:
+        goes_on = _goes_on(sharded, membership)
+    finally:
+        if not goes_on and sharded.disk is not None:
+            sharded.disk.keep_no_versions()
+    return goes_on
+
+
+def _goes_on(sharded: ShardedModel, membership: Membership | None) -> bool:
     wish = sharded.plan.survive
     if sharded.plan.bad_batch == "skip" and (membership is None or wish == "checkpoint" or not membership.folder):
         raise ConfigError(
@@ -55,8 +65,6 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
         _log_survival(sharded, why)
     if why:
         membership.needs_all()
-        if sharded.disk is not None:
-            sharded.disk.keep_no_versions()
     return not why
 
 
