@@ -129,7 +129,11 @@ def test_images_are_explained_if_the_plan_keeps_them(tmp_path: Path, capsys: pyt
     plan = tmp_path / "plan.yaml"
     plan.write_text("preset: zero3\nsurvive: host\n")
     mib = 2**20
-    assert as_json(capsys, str(plan), "--world", "4")["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib, "on_disk": 0}
+    assert as_json(capsys, str(plan), "--world", "4")["image_bytes"] == {
+        "live": 8 * mib,
+        "copy": 12 * mib,
+        "on_disk": 0,
+    }
     shown = " ".join(said(capsys, str(plan), "--world", "4").split())
     assert (
         "image on the host 12.0 MiB a copy of its shards, to restore it; 20.0 MiB with states kept there, and 40.0 MiB "

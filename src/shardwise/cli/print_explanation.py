@@ -321,7 +321,9 @@ def _bytes_grid(explained: Explanation) -> Grid:
         grid.add_row(Text("image on the host", "cyan"), format_bytes(explained.images.copy), "", Text(note, "dim"))
         if explained.images.on_disk:
             note = "what was there before the last update, to restore it"
-            grid.add_row(Text("image on the disk", "cyan"), format_bytes(explained.images.on_disk), "", Text(note, "dim"))
+            grid.add_row(
+                Text("image on the disk", "cyan"), format_bytes(explained.images.on_disk), "", Text(note, "dim")
+            )
     if explained.copies is not None:
         note = f"{format_bytes(explained.copies.sent)} sent to another host, during each next step"
         if explained.copies.sent_once:
@@ -329,7 +331,9 @@ def _bytes_grid(explained: Explanation) -> Grid:
         grid.add_row(Text("copies for other hosts", "cyan"), format_bytes(explained.copies.kept), "", Text(note, "dim"))
         if explained.copies.kept_on_disk:
             name = Text("copies for other hosts, on the disk", "cyan")
-            grid.add_row(name, format_bytes(explained.copies.kept_on_disk), "", Text("of what they have on theirs", "dim"))
+            grid.add_row(
+                name, format_bytes(explained.copies.kept_on_disk), "", Text("of what they have on theirs", "dim")
+            )
     if explained.held.disk is not None:
         for kind, num_bytes in explained.held.disk.by_kind.items():
             grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))

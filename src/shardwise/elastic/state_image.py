@@ -15,8 +15,8 @@ sender and connection may fail at any time. What never changes is sent once, int
 
 [Note: rows of an image] What lies on a disk stays there: a cell of it has its place in the files of a flat buffer, of
 which there are two (see [Note: two versions] in `memory/disk_rows.py`). A small cell says in which of them the state
-is. It is in the live region and in the shadow, like what it points to. A flat buffer that never changes has one file. In a
-copy on another host, what comes into the live region comes into the first file, and else into the second.
+is. It is in the live region and in the shadow, like what it points to. A flat buffer that never changes has one file.
+In a copy on another host, what comes into the live region comes into the first file, and else into the second.
 
 A mark is two numbers, the second the complement of the first. If they do not match, because the rank was killed between
 the two writes, the region counts as torn.

@@ -75,7 +75,8 @@ class LossPrice:
 @dataclass(frozen=True)
 class Rates:
     """What is known of the machine and the job; `None` where it is not. Seconds of a step, seconds between two
-    checkpoints, bytes that a rank copies in a second in memory, and those that it reads from a disk and writes there."""
+    checkpoints, bytes that a rank copies in a second in memory, and those that it moves on a disk, read and
+    written."""
 
     step_seconds: float | None = None
     checkpoint_every: float | None = None

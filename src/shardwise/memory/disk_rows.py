@@ -206,4 +206,3 @@ class DiskRows:
             raise StateError(f"{self.name}: {key} has changed its size or dtype, and on a disk it has {found[1:]}.")
         start, stop = found[0], found[0] + numel * dtype.itemsize
         return self._here[start:stop].view(dtype)
-

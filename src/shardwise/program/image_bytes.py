@@ -1,4 +1,5 @@
-"""The host memory, and the space on a disk, that the image of a rank takes: what the other ranks go back to when a rank is lost (`elastic/`)."""
+"""The host memory, and the space on a disk, that the image of a rank takes: what the others go back to when it is lost
+(`elastic/`)."""
 
 from __future__ import annotations
 

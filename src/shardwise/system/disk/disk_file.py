@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,8 @@ from shardwise.system.disk.io_queue import IoQueue
 from shardwise.system.disk.page_buffers import pages
 from shardwise.system.disk.pending import Pending
 from shardwise.system.units import format_bytes
+
+Life = Literal["process", "job", "left"]
 
 
 class DiskFile:
@@ -47,16 +50,15 @@ class DiskFile:
         *,
         checksums: bool = False,
         cut: int = 0,
-        is_named: bool = False,
-        exists: bool = False,
+        life: Life = "process",
         calls: Calls = SYSTEM,
         when_cached: Callable[[], None] = lambda: None,
     ) -> None:
         """With `checksums`, each block that was written as a whole is verified when it is read as a whole. A block
         also ends at byte `cut`, a multiple of a page, so that what is before it can be read alone.
 
-        One that `is_named` keeps its name until `remove`, so that others can read it when this process is gone: they
-        open it as one that `exists`, and has `num_bytes`.
+        One for the life of its job keeps its name until `remove`, so that others can read it when this process is gone:
+        they open it as one that was "left", and has `num_bytes`.
 
         `when_cached` is called where direct I/O is refused; its owner must live as long as the file.
         """
@@ -68,17 +70,17 @@ class DiskFile:
         self._sums: dict[int, int] | None = {} if checksums else None
         self._cut = cut if checksums else 0
         self._lock = threading.Lock()
-        self._is_named = is_named
+        self._is_named = life == "job"
         try:
-            flags = os.O_RDWR if exists else os.O_RDWR | os.O_CREAT | os.O_EXCL
+            flags = os.O_RDWR if life == "left" else os.O_RDWR | os.O_CREAT | os.O_EXCL
             self._handle, self.is_direct = open_direct(path, flags, calls)
         except OSError as error:
-            raise folder_fault(f"{path} cannot be {'opened' if exists else 'made'}", error) from error
+            raise folder_fault(f"{path} cannot be {'opened' if life == 'left' else 'made'}", error) from error
         self._close = weakref.finalize(self, os.close, self._handle)
         try:
-            if not (is_named or exists):
+            if life == "process":
                 path.unlink()
-            if not exists:
+            if life != "left":
                 calls.reserve(self._handle, self.num_bytes)
         except OSError as error:
             self.close()

@@ -142,8 +142,8 @@ class TierFolder:
         cut: int = 0,
         is_named: bool = False,
     ) -> DiskFile:
-        """A file of `num_bytes` whose space is allocated at once; `TierError` if there is not enough. For `checksums`,
-        `cut` and `is_named` see `DiskFile`.
+        """A file of `num_bytes` whose space is allocated at once; `TierError` if there is not enough. For `checksums`
+        and `cut` see `DiskFile`; one that `is_named` keeps its name, so that it outlives this process.
 
         `name` is a plain file name, and also used in messages.
         """
@@ -156,7 +156,7 @@ class TierFolder:
             queue,
             checksums=checksums,
             cut=cut,
-            is_named=is_named,
+            life="job" if is_named else "process",
             calls=self._calls,
             when_cached=self._warn_cached,
         )
@@ -165,7 +165,7 @@ class TierFolder:
 
     def open(self, path: Path, num_bytes: int, queue: IoQueue) -> DiskFile:
         """The file of another process of this job, which is gone. Raises `TierError` if it cannot be opened."""
-        file = DiskFile(path, num_bytes, queue, exists=True, calls=self._calls, when_cached=self._warn_cached)
+        file = DiskFile(path, num_bytes, queue, life="left", calls=self._calls, when_cached=self._warn_cached)
         self._files.add(file)
         return file
 
