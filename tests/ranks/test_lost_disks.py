@@ -147,7 +147,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Make, float]] = {
 
 @sampled
 @pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize("deaths", [{1: 23}, {0: 41, 2: 60}, {3: 34}], ids=str)
+@pytest.mark.parametrize("deaths", [{1: 40}, {0: 41, 2: 60}, {3: 50}], ids=str)
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("name", ["infinity", "params"])
 def test_other_states_on_a_disk(name: str, case: str, deaths: dict[int, int], saves: bool, tmp_path: Path) -> None:
