@@ -175,7 +175,6 @@ def test_versions_on_a_disk_are_explained(tmp_path: Path, capsys: pytest.Capture
     [
         ("preset: zero1\nmesh: {ep: 2, sp: 2}", "splits models or samples along ep, sp"),
         ("preset: zero1\nmesh: {tp: 4}", "splits models or samples along tp, and the remaining ranks cannot form it"),
-        ("preset: infinity\ndisk: /tmp\nmesh: {dp: 2, tp: 2}", "parameters or states are kept on a disk"),
         ("preset: zero3\nsurvive: checkpoint", "the plan says survive: checkpoint"),
     ],
 )
@@ -188,7 +187,7 @@ def test_explain_says_if_a_lost_rank_restarts_the_job(
     assert "An elastic job restarts from its last checkpoint, because " in shown
     assert why in shown
     assert why in as_json(capsys, str(plan), "--world", "4")["restarted_because"]
-    for goes_on in ("zero3", "zero3-offload"):
+    for goes_on in ("zero3", "zero3-offload", "infinity"):
         assert "restarts from its last checkpoint" not in said(capsys, goes_on, "--world", "4")
         assert "restarted_because" not in as_json(capsys, goes_on, "--world", "4")
         assert "if a rank is lost" not in said(capsys, goes_on, "--world", "4")

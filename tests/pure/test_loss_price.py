@@ -121,9 +121,6 @@ def test_explain_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     explained("infinity", "--world", "4", "--set", f"disk={tmp_path}")
     shown = " ".join(capsys.readouterr().out.split())
     assert "one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16.0 MiB from a disk;" in shown
-    explained("infinity", "--world", "4", "--set", f"disk={tmp_path}", "--set", "mesh={dp: 2, tp: 2}")
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "one rank: all ranks restart, because parameters or states are kept on a disk, and the mesh splits" in shown
     explained("zero3", "--world", "1")
     assert "what a loss costs" not in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--checkpoint-every takes seconds, more than 0, and --time"):

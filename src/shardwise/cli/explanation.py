@@ -168,7 +168,7 @@ class Explanation:
         ranks continue."""
         if self.plan.survive == "checkpoint":
             return "the plan says survive: checkpoint"
-        return why_no_images(self.mesh, self._flats, self.subject.smaller, self.subject.why_no_smaller)
+        return why_no_images(self.mesh, self.subject.smaller, self.subject.why_no_smaller)
 
     @property
     def num_leaving(self) -> int:

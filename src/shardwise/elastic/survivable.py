@@ -122,11 +122,10 @@ def _num_states(sharded: ShardedModel) -> int:
 
 def _why_not(sharded: ShardedModel, membership: Membership) -> str:
     """Why the others could not continue; empty if they can."""
-    specs = _specs(sharded)
     smaller = sharded.parts.sharding.smaller
-    if why := why_no_images(sharded.mesh, specs, smaller.meshes, smaller.why_none):
+    if why := why_no_images(sharded.mesh, smaller.meshes, smaller.why_none):
         return why
-    shards = any(kept_axes(spec) for spec in specs)
+    shards = any(kept_axes(spec) for spec in _specs(sharded))
     if sharded.parts.sharding.device.type != "cpu":
         return ON_ACCELERATOR
     if sharded.plan.has_activations_on_disk:

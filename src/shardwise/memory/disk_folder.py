@@ -16,7 +16,6 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.program import UnitSpec, disk_bytes, resting_disk_bytes
 from shardwise.program.buddies import copy_bytes
-from shardwise.program.image_bytes import keeps_versions
 from shardwise.system.calibration import default_path, read_calibration
 from shardwise.system.disk import IoQueue, folder_of, job_of_process
 
@@ -44,7 +43,7 @@ def open_disk(
     flats = [flat for spec in specs for flat in spec.flats if flat.lies_on_disk]
     named = _required_folder(plan)
     coordinate = mesh.coordinate(world.rank)
-    has_versions = known.keeps_versions if known is not None else _keeps_versions(plan, mesh, world)
+    has_versions = known.keeps_versions if known is not None else _keeps_versions(plan, world)
     sizes = [
         (disk_bytes(flat, coordinate), resting_disk_bytes(flat))
         for flat in flats
@@ -104,9 +103,9 @@ def _on_a_host(world: World, wanted: Sequence[int]) -> int:
     return sum(sorted(wanted)[-num_local:])
 
 
-def _keeps_versions(plan: Plan, mesh: Mesh, world: World) -> bool:
+def _keeps_versions(plan: Plan, world: World) -> bool:
     """Whether others may go on from what a lost rank had; `elastic/survivable.py` knows later whether they can."""
-    return world.membership is not None and plan.survive != "checkpoint" and keeps_versions(mesh)
+    return world.membership is not None and plan.survive != "checkpoint"
 
 
 def _job_known_to(world: World, known: DiskMemory | None) -> str:

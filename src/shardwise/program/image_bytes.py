@@ -57,19 +57,11 @@ def rows_bytes(flats: Iterable[FlatSpec], states_per_param: int, coordinate: Map
     return sum(disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.lies_on_disk)
 
 
-def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec], smaller: Smaller = (), why_no_smaller: str = "") -> str:
+def why_no_images(mesh: Mesh, smaller: Smaller = (), why_no_smaller: str = "") -> str:
     """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says. If `mesh` is
     one replica group, the others need one of the `smaller` meshes; `why_no_smaller` is known where there is none."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
-    named = ", ".join(axes)
     if axes and num_groups(mesh) == 1 and not smaller:
-        because = f": {why_no_smaller}" if why_no_smaller else ""
+        named, because = ", ".join(axes), f": {why_no_smaller}" if why_no_smaller else ""
         return f"the mesh splits models or samples along {named}, and the remaining ranks cannot form it{because}"
-    if axes and any(flat.lies_on_disk for flat in flats):
-        return f"parameters or states are kept on a disk, and the mesh splits models or samples along {named}"
     return ""
-
-
-def keeps_versions(mesh: Mesh) -> bool:
-    """Whether ranks on `mesh` may go on from what a lost one has on a disk, so that files have two versions there."""
-    return num_groups(mesh) == mesh.world_size
