@@ -226,7 +226,7 @@ class Copies:
         for rank, table in self._swap_texts(text, {rank: head[2] for rank, head in heads.items()}).items():
             self._renew(rank, Directory.read(table))
         targets = {rank: self.kept[rank].begin(head[1]) for rank, head in heads.items()}
-        under_way = [
+        under_way: list[Iterator[Work]] = [
             chain(self._receiving(rank, target), self._receiving_files(rank, is_new=heads[rank][2] > 0))
             for rank, target in targets.items()
         ]
@@ -245,8 +245,8 @@ class Copies:
         if self._keeper is not None:
             meter.sent_bytes += num_bytes + directory.disk_bytes(is_new=is_new)
         for rank, target in targets.items():
-            kept = self.kept[rank].require_image().directory
-            meter.received_bytes += len(target) + kept.disk_bytes(is_new=heads[rank][2] > 0)
+            arrived = self.kept[rank].require_image().directory
+            meter.received_bytes += len(target) + arrived.disk_bytes(is_new=heads[rank][2] > 0)
         meter.seconds += time.perf_counter() - started
 
     def await_together(self, work: Work) -> None:

@@ -48,8 +48,8 @@ def image_bytes(
         params = flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
         live += updated + (params if flat.resident and is_lone(flat.mesh) else 0)
         copy += updated + params
-    updated = [flat for flat in flats if flat.updates_from_disk]
-    return ImageBytes(live, copy, rows_bytes(updated, states_per_param, coordinate))
+    below = [flat for flat in flats if flat.updates_from_disk]
+    return ImageBytes(live, copy, rows_bytes(below, states_per_param, coordinate))
 
 
 def rows_bytes(flats: Iterable[FlatSpec], states_per_param: int, coordinate: Mapping[str, int] | None = None) -> int:
