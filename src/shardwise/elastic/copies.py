@@ -216,7 +216,7 @@ class Copies:
 
     def bring(self, step: int, outgoing: Outgoing) -> None:
         """Send this rank's state of `step`, and receive those of others. All ranks call; returns when all copies are
-        complete. Raises `LinkError`, and `StateError` if there is no memory for a copy."""
+        complete. Raises `LinkError`, `StateError` if there is no memory for a copy, and `TierError` if a disk fails."""
         started = time.perf_counter()
         is_new = outgoing.number != self._sent_number
         directory = outgoing.directory

@@ -297,7 +297,7 @@ class Recovery:
             self.world = self._membership.come_back().world
             for layout in layouts:
                 layout.clear()
-            if former.sharding.disk is not None:
+            if former.sharding.disk is not None:  # this rank opens its folder anew
                 former.sharding.disk.close()
             sharded, arrival = arrive(
                 former.model, self._plan, former.optimizers, self.world, former.before_change, former.progress

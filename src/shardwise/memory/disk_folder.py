@@ -116,8 +116,8 @@ def _job_known_to(world: World, known: DiskMemory | None) -> str:
 
 
 def _agree(world: World, work: Callable[[], None], losing: DiskMemory | None = None) -> None:
-    """Do `work` on all ranks; if it fails on any, all raise the `TierError` of the first. A rank `losing` its disk is
-    lost instead."""
+    """Do `work` on all ranks; if it fails on any, all raise the `TierError` of the first; with `losing`, ranks where it
+    fails are lost (`DiskMemory.leave_if_lost`)."""
     why = ""
     try:
         work()
