@@ -56,7 +56,7 @@ def open_disk(
     of_ranks = [json.loads(message) for message in world.exchange(json.dumps(mine).encode(), "disk")]
     disk, losing = known, known if recovers else None
 
-    def open_with_room() -> None:
+    def open_folder() -> None:
         nonlocal disk
         if disk is None or not disk.is_in(named):
             own = world.rank_device if device.type == world.rank_device.device.type else None
@@ -72,13 +72,17 @@ def open_disk(
                 keeps_versions=has_versions,
             )
         disk.has_checksums = plan.disk_checksums
+
+    def make_room() -> None:
+        assert disk is not None
+        if disk is not known and not world.is_newcomer:  # else the others may need what a lost rank has left
+            disk.folder.tidy_after_others()
         disk.folder.check_room(_on_a_host(world, [each["wanted"] for each in of_ranks]))
 
     try:
-        _agree(world, open_with_room, losing)
+        _agree(world, open_folder, losing)
         assert disk is not None
-        is_first = disk is not known and not world.is_newcomer  # else the others may need what a lost rank has left
-        _agree(world, disk.folder.tidy_after_others if is_first else lambda: None, losing)
+        _agree(world, make_room, losing)
         if makes_files:
             _agree(world, partial(disk.prepare, sizes), losing)
     except (TierError, CommError):
