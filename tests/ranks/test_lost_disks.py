@@ -218,8 +218,8 @@ FAILS = [
 def test_a_rank_whose_disk_fails_is_lost(
     name: str, verb: str, left: int, code: int, loop: str, tmp_path: Path, disk: BreakingOfOne
 ) -> None:
-    """What cannot be read is lost with the disk, and is read from the copies on another host."""
-    hosts = "abcc" if verb == "read" else ""
+    """What cannot be read is lost with the disk: not even those of its host try, and copies on another one are read."""
+    hosts = "aabb" if verb == "read" else ""
     void = race(DISKS[name], Breaks(disk, verb, left, code), tmp_path, loop=loop, hosts=hosts, dies_of=TierError)
     assert disk.breaks == verb
     assert set(void) == {0, 2, 3}

@@ -206,6 +206,11 @@ class Copies:
         self.meter = meter
 
     @property
+    def is_kept_elsewhere(self) -> bool:
+        """Whether another host keeps a copy of this rank's state."""
+        return self._keeper is not None
+
+    @property
     def kept_bytes(self) -> int:
         return sum(image.directory.num_bytes for kept in self.kept.values() for image in kept.images)
 

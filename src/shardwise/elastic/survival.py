@@ -18,6 +18,7 @@ from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.image_space import NoSpaceError
 from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Cell, Image, Plot, RowsOnDisk
+from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer, Piece
 
@@ -55,7 +56,7 @@ class Survival:
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
         self._is_lone = is_lone
         self._optimizer = optimizer
-        self.rows = _rows_on_disk(self._flats)
+        self.rows = _rows_on_disk(self._flats, self.give_up)
         """What of it lies on a disk, in the order of `Directory.rows`."""
         self._folder, self._name = folder, name
         self.copies = copies
@@ -126,10 +127,14 @@ class Survival:
     def await_copies(self) -> None:
         """Return once nothing is being copied. With copies on other hosts all ranks call; raises `CommError`."""
         is_sending, self._is_sending = self._is_sending, False
-        if is_sending and self.copies is not None:
-            self.copies.await_together(self._copier)
-        else:
-            self._copier.wait()
+        try:
+            if is_sending and self.copies is not None:
+                self.copies.await_together(self._copier)
+            else:
+                self._copier.wait()
+        except TierError:
+            self.give_up()
+            raise
 
     def end_copies(self) -> None:
         """Return once nothing is being copied, after a fault: what was being sent to other hosts may be lost."""
@@ -144,6 +149,13 @@ class Survival:
             self.image, self._former = self._former, None
         if self.image.shadow_step != step:
             self._copy(step)
+
+    def give_up(self) -> None:
+        """The disk of this rank has failed. Who tried to read what is there would fail too, so where another host has
+        a copy, that is read instead."""
+        if self.copies is not None and self.copies.is_kept_elsewhere:
+            for image in self.images:
+                image.live_step = image.shadow_step = TORN
 
     def close(self, *, removes: bool = True) -> None:
         self._copier.close()
@@ -394,12 +406,12 @@ def _block_of(flat: Flat) -> tuple[str, Tensor, list[tuple[str, str, Tensor]]]:
     return flat.name, whole, _cells_of(flat)
 
 
-def _rows_on_disk(flats: Sequence[Flat]) -> list[DiskRows]:
+def _rows_on_disk(flats: Sequence[Flat], on_failure: Callable[[], None]) -> list[DiskRows]:
     """Those of `flats`. From here on an update leaves what they were before it."""
     found = []
     for flat in flats:
         if flat.rows is not None and flat.disk is not None:
-            flat.disk.outlives_rank = True
+            flat.disk.outlives_rank, flat.disk.on_failure = True, on_failure
             if flat.spec.updates_from_disk:
                 flat.disk.keep_former(flat.rows)
             found.append(flat.rows)

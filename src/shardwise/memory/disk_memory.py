@@ -115,6 +115,8 @@ class DiskMemory:
         """See [Note: two versions] in `disk_rows.py`. Files have names then."""
         self.outlives_rank = False
         """Whether the others go on from the files if this rank is lost; the last of its host removes them then."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called before this rank is lost because its disk has failed."""
         self.has_checksums = False
         """Whether files created from here on have checksums, which are compared when they are read."""
 
@@ -316,6 +318,7 @@ class DiskMemory:
             return
         told = failed.get(me, "")
         if told:
+            self.on_failure()
             raise TierError(f"The disk of rank {me} failed {when}. {told} This rank ends; the others go on without it.")
         rank, told = next(iter(failed.items()))
         raise FaultError(f"The disk of rank {rank} failed {when}. {told}", kind="disk", ranks=tuple(failed))
