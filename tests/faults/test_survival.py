@@ -160,10 +160,13 @@ def test_fewer_ranks_share_the_tokens(preset: str, loop: str, kill: str, tmp_pat
         ("zero2", "engine", "aabb", ["0:5:0"]),
         ("zero2", "engine", "aabb", ["0:5:7"]),
         ("zero3", "plain", "aabb", ["2:5:13"]),
+        ('{"preset": "infinity", "disk": "SCRATCH"}', "engine", "aabb", ["0:3:backward"]),
+        ('{"preset": "infinity", "disk": "SCRATCH"}', "plain", "aabb", ["3:4:copy2"]),
     ],
 )
 def test_hosts_are_lost_with_their_memory(plan: str, loop: str, hosts: str, kills: list[str], tmp_path: Path) -> None:
     """All ranks of a host are killed at once, and its images removed; or one, whose host lives."""
+    plan = plan.replace("SCRATCH", str(tmp_path / "scratch"))
     job = started(tmp_path, plan, loop, 10, kills, retries="0:10", hosts=hosts, least=1)
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=len(kills))
