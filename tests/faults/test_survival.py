@@ -108,6 +108,19 @@ def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: 
     assert not [path for path in scratch.glob("*") if not path.name.endswith(".lock")], "files of lost ranks"
 
 
+@pytest.mark.timeout(360)
+def test_a_disk_fails(tmp_path: Path) -> None:
+    plan = json.dumps({"preset": "infinity", "disk": str(tmp_path / "scratch")})
+    job = started(tmp_path, plan, "engine", 10, ["1:3:disk"], retries="0:10")
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=1)
+    assert "TierError: The disk of rank 1 failed in a step. Writing" in said
+    assert "rank 1 has a disk that is full or fails" in said
+    assert "3 ranks continue after step 3" in said
+    assert "restart" not in said
+    assert not [path for path in (tmp_path / "scratch").glob("*") if not path.name.endswith(".lock")]
+
+
 @sampled
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
