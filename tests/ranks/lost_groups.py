@@ -209,6 +209,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"preset": "zero3", "activations": {"policy": "recompute"}},
     "on the host": {"preset": "zero3-offload"},
     "on a disk": {"preset": "infinity", "disk": "scratch"},
+    "parameters on a disk": {"preset": "infinity", "rows": {"param": {"tier": "disk"}}, "disk": "scratch"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
 }
