@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import random
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from shardwise.errors import TierError
 from shardwise.memory import disk_memory
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import image_bytes
-from shardwise.system.disk import TierFolder
-from shardwise.testing import plant
+from shardwise.system.disk import SystemCalls, TierFolder
+from shardwise.testing import plant, run_ranks
 from tests import inside
 from tests.ranks.lost_groups import Layers, race_of
 from tests.ranks.test_buddies import HOSTS, HostDiesAt
@@ -268,6 +269,49 @@ def test_a_rank_without_room_for_more_is_lost_when_another_is(tmp_path: Path, di
 
 
 # -- what it costs -----------------------------------------------------------------------------------------
+
+
+class Counting(SystemCalls):
+    """Counts the bytes that are read and written."""
+
+    def __init__(self) -> None:
+        self.num_read = self.num_written = 0
+        self._lock = threading.Lock()
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        num_bytes = super().read(handle, into, offset)
+        with self._lock:
+            self.num_read += num_bytes
+        return num_bytes
+
+    def write(self, handle: int, data: memoryview, offset: int) -> int:
+        num_bytes = super().write(handle, data, offset)
+        with self._lock:
+            self.num_written += num_bytes
+        return num_bytes
+
+
+@sampled
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2", "a share"])
+def test_two_versions_take_no_byte_more_to_read_and_write(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for is_elastic in (False, True):
+        calls, models = Counting(), [Net() for _ in range(2)]
+        monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=calls))
+
+        def work(world: World, member: int = 0, models: list[nn.Module] = models) -> None:
+            own, plan = models[world.rank], {**DISKS[name], "disk": str(tmp_path / "scratch")}
+            with sw.shard(own, plan, optimizer=adamw(own), world=world) as engine:
+                assert (engine.memory().image_bytes_on_disk > 0) == (world.membership is not None)
+                for x, y in batches():
+                    engine.train_step(x, y, loss_fn=loss_of)
+
+        run_members(2, work, tmp_path) if is_elastic else run_ranks(2, work)
+        counts.append((calls.num_read, calls.num_written))
+    assert counts[0] == counts[1]
+    assert min(counts[0]) > 0
 
 
 @sampled
