@@ -964,8 +964,9 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Promised and measured bytes of this rank; see `MemoryReport`. The promise is for steps that follow their
         program: the first two or so are recorded, and hold less."""
-        image_bytes, kept_bytes = self._session.bytes_for_survival
-        return replace(memory_of(self._sharded), image_bytes=image_bytes, kept_bytes=kept_bytes)
+        in_images, kept, on_disk = self._session.bytes_for_survival
+        report = memory_of(self._sharded)
+        return replace(report, image_bytes=in_images, kept_bytes=kept, image_bytes_on_disk=on_disk)
 
     @property
     def copies(self) -> dict[str, float]:

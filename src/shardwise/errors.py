@@ -41,9 +41,9 @@ class FaultError(CommError):
     `ended` (a rank left with or without an exception while others needed it), `lost` (a rank disappeared silently),
     `disconnected` (ranks that are alive could not reach each other) or `timeout` (a rank made others wait for longer
     than the world allows). `ranks` are the ranks at fault, as far as known, or those that could not reach each other.
-    `corrupted` (a rank had wrong bits, and has left) is raised only inside of elastic jobs, which recover from it.
-    `unit` and `action` are what was to be done when the fault was found (empty outside a program), `origin` is the rank
-    that found it.
+    `corrupted` (a rank had wrong bits, and has left) and `disk` (so has one whose disk failed) are raised only inside
+    of elastic jobs, which recover from them. `unit` and `action` are what was to be done when the fault was
+    found (empty outside a program), `origin` is the rank that found it.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 survivor.py OUT PLAN LOOP STEPS KILL...     OUT: a folder; PLAN: a preset or JSON; LOOP: engine, plain or train_step;
 KILL: MEMBER:STEP:POINT, where POINT is forward, backward, step, or a number: of the collective that is next then; or
 copyN: of the Nth portion that is sent to another host in that step; or cutN: nobody dies, but the connection to rank N
-breaks
+breaks; or disk: its disk cannot be written to any more
 
 With HOSTS=aabb in the environment members are of these hosts, by number: each has a folder of its own, which goes with
 it, and a kill is that of the whole host. With HOSTS=aabb/rank it is that of the rank alone.
@@ -12,6 +12,7 @@ it, and a kill is that of the whole host. With HOSTS=aabb/rank it is that of the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ from shardwise.comm.watch.journal import FIRST_SIDE_TAG
 from shardwise.elastic import copies
 from shardwise.errors import TurnedAwayError
 from shardwise.parallel.experts import MoE
+from shardwise.system.disk import SystemCalls
 from shardwise.testing import plant
 
 ROWS, WIDTH, OUTPUTS = 12, 16, 8
@@ -150,6 +152,8 @@ class Deaths:
             if at == step and point.startswith("cut"):
                 self._at.remove((at, point))  # the step is repeated
                 self._cut_off(int(point.removeprefix("cut")))
+            if at == step and point == "disk":
+                SystemCalls.write = _fails  # type: ignore[method-assign]
             if at == step and point.isdigit() and self._left < 0:
                 self._left = int(point)
             if at == step and point.startswith("copy"):
@@ -190,6 +194,10 @@ class Deaths:
         if self._hosts is not None:
             self._hosts.kill(self._member)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fails(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def finish_step(

@@ -23,7 +23,7 @@ TENSOR = {"plan": {"0": "column", "2": "row"}}
 PLANS: dict[str, dict[str, Any]] = {
     "pp": {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": TENSOR},
     "ep": {"preset": "zero3", "mesh": {"ep": 2}},
-    "disk": {"preset": "infinity"},
+    "disk": {"preset": "zero3", "activations": "disk"},
     "checkpoint": {"preset": "zero3", "survive": "checkpoint"},
 }
 SAID = "If a rank is lost, this job restarts from its last checkpoint instead."

@@ -96,12 +96,29 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
         ("zero2", "train_step", ["3:0:forward", "0:5:4"]),
         ('{"preset": "hpz", "mesh": {"node": 2, "local": 2}}', "plain", ["1:4:backward", "2:5:forward"]),
         ("ddp", "engine", ["0:2:step", "1:4:2"]),
+        ('{"preset": "infinity", "disk": "SCRATCH"}', "engine", ["0:3:step", "2:6:9"]),
+        ('{"preset": "infinity", "rows": {"param": {"tier": "disk"}}, "disk": "SCRATCH"}', "plain", ["3:3:backward"]),
     ],
 )
 def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: Path) -> None:
-    job = started(tmp_path, plan, loop, 10, kills, retries="0:10")
+    scratch = tmp_path / "scratch"
+    job = started(tmp_path, plan.replace("SCRATCH", str(scratch)), loop, 10, kills, retries="0:10")
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=2)
+    assert not [path for path in scratch.glob("*") if not path.name.endswith(".lock")], "files of lost ranks"
+
+
+@pytest.mark.timeout(360)
+def test_a_disk_fails(tmp_path: Path) -> None:
+    plan = json.dumps({"preset": "infinity", "disk": str(tmp_path / "scratch")})
+    job = started(tmp_path, plan, "engine", 10, ["1:3:disk"], retries="0:10")
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=1)
+    assert "TierError: The disk of rank 1 failed in a step. Writing" in said
+    assert "rank 1 has a disk that is full or fails" in said
+    assert "3 ranks continue after step 3" in said
+    assert "restart" not in said
+    assert not [path for path in (tmp_path / "scratch").glob("*") if not path.name.endswith(".lock")]
 
 
 @sampled
@@ -156,10 +173,13 @@ def test_fewer_ranks_share_the_tokens(preset: str, loop: str, kill: str, tmp_pat
         ("zero2", "engine", "aabb", ["0:5:0"]),
         ("zero2", "engine", "aabb", ["0:5:7"]),
         ("zero3", "plain", "aabb", ["2:5:13"]),
+        ('{"preset": "infinity", "disk": "SCRATCH"}', "engine", "aabb", ["0:3:backward"]),
+        ('{"preset": "infinity", "disk": "SCRATCH"}', "plain", "aabb", ["3:4:copy2"]),
     ],
 )
 def test_hosts_are_lost_with_their_memory(plan: str, loop: str, hosts: str, kills: list[str], tmp_path: Path) -> None:
     """All ranks of a host are killed at once, and its images removed; or one, whose host lives."""
+    plan = plan.replace("SCRATCH", str(tmp_path / "scratch"))
     job = started(tmp_path, plan, loop, 10, kills, retries="0:10", hosts=hosts, least=1)
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=len(kills))

@@ -129,7 +129,11 @@ def test_images_are_explained_if_the_plan_keeps_them(tmp_path: Path, capsys: pyt
     plan = tmp_path / "plan.yaml"
     plan.write_text("preset: zero3\nsurvive: host\n")
     mib = 2**20
-    assert as_json(capsys, str(plan), "--world", "4")["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib}
+    assert as_json(capsys, str(plan), "--world", "4")["image_bytes"] == {
+        "live": 8 * mib,
+        "copy": 12 * mib,
+        "on_disk": 0,
+    }
     shown = " ".join(said(capsys, str(plan), "--world", "4").split())
     assert (
         "image on the host 12.0 MiB a copy of its shards, to restore it; 20.0 MiB with states kept there, and 40.0 MiB "
@@ -145,13 +149,25 @@ def test_copies_on_other_hosts_are_explained_if_the_plan_keeps_them(
     plan.write_text("preset: zero3\nsurvive: buddy\n")
     mib = 2**20
     told = as_json(capsys, str(plan), "--world", "4", "--per-host", "2")
-    assert told["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib}
-    assert told["copy_bytes"] == {"sent": 12 * mib, "sent_once": 0, "kept": 24 * mib}
+    assert told["image_bytes"] == {"live": 8 * mib, "copy": 12 * mib, "on_disk": 0}
+    assert told["copy_bytes"] == {"sent": 12 * mib, "sent_once": 0, "kept": 24 * mib, "kept_on_disk": 0}
     shown = " ".join(said(capsys, str(plan), "--world", "4", "--per-host", "2").split())
     assert "copies for other hosts 24.0 MiB 12.0 MiB sent to another host, during each next step" in shown
     plan.write_text("preset: hsdp\nsurvive: buddy\n")
     told = as_json(capsys, str(plan), "--world", "4", "--per-host", "2")
-    assert told["copy_bytes"] == {"sent": 0, "sent_once": 0, "kept": 0}, "the other host has all of it"
+    assert set(told["copy_bytes"].values()) == {0}, "the other host has all of it"
+
+
+def test_versions_on_a_disk_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("preset: infinity\ndisk: /scratch\nsurvive: buddy\n")
+    told = as_json(capsys, str(plan), "--world", "4", "--per-host", "2")
+    mib = 2**20
+    assert told["image_bytes"] == {"live": 0, "copy": 0, "on_disk": 12 * mib}
+    assert told["copy_bytes"] == {"sent": 12 * mib, "sent_once": 0, "kept": 0, "kept_on_disk": 24 * mib}
+    shown = " ".join(said(capsys, str(plan), "--world", "4", "--per-host", "2").split())
+    assert "image on the disk 12.0 MiB what was there before the last update, to restore it" in shown
+    assert "copies for other hosts, on the disk 24.0 MiB of what they have on theirs" in shown
 
 
 @pytest.mark.parametrize(
@@ -159,7 +175,6 @@ def test_copies_on_other_hosts_are_explained_if_the_plan_keeps_them(
     [
         ("preset: zero1\nmesh: {ep: 2, sp: 2}", "splits models or samples along ep, sp"),
         ("preset: zero1\nmesh: {tp: 4}", "splits models or samples along tp, and the remaining ranks cannot form it"),
-        ("preset: infinity\ndisk: /tmp", "parameters or states are kept on a disk"),
         ("preset: zero3\nsurvive: checkpoint", "the plan says survive: checkpoint"),
     ],
 )
@@ -172,7 +187,7 @@ def test_explain_says_if_a_lost_rank_restarts_the_job(
     assert "An elastic job restarts from its last checkpoint, because " in shown
     assert why in shown
     assert why in as_json(capsys, str(plan), "--world", "4")["restarted_because"]
-    for goes_on in ("zero3", "zero3-offload"):
+    for goes_on in ("zero3", "zero3-offload", "infinity"):
         assert "restarts from its last checkpoint" not in said(capsys, goes_on, "--world", "4")
         assert "restarted_because" not in as_json(capsys, goes_on, "--world", "4")
         assert "if a rank is lost" not in said(capsys, goes_on, "--world", "4")

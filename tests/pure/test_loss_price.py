@@ -54,6 +54,13 @@ def test_memory_takes_its_time() -> None:
     assert one.seconds == pytest.approx(REGROUPED + 2)
 
 
+def test_a_disk_takes_its_time() -> None:
+    one = prices(preset="infinity", disk="/scratch", rates=Rates(disk=8 * MIB))["rank"]
+    assert (one.read_bytes, one.disk_bytes) == (0, 48 * MIB // 3)
+    assert one.seconds == pytest.approx(REGROUPED + 2)
+    assert "; each reads up to 16.0 MiB from a disk; " in str(one)
+
+
 def test_a_replica_group_leaves_together() -> None:
     one = prices(world=6, per_host=6, preset="zero1", mesh={"dp": 3, "tp": 2})["rank"]
     assert (one.num_lost, one.why_restarted) == (2, "")
@@ -80,7 +87,7 @@ def test_a_host(plan: dict[str, Any], per_host: int, num_lost: int, why: str) ->
 
 def test_a_restart_makes_half_the_steps_between_checkpoints_again() -> None:
     rates = Rates(step_seconds=2.0, checkpoint_every=1800)
-    found = prices(2, why="parameters or states are kept on a disk", rates=rates, preset="zero3")
+    found = prices(2, why="there is no optimizer", rates=rates, preset="zero3")
     for one, seconds in ((found["rank"], Job.exit_seconds), (found["launcher"], 0.0)):
         assert (one.num_lost, one.num_steps, one.read_bytes) == (4, 450, 12 * MIB)
         assert one.seconds == seconds + Job.restart_seconds
@@ -113,7 +120,7 @@ def test_explain_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "what a loss costs an elastic job one rank: the others stand for 1.1 s, and 1 step again" in shown
     explained("infinity", "--world", "4", "--set", f"disk={tmp_path}")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "one rank: all ranks restart, because parameters or states are kept on a disk: 5m00s" in shown
+    assert "one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16.0 MiB from a disk;" in shown
     explained("zero3", "--world", "1")
     assert "what a loss costs" not in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--checkpoint-every takes seconds, more than 0, and --time"):

@@ -32,6 +32,7 @@ from shardwise.system.disk import (
     copying,
     folder_of,
     layout,
+    remove_files_beside,
 )
 from shardwise.system.disk.align import down, requests, up
 from shardwise.system.disk.slices import steps, walk
@@ -327,6 +328,35 @@ def test_a_folder_stays_where_it_was_when_the_working_directory_changes(
     folder.close()
     assert not list((tmp_path / "scratch").iterdir())
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_what_a_lost_rank_has_written_is_read_by_another_and_removed(tmp_path: Path, queue: IoQueue) -> None:
+    lost, other = TierFolder(tmp_path, rank=0, job="1"), TierFolder(tmp_path, rank=1, job="1")
+    file = lost.create("rows", 2 * PAGE, queue, is_named=True)
+    lost.create("more", PAGE, queue, is_named=True)
+    lost.create("without a name", PAGE, queue)
+    file.put(0, bytes_of(1, 2 * PAGE))
+    path = file.path
+    lost.close()
+    found = other.open(path, 2 * PAGE, queue)
+    assert torch.equal(found.get(10, 2 * PAGE), bytes_of(1, 2 * PAGE)[10:])
+    remove_files_beside(path)
+    assert [left.name for left in tmp_path.iterdir()] == ["shardwise-rank-1.lock"]
+    with pytest.raises(TierError, match=r"rank-0\.rows cannot be opened: No such file or directory"):
+        other.open(path, 2 * PAGE, queue)
+    other.close()
+
+
+def test_the_next_job_removes_what_the_last_one_kept_for_ranks_that_were_lost(tmp_path: Path, queue: IoQueue) -> None:
+    for rank in (1, 7):
+        folder = TierFolder(tmp_path, rank=rank, job="1")
+        folder.create("rows", PAGE, queue, is_named=True)
+        folder.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    folder = TierFolder(tmp_path, rank=1, job="2")
+    folder.tidy_after_others()
+    folder.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_deleted_under_a_job(tmp_path: Path, queue: IoQueue) -> None:

@@ -208,6 +208,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "micro-batches": {"preset": "zero3", "accumulate": 2},
     "recomputed": {"preset": "zero3", "activations": {"policy": "recompute"}},
     "on the host": {"preset": "zero3-offload"},
+    "on a disk": {"preset": "infinity", "disk": "scratch"},
+    "parameters on a disk": {"preset": "infinity", "rows": {"param": {"tier": "disk"}}, "disk": "scratch"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
 }
@@ -403,6 +405,7 @@ def race_of(
     it took its steps. `num_ranks` is as many as the mesh has, unless the mesh leaves it open; `frozen` are patterns of
     names."""
     torch.manual_seed(3)
+    plan = {**plan, "disk": str(folder / plan["disk"])} if "disk" in plan else plan
     model = task.make()
     for name, param in model.named_parameters():
         param.requires_grad_(not any(fnmatch(name, pattern) for pattern in frozen))

@@ -42,6 +42,16 @@ TIERS: dict[str, dict[str, Any]] = {
     "a share": {"preset": "zero2", "offload": {"optim": 0.5}},
     "hsdp": {**PLANS["hsdp"], "offload": {"optim": 1.0, "param": 0.5}},
 }
+DISKS: dict[str, dict[str, Any]] = {
+    "infinity": {"preset": "infinity"},
+    "params": {"preset": "infinity", "rows": {"param": {"tier": "disk"}}},
+    "zero2": {"preset": "zero2", "rows": {"grad": {"tier": "host"}, "optim": {"tier": "disk"}}},
+    "a share": {"preset": "zero3", "offload": {"optim": 0.5, "optim_disk": 0.5}},
+    "hsdp": {**PLANS["hsdp"], "rows": {"grad": {"tier": "host"}, "optim": {"tier": "disk"}}},
+}
+"""With rows on a disk, for which `race` names a folder."""
+DISK = "disk"
+"""The folder below the test's own."""
 Plant = Callable[["sw.Engine", int], None]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -135,9 +145,11 @@ def race(
     bound: float = 2e-6,
     hosts: Sequence[str] = (),
     alone: Callable[..., tuple[list[float], nn.Module]] = trained_alone,
+    dies_of: type[Exception] | tuple[()] = (),
 ) -> dict[int, int]:
-    """Train on threads, some of which die as `plant` decides. Returns the number of void iterations of each surviving
-    member."""
+    """Train on threads, some of which die as `plant` decides, or because they raise what they may `dies_of`. Returns
+    the number of void iterations of each surviving member."""
+    plan = {**plan, "disk": str(folder / DISK)} if plan in DISKS.values() else plan
     model = Net() if model is None else model
     clip, scheduled = plan.get("clip_grad_norm"), loop == "plain"
     losses, plain = alone(model, make, clip=clip, scheduled=scheduled)
@@ -169,7 +181,13 @@ def race(
         engine.close()
         return result
 
-    results = run_members(NUM_RANKS, work, folder, shares_memory=shares_memory, hosts=hosts)
+    def work_or_die(world: World, member: int) -> tuple[dict[int, float], dict[str, Tensor], int, int]:
+        try:
+            return work(world, member)
+        except dies_of as error:
+            raise Killed from error
+
+    results = run_members(NUM_RANKS, work_or_die, folder, shares_memory=shares_memory, hosts=hosts)
     if isinstance(plant, DiesAt):
         assert results.keys().isdisjoint(plant.deaths), "a rank that was to die has not come that far"
     for found, state, _, size in results.values():
@@ -179,6 +197,10 @@ def race(
         assert len(wrong) <= NUM_RANKS - size, "only the loss that a rank took with it may be missing from a mean"
         assert_same_values(state, plain, bound, num_calls=plan.get("accumulate", 1))
     left = [path for path in folder.rglob("*") if path.is_file()]
+    if hosts:  # what is on a host that has no rank any more stays there
+        gone = set(hosts) - {hosts[member] for member in results}
+        of_gone = {f"shardwise-rank-{member}" for member, host in enumerate(hosts) if host in gone}
+        left = [path for path in left if not {path.parent.name, path.name.partition(".")[0]} & (gone | of_gone)]
     assert not left, "images of a job that has ended"
     return {member: result[2] for member, result in results.items()}
 

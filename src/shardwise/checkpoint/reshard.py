@@ -139,8 +139,8 @@ class Held:
     """By the rank of the layout, the parameter's name, and `param` or the state's key: the elements that it kept."""
     values: States = field(default_factory=dict)
     """States that do not have the parameter's size, as far as they are known here."""
-    rows: dict[str, DiskRows] = field(default_factory=dict)
-    """The rows of parameters whose `tensors` lie on a disk."""
+    rows: dict[tuple[int, str], DiskRows] = field(default_factory=dict)
+    """By the rank of the layout and the parameter's name: the rows, if `tensors` lie on a disk."""
     buffers: dict[str, Flat] = field(default_factory=dict)
     """The flat buffer of each parameter that can be let go when all of it has been moved."""
     parts: tuple[Parts, Parts] | None = None
@@ -172,7 +172,7 @@ class Held:
                 held.tensors[me, slot.name, PARAM] = (flat.param_piece if is_trained else flat.common_piece)(index)
                 held.buffers[slot.name] = flat
                 if flat.rows is not None:
-                    held.rows[slot.name] = flat.rows
+                    held.rows[me, slot.name] = flat.rows
                 for key, row in flat.outer_pieces(index).items() if flat.param_piece(index).numel() else ():
                     held.tensors[me, slot.name, key] = row
         if optimizer is None:
@@ -374,7 +374,8 @@ class TrainingState:
 
     def _own(self, thing: _Thing, former: int, span: Span) -> Tensor:
         """Elements that this rank has of a former one, in memory."""
-        tensor, rows = _slice_of(self._tensors[former, thing.name, thing.kind], span), self._rows.get(thing.name)
+        tensor = _slice_of(self._tensors[former, thing.name, thing.kind], span)
+        rows = self._rows.get((former, thing.name))
         if rows is None or not rows.has(tensor):
             return tensor
         try:

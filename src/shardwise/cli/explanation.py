@@ -140,6 +140,8 @@ class Explanation:
     """Seconds between two checkpoints, if that was given."""
     memory_rate: float | None = None
     """Bytes of memory that the machine was measured to copy in a second."""
+    disk_rate: float | None = None
+    """Bytes that a rank reads from the plan's disk, and writes there again, in a second, if that was measured."""
 
     @property
     def losses(self) -> list[LossPrice]:
@@ -157,7 +159,7 @@ class Explanation:
             survive=self.plan.survive,
             why_restarted=self.why_restarted or (ON_ACCELERATOR if on_device else ""),
             smaller=self.subject.smaller,
-            rates=Rates(step, self.checkpoint_every, self.memory_rate),
+            rates=Rates(step, self.checkpoint_every, self.memory_rate, self.disk_rate),
         )
 
     @property
@@ -166,7 +168,7 @@ class Explanation:
         ranks continue."""
         if self.plan.survive == "checkpoint":
             return "the plan says survive: checkpoint"
-        return why_no_images(self.mesh, self._flats, self.subject.smaller, self.subject.why_no_smaller)
+        return why_no_images(self.mesh, self.subject.smaller, self.subject.why_no_smaller)
 
     @property
     def num_leaving(self) -> int:
@@ -356,7 +358,14 @@ def explain(
     )
     whole = _held(plan, replicated, subject)
     memory = calibration.memory.copy_bytes_per_second if calibration and calibration.memory else None
-    return Explanation(plan, mesh, table, known_from, subject, step, held, whole, tiers, per_host, memory_rate=memory)
+    measured = calibration.disk_at(plan.disk) if calibration and plan.disk else None
+    disk = None
+    if measured is not None:
+        seconds_per_byte = 1 / measured.read_bytes_per_second + 1 / measured.write_bytes_per_second
+        disk = 1 / seconds_per_byte / (per_host or mesh.world_size)
+    return Explanation(
+        plan, mesh, table, known_from, subject, step, held, whole, tiers, per_host, memory_rate=memory, disk_rate=disk
+    )
 
 
 def describe_offload(flats: Sequence[FlatSpec]) -> str:

@@ -321,11 +321,21 @@ def _bytes_grid(explained: Explanation) -> Grid:
         note = f"a copy of its shards, to restore it; {format_bytes(total)} with states kept there, and "
         note += f"{format_bytes(2 * total)} while ranks recover"
         grid.add_row(Text("image on the host", "cyan"), format_bytes(explained.images.copy), "", Text(note, "dim"))
+        if explained.images.on_disk:
+            note = "what was there before the last update, to restore it"
+            grid.add_row(
+                Text("image on the disk", "cyan"), format_bytes(explained.images.on_disk), "", Text(note, "dim")
+            )
     if explained.copies is not None:
         note = f"{format_bytes(explained.copies.sent)} sent to another host, during each next step"
         if explained.copies.sent_once:
             note += f"; {format_bytes(explained.copies.sent_once)} once, for frozen parameters"
         grid.add_row(Text("copies for other hosts", "cyan"), format_bytes(explained.copies.kept), "", Text(note, "dim"))
+        if explained.copies.kept_on_disk:
+            name = Text("copies for other hosts, on the disk", "cyan")
+            grid.add_row(
+                name, format_bytes(explained.copies.kept_on_disk), "", Text("of what they have on theirs", "dim")
+            )
     if explained.held.disk is not None:
         for kind, num_bytes in explained.held.disk.by_kind.items():
             grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))

@@ -281,8 +281,7 @@ def _recovery(
 def _why_restarted(plan: Plan, mesh: Mesh, device: str, smaller: Smaller, why_none: str) -> str:
     if plan.survive == "checkpoint":
         return "the plan says survive: checkpoint"
-    units = example_units(table_for(plan, mesh), mesh, plan)
-    if why := why_no_images(mesh, [flat for unit in units for flat in unit.flats], smaller, why_none):
+    if why := why_no_images(mesh, smaller, why_none):
         return why
     return ON_ACCELERATOR if device == "gpu" else ""
 

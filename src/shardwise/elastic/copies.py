@@ -18,15 +18,20 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from shardwise.comm import Work, World
 from shardwise.comm.transport.side_channel import SideChannel
+from shardwise.comm.work import Pending
 from shardwise.elastic.state_image import TORN, Directory, Image
 from shardwise.errors import StateError
+from shardwise.memory import DiskMemory
 from shardwise.program.buddies import Keepers
+from shardwise.system.disk import DiskFile
 
 Tensor = torch.Tensor
 _PORTION_BYTES = 2**20
@@ -55,6 +60,8 @@ class Outgoing:
     """This rank's images are numbered; one with other cells has another number."""
     directory: Directory
     segments: Sequence[tuple[int, Tensor]]
+    files: Sequence[DiskFile] = ()
+    """What it has on a disk, in the order of `Directory.rows`."""
 
     def portions(self, num_bytes: int) -> Iterator[Tensor]:
         """The first `num_bytes` of the shadow to be, in portions. Gaps between cells may hold anything."""
@@ -75,12 +82,27 @@ class Outgoing:
                 at += 1
             yield portion
 
+    def portions_on_disk(self, *, is_new: bool) -> Iterator[Tensor]:
+        """What changes of its files; if it `is_new`, all. Raises `TierError`."""
+        for rows, file in zip(self.directory.rows, self.files, strict=True):
+            if is_new or not rows.is_still:
+                for first, last in _portions_of(rows.num_bytes):
+                    yield file.get(first, last)
+
+
+def _portions_of(num_bytes: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, num_bytes, _PORTION_BYTES):
+        yield first, min(first + _PORTION_BYTES, num_bytes)
+
 
 class Kept:
-    """The copies that this rank keeps of one other rank's state."""
+    """The copies that this rank keeps of one other rank's state. What that has on a disk is copied to `disk`."""
 
-    def __init__(self, folder: Path | None, name: str) -> None:
+    def __init__(self, folder: Path | None, name: str, disk: DiskMemory | None = None) -> None:
         self._folder, self._name = folder, name
+        self._disk = disk
+        self._files: list[list[DiskFile]] = []
+        self._former_files: list[list[DiskFile]] = []
         self._num_images = 0
         self._former: Image | None = None
         self.image: Image | None = None
@@ -92,63 +114,114 @@ class Kept:
         """The images that may contain a whole state."""
         return [image for image in (self._former, self.image) if image is not None]
 
+    def require_image(self) -> Image:
+        assert self.image is not None
+        return self.image
+
     def renew(self, directory: Directory) -> None:
         """Prepare for an image with other cells. The copy before stays until `complete`."""
         path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
         self._num_images += 1
-        self._former, self.image = self.image, Image.create(path, directory.of_copy())
+        files = [[self._file(rows.num_bytes) for _ in rows.paths] for rows in directory.rows]
+        paths = [[str(file.path) for file in own] for own in files]
+        self._former, self.image = self.image, Image.create(path, directory.of_copy(paths))
+        self._former_files, self._files = self._files, files
 
     def begin(self, num_bytes: int) -> Tensor:
         """Where to write `num_bytes`: over the older of the two copies."""
-        image = self.image
-        assert image is not None
+        image = self.require_image()
         is_first = image.live_step == image.shadow_step == TORN
         self._to_live = not is_first and image.live_step < image.shadow_step
         self._mark(TORN)
         return image.region(is_live=self._to_live)[:num_bytes]
 
+    def places_on_disk(self, *, is_new: bool) -> Iterator[tuple[DiskFile, int, int]]:
+        """Where to write what changes on a disk, in portions: a file, the first byte and the last; if it `is_new`, all
+        of it."""
+        for rows, files in zip(self.require_image().directory.rows, self._files, strict=True):
+            if is_new or not rows.is_still:
+                for first, last in _portions_of(rows.num_bytes):
+                    yield files[self._number(files)], first, last
+
     def arrived(self, step: int) -> None:
+        if self._files:
+            numbers = [self._number(files) for files in self._files]
+            self.require_image().files(is_live=self._to_live).copy_(torch.tensor(numbers, dtype=torch.uint8))
         self._mark(step)
+
+    def _number(self, files: Sequence[DiskFile]) -> int:
+        """Which file belongs to the region that is being filled: see [Note: rows of an image]."""
+        return 0 if self._to_live else len(files) - 1
+
+    def _file(self, num_bytes: int) -> DiskFile:
+        assert self._disk is not None
+        return self._disk.file("copy", num_bytes, is_named=True)
 
     def complete(self) -> None:
         """All ranks have their copies, so none will return to the copy before."""
         former, self._former = self._former, None
         if former is not None:
             former.remove()
+            _close(self._former_files)
+            self._former_files = []
 
     def remove(self) -> None:
         for image in self.images:
             image.remove()
+        _close(self._former_files + self._files)
 
     def _mark(self, step: int) -> None:
-        assert self.image is not None
+        image = self.require_image()
         if self._to_live:
-            self.image.live_step = step
+            image.live_step = step
         else:
-            self.image.shadow_step = step
+            image.shadow_step = step
+
+
+def _close(files: Sequence[Sequence[DiskFile]]) -> None:
+    for file in (file for own in files for file in own):
+        file.remove()
+        file.close()
 
 
 class Copies:
     """What one rank sends to its keeper, and keeps for other ranks, under one layout. `bring` is for one thread."""
 
     def __init__(
-        self, world: World, keepers: Keepers, folder: Path | None, names: Sequence[str], meter: CopyMeter
+        self,
+        world: World,
+        keepers: Keepers,
+        folder: Path | None,
+        names: Sequence[str],
+        meter: CopyMeter,
+        disk: DiskMemory | None = None,
     ) -> None:
-        """`names` are the file names, by rank; without a `folder`, copies are in this process's own memory."""
+        """`names` are the file names, by rank; without a `folder`, copies are in this process's own memory. What ranks
+        have on disks is copied to `disk`."""
         self._channel = SideChannel(world.transport, world.everybody, world.journal)
         self._keeper = keepers[world.rank]
-        self.kept = {rank: Kept(folder, names[rank]) for rank, one in enumerate(keepers) if one == world.rank}
+        self.kept = {rank: Kept(folder, names[rank], disk) for rank, one in enumerate(keepers) if one == world.rank}
         self._sent_number = -1
         """Number of the image whose cells the keeper knows."""
         self.meter = meter
 
     @property
+    def is_kept_elsewhere(self) -> bool:
+        """Whether another host keeps a copy of this rank's state."""
+        return self._keeper is not None
+
+    @property
     def kept_bytes(self) -> int:
         return sum(image.directory.num_bytes for kept in self.kept.values() for image in kept.images)
 
+    @property
+    def kept_bytes_on_disk(self) -> int:
+        rows = (one for kept in self.kept.values() for image in kept.images for one in image.directory.rows)
+        return sum(one.num_bytes * len(one.paths) for one in rows)
+
     def bring(self, step: int, outgoing: Outgoing) -> None:
         """Send this rank's state of `step`, and receive those of others. All ranks call; returns when all copies are
-        complete. Raises `LinkError`, and `StateError` if there is no memory for a copy."""
+        complete. Raises `LinkError`, `StateError` if there is no memory for a copy, and `TierError` if a disk fails."""
         started = time.perf_counter()
         is_new = outgoing.number != self._sent_number
         directory = outgoing.directory
@@ -158,9 +231,13 @@ class Copies:
         for rank, table in self._swap_texts(text, {rank: head[2] for rank, head in heads.items()}).items():
             self._renew(rank, Directory.read(table))
         targets = {rank: self.kept[rank].begin(head[1]) for rank, head in heads.items()}
-        under_way = [self._receiving(rank, target) for rank, target in targets.items()]
+        under_way: list[Iterator[Work]] = [
+            chain(self._receiving(rank, target), self._receiving_files(rank, is_new=heads[rank][2] > 0))
+            for rank, target in targets.items()
+        ]
         if self._keeper is not None:
-            under_way.append(self._sending(self._keeper, outgoing.portions(num_bytes)))
+            portions = chain(outgoing.portions(num_bytes), outgoing.portions_on_disk(is_new=is_new))
+            under_way.append(self._sending(self._keeper, portions))
         _carry_out(under_way)
         for rank, head in heads.items():
             self.kept[rank].arrived(head[0])
@@ -170,8 +247,11 @@ class Copies:
             kept.complete()
         meter = self.meter
         meter.num_copies += 1
-        meter.sent_bytes += num_bytes if self._keeper is not None else 0
-        meter.received_bytes += sum(map(len, targets.values()))
+        if self._keeper is not None:
+            meter.sent_bytes += num_bytes + directory.disk_bytes(is_new=is_new)
+        for rank, target in targets.items():
+            arrived = self.kept[rank].require_image().directory
+            meter.received_bytes += len(target) + arrived.disk_bytes(is_new=heads[rank][2] > 0)
         meter.seconds += time.perf_counter() - started
 
     def await_together(self, work: Work) -> None:
@@ -217,6 +297,11 @@ class Copies:
     def _receiving(self, rank: int, target: Tensor) -> Iterator[Work]:
         starts = range(0, len(target), _PORTION_BYTES)
         return (self._channel.receive(target[start : start + _PORTION_BYTES], rank) for start in starts)
+
+    def _receiving_files(self, rank: int, *, is_new: bool) -> Iterator[Work]:
+        for file, first, last in self.kept[rank].places_on_disk(is_new=is_new):
+            portion = torch.empty(last - first, dtype=torch.uint8)
+            yield Pending([self._channel.receive(portion, rank)], partial(file.put, first, portion))
 
 
 def _carry_out(streams: Sequence[Iterator[Work]]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.comm import World
-from shardwise.errors import StateError
+from shardwise.errors import StateError, TierError
 from shardwise.system.units import format_bytes
 
 _NUMBER = re.compile(r"-(\d+)\.image$")
@@ -45,7 +45,7 @@ def why_no_space(make: Callable[[], object]) -> str:
     """Why there is no space for the images that `make()` makes; empty if there is."""
     try:
         make()
-    except NoSpaceError as error:
+    except (NoSpaceError, TierError) as error:
         return str(error)
     return ""
 

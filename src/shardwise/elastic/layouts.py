@@ -20,19 +20,20 @@ import torch
 
 from shardwise.checkpoint import Held
 from shardwise.checkpoint.content import kept_span
-from shardwise.checkpoint.json_codec import decode
+from shardwise.checkpoint.json_codec import decode, dtype_of
 from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.regroup_reports import IMAGES, Report
-from shardwise.elastic.state_image import BLOCK, PARAM, TORN, Image
+from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Image
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
-from shardwise.memory import Flat
+from shardwise.memory import DiskMemory, DiskRows, Flat
 from shardwise.plan.placement import Slot
 from shardwise.plan.replica_groups import is_lone
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import Keepers, keepers, kept_axes
 from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.system.disk import remove_files_beside
 
 Tensor = torch.Tensor
 _COPY = "copy-"
@@ -86,6 +87,8 @@ class Layout:
     """This rank's own images, and its copies of others; `None` on a rank that joined later."""
     flats: list[Flat] = field(default_factory=list)
     """The flat buffers, until the model is taken down."""
+    disk: DiskMemory | None = None
+    """Through which rows on a disk are read."""
     still: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that every rank has whole and that never change, by parameter."""
 
@@ -95,14 +98,14 @@ class Layout:
         flats, world = sharded.parts.flats, sharded.world
         specs = [(flat.spec, flat.slots) for flat in flats]
         lone = is_lone(sharded.mesh)
-        own = folder if lone or any(kept_axes(spec) for spec, _ in specs) else None
+        own = folder if lone or sharded.disk is not None or any(kept_axes(spec) for spec, _ in specs) else None
         kept_by: Keepers = ()
         if sharded.plan.survive != "host":
             kept_by = keepers([spec for spec, _ in specs], world.hosts)
         copies = None
         if any(keeper is not None for keeper in kept_by):
             names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
-            copies = Copies(world, kept_by, own, names, meter)
+            copies = Copies(world, kept_by, own, names, meter, sharded.disk)
         survival = Survival(flats, sharded.parts.optimizer, own, _file_name(label, world.rank), copies, is_lone=lone)
         still = {
             slot.name: flat.param_piece(index)
@@ -111,7 +114,8 @@ class Layout:
             for index, slot in enumerate(flat.slots)
         }
         ranks = tuple(range(world.size))
-        return cls(label, world.size, specs, ranks, own, kept_by, world.hosts, survival, flats, still)
+        disk = sharded.disk
+        return cls(label, world.size, specs, ranks, own, kept_by, world.hosts, survival, flats, disk, still)
 
     def regrouped(self, origins: Sequence[int | None]) -> Layout:
         """The same layout for the ranks of another world."""
@@ -152,17 +156,18 @@ class Layout:
             return False
         return bool(self.flats)
 
-    def remove(self) -> None:
-        """Delete its images and copies: no rank will return to it."""
+    def remove(self, *, is_last: bool = True) -> None:
+        """Delete its images and copies: no rank will return to it. If it `is_last`, nor to any other that lost ranks
+        were in, and nothing that they have on a disk stays."""
         if self.survival is not None:
             self.survival.close()
         for rank in self.gone:
             for path in self._files_of(rank):
-                path.unlink(missing_ok=True)
+                _remove(path, all_of_rank=is_last and not path.name.startswith(_COPY))
         lost = [rank for rank, keeper in enumerate(self.keepers) if keeper in self.gone]
         for rank in lost:  # copies that a lost rank of this host kept
             for path in self._files_of(rank, [_COPY]):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def clear(self) -> None:
         """Delete all images of this host, of any rank: no rank will return to it."""
@@ -170,7 +175,7 @@ class Layout:
             self.survival.close()
         for rank in range(self.size):
             for path in self._files_of(rank):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def leave(self, world: World) -> None:
         """This rank has come to the end. The last one of its host deletes all images; until then others may need them,
@@ -182,8 +187,9 @@ class Layout:
         self._mark_of(world.rank).touch()
         if all(self._mark_of(rank).exists() for rank in world.ranks_of_host):
             for rank in range(self.size):
-                for path in (*self._files_of(rank), self._mark_of(rank)):
-                    path.unlink(missing_ok=True)
+                for path in self._files_of(rank):
+                    _remove(path)
+                self._mark_of(rank).unlink(missing_ok=True)
 
     def _mark_of(self, rank: int) -> Path:
         """A file that is there when a rank has left."""
@@ -320,11 +326,22 @@ class Layout:
         stands_for = self.stands_for(readers)
         held = Held(list(self.specs), tuple(map(tuple, stands_for)))
         for rank in stands_for[me]:
-            own = self.survival.images if rank == self.ranks[me] and self.survival is not None else images[rank]
-            _read(held, rank, next(image for image in own if image.shadow_step == step))
+            is_own = rank == self.ranks[me] and self.survival is not None
+            every = self.survival.images if is_own and self.survival is not None else images[rank]
+            image = next(image for image in every if image.shadow_step == step)
+            _read(held, rank, image, self._rows_of(image, is_own=is_own))
             for name, tensor in self.still.items():
                 held.tensors[rank, name, PARAM] = tensor
         return held
+
+    def _rows_of(self, image: Image, *, is_own: bool) -> list[DiskRows]:
+        """What an image has on a disk. Raises `TierError` if the files of another rank cannot be opened."""
+        if is_own and self.survival is not None:
+            return self.survival.rows
+        disk, every = self.disk, image.directory.rows
+        if disk is None:
+            return []
+        return [disk.rows_of_other(rows.name, [Path(path) for path in rows.paths], rows.num_bytes) for rows in every]
 
 
 def choose(
@@ -365,9 +382,14 @@ def _all_sources(layouts: Sequence[Layout], world: World) -> list[dict[int, dict
     ]
 
 
-def _read(held: Held, rank: int, image: Image) -> None:
+def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None:
+    files = image.files(is_live=False).tolist() if rows else []
     for cell in image.directory.cells:
-        tensor = image.shadow(cell)
+        if cell.rows is None:
+            tensor = image.shadow(cell)
+        else:
+            tensor = rows[cell.rows].part(files[cell.rows], cell.offset, cell.shape, dtype_of(cell.dtype))
+            held.rows[rank, cell.name] = rows[cell.rows]
         if cell.kind == NUMBERS:
             numbers: dict[str, dict[str, Any]] = json.loads(bytes(tensor.numpy().tobytes()).rstrip(b"\0"))
             for name, values in numbers.items():
@@ -376,8 +398,19 @@ def _read(held: Held, rank: int, image: Image) -> None:
             held.tensors[rank, cell.name, cell.kind] = tensor.reshape(-1)
             if not cell.is_still:
                 held.trained.add(cell.name)
-        elif cell.kind != BLOCK:
+        elif cell.kind not in (BLOCK, AT):
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
+
+
+def _remove(path: Path, *, all_of_rank: bool = False) -> None:
+    """Delete an image and its files on a disk; with `all_of_rank`, all that the rank that made them has there."""
+    with contextlib.suppress(StateError, FileNotFoundError):  # it is not complete, or another rank has deleted it
+        for file in (Path(one) for rows in Image.open(path).directory.rows for one in rows.paths):
+            if all_of_rank:
+                remove_files_beside(file)
+            else:
+                file.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
 
 def _file_name(label: int, rank: int) -> str:

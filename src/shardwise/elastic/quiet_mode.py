@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
+from shardwise.errors import CommError
 from shardwise.parallel.experts.totals import totals_of_this_rank
 from shardwise.sharded.sharded_model import ShardedModel
 
@@ -45,7 +46,10 @@ class QuietMode:
         self.is_on = False
         grads = torch.is_grad_enabled()
         if fault is None:
-            self._inside.close()
+            with suppress(
+                CommError
+            ):  # where parameters are streamed, it ends together; what comes next meets the fault
+                self._inside.close()
         else:
             self._inside.__exit__(type(fault), fault, None)
         torch.set_grad_enabled(grads)

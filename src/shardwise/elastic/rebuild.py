@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoint import Held, Parts, TrainingState
 from shardwise.comm import World
 from shardwise.errors import ConfigError, StateError
-from shardwise.memory import Unit, choose_units, give_back_shapes, make_unit, unit_specs
+from shardwise.memory import DiskMemory, Unit, choose_units, give_back_shapes, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
@@ -34,6 +34,8 @@ def take_down(sharded: ShardedModel) -> None:
     """Return model and optimizers to their plain form, wherever a fault interrupted their step."""
     if sharded.is_taken_down:
         return
+    if sharded.disk is not None:
+        sharded.disk.abandon()  # while what it reads into is still there
     if sharded.parts.optimizer is not None:
         sharded.parts.optimizer.updates.withdraw_gradients()
     sharded.take_down()
@@ -149,11 +151,22 @@ def _moved(former: Former, designed: Design, held: Held, world: World, undoing: 
     if designed.split is not None:
         undoing.callback(designed.split.undo)
     fitted = (former.sharding.fitted, former.sharding.budget)
-    renewed = move(former, designed, belongings, world, fitted=fitted)
+    disk = _disk_for(former, designed, world)
+    if disk is not None and disk is not former.sharding.disk:
+        undoing.callback(disk.close)
+    renewed = move(former, designed, belongings, world, fitted=fitted, disk=disk)
     undoing.callback(take_down, renewed)
+    if disk is not None:
+        disk.agree(world, belongings.fault, "change of plan", loses_rank=True)
     renewed.parts.runner.step.restore_params()
     undoing.pop_all()
     return renewed
+
+
+def _disk_for(former: Former, designed: Design, world: World) -> DiskMemory | None:
+    """For rows on a disk in the new layout, beside those of the former one."""
+    sharding = former.sharding
+    return designed.open_disk(world, former.model, sharding.device, sharding.updates, sharding.disk, recovers=True)
 
 
 def _parts_before_and_after(former: Former, plan: Plan, held: Held, mesh: Mesh) -> tuple[Parts, Parts]:

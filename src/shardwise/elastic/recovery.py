@@ -297,6 +297,8 @@ class Recovery:
             self.world = self._membership.come_back().world
             for layout in layouts:
                 layout.clear()
+            if former.sharding.disk is not None:  # this rank opens its folder anew
+                former.sharding.disk.close()
             sharded, arrival = arrive(
                 former.model, self._plan, former.optimizers, self.world, former.before_change, former.progress
             )
@@ -434,7 +436,7 @@ class Recovery:
     def _lay_out(self, layout: Layout, held: Held, version: int) -> None:
         """Shard the model for the new world, with images. Until all have done so, `layout` is kept to return to."""
         if self._layout is not layout:
-            self._layout.remove()  # of an attempt that not all ranks completed
+            self._layout.remove(is_last=False)  # of an attempt that not all ranks completed
         self._former, layout.flats = layout, []
         former = self._former_model = self._model_of(layout)
         take_down(self._sharded)
@@ -451,8 +453,7 @@ class Recovery:
         self._host.take_over(self.world, sharded)
         self.loop_state.follow(sharded)
         self._share_change_wishes("recovered")
-        self._former.remove()
-        self._former = None
+        self._let_former_go()
         self.quiet.enter(self._sharded)
 
     def renew(self, sharded: ShardedModel) -> None:
@@ -468,7 +469,14 @@ class Recovery:
         self._complete_label = self._num_layouts
         self._tell_of_groups()
         self.world.exchange(b"", "images")
+        self._let_former_go()
+
+    def _let_former_go(self) -> None:
+        """All ranks have the present layout."""
+        assert self._former is not None
         self._former.remove()
+        if self._former.disk is not None:
+            self._former.disk.close_previous()
         self._former = None
 
     def _model_of(self, layout: Layout) -> Former:

@@ -598,9 +598,9 @@ class ElasticSession(Session):
     # -- what it costs, and the end -------------------------------------------------------------------------
 
     @property
-    def bytes_for_survival(self) -> tuple[int, int]:
+    def bytes_for_survival(self) -> tuple[int, int, int]:
         survival = self.recovery.survival
-        return survival.image_bytes, survival.kept_bytes
+        return survival.image_bytes, survival.kept_bytes, survival.disk_bytes
 
     @property
     def cost_of_copies(self) -> dict[str, float]:

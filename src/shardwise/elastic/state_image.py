@@ -13,6 +13,11 @@ live region as torn until the step is complete on this rank. So one of the two i
 changes, and are filled in turn: while the state of one step arrives in one region, the other has the step before. So
 sender and connection may fail at any time. What never changes is sent once, into the shadow.
 
+[Note: rows of an image] What lies on a disk stays there: a cell of it has its place in the files of a flat buffer, of
+which there are two (see [Note: two versions] in `memory/disk_rows.py`). A small cell says in which of them the state
+is. It is in the live region and in the shadow, like what it points to. A flat buffer that never changes has one file.
+In a copy on another host, what comes into the live region comes into the first file, and else into the second.
+
 A mark is two numbers, the second the complement of the first. If they do not match, because the rank was killed between
 the two writes, the region counts as torn.
 """
@@ -37,6 +42,8 @@ Tensor = torch.Tensor
 PARAM = "param"
 BLOCK = "#block"
 """The kind of a cell that contains other cells."""
+AT = "#at"
+"""The name and kind of the cell that says, for each flat buffer on a disk, which of its files has the state."""
 TORN = -1
 _ALIGNED = 64
 _LIVE, _SHADOW, _DIRECTORY, _LIVE_AT, _SHADOW_AT, _NUM_BYTES = 0, 2, 4, 5, 6, 7
@@ -59,6 +66,23 @@ class Cell:
     """Whether it has a value per element of the parameter, rather than one for all."""
     is_still: bool = False
     """Whether it never changes, and is written to the shadow once."""
+    rows: int | None = None
+    """If it lies on a disk: the number of its flat buffer in `Directory.rows`; `offset` is its place in the file."""
+
+
+@dataclass(frozen=True)
+class RowsOnDisk:
+    """The files of one flat buffer on a disk: two, or one if it never changes."""
+
+    name: str
+    paths: tuple[str, ...]
+    num_bytes: int
+    """Of each."""
+
+    @property
+    def is_still(self) -> bool:
+        """Whether it never changes."""
+        return len(self.paths) == 1
 
 
 @dataclass(frozen=True)
@@ -69,12 +93,15 @@ class Directory:
     live_bytes: int
     changing_bytes: int
     shadow_bytes: int
+    rows: tuple[RowsOnDisk, ...] = ()
+    """What lies on a disk: see [Note: rows of an image]."""
 
     @classmethod
     def read(cls, text: bytes) -> Directory:
         fields = json.loads(text)
         cells = tuple(Cell(**{**cell, "shape": tuple(cell["shape"])}) for cell in fields.pop("cells"))
-        return cls(cells, **fields)
+        rows = tuple(RowsOnDisk(one["name"], tuple(one["paths"]), one["num_bytes"]) for one in fields.pop("rows"))
+        return cls(cells, rows=rows, **fields)
 
     def text(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -84,15 +111,21 @@ class Directory:
         """Whether the live region has everything that changes."""
         return all(cell.is_live or cell.is_still for cell in self.cells)
 
-    def of_copy(self) -> Directory:
+    def of_copy(self, paths: Sequence[Sequence[str]] = ()) -> Directory:
         """The directory of a copy on another host, whose regions both have everything that changes: see [Note:
-        copies]."""
+        copies]. `paths` are those of the files there."""
         cells = tuple(replace(cell, is_live=not cell.is_still) for cell in self.cells)
-        return replace(self, cells=cells, live_bytes=self.changing_bytes)
+        rows = tuple(replace(one, paths=tuple(own)) for one, own in zip(self.rows, paths, strict=True))
+        return replace(self, cells=cells, live_bytes=self.changing_bytes, rows=rows)
 
     @property
     def num_bytes(self) -> int:
+        """Of memory."""
         return self.live_bytes + self.shadow_bytes
+
+    def disk_bytes(self, *, is_new: bool) -> int:
+        """Of its state on a disk; unless it `is_new`, without what never changes."""
+        return sum(rows.num_bytes for rows in self.rows if is_new or not rows.is_still)
 
 
 class Plot:
@@ -103,6 +136,8 @@ class Plot:
         self._other: list[Cell] = []
         self._still: list[Cell] = []
         self._ends = [0, 0, 0]
+        self._in_rows: list[Cell] = []
+        self._rows: list[RowsOnDisk] = []
 
     def add(self, name: str, kind: str, tensor: Tensor, *, is_live: bool, is_piece: bool = True) -> None:
         self._put(name, kind, tensor, self._room(tensor.nbytes, is_live=is_live), is_live=is_live, is_piece=is_piece)
@@ -126,12 +161,23 @@ class Plot:
         cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), start, tensor.nbytes, False, True, True)
         self._still.append(cell)
 
+    def add_rows(self, rows: RowsOnDisk) -> int:
+        """Add a flat buffer on a disk, and return its number."""
+        self._rows.append(rows)
+        return len(self._rows) - 1
+
+    def add_in_rows(self, name: str, kind: str, tensor: Tensor, rows: int, place: int) -> None:
+        """Add a tensor that lies at byte `place` of the files of `rows`."""
+        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), place, tensor.nbytes, is_live=True)
+        self._in_rows.append(replace(cell, is_still=self._rows[rows].is_still, rows=rows))
+
     def directory(self) -> Directory:
         live_bytes, rest, still = self._ends
         changing = live_bytes + rest
         others = [replace(cell, offset=cell.offset + live_bytes) for cell in self._other]
         last = [replace(cell, offset=cell.offset + changing) for cell in self._still]
-        return Directory((*self._live, *others, *last), live_bytes, changing, changing + still)
+        cells = (*self._live, *others, *last, *self._in_rows)
+        return Directory(cells, live_bytes, changing, changing + still, tuple(self._rows))
 
     def _room(self, num_bytes: int, *, is_live: bool) -> int:
         region = 0 if is_live else 1
@@ -225,6 +271,11 @@ class Image:
         if is_live:
             start, size = self._live_at, self.directory.live_bytes
         return self._bytes[start : start + size]
+
+    def files(self, *, is_live: bool) -> Tensor:
+        """For each flat buffer on a disk, which of its files has what the region has of it: uint8, to be written."""
+        cell = next(cell for cell in self.directory.cells if cell.kind == AT)
+        return self.live(cell) if is_live else self.shadow(cell)
 
     def copy_live(self) -> None:
         """Copy all live cells to the shadow, at once and without the GIL."""

@@ -11,7 +11,7 @@ from shardwise.fit.loss_price import loss_prices
 from shardwise.optim import Cooperative
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import copy_bytes, kept_axes
-from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images
+from shardwise.program.image_bytes import ON_ACCELERATOR, image_bytes, why_no_images
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.units import format_bytes, format_seconds
 
@@ -25,6 +25,16 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
 
     Raises `ConfigError` if the plan asks for survival and this job cannot have it.
     """
+    goes_on = False
+    try:
+        goes_on = _goes_on(sharded, membership)
+    finally:
+        if not goes_on and sharded.disk is not None:
+            sharded.disk.keep_no_versions()
+    return goes_on
+
+
+def _goes_on(sharded: ShardedModel, membership: Membership | None) -> bool:
     wish = sharded.plan.survive
     if sharded.plan.bad_batch == "skip" and (membership is None or wish == "checkpoint" or not membership.folder):
         raise ConfigError(
@@ -62,6 +72,13 @@ def _log_survival(sharded: ShardedModel, why: str) -> None:
     if why:
         _log.warning("%s: %s %s", why[0].upper() + why[1:], _RESTART, _cost_of_restart(sharded, why))
         return
+    second = image_bytes(_specs(sharded), _num_states(sharded)).on_disk
+    if second:
+        _log.info(
+            "If a rank is lost, the others go on from what it has on its host's disk. So there are two versions of "
+            "that, one from before each update: %s more per rank.",
+            format_bytes(second),
+        )
     costs = copy_bytes(_specs(sharded), _num_states(sharded), sharded.world.hosts)
     if not costs.sent:
         return
@@ -72,11 +89,13 @@ def _log_survival(sharded: ShardedModel, why: str) -> None:
             _RESTART,
         )
         return
+    on_disk = f" and {format_bytes(costs.kept_on_disk)} on its disk" if costs.kept_on_disk else ""
     _log.info(
         "State that only one rank holds is copied to another host during the next step: about %s per rank and step, "
-        "and %s of host memory per rank for copies of others.",
+        "and %s of host memory%s per rank for copies of others.",
         format_bytes(costs.sent),
         format_bytes(costs.kept),
+        on_disk,
     )
 
 
@@ -103,15 +122,14 @@ def _num_states(sharded: ShardedModel) -> int:
 
 def _why_not(sharded: ShardedModel, membership: Membership) -> str:
     """Why the others could not continue; empty if they can."""
-    specs = _specs(sharded)
     smaller = sharded.parts.sharding.smaller
-    if why := why_no_images(sharded.mesh, specs, smaller.meshes, smaller.why_none):
+    if why := why_no_images(sharded.mesh, smaller.meshes, smaller.why_none):
         return why
-    shards = any(kept_axes(spec) for spec in specs)
+    shards = any(kept_axes(spec) for spec in _specs(sharded))
     if sharded.parts.sharding.device.type != "cpu":
         return ON_ACCELERATOR
-    if sharded.disk is not None:
-        return "parameters or states are kept on a disk"
+    if sharded.plan.has_activations_on_disk:
+        return "activations are kept on a disk"
     several = len(set(sharded.world.hosts)) > 1
     if shards and membership.folder is None and (not several or sharded.plan.survive == "host"):
         return "there is no memory that outlives a rank (/dev/shm)"

@@ -17,8 +17,9 @@ from shardwise.checkpoint import encode
 from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.image_space import NoSpaceError
-from shardwise.elastic.state_image import BLOCK, PARAM, TORN, Cell, Image, Plot
-from shardwise.memory import Flat
+from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Cell, Image, Plot, RowsOnDisk
+from shardwise.errors import TierError
+from shardwise.memory import DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer, Piece
 
 Tensor = torch.Tensor
@@ -55,6 +56,8 @@ class Survival:
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
         self._is_lone = is_lone
         self._optimizer = optimizer
+        self.rows = _rows_on_disk(self._flats, self.give_up)
+        """What of it lies on a disk, in the order of `Directory.rows`."""
         self._folder, self._name = folder, name
         self.copies = copies
         self._num_images = 0
@@ -78,6 +81,7 @@ class Survival:
     def begin(self, step: int) -> None:
         """The state of `step` is complete: copy it now. With copies on other hosts all ranks call, and return when
         those are complete; raises `CommError`."""
+        self._write_files(self.image)
         self.image.live_step = step
         self._copy(step)
         if self.copies is not None:
@@ -97,6 +101,7 @@ class Survival:
             self._former, self._outside_live, self._shadows = self.image, [], []
             self.image = self._make()
         self._write_numbers()
+        self._write_files(self.image)
         self.image.live_step = step
 
     @property
@@ -109,6 +114,12 @@ class Survival:
         """Memory of the copies that this rank keeps for ranks of other hosts."""
         return self.copies.kept_bytes if self.copies is not None else 0
 
+    @property
+    def disk_bytes(self) -> int:
+        """What both take on the disk: the second version of each file, and copies of others."""
+        former = sum(rows.num_bytes for rows in self.rows if len(rows.files) > 1)
+        return former + (self.copies.kept_bytes_on_disk if self.copies is not None else 0)
+
     def follow(self, step: int) -> None:
         """The update is done on all ranks: start copying it, to run during the next step."""
         self._start(partial(self._follow, step, self._outgoing() if self.copies is not None else None))
@@ -116,10 +127,14 @@ class Survival:
     def await_copies(self) -> None:
         """Return once nothing is being copied. With copies on other hosts all ranks call; raises `CommError`."""
         is_sending, self._is_sending = self._is_sending, False
-        if is_sending and self.copies is not None:
-            self.copies.await_together(self._copier)
-        else:
-            self._copier.wait()
+        try:
+            if is_sending and self.copies is not None:
+                self.copies.await_together(self._copier)
+            else:
+                self._copier.wait()
+        except TierError:
+            self.give_up()
+            raise
 
     def end_copies(self) -> None:
         """Return once nothing is being copied, after a fault: what was being sent to other hosts may be lost."""
@@ -135,12 +150,21 @@ class Survival:
         if self.image.shadow_step != step:
             self._copy(step)
 
+    def give_up(self) -> None:
+        """The disk of this rank has failed. Who tried to read what is there would fail too, so where another host has
+        a copy, that is read instead."""
+        if self.copies is not None and self.copies.is_kept_elsewhere:
+            for image in self.images:
+                image.live_step = image.shadow_step = TORN
+
     def close(self, *, removes: bool = True) -> None:
         self._copier.close()
         if not removes:
             return
         for image in self.images:
             image.remove()
+        for rows in self.rows:
+            rows.remove()
         if self.copies is not None:
             self.copies.remove()
 
@@ -149,8 +173,15 @@ class Survival:
     def _make(self) -> Image:
         """A new image of the whole state; the optimizer updates its live cells from now on."""
         plot = Plot()
+        if self.rows:
+            plot.add(AT, AT, torch.zeros(len(self.rows), dtype=torch.uint8), is_live=True, is_piece=False)
+        for rows in self.rows:
+            plot.add_rows(RowsOnDisk(rows.name, tuple(str(file.path) for file in rows.files), rows.num_bytes))
         for flat in self._flats:
-            if flat.spec.trainable:
+            if flat.rows is not None:
+                for name, kind, tensor in _cells_of(flat):
+                    plot.add_in_rows(name, kind, tensor, self.rows.index(flat.rows), flat.rows.place(tensor))
+            elif flat.spec.trainable:
                 plot.add_block(*_block_of(flat), is_live=self._is_movable(flat))
                 for cell in _common_cells_of(flat):
                     plot.add(*cell, is_live=False)
@@ -159,6 +190,9 @@ class Survival:
                     plot.add_still(*cell)
         states = list(self._states())
         for piece, key, value in states:
+            if (own := piece.flat.on_disk(value)) is not None:
+                plot.add_in_rows(piece.name, key, value, self.rows.index(own), own.place(value))
+                continue
             is_piece = value.shape == piece.tensor.shape and piece.span.numel > 0
             plot.add(piece.name, key, value, is_live=True, is_piece=is_piece)
         numbers = self._numbers_now()
@@ -180,6 +214,8 @@ class Survival:
     def _move_in(self, image: Image, states: Sequence[tuple[Piece, str, Tensor]]) -> None:
         cells = {(cell.name, cell.kind): cell for cell in image.directory.cells}
         for flat in self._flats:
+            if flat.rows is not None:
+                continue
             outside = _common_cells_of(flat)
             if self._is_movable(flat):
                 self._move_flat(flat, image, cells)
@@ -193,12 +229,15 @@ class Survival:
                     self._outside_live.append((tensor, cell))
                     self._shadows.append(shadow)
         for piece, key, value in states:
+            if piece.flat.on_disk(value) is not None:
+                continue
             view = image.live(cells[piece.name, key])
             view.copy_(value)
             self._raw(piece)[key] = view
         self._num_states = len(states)
         numbers = cells.get((NUMBERS, NUMBERS))
         self._numbers = (numbers, image) if numbers is not None else None
+        self._write_files(image)
 
     def _move_flat(self, flat: Flat, image: Image, cells: dict[tuple[str, str], Cell]) -> None:
         """Move the master weights of `flat`, and the pieces that the optimizer updates, into the live region."""
@@ -248,7 +287,7 @@ class Survival:
             for value in self._raw(piece).values():
                 if isinstance(value, Tensor):
                     num_states += 1
-                    if not first <= value.data_ptr() < last:
+                    if not first <= value.data_ptr() < last and piece.flat.on_disk(value) is None:
                         return True
         return num_states != self._num_states
 
@@ -270,6 +309,13 @@ class Survival:
         view.zero_()
         view[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
+    def _write_files(self, image: Image) -> None:
+        """Note in which files the rows on a disk have the present state, which the next update leaves there."""
+        for rows in self.rows:
+            rows.seal()
+        if self.rows:
+            image.files(is_live=True).copy_(torch.tensor([rows.at for rows in self.rows], dtype=torch.uint8))
+
     # -- copying ------------------------------------------------------------------------------------------
 
     def _follow(self, step: int, outgoing: Outgoing | None) -> None:
@@ -290,7 +336,7 @@ class Survival:
         segments.append((0, image.region(is_live=True)))
         segments.append((directory.changing_bytes, image.region(is_live=False)[directory.changing_bytes :]))
         segments = sorted((one for one in segments if len(one[1])), key=lambda one: one[0])
-        return Outgoing(self._num_images, directory, segments)
+        return Outgoing(self._num_images, directory, segments, [rows.file for rows in self.rows])
 
     def _copy(self, step: int) -> None:
         image = self.image
@@ -362,6 +408,18 @@ def _block_of(flat: Flat) -> tuple[str, Tensor, list[tuple[str, str, Tensor]]]:
     """Name and tensor that are copied at once, and the cells inside it."""
     whole = flat.param if not flat.spec.trainable or flat.spec.master_is_param else flat.require_master()
     return flat.name, whole, _cells_of(flat)
+
+
+def _rows_on_disk(flats: Sequence[Flat], on_failure: Callable[[], None]) -> list[DiskRows]:
+    """Those of `flats`. From here on an update leaves what they were before it."""
+    found = []
+    for flat in flats:
+        if flat.rows is not None and flat.disk is not None:
+            flat.disk.outlives_rank, flat.disk.on_failure = True, on_failure
+            if flat.spec.updates_from_disk:
+                flat.disk.keep_former(flat.rows)
+            found.append(flat.rows)
+    return found
 
 
 def _cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:

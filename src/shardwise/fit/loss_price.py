@@ -16,7 +16,7 @@ from shardwise.plan.replica_groups import Smaller, axes_of_group, copy_axes, is_
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import kept_axes
 from shardwise.program.footprint import optim_bytes_of
-from shardwise.program.image_bytes import image_bytes
+from shardwise.program.image_bytes import image_bytes, rows_bytes
 from shardwise.system.units import format_bytes, format_seconds
 
 Survive = Literal["host", "buddy", "checkpoint"] | None
@@ -32,7 +32,7 @@ class LossPrice:
 
     `seconds` is how long all others stand, steps that are made again not counted. `num_steps` are those, on average;
     `None` if nobody knows how often the script saves. `read_bytes` is what a rank reads at most, from memory or from
-    the checkpoint. `why_restarted` is empty if the others go on.
+    the checkpoint, and `disk_bytes` from a disk and writes there again. `why_restarted` is empty if the others go on.
     """
 
     what: Literal["rank", "host", "launcher"]
@@ -42,6 +42,7 @@ class LossPrice:
     num_steps: float | None
     read_bytes: int
     step_seconds: float | None = None
+    disk_bytes: int = 0
 
     def __str__(self) -> str:
         """Such as `one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16 MiB from memory; 1 rank
@@ -53,7 +54,9 @@ class LossPrice:
         if self.why_restarted:
             read = f"each reads {format_bytes(self.read_bytes)} of the checkpoint"
             return f"{what}: all ranks restart, because {self.why_restarted}: {stands}; {read}"
-        read = f"each reads up to {format_bytes(self.read_bytes)} from memory" if self.read_bytes else "nothing is read"
+        places = {"memory": self.read_bytes, "a disk": self.disk_bytes}
+        parts = [f"{format_bytes(num_bytes)} from {place}" for place, num_bytes in places.items() if num_bytes]
+        read = f"each reads up to {' and '.join(parts)}" if parts else "nothing is read"
         missing = f"{self.num_lost} rank{'s are' if self.num_lost > 1 else ' is'} missing until as many join"
         return f"{what}: the others stand for {stands}; {read}; {missing}"
 
@@ -72,11 +75,13 @@ class LossPrice:
 @dataclass(frozen=True)
 class Rates:
     """What is known of the machine and the job; `None` where it is not. Seconds of a step, seconds between two
-    checkpoints, bytes of memory that a rank copies in a second."""
+    checkpoints, bytes that a rank copies in a second in memory, and those that it moves on a disk, read and
+    written."""
 
     step_seconds: float | None = None
     checkpoint_every: float | None = None
     memory: float | None = None
+    disk: float | None = None
 
 
 def loss_prices(
@@ -129,16 +134,21 @@ class _Losses:
             num_steps = None if every is None or step is None else every / 2 / step
             seconds = found_seconds + Job.restart_seconds
             return LossPrice(what, self.mesh.world_size, why, seconds, num_steps, self._of_checkpoint(), step)
-        read_bytes = self._of_images(num_lost)
-        copying = read_bytes / self.rates.memory if self.rates.memory else 0.0
+        kept = [flat for flat in self.flats if is_lone(self.mesh) or kept_axes(flat)]
+        read_bytes = self._taken_over(image_bytes(kept, self.num_states).copy, num_lost)
+        disk_bytes = self._taken_over(rows_bytes(kept, self.num_states), num_lost)
+        copying = sum(
+            num_bytes / rate
+            for num_bytes, rate in ((read_bytes, self.rates.memory), (disk_bytes, self.rates.disk))
+            if rate
+        )
         seconds = found_seconds + Job.regroup_seconds + copying
-        return LossPrice(what, num_lost, "", seconds, 1.0, read_bytes, step)
+        return LossPrice(what, num_lost, "", seconds, 1.0, read_bytes, step, disk_bytes)
 
-    def _of_images(self, num_lost: int) -> int:
-        """The range that a rank has once the others have taken over the sharded state."""
-        sharded = [flat for flat in self.flats if is_lone(self.mesh) or kept_axes(flat)]
+    def _taken_over(self, num_bytes: int, num_lost: int) -> int:
+        """What a rank has once the others have taken over the sharded state, of which it had `num_bytes`."""
         size = self.mesh.world_size
-        return -(-image_bytes(sharded, self.num_states).copy * size // (size - num_lost))
+        return -(-num_bytes * size // (size - num_lost))
 
     def _of_checkpoint(self) -> int:
         """Master weights and states of what a rank updates, and what is frozen."""

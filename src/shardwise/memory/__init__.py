@@ -3,8 +3,9 @@
 from shardwise.memory.at_rest import AtRest, is_at_rest
 from shardwise.memory.boxes import part_of, put_part
 from shardwise.memory.disk_folder import open_disk, require_room
-from shardwise.memory.disk_memory import DiskMemory, DiskRows
+from shardwise.memory.disk_memory import DiskMemory
 from shardwise.memory.disk_reads import DiskRead
+from shardwise.memory.disk_rows import DiskRows
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.factors import Factors, KeptFactors
 from shardwise.memory.flat import ABSENT, ANCHOR, GATHERING, MOMENTUM, READY, Flat, FullState, give_back_shapes, let_go

@@ -21,10 +21,8 @@ so that any optimizer, group and hook works on its own tensors.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +30,9 @@ from pathlib import Path
 import torch
 
 from shardwise.comm import World
-from shardwise.errors import StateError, TierError
+from shardwise.errors import FaultError, StateError, TierError
 from shardwise.memory.disk_reads import DiskRead, DiskReads
+from shardwise.memory.disk_rows import DiskRows
 from shardwise.memory.host_memory import Copy
 from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
 from shardwise.system.devices import RankDevice
@@ -43,123 +42,11 @@ from shardwise.system.telemetry import ON_THE_WAY, ByteMeter, StepClock, Timelin
 Tensor = torch.Tensor
 WAIT = "wait for the disk"
 """The name of such a wait in a timeline."""
-PIECE_BYTES = 2**23
-"""The most that is read or written at once between steps."""
 _TORN = {
     "step": "some units are updated and others are not",
     "change of plan": "parts of the model are lost",
 }
 """What is left if a disk fails in the middle."""
-
-
-class DiskRows:
-    """The tensors of one flat buffer on the disk, one after the other, in a file of the promised size."""
-
-    def __init__(self, name: str, file: DiskFile, resting_bytes: int) -> None:
-        """The first `resting_bytes`, whole pages, are parameters that rest there."""
-        self.name = name
-        self.file = file
-        self.resting_bytes = resting_bytes
-        self._mapped = torch.frombuffer(mmap.mmap(file.descriptor(), file.num_bytes), dtype=torch.uint8)
-        self._used = resting_bytes
-        self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
-        self.buffer: Tensor | None = None
-        """A copy of the whole file, from `DiskMemory.fetch` to `evict`."""
-        self._kept_for: list[threading.Event] = []
-        self._num_writes = 0
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is an address in the file."""
-        return 0 <= tensor.data_ptr() - self._mapped.data_ptr() < self.file.num_bytes and tensor.numel() > 0
-
-    def keep_for(self, reader: threading.Event) -> None:
-        """Do not write to the file until the event is set: another thread reads it, for a checkpoint."""
-        self._kept_for.append(reader)
-
-    def await_readers(self) -> None:
-        """Return once the file may be written to."""
-        while self._kept_for:
-            self._kept_for.pop().wait()
-
-    @property
-    def is_kept(self) -> bool:
-        return any(not reader.is_set() for reader in self._kept_for)
-
-    @property
-    def num_changes(self) -> int:
-        """How often the addresses have been written through, by torch's counter."""
-        return self._mapped._version
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Another one after each write to the file between steps, by whichever way."""
-        return self._num_writes, self.num_changes
-
-    def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-        """The values that the flat `tensor` stands for, in memory: in `out`, if given, which has its dtype and
-        length."""
-        found = torch.empty(tensor.numel(), dtype=tensor.dtype) if out is None else out
-        raw = found.view(torch.uint8)
-        for start, stop, place in self._pieces(tensor):
-            raw[start:stop].copy_(self.file.get(place, place + stop - start))
-        return found
-
-    def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Write `values`, flat and of any dtype and device, to the place that `tensor` stands for."""
-        self.await_readers()
-        self._num_writes += 1
-        for start, stop, place in self._pieces(tensor):
-            size = tensor.element_size()
-            part = values[start // size : stop // size].to("cpu", tensor.dtype).contiguous()
-            self.file.put(place, part.view(torch.uint8))
-
-    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Its bytes in pieces: first, last, and their place in the file. All boundaries but the outer two are at
-        pages."""
-        place, start = tensor.data_ptr() - self._mapped.data_ptr(), 0
-        while start < tensor.nbytes:
-            stop = min(tensor.nbytes, (place + start) // PIECE_BYTES * PIECE_BYTES + PIECE_BYTES - place)
-            yield start, stop, place + start
-            start = stop
-
-    @property
-    def has_states(self) -> bool:
-        """Whether it has anything besides parameters that an update changes."""
-        return self.file.num_bytes > self.resting_bytes
-
-    def param(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The parameters that rest here: in the buffer if there is one, else mapped."""
-        return self._here[: numel * dtype.itemsize].view(dtype)
-
-    @property
-    def _here(self) -> Tensor:
-        return self._mapped if self.buffer is None else self.buffer
-
-    def master(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Master weights; the first call gives them a place."""
-        return self.view(-1, "master", numel, dtype)
-
-    def view(self, index: int, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """State `key` of parameter `index` (or of all): in the buffer if there is one, else mapped.
-
-        The first call gives it a place. Raises `StateError` if that exceeds the promised size, or if size or dtype
-        change.
-        """
-        found = self._places.get((index, key))
-        if found is None:
-            start = -(-self._used // dtype.itemsize) * dtype.itemsize
-            if start + numel * dtype.itemsize > self.file.num_bytes:
-                raise StateError(
-                    f"{self.name}: {key} is a state that the optimizer did not keep when shard() probed it, "
-                    f"and there is no room for it on the disk. Put the states of its parameters on the host: "
-                    f"rows.optim.tier: host."
-                )
-            self._used = start + numel * dtype.itemsize
-            found = self._places[index, key] = (start, numel, dtype)
-        elif found[1:] != (numel, dtype):
-            raise StateError(f"{self.name}: {key} has changed its size or dtype, and on a disk it has {found[1:]}.")
-        start, stop = found[0], found[0] + numel * dtype.itemsize
-        return self._here[start:stop].view(dtype)
 
 
 @dataclass(frozen=True)
@@ -193,9 +80,12 @@ class DiskMemory:
         job: str | None = None,
         named: str | None = None,
         clock: StepClock | None = None,
+        keeps_versions: bool = False,
     ) -> None:
         """`device` is the rank's, if tensors lie there; `job` as in `TierFolder`; `named` is the folder as the plan
-        names it; `clock` counts how long the rank waits. Raises `TierError` for a folder that cannot be opened."""
+        names it; `clock` counts how long the rank waits. With `keeps_versions`, an
+        update writes to other files than it reads, and other ranks can read both when this one is lost. Raises
+        `TierError` for a folder that cannot be opened."""
         self.folder = TierFolder(folder, rank=rank, job=job)
         self._named = str(folder) if named is None else named
         self._queue = IoQueue() if queue is None else queue
@@ -221,6 +111,12 @@ class DiskMemory:
         self._num_made = 0
         self._prepared: dict[tuple[int, int], list[DiskFile]] = {}
         """Files for rows, by their bytes and the bytes of resting parameters."""
+        self.keeps_versions = keeps_versions
+        """See [Note: two versions] in `disk_rows.py`. Files have names then."""
+        self.outlives_rank = False
+        """Whether the others go on from the files if this rank is lost; the last of its host removes them then."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called before this rank is lost because its disk has failed."""
         self.has_checksums = False
         """Whether files created from here on have checksums, which are compared when they are read."""
 
@@ -236,8 +132,7 @@ class DiskMemory:
     def close_previous(self) -> None:
         """Close the files of previous plans."""
         for rows in self._left:
-            rows.await_readers()
-            rows.file.close()
+            rows.close()
         self._left = []
 
     def is_in(self, named: str) -> bool:
@@ -246,9 +141,7 @@ class DiskMemory:
 
     def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
         """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
-        prepared = self._prepared.get((num_bytes, resting_bytes))
-        file = prepared.pop() if prepared else self.file("rows", num_bytes, cut=resting_bytes)
-        rows = DiskRows(name, file, resting_bytes)
+        rows = DiskRows(name, self._prepared_file(num_bytes, resting_bytes), resting_bytes)
         self._every.append(rows)
         if is_updated:
             self._rows.append(rows)
@@ -263,7 +156,7 @@ class DiskMemory:
         yet. Raises `TierError` if there is no room for them, and keeps none."""
         try:
             for num_bytes, resting_bytes in sizes:
-                file = self.file("rows", num_bytes, cut=resting_bytes)
+                file = self._rows_file(num_bytes, resting_bytes)
                 self._prepared.setdefault((num_bytes, resting_bytes), []).append(file)
         except TierError:
             self.drop_prepared()
@@ -273,14 +166,44 @@ class DiskMemory:
         """Close the files that no rows have been made of."""
         for files in self._prepared.values():
             for file in files:
+                file.remove()
                 file.close()
         self._prepared.clear()
 
-    def file(self, name: str, num_bytes: int, *, cut: int = 0) -> DiskFile:
-        """A separate file in the folder; the caller counts and closes it. For `cut` see `DiskFile`."""
+    def keep_former(self, rows: DiskRows) -> None:
+        """Keep what `rows` were before each update, in a second file."""
+        if len(rows.files) == 1:
+            rows.add_version(self._prepared_file(rows.num_bytes, rows.resting_bytes))
+
+    def keep_no_versions(self) -> None:
+        """Nobody goes on from what a lost rank had."""
+        self.keeps_versions = False
+        self.drop_prepared()
+        for rows in self._every:
+            rows.remove()
+
+    def rows_of_other(self, name: str, paths: Sequence[Path], num_bytes: int) -> DiskRows:
+        """The rows of a rank that is gone, whose files others can read. Raises `TierError` if they cannot be opened."""
+        first, *others = (self.folder.open(path, num_bytes, self._queue) for path in paths)
+        rows = DiskRows(name, first)
+        for file in others:
+            rows.add_version(file)
+        return rows
+
+    def file(self, name: str, num_bytes: int, *, cut: int = 0, is_named: bool = False) -> DiskFile:
+        """A separate file in the folder; the caller counts and closes it. For `cut` and `is_named` see `DiskFile`."""
         self._num_made += 1
         path = f"{name}-{self._num_made - 1}"
-        return self.folder.create(path, num_bytes, self._queue, checksums=self.has_checksums, cut=cut)
+        return self.folder.create(
+            path, num_bytes, self._queue, checksums=self.has_checksums, cut=cut, is_named=is_named
+        )
+
+    def _prepared_file(self, num_bytes: int, resting_bytes: int) -> DiskFile:
+        prepared = self._prepared.get((num_bytes, resting_bytes))
+        return prepared.pop() if prepared else self._rows_file(num_bytes, resting_bytes)
+
+    def _rows_file(self, num_bytes: int, resting_bytes: int) -> DiskFile:
+        return self.file("rows", num_bytes, cut=resting_bytes, is_named=self.keeps_versions)
 
     def wait_for(self, pending: Pending) -> None:
         """Wait for reads or writes of this disk, as this rank's clock counts. Raises `TierError` if one failed."""
@@ -338,6 +261,7 @@ class DiskMemory:
         if rows.is_kept:
             with self.timeline.span(f"wait until {rows.name} is saved") if self.timeline.is_on else nullcontext():
                 rows.await_readers()
+        rows.turn()
         writing = Pending(()) if self._fault else rows.file.write(0, buffer[: rows.file.num_bytes])
         self._follow(f"write {rows.name} states", writing)
         self._writing.append((buffer, writing, release))
@@ -352,7 +276,8 @@ class DiskMemory:
         self._drop_ahead()
         for rows in self._every:
             rows.await_readers()
-            rows.file.forget_checksums()
+            for file in rows.files:
+                file.forget_checksums()
 
     def finish_writes(self) -> None:
         """Wait until a step, or a replacement of everything, is completely on the disk."""
@@ -362,22 +287,41 @@ class DiskMemory:
         self._torn_by = "step" if self._fault else ""
 
     def end_step(self, world: World) -> None:
-        """Wait until a step is completely on the disks of all ranks. All ranks call; all raise `TierError` if one
-        failed."""
+        """Wait until a step is completely on the disks of all ranks. All ranks call; if one failed, all raise as
+        `agree` does."""
         self.finish_writes()
-        self.agree(world, self._fault, "step")
+        self.agree(world, self._fault, "step", loses_rank=True)
 
-    def agree(self, world: World, fault: str, during: str) -> None:
-        """Raise `TierError` on all ranks if the disk of any has had a `fault` during a step or a change of plan; what
-        is here belongs to none then. All ranks call."""
+    def agree(self, world: World, fault: str, during: str, *, loses_rank: bool = False) -> None:
+        """Raise on all ranks if the disk of any has had a `fault` during a step or a change of plan; what is here
+        belongs to none then. All ranks call.
+
+        Raises `TierError`. If it `loses_rank`, and the others go on without that one, they raise `FaultError`.
+        """
         faults = [told.decode() for told in world.exchange(fault.encode(errors="backslashreplace"), "disk")]
-        for rank, told in enumerate(faults):
-            if told:
-                self.begin_change(during)
-                raise TierError(
-                    f"The disk of rank {rank} failed in a {during}. {told} {_TORN[during].capitalize()}: go on from "
-                    f"the last checkpoint with engine.resume(), on all ranks."
-                )
+        failed = {rank: told for rank, told in enumerate(faults) if told}
+        if not failed:
+            return
+        self.begin_change(during)
+        if loses_rank:
+            self.leave_if_lost(world.rank, failed, range(world.size), f"in a {during}")
+        rank, told = next(iter(failed.items()))
+        raise TierError(
+            f"The disk of rank {rank} failed in a {during}. {told} {_TORN[during].capitalize()}: go on from the last "
+            f"checkpoint with engine.resume(), on all ranks."
+        )
+
+    def leave_if_lost(self, me: int, failed: Mapping[int, str], ranks: Sequence[int], when: str) -> None:
+        """Where a lost rank is survived, one whose disk has `failed` is lost: it raises `TierError`, and the others of
+        `ranks` the `FaultError` from which they recover. Does nothing if it is not, or if no other is left."""
+        if not self.outlives_rank or set(ranks) <= set(failed):
+            return
+        told = failed.get(me, "")
+        if told:
+            self.on_failure()
+            raise TierError(f"The disk of rank {me} failed {when}. {told} This rank ends; the others go on without it.")
+        rank, told = next(iter(failed.items()))
+        raise FaultError(f"The disk of rank {rank} failed {when}. {told}", kind="disk", ranks=tuple(failed))
 
     def require_whole(self) -> None:
         """Raise `StateError` if a step has failed between its first update and its last, or a change of plan between
@@ -406,6 +350,9 @@ class DiskMemory:
         self._reads.forget_all()
         for rows in (*self._every, *self._left):
             rows.await_readers()
+            if not self.outlives_rank:
+                rows.remove()
+        self.drop_prepared()
         self._queue.close()
         self.folder.close()
 

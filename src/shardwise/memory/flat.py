@@ -25,7 +25,8 @@ import torch
 from shardwise.comm import SharedBuffer
 from shardwise.errors import StateError
 from shardwise.memory.at_rest import ParamGuard
-from shardwise.memory.disk_memory import DiskMemory, DiskRows
+from shardwise.memory.disk_memory import DiskMemory
+from shardwise.memory.disk_rows import DiskRows
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.factors import Factors, KeptFactors
 from shardwise.memory.flat_gradients import FlatGradients

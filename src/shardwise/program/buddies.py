@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.replica_groups import copy_axes, group_place, is_lone, shrinks
 from shardwise.program.host_bytes import lines_on_hosts
-from shardwise.program.image_bytes import image_bytes
+from shardwise.program.image_bytes import image_bytes, rows_bytes
 from shardwise.program.spec import FlatSpec
 
 Keepers = tuple[int | None, ...]
@@ -97,6 +97,8 @@ class CopyBytes:
     """What never changes: sharded parameters that are frozen."""
     kept: int
     """Of the host's memory: what changes twice, as the last copy that is whole stays until the next one is."""
+    kept_on_disk: int = 0
+    """Of the host's disk likewise, for what others have on theirs."""
 
 
 def copy_bytes(
@@ -110,6 +112,12 @@ def copy_bytes(
     most = max((by_rank.count(keeper) for keeper in by_rank if keeper is not None), default=0)
     if not most:
         return CopyBytes(0, 0, 0)
-    changing = image_bytes([flat for flat in flats if flat.trainable], states_per_param, coordinate).copy
-    still = image_bytes([flat for flat in flats if not flat.trainable], states_per_param, coordinate).copy
-    return CopyBytes(changing, still, most * (2 * changing + still))
+    trained, frozen = [flat for flat in flats if flat.trainable], [flat for flat in flats if not flat.trainable]
+    changing, still = (image_bytes(part, states_per_param, coordinate).copy for part in (trained, frozen))
+    on_disk, still_there = (rows_bytes(part, states_per_param, coordinate) for part in (trained, frozen))
+    return CopyBytes(
+        changing + on_disk,
+        still + still_there,
+        most * (2 * changing + still),
+        most * (2 * on_disk + still_there),
+    )

@@ -1,4 +1,5 @@
-"""The host memory that the image of a rank takes: what the other ranks go back to when a rank is lost (`elastic/`)."""
+"""The host memory, and the space on a disk, that the image of a rank takes: what the others go back to when it is lost
+(`elastic/`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import Smaller, is_lone, num_groups
-from shardwise.program.footprint import optim_bytes_of
+from shardwise.program.footprint import disk_bytes, optim_bytes_of
 from shardwise.program.spec import FlatSpec
 
 ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
@@ -22,6 +23,8 @@ class ImageBytes:
     parameters themselves too, if no other rank has them."""
     copy: int
     """The same after the last step, the parameters that only this rank has, and what islands have in common."""
+    on_disk: int = 0
+    """The second version of what is updated on a disk, where it costs as much as the first."""
 
     @property
     def total(self) -> int:
@@ -36,6 +39,8 @@ def image_bytes(
     live = copy = 0
     for flat in flats:
         param, optim = flat.table.param, flat.table.optim
+        if flat.lies_on_disk:
+            continue
         if not flat.trainable:
             copy += flat.num_bytes(param.shard, param.dtype) if param.shard or is_lone(flat.mesh) else 0
             continue
@@ -43,16 +48,20 @@ def image_bytes(
         params = flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
         live += updated + (params if flat.resident and is_lone(flat.mesh) else 0)
         copy += updated + params + flat.outer_bytes
-    return ImageBytes(live, copy)
+    below = [flat for flat in flats if flat.updates_from_disk]
+    return ImageBytes(live, copy, rows_bytes(below, states_per_param, coordinate))
 
 
-def why_no_images(mesh: Mesh, flats: Iterable[FlatSpec], smaller: Smaller = (), why_no_smaller: str = "") -> str:
+def rows_bytes(flats: Iterable[FlatSpec], states_per_param: int, coordinate: Mapping[str, int] | None = None) -> int:
+    """What `flats` have on a disk, once."""
+    return sum(disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.lies_on_disk)
+
+
+def why_no_images(mesh: Mesh, smaller: Smaller = (), why_no_smaller: str = "") -> str:
     """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says. If `mesh` is
     one replica group, the others need one of the `smaller` meshes; `why_no_smaller` is known where there is none."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]
     if axes and num_groups(mesh) == 1 and not smaller and not mesh.island_axes:
         named, because = ", ".join(axes), f": {why_no_smaller}" if why_no_smaller else ""
         return f"the mesh splits models or samples along {named}, and the remaining ranks cannot form it{because}"
-    if any(flat.tier_of(row) == "disk" for flat in flats for row in ("param", "master")):
-        return "parameters or states are kept on a disk"
     return ""

@@ -106,17 +106,24 @@ class ParamMover:
         self._wait_arriving()
 
     def _wait_for_all_disks(self, read: DiskRead) -> None:
-        """Before ranks exchange what they have read: if a disk of any rank failed, all raise `TierError`."""
+        """Before ranks exchange what they have read: if a disk of any rank failed, all raise `TierError`; where the
+        others go on without it, they raise `FaultError`."""
         why = ""
         try:
             read.wait()
         except TierError as error:
             why = str(error)
-        for axis in self.flat.spec.table.axes:
-            messages = self._collectives.exchange(json.dumps(why).encode(), self._groups[axis], self._gathering)
-            why = next((text for text in map(json.loads, messages) if text), "")
-        if why:
-            raise TierError(why)
+        groups = [self._groups[axis] for axis in self.flat.spec.table.axes]
+        me = groups[0].ranks[groups[0].index] if groups else 0
+        told = {me: why}
+        for group in groups:
+            messages = self._collectives.exchange(json.dumps(told).encode(), group, self._gathering)
+            told = {int(rank): text for message in messages for rank, text in json.loads(message).items()}
+        failed = {rank: text for rank, text in sorted(told.items()) if text}
+        if failed:
+            assert self.flat.disk is not None
+            self.flat.disk.leave_if_lost(me, failed, list(told), "in a pass")
+            raise TierError(next(iter(failed.values())))
 
     def free_full(self, _: Action) -> None:
         self.flat.free_full()

@@ -45,6 +45,8 @@ class MemoryReport:
     """Bytes of host memory for images that outlive this rank (docs/elastic.md)."""
     kept_bytes: int = 0
     """Bytes of host memory for copies of what ranks of other hosts hold."""
+    image_bytes_on_disk: int = 0
+    """Bytes on the disk for both: the second version of each file, and copies of other hosts' files."""
 
     @property
     def promised_total(self) -> int:
@@ -68,14 +70,20 @@ class MemoryReport:
             ("in all", *map(format_bytes, totals)),
             *_below("host", self.promised_on_host, self.measured_on_host),
             *_below("disk", self.promised_on_disk, self.measured_on_disk),
-            *([("images on the host", "", format_bytes(self.image_bytes), "")] if self.image_bytes else []),
-            *([("copies for other hosts", "", format_bytes(self.kept_bytes), "")] if self.kept_bytes else []),
+            *_line("images on the host", self.image_bytes),
+            *_line("copies for other hosts", self.kept_bytes),
+            *_line("images and copies on the disk", self.image_bytes_on_disk),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             f"{name:{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
             for name, *cells in rows
         )
+
+
+def _line(name: str, num_bytes: int) -> list[tuple[str, str, str, str]]:
+    """A line for what has no promise, if there is any."""
+    return [(name, "", format_bytes(num_bytes), "")] if num_bytes else []
 
 
 def _below(tier: str, promised: dict[str, int], measured: dict[str, int]) -> Iterator[tuple[str, str, str, str]]:

@@ -179,10 +179,17 @@ class Design(Outline):
         return {param: update for param, update in updates.items() if param in self.staged.params}
 
     def open_disk(
-        self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
+        self,
+        world: World,
+        model: nn.Module,
+        device: torch.device,
+        updates: Updates,
+        known: DiskMemory | None = None,
+        *,
+        recovers: bool = False,
     ) -> DiskMemory | None:
-        """The disk memory for rows on a disk, if any rank has such; `known` is that of the previous plan. All ranks
-        call."""
+        """The disk memory for rows on a disk, if any rank has such; `known` is that of the previous plan, or before
+        ranks were lost or joined (`recovers`). All ranks call."""
         has_rows = any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values())
         if not has_rows and not self.treatments.have("disk"):
             return None
@@ -196,7 +203,7 @@ class Design(Outline):
         on_cpu = world.collectives(device).is_host
         specs = unit_specs(choices, self.rows, self.mesh, updates, on_cpu=on_cpu)
         are_final = self.stages is None  # what stages share becomes units of its own later
-        return open_disk(specs, self.plan, self.mesh, world, device, known, makes_files=are_final)
+        return open_disk(specs, self.plan, self.mesh, world, device, known, makes_files=are_final, recovers=recovers)
 
     def carry_out(
         self, world: World, device: torch.device, updates: Updates, disk: DiskMemory | None = None

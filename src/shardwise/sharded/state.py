@@ -356,7 +356,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     lost = _lost(renewed, had, fault)
     if had is not None and had is not renewed.disk:
         had.close()
-    elif had is not None:
+    elif had is not None and not had.outlives_rank:  # else others may go on from it until the new plan has images
         had.close_previous()
     if lost is not None:
         return renewed, lost

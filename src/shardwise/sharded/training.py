@@ -191,9 +191,9 @@ class Session:
     # -- what it costs, and the end -------------------------------------------------------------------------
 
     @property
-    def bytes_for_survival(self) -> tuple[int, int]:
-        """Of images of this rank's state, and of copies that it keeps for others."""
-        return 0, 0
+    def bytes_for_survival(self) -> tuple[int, int, int]:
+        """Of images of this rank's state, of copies that it keeps for others, and of both on its disk."""
+        return 0, 0, 0
 
     @property
     def cost_of_copies(self) -> dict[str, float]:

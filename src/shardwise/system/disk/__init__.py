@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from shardwise.system.disk.pending import Pending
     from shardwise.system.disk.sliced_file import SlicedFile
     from shardwise.system.disk.slices import Step, steps, walk
-    from shardwise.system.disk.tier_folder import LeftBehind, TierFolder, folder_of, job_of_process
+    from shardwise.system.disk.tier_folder import (
+        LeftBehind,
+        TierFolder,
+        folder_of,
+        job_of_process,
+        remove_files_beside,
+    )
 
 __all__ = [
     "BLOCK_BYTES",
@@ -52,6 +58,7 @@ __all__ = [
     "open_direct",
     "pages",
     "read_at",
+    "remove_files_beside",
     "steps",
     "tensors_in_pages",
     "walk",
@@ -83,6 +90,7 @@ _HOMES = {
     "open_direct": "shardwise.system.disk.direct",
     "pages": "shardwise.system.disk.page_buffers",
     "read_at": "shardwise.system.disk.direct",
+    "remove_files_beside": "shardwise.system.disk.tier_folder",
     "steps": "shardwise.system.disk.slices",
     "tensors_in_pages": "shardwise.system.disk.page_buffers",
     "walk": "shardwise.system.disk.slices",

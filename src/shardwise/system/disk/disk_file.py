@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,13 +26,16 @@ from shardwise.system.disk.page_buffers import pages
 from shardwise.system.disk.pending import Pending
 from shardwise.system.units import format_bytes
 
+Life = Literal["process", "job", "left"]
+
 
 class DiskFile:
     """One process's file of `num_bytes`, rounded up to a page. Its space is allocated when it is created. Call
     `close()`.
 
     [Note: files without names] The file is unlinked as soon as it is open, so its space is freed however the process
-    ends. A process killed between the two steps leaves an empty file, which is found by its name (`TierFolder`).
+    ends. A process killed between the two steps leaves an empty file, which is found by its name (`TierFolder`). Only
+    where others go on from what a lost process had, files keep their names, and those others remove them.
 
     `read` and `write` take page-aligned buffers and offsets (see `BufferPool`), copy nothing, and return at once. A
     buffer belongs to the file until the `Pending` has been waited for, and two requests for the same bytes may run in
@@ -45,11 +50,15 @@ class DiskFile:
         *,
         checksums: bool = False,
         cut: int = 0,
+        life: Life = "process",
         calls: Calls = SYSTEM,
         when_cached: Callable[[], None] = lambda: None,
     ) -> None:
         """With `checksums`, each block that was written as a whole is verified when it is read as a whole. A block
         also ends at byte `cut`, a multiple of a page, so that what is before it can be read alone.
+
+        One for the life of its job keeps its name until `remove`, so that others can read it when this process is gone:
+        they open it as one that was "left", and has `num_bytes`.
 
         `when_cached` is called where direct I/O is refused; its owner must live as long as the file.
         """
@@ -61,16 +70,22 @@ class DiskFile:
         self._sums: dict[int, int] | None = {} if checksums else None
         self._cut = cut if checksums else 0
         self._lock = threading.Lock()
+        self._is_named = life == "job"
         try:
-            self._handle, self.is_direct = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, calls)
+            flags = os.O_RDWR if life == "left" else os.O_RDWR | os.O_CREAT | os.O_EXCL
+            self._handle, self.is_direct = open_direct(path, flags, calls)
         except OSError as error:
-            raise folder_fault(f"{path} cannot be made", error) from error
+            raise folder_fault(f"{path} cannot be {'opened' if life == 'left' else 'made'}", error) from error
         self._close = weakref.finalize(self, os.close, self._handle)
         try:
-            path.unlink()
-            calls.reserve(self._handle, self.num_bytes)
+            if life == "process":
+                path.unlink()
+            if life != "left":
+                calls.reserve(self._handle, self.num_bytes)
         except OSError as error:
             self.close()
+            with contextlib.suppress(OSError):
+                self.remove()
             raise folder_fault(f"{path} of {format_bytes(self.num_bytes)} cannot be made", error) from error
         if not self.is_direct:
             when_cached()
@@ -128,8 +143,14 @@ class DiskFile:
         self._require_open()
         return self._handle
 
+    def remove(self) -> None:
+        """Take its name, if it still has one: its space is freed once all who have it open have closed it."""
+        if self._is_named:
+            self._is_named = False
+            self.path.unlink(missing_ok=True)
+
     def close(self) -> None:
-        """Close the file, which deletes it. May be called twice; no request may be under way."""
+        """Close the file, which deletes it unless it is named. May be called twice; no request may be under way."""
         self._close()
 
     def _around(self, start: int, stop: int) -> tuple[int, int]:

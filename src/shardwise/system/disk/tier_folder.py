@@ -102,7 +102,8 @@ class TierFolder:
         """`rank` is this process's rank in `job`, which is the same for all of its ranks; `None` for a job of this
         process alone. `mounts` replaces the content of `/proc/self/mounts`, for tests."""
         self.folder = Path(os.path.abspath(folder))  # a job may change its working directory
-        self._job = job_of_process() if job is None else job
+        self.job = job_of_process() if job is None else job
+        """The number of the job that has the folder."""
         self._calls = calls
         self._prefix = f"shardwise-rank-{rank}"
         self._files: weakref.WeakSet[DiskFile] = weakref.WeakSet()
@@ -131,19 +132,40 @@ class TierFolder:
                 f"{format_bytes(num_bytes - free)} too little. Make room there, or name a folder on a larger disk."
             )
 
-    def create(self, name: str, num_bytes: int, queue: IoQueue, *, checksums: bool = False, cut: int = 0) -> DiskFile:
+    def create(
+        self,
+        name: str,
+        num_bytes: int,
+        queue: IoQueue,
+        *,
+        checksums: bool = False,
+        cut: int = 0,
+        is_named: bool = False,
+    ) -> DiskFile:
         """A file of `num_bytes` whose space is allocated at once; `TierError` if there is not enough. For `checksums`
-        and `cut` see `DiskFile`.
+        and `cut` see `DiskFile`; one that `is_named` keeps its name, so that it outlives this process.
 
         `name` is a plain file name, and also used in messages.
         """
         if not self._release.alive:
             raise StateError(f"{self.folder} has been given up; make another TierFolder.")
         self.check_room(up(num_bytes))
-        path = self.folder / f"{self._prefix}.{name}"
         file = DiskFile(
-            path, num_bytes, queue, checksums=checksums, cut=cut, calls=self._calls, when_cached=self._warn_cached
+            self.folder / f"{self._prefix}.{name}",
+            num_bytes,
+            queue,
+            checksums=checksums,
+            cut=cut,
+            life="job" if is_named else "process",
+            calls=self._calls,
+            when_cached=self._warn_cached,
         )
+        self._files.add(file)
+        return file
+
+    def open(self, path: Path, num_bytes: int, queue: IoQueue) -> DiskFile:
+        """The file of another process of this job, which is gone. Raises `TierError` if it cannot be opened."""
+        file = DiskFile(path, num_bytes, queue, life="left", calls=self._calls, when_cached=self._warn_cached)
         self._files.add(file)
         return file
 
@@ -156,6 +178,9 @@ class TierFolder:
         for path in self.folder.glob("shardwise-rank-*.lock"):
             if path != self._path:
                 self._tidy_after(path)
+        for path in self.folder.glob("shardwise-rank-*.*"):  # of ranks that have ended, and kept them for others
+            if not _lock_of(path).exists():
+                path.unlink(missing_ok=True)
 
     def _tidy_after(self, path: Path) -> None:
         for number in range(NUM_TRIES):
@@ -163,7 +188,7 @@ class TierFolder:
                 return _remove_unless_held(path)
             except BlockingIOError:
                 job, holder = _read_lock(path)
-                if job is None or job == self._job:
+                if job is None or job == self.job:
                     return None
                 if number == NUM_TRIES - 1:
                     raise self._in_use_by(holder) from None
@@ -230,7 +255,7 @@ class TierFolder:
 
     def _sign(self, handle: int) -> None:
         """Write whose the lock is. On a disk without room for that, leave nothing."""
-        content = json.dumps({"job": self._job, **asdict(Holder.me())}).encode()
+        content = json.dumps({"job": self.job, **asdict(Holder.me())}).encode()
         try:
             os.ftruncate(handle, 0)
             if os.pwrite(handle, content, 0) < len(content):
@@ -255,6 +280,17 @@ class TierFolder:
         left = LeftBehind(before or Holder("an unknown host", 0, 0.0), num_bytes)
         _log.warning("%s was left by %s, which was killed; it is used again.", self.folder, left.holder)
         return left
+
+
+def remove_files_beside(path: Path) -> None:
+    """Remove all files of the rank that has made `path`. It is gone, and nobody reads them any more."""
+    for other in path.parent.glob(f"{_lock_of(path).stem}.*"):
+        other.unlink(missing_ok=True)
+
+
+def _lock_of(path: Path) -> Path:
+    """The lock of the rank that has made the file `path`."""
+    return path.with_name(f"{path.name.partition('.')[0]}.lock")
 
 
 def _read_lock(path: Path) -> tuple[str | None, Holder | None]:

@@ -1,0 +1,342 @@
+"""Ranks with parameters or states on a disk are lost, or their disks fail: the others go on from what is on the disk of
+their host, or was copied to that of another one, and end with the results of the unsharded model."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken_disks import BreakingOfOne
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.elastic import copies
+from shardwise.elastic.copies import CopyMeter
+from shardwise.errors import TierError
+from shardwise.memory import disk_memory
+from shardwise.program.buddies import CopyBytes, copy_bytes
+from shardwise.program.image_bytes import image_bytes
+from shardwise.system.disk import SystemCalls, TierFolder
+from shardwise.testing import plant, run_ranks
+from tests import inside
+from tests.ranks.lost_groups import Layers, race_of
+from tests.ranks.test_buddies import HOSTS, HostDiesAt
+from tests.ranks.test_lost_ranks import DISKS, NUM_RANKS, NUM_STEPS, DiesAt, Net, adamw, batches, loss_of, race
+from tests.ranks.test_lost_ranks_states import compare, one, trained, two
+from tests.ranks.test_lost_ranks_table import DiesCopying
+from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import drawn, sampled, thorough_only
+
+Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+AT = 2
+"""After how many steps something happens."""
+LOOPS = ("engine", "plain", "train_step")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_PORTION_BYTES", 4096)
+    torch.manual_seed(0)  # Adam turns gradients near 0 into large steps in either direction, depending on rounding
+
+
+class DiesAtNth:
+    """A rank dies before the n-th thing that it does from a step on: an action of its program, or a collective."""
+
+    def __init__(self, nth: int, rank: int = 1) -> None:
+        self._nth, self._rank = nth, rank
+        self.died = False
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != self._rank:
+            return
+        left = self._nth
+
+        def counted(_: int, num_steps: int, __: str) -> bool:
+            nonlocal left
+            left -= num_steps >= AT
+            if left < 0:
+                self.died = True
+                raise Killed
+            return False
+
+        plant(counted, engine.world)
+
+
+@thorough_only("test_a_rank_dies_before_each_action has the same, at fixed points")
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", DISKS)
+def test_a_rank_dies_anywhere_with_rows_on_a_disk(name: str, loop: str, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 4)):
+        draw = random.Random(f"{name} {loop} {seed}")
+        deaths = {draw.randrange(NUM_RANKS): draw.randrange(3, 60)}
+        if draw.random() < 0.4:
+            deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        race(DISKS[name], DiesAt(deaths), folder, loop=loop, shares_memory=draw.random() < 0.5)
+
+
+@sampled
+@pytest.mark.parametrize("nth", range(60))
+@pytest.mark.parametrize("name", DISKS)
+def test_a_rank_dies_before_each_action(name: str, nth: int, tmp_path: Path) -> None:
+    """In a step, which has up to 48, and in its commit. In the update of some units, others have been written to their
+    second file, and go back to the first."""
+    dies = DiesAtNth(nth)
+    void = race(DISKS[name], dies, tmp_path, shares_memory=False)
+    assert dies.died
+    assert set(void) == {0, 2, 3}
+
+
+@thorough_only("test_lost_ranks_table.py has it without a disk")
+@sampled
+@pytest.mark.parametrize("name", DISKS)
+def test_a_rank_dies_while_what_it_has_in_memory_is_copied(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = DiesCopying(monkeypatch)
+    void = race(DISKS[name], dies, tmp_path, shares_memory=False)
+    assert dies.died
+    assert set(void) == {0, 2, 3}
+
+
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", DISKS)
+def test_a_host_dies_anywhere_with_its_disk(name: str, loop: str, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 3)):
+        draw = random.Random(f"{name} {loop} {seed}")
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        hosts = HOSTS["1 2 1" if draw.random() < 0.3 else "2 2"]
+        deaths = HostDiesAt({draw.randrange(NUM_RANKS): draw.randrange(3, 70)})
+        race(DISKS[name], deaths, folder, loop=loop, hosts=hosts)
+
+
+@thorough_only("test_a_host_dies_anywhere_with_its_disk has one such moment")
+@sampled
+@pytest.mark.parametrize("portion", list(range(3, 39, 2)))
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2"])
+def test_a_host_dies_while_copies_of_its_files_are_on_their_way(name: str, portion: int, tmp_path: Path) -> None:
+    void = race(DISKS[name], HostDiesAt({}, {1: portion}), tmp_path, hosts=HOSTS["2 2"])
+    assert len(void) == 2, "a host was lost"
+
+
+@thorough_only("test_lost_groups.py has it, with other axes")
+@sampled
+@pytest.mark.parametrize("death", [9, 30, 44, 60])
+@pytest.mark.parametrize("preset", ["infinity", "zero3"])
+def test_another_rank_comes_in_the_place_of_one_with_rows_on_a_disk(preset: str, death: int, tmp_path: Path) -> None:
+    """It has a folder of its own beside those of the others, and is filled by them."""
+    rows = {"grad": {"tier": "host"}, "optim": {"tier": "disk"}}
+    plan = {"preset": preset, "rows": rows, "mesh": {"dp": -1}, "disk": str(tmp_path / "scratch")}
+    sizes = race_of(Layers(), plan, DiesAt({2: death}), tmp_path, num_ranks=4, num_newcomers=1, least=4)
+    assert sizes.keys() == {0, 1, 3, 4}
+    assert all(one[-1] == 4 for one in sizes.values())
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Make, float]] = {
+    "two optimizers": ({}, two, 2e-6),
+    "fp16": ({"precision": "fp16", "loss_scale": {"initial": 2.0**24, "hysteresis": 1}}, one, 2e-2),
+    "bf16": ({"precision": "bf16"}, one, 2e-2),
+    "checksums": ({"disk_checksums": True}, one, 2e-6),
+}
+
+
+@thorough_only("two things at once; the tests beside it have each")
+@sampled
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("deaths", [{1: 40}, {0: 41, 2: 60}, {3: 50}], ids=str)
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("name", ["infinity", "params"])
+def test_other_states_on_a_disk(name: str, case: str, deaths: dict[int, int], saves: bool, tmp_path: Path) -> None:
+    """A step that has two updates of a file, or none; and files that a checkpoint is written from in the background."""
+    edits, make, bound = OTHERS[case]
+    plan = {**DISKS[name], "disk": str(tmp_path / "scratch"), **edits}
+    images = tmp_path / "images"
+    images.mkdir()
+
+    def save(engine: sw.Engine) -> None:
+        if saves:
+            engine.save(tmp_path / "checkpoints", wait=False)
+            if engine.num_steps == NUM_STEPS:
+                engine.wait_for_save()
+
+    whole = trained(plan, make, {}, images)[0]
+    compare(trained(plan, make, deaths, images, after_step=save), whole, bound)
+    assert not list(images.iterdir())
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+# -- disks that fail --------------------------------------------------------------------------------------
+
+
+class Breaks:
+    """The disk of rank 1 breaks after so many steps, for `verb`, with an errno."""
+
+    def __init__(self, disk: BreakingOfOne, verb: str, left: int, code: int = errno.EIO) -> None:
+        self._disk, self._verb = disk, verb
+        self._left, self._code = left, code
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member != 1:
+            return
+
+        def breaks(_: int, num_steps: int, __: str) -> bool:
+            if num_steps == AT and not self._disk.breaks:
+                self._disk.breaks, self._disk.left, self._disk.code = self._verb, self._left, self._code
+            return False
+
+        plant(breaks, engine.world)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> BreakingOfOne:
+    broken = BreakingOfOne()
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=broken))
+    return broken
+
+
+FAILS = [
+    *(("write", left, code) for left in (0, 2) for code in (errno.EIO, errno.ENOSPC)),
+    *(("read", left, errno.EIO) for left in (0, 3)),
+]
+
+
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("verb", "left", "code"), FAILS)
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2"])
+def test_a_rank_whose_disk_fails_is_lost(
+    name: str, verb: str, left: int, code: int, loop: str, tmp_path: Path, disk: BreakingOfOne
+) -> None:
+    """What cannot be read is lost with the disk: not even those of its host try, and copies on another one are read."""
+    hosts = "aabb" if verb == "read" else ""
+    void = race(DISKS[name], Breaks(disk, verb, left, code), tmp_path, loop=loop, hosts=hosts, dies_of=TierError)
+    assert disk.breaks == verb
+    assert set(void) == {0, 2, 3}
+    assert set(void.values()) <= ({1, 2} if hosts else {1}), "also the last one, if its copies were on their way"
+
+
+def test_the_error_of_a_failing_disk_names_it(tmp_path: Path, disk: BreakingOfOne) -> None:
+    told: list[str] = []
+    models = [Net() for _ in range(NUM_RANKS)]
+    breaks = Breaks(disk, "write", 0, errno.ENOSPC)
+
+    def work(world: World, member: int) -> int:
+        own, plan = models[member], {**DISKS["infinity"], "disk": str(tmp_path / "scratch")}
+        engine = sw.shard(own, plan, optimizer=adamw(own), world=world)
+        breaks(engine, member)
+        try:
+            while engine.num_steps < NUM_STEPS:
+                x, y = batches()[engine.num_steps]
+                engine.train_step(x, y, loss_fn=loss_of)
+        except TierError as error:
+            told.append(str(error))
+            raise Killed from error
+        engine.close()
+        return engine.num_void
+
+    assert set(run_members(NUM_RANKS, work, tmp_path)) == {0, 2, 3}
+    (error,) = told
+    assert "The disk of rank 1 failed in a step" in error
+    assert f"{tmp_path}/scratch/shardwise-rank-1.rows-" in error
+    assert "No space left on device (ENOSPC). Make room on that disk, or name another folder." in error
+    assert "the others go on without it" in error
+
+
+def test_a_rank_without_room_for_more_is_lost_when_another_is(tmp_path: Path, disk: BreakingOfOne) -> None:
+    """The ranks that are left have more of the model. One finds no room on its disk, and the others have it."""
+
+    dies = DiesAt({3: 30})
+
+    def die_or_fill(engine: sw.Engine, member: int) -> None:
+        dies(engine, member)
+        if member == 1:  # files are made as the job begins, and then when a rank is lost
+            disk.breaks, disk.code = "reserve", errno.ENOSPC
+
+    void = race(DISKS["infinity"], die_or_fill, tmp_path, dies_of=TierError)
+    assert set(void) == {0, 2}
+
+
+# -- what it costs -----------------------------------------------------------------------------------------
+
+
+class Counting(SystemCalls):
+    """Counts the bytes that are read and written."""
+
+    def __init__(self) -> None:
+        self.num_read = self.num_written = 0
+        self._lock = threading.Lock()
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        num_bytes = super().read(handle, into, offset)
+        with self._lock:
+            self.num_read += num_bytes
+        return num_bytes
+
+    def write(self, handle: int, data: memoryview, offset: int) -> int:
+        num_bytes = super().write(handle, data, offset)
+        with self._lock:
+            self.num_written += num_bytes
+        return num_bytes
+
+
+@sampled
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2", "a share"])
+def test_two_versions_take_no_byte_more_to_read_and_write(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for is_elastic in (False, True):
+        calls, models = Counting(), [Net() for _ in range(2)]
+        monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=calls))
+
+        def work(world: World, member: int = 0, models: list[nn.Module] = models) -> None:
+            own, plan = models[world.rank], {**DISKS[name], "disk": str(tmp_path / "scratch")}
+            with sw.shard(own, plan, optimizer=adamw(own), world=world) as engine:
+                assert (engine.memory().image_bytes_on_disk > 0) == (world.membership is not None)
+                for x, y in batches():
+                    engine.train_step(x, y, loss_fn=loss_of)
+
+        run_members(2, work, tmp_path) if is_elastic else run_ranks(2, work)
+        counts.append((calls.num_read, calls.num_written))
+    assert counts[0] == counts[1]
+    assert min(counts[0]) > 0
+
+
+@sampled
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2", "a share"])
+@pytest.mark.parametrize("hosts", ["", "aabb"])
+def test_versions_and_copies_cost_what_is_promised(name: str, hosts: str, tmp_path: Path) -> None:
+    models = [Net() for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> tuple[CopyMeter, sw.MemoryReport, int, CopyBytes]:
+        own, plan = models[member], {**DISKS[name], "disk": str(tmp_path / "scratch")}
+        with sw.shard(own, plan, optimizer=adamw(own), world=world) as engine:
+            for x, y in batches():
+                rank, size = engine.data_ranks
+                engine.train_step(x.tensor_split(size)[rank], y.tensor_split(size)[rank], loss_fn=loss_of)
+            engine.state_dict()
+            engine._session.recovery.survival.await_copies()
+            specs = [flat.spec for flat in inside.flats(engine)]
+            here = inside.sharded(engine).mesh.coordinate(world.rank)
+            second = image_bytes(specs, 2, here).on_disk
+            return engine._session.recovery.copy_meter, engine.memory(), second, copy_bytes(specs, 2, hosts or "aaaa")
+
+    for meter, report, second, promised in run_members(NUM_RANKS, work, tmp_path, hosts=hosts).values():
+        assert report.image_bytes_on_disk == second + promised.kept_on_disk
+        if hosts:
+            slack = 8 * 3 * 64 + 4096  # as of copies in memory
+            per_step = (meter.sent_bytes - 2 * promised.sent_once) / meter.num_copies
+            assert per_step <= promised.sent + slack
+            assert meter.sent_bytes >= meter.num_copies * promised.kept_on_disk // 4
