@@ -18,6 +18,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled
 
@@ -135,6 +136,24 @@ def test_no_more_than_a_unit_is_held(names: Any, mesh: dict[str, int]) -> None:
         assert most == largest > 0
 
     on_ranks(model, {"preset": "zero3", "mesh": mesh}, work)
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_are_sent_in_the_precision_that_is_asked_for(precision: str) -> None:
+    """Half as many bytes, and the same values as if they were rounded afterwards."""
+    torch.manual_seed(4)
+
+    def work(engine: sw.Engine) -> None:
+        sent: list[int] = []
+        narrow: dict[str, Tensor] = {}
+        for dtype in ("bf16", None):
+            inside.ledger(engine).clear()
+            found = collected(engine.weights(dtype=dtype))
+            sent.append(inside.ledger(engine).sent_bytes["gather", "dp"])
+            narrow = found if dtype else narrow
+        assert all(torch.equal(narrow[name], value.to(torch.bfloat16)) for name, value in found.items())
+        assert 2 * sent[0] == sent[1] > 0
+
+    on_ranks(Transformer(), {"preset": "zero3", "precision": precision}, work)
 
 
 def test_a_receiver_that_fails_leaves_no_rank_waiting() -> None:
