@@ -150,22 +150,27 @@ class Access:
         of the model that they have in common: what each has become since belongs to no other.
 
         With a narrower `dtype` floating-point parameters are rounded to it before they are sent, which is the same as
-        afterwards, except those of units that have one of `unrounded`.
+        afterwards, except those of units that have one of `unrounded`. What every rank has whole is not sent.
 
         There is one exchange per unit, so all ranks have to iterate to the end. A tensor is valid until the first one
         of the next unit.
         """
         for flat in self._flats:
-            every = range(len(flat.slots))
-            pieces = {index: flat.common_piece(index) for index in every}
             kept = self._dtype(flat, PARAM)
             is_rounded = dtype is not None and kept.is_floating_point and dtype.itemsize < kept.itemsize
             if is_rounded and not any(slot.name in unrounded for slot in flat.slots):
                 kept = dtype
-            whole = self._whole(flat, pieces, kept)
+            whole = self._whole_param(flat, kept)
             for slot in flat.slots:
                 yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
             del whole  # before the next is gathered
+
+    def _whole_param(self, flat: Flat, dtype: torch.dtype) -> Tensor:
+        table = flat.spec.table
+        is_exact = torch_dtype(table.compute) == dtype and not table.rounds_params_over(table.optim.shard)
+        if flat.spec.resident and flat.anchor is None and is_exact:
+            return flat.full.clone()  # whoever keeps it does not see the next update
+        return self._whole(flat, {index: flat.common_piece(index) for index in range(len(flat.slots))}, dtype)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load whole values, the same on all ranks, as `state_dict` returns them; see `Engine.load_state_dict`."""
