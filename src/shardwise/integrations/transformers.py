@@ -191,14 +191,14 @@ class ShardwiseTrainerMixin(_Base):
         return self.engine.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if grad_norm is not None and self.control.should_log:
-            grad_norm = float(grad_norm)  # on a GPU, waits for the norm
         self._is_step_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """See Trainer. If the plan has `run`, rank 0 also writes the values to its record: as `step`, `validation` for
         evaluations, `train` for the summary of a training, or `log` for the script's own calls."""
+        if "grad_norm" in logs:
+            logs = logs | {"grad_norm": float(logs["grad_norm"])}  # on a GPU, waits for the norm
         known = len(self.state.log_history)
         super().log(logs, *args, **kwargs)
         is_step, self._is_step_logged = self._is_step_logged, False  # only the first call; an evaluation may follow

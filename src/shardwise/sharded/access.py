@@ -157,8 +157,8 @@ class Access:
         """
         for flat in self._flats:
             kept = self._dtype(flat, PARAM)
-            is_rounded = dtype is not None and kept.is_floating_point and dtype.itemsize < kept.itemsize
-            if is_rounded and not any(slot.name in unrounded for slot in flat.slots):
+            can_round = kept.is_floating_point and not any(slot.name in unrounded for slot in flat.slots)
+            if can_round and dtype is not None and dtype.itemsize < kept.itemsize:
                 kept = dtype
             whole = self._whole_param(flat, kept)
             for slot in flat.slots:
