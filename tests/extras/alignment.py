@@ -57,9 +57,7 @@ def grpo_colocated():
 def online_dpo():
     data = Dataset.from_dict({"prompt": texts(16, 0)})
     config = OnlineDPOConfig(tempfile.mkdtemp(), max_length=24, max_new_tokens=6, **SETTINGS)
-    return OnlineDPOTrainer(
-        llama(), reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer()
-    )
+    return OnlineDPOTrainer(llama(), reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer())
 
 
 def main():

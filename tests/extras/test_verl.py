@@ -34,7 +34,6 @@ def test_verl_s_trainer_trains_and_resumes_as_on_one_process(tmp_path: Path) -> 
         assert begun[name] + resumed[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
-
 HOST, BACK, TO_EVALUATE = ("cpu", "host", "host"), ("cuda", "device", "device"), ("cuda", "device", "host")
 
 

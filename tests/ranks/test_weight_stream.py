@@ -137,6 +137,7 @@ def test_no_more_than_a_unit_is_held(names: Any, mesh: dict[str, int]) -> None:
 
     on_ranks(model, {"preset": "zero3", "mesh": mesh}, work)
 
+
 @pytest.mark.parametrize(
     ("preset", "precision", "share"), [("zero3", "fp32", 0.5), ("zero3", "bf16", 0.5), ("zero1", "bf16", 0.0)]
 )

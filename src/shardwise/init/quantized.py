@@ -17,6 +17,8 @@ from torch import nn
 from shardwise.system.torch_private import tree_map_only
 
 Tensor = torch.Tensor
+
+
 @dataclass(frozen=True)
 class Symmetric:
     """Codes around zero, with a scale for all inputs of an output."""
