@@ -1,5 +1,5 @@
-"""In the place of vLLM in each rank's own process: what TRL (1.16) asks of `vllm.LLM` with `vllm_mode="colocate"`, over a
-model that really loads and samples. vllm is not installed where tests run.
+"""In the place of vLLM in each rank's own process: what TRL (1.16) asks of `vllm.LLM` with
+`vllm_mode="colocate"`, over a model that really loads and samples. vllm is not installed where tests run.
 
 As in vLLM, level 2 of sleep drops the weights, and weights are loaded only while there is memory for them.
 """

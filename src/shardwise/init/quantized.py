@@ -51,9 +51,9 @@ class QuantizedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, lows: Tensor | None, *, is_transposed: bool) -> QuantizedWeight:
-        """`codes` are `[outputs, inputs]` in int8 or fp8 (e4m3), or `[outputs, inputs / 2]` in uint8 with the even inputs in the
-        lower four bits. `scales` and, in 4 bits, the `lows` to which codes are added are `[outputs, groups, 1]`. The
-        weight is `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`."""
+        """`codes` are `[outputs, inputs]` in int8 or fp8 (e4m3), or `[outputs, inputs / 2]` in uint8 with the even
+        inputs in the lower four bits. `scales` and, in 4 bits, the `lows` to which codes are added are `[outputs,
+        groups, 1]`. The weight is `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`."""
         shape = [codes.shape[0], codes.shape[1] * (1 if lows is None else 2)]
         made = Tensor._make_wrapper_subclass(
             cls, shape[::-1] if is_transposed else shape, dtype=scales.dtype, device=codes.device

@@ -10,9 +10,9 @@ the whole mini-batch, so gradients are to be averaged over ranks and summed over
 nothing: `loss.backward()` averages over ranks, and a step ends where verl says so. How many micro-batches there are
 depends on the lengths of the samples.
 
-[Note: verl's offload] Between its phases verl asks engines to leave the device (`to("cpu", ...)`), so that samplers have
-its memory, and to come back. Here that is another table, with the rows on the host, and `Engine.reshard` moves values.
-Parameters rest on the host only together with optimizer states, which are updated where they are.
+[Note: verl's offload] Between its phases verl asks engines to leave the device (`to("cpu", ...)`), so that samplers
+have its memory, and to come back. Here that is another table, with the rows on the host, and `Engine.reshard` moves
+values. Parameters rest on the host only together with optimizer states, which are updated where they are.
 """
 
 from __future__ import annotations
