@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 
 _ROUNDS = ("_generate_single_turn", "_generate")
 """What generates from beginning to end, the first that a trainer has: `_generate` calls tools between turns if there
@@ -23,12 +23,17 @@ _WALK = "_move_model_to_vllm_inner"
 
 def feed_generation(trainer: Any) -> None:
     """Give `trainer`, which has an engine, its weights when it generates; others are left as they are. Asked again, it
-    changes nothing."""
+    changes nothing. Raises `ConfigError` for a trainer whose way to vLLM is not known here."""
     if getattr(trainer.args, "use_vllm", False):
         if hasattr(trainer, "vllm_generation"):  # its own walks over the model's parameters, which are sharded
             trainer.vllm_generation._iter_named_params = lambda: iter(_weights(trainer))
         elif hasattr(trainer, _WALK):
             setattr(trainer, _WALK, partial(_load, trainer))
+        else:
+            raise ConfigError(
+                f"{type(trainer).__name__} has a way of its own to load weights into vLLM, and would take shards for "
+                f"whole weights. Leave out use_vllm."
+            )
     elif getattr(trainer.args, "ds3_gather_for_generation", False):  # otherwise each token gathers them, unit by unit
         name = next((one for one in _ROUNDS if hasattr(trainer, one)), None)
         if name is not None:
