@@ -3,12 +3,16 @@ TRL's own path under DDP."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trl_vllm_jobs as jobs
 from rank_processes import begin, on_ranks
+
+from shardwise.errors import ConfigError
+from shardwise.integrations.trl import feed_generation
 
 pytestmark = pytest.mark.timeout(300)
 PAIR = {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}
@@ -67,3 +71,8 @@ def test_online_dpo_generates_by_itself_as_under_ddp() -> None:
 def test_ranks_that_share_samples_are_refused(name: str) -> None:
     with pytest.raises(RuntimeError, match="trainers that generate, and eval_use_gather_object, count samples"):
         on_ranks(2, jobs.alone, name, PAIR)
+
+
+def test_a_way_to_vllm_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would take shards for whole weights"):
+        feed_generation(SimpleNamespace(args=SimpleNamespace(use_vllm=True)))
