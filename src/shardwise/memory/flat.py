@@ -362,9 +362,9 @@ class Flat:
             self.state = ABSENT
 
     def keep_pages(self, *, kept: bool) -> None:
-        """Let pages of shared memory stay mapped, or not any more, while the buffer is not whole. It is there anyway, and
-        to map 128 MiB again takes 15 ms of a core that multiplies them with a vector in 10. What this rank writes to it
-        meanwhile is lost at the end."""
+        """Let pages of shared memory stay mapped, or not any more, while the buffer is not whole. It is there anyway,
+        and to map 128 MiB again takes 15 ms of a core that multiplies them with a vector in 10. What this rank writes
+        to it meanwhile is lost at the end."""
         self._keeps_pages = kept
         self._renew_pages()
 
