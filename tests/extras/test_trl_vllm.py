@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl_vllm_jobs as jobs
 from rank_processes import begin, on_ranks
+from trl_jobs import adapters
 
 from shardwise.errors import ConfigError
 from shardwise.integrations.trl import feed_generation
@@ -45,7 +46,12 @@ def test_a_server_gets_the_weights_of_all_ranks(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("grpo", {}), ("grpo", {"vllm_enable_sleep_mode": True}), ("online_dpo", {"vllm_enable_sleep_mode": True})],
+    [
+        ("grpo", {}),
+        ("grpo", {"vllm_enable_sleep_mode": True}),
+        ("grpo", {"peft_config": adapters()}),
+        ("online_dpo", {"vllm_enable_sleep_mode": True}),
+    ],
 )
 def test_an_engine_in_each_rank_gets_the_weights_of_all(name: str, settings: dict[str, Any]) -> None:
     plain = begin(2, jobs.colocated, name, None, **settings)

@@ -122,10 +122,10 @@ def served(name: str, plan: Any) -> dict[str, Any]:
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": server.synced}
 
 
-def colocated(name: str, plan: Any, **more: Any) -> dict[str, Any]:
+def colocated(name: str, plan: Any, peft_config: Any = None, **more: Any) -> dict[str, Any]:
     """The same with an engine of vLLM in each rank, as this rank saw it."""
     colocated_vllm.install()
-    trainer, seen = _trainer(name, plan, vllm_mode="colocate", **more)
+    trainer, seen = _trainer(name, plan, peft_config, vllm_mode="colocate", **more)
     trainer.train()
     llm = trainer.llm if name == "online_dpo" else trainer.vllm_generation.llm
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": llm.synced}
@@ -163,7 +163,7 @@ class _OnProcessors:
         return getattr(torch, name)
 
 
-def _trainer(name: str, plan: Any, **more: Any) -> tuple[Any, list[Any]]:
+def _trainer(name: str, plan: Any, peft_config: Any = None, **more: Any) -> tuple[Any, list[Any]]:
     of_trl, settings = TRAINERS[name]
     folder = tempfile.mkdtemp()
     llama().save_pretrained(folder)  # where a reference model comes from; once ranks have met, rank 0 saves alone
@@ -183,6 +183,7 @@ def _trainer(name: str, plan: Any, **more: Any) -> tuple[Any, list[Any]]:
     data = Dataset.from_dict({"prompt": texts(16, 0)})
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = made(
-        model, args=arguments, train_dataset=data, reward_funcs=reward, processing_class=tokenizer(), **given
-    )
+        model, args=arguments, train_dataset=data, reward_funcs=reward, processing_class=tokenizer(),
+        peft_config=peft_config, **given,
+    )  # fmt: skip
     return trainer, seen
