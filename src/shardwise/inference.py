@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointError, ConfigError, ModelError, Shardwise
 from shardwise.init import Wishes, check_same_settings, deferred_init, device_for, end_recording
 from shardwise.init.files import INDEX, SINGLE, WeightFiles
 from shardwise.init.match import Match, match
-from shardwise.init.quantized import BITS, linear_weights, quantized
+from shardwise.init.quantized import FORMATS, linear_weights, quantized
 from shardwise.init.tape import PROCESS_WIDE, values_of
 from shardwise.memory import part_of
 from shardwise.parallel.model_axes import carry_out_split, split_of
@@ -66,8 +66,8 @@ def load_for_inference(
 
     `mesh` has the axis `tp`; the other ranks, along `dp`, have models of their own (default: all of them).
     Floating-point parameters are converted to `dtype`, except those that transformers keeps in fp32; by default they
-    keep theirs. `weights` is `"int8"` or `"int4"`: the weights of linear layers are then kept so, and computed with in
-    `dtype` (docs/after-training.md).
+    keep theirs. `weights` is `"int8"`, `"fp8"` (e4m3) or `"int4"`: the weights of linear layers are then kept so, and
+    computed with in `dtype` (docs/after-training.md).
 
     Returns the model: frozen, in evaluation mode, on `device` (by default its own, or this rank's if it has no values
     yet). Ranks along `tp` call it alike; samples drawn from it (`generate(do_sample=True)`) are the same on all of them
@@ -77,8 +77,10 @@ def load_for_inference(
     another model, `CheckpointError` for files that cannot be read.
     """
     end_recording()
-    if weights is not None and weights not in BITS:
-        raise ConfigError(f"load_for_inference(weights={weights!r}): it must be int8 or int4. {nearest(weights, BITS)}")
+    if weights is not None and weights not in FORMATS:
+        raise ConfigError(
+            f"load_for_inference(weights={weights!r}): it must be int8, fp8 or int4. {nearest(weights, FORMATS)}"
+        )
     if folder is None and model is None:
         raise ConfigError("load_for_inference() needs a folder with weights, or a model, or both.")
     joined = World.join() if world is None else world
@@ -87,7 +89,7 @@ def load_for_inference(
         check_same_settings(asked, "arguments of load_for_inference", joined)
         found = _agreed(joined, lambda: _built(folder, dtype)) if model is None else model
         ranks = Mesh.of(_axes(mesh), joined.size)
-        _lay(found, folder, ranks, joined, dtype, BITS.get(weights or ""), device)
+        _lay(found, folder, ranks, joined, dtype, weights, device)
     except BaseException as error:
         if world is None:
             joined.close(error)
@@ -101,7 +103,7 @@ def _lay(
     mesh: Mesh,
     world: World,
     dtype: torch.dtype | None,
-    bits: int | None,
+    form: str | None,
     device: torch.device | str | None,
 ) -> None:
     """Split `model` in place, with its values. Nothing is changed if that is impossible. All ranks call."""
@@ -111,7 +113,7 @@ def _lay(
     split = split_of(model, plan, mesh, world.rank)
     source = None if folder is None else _agreed(world, lambda: match(model, _opened(folder), strict=True))
     model.requires_grad_(False).eval()
-    _agreed(world, lambda: _fill(model, source, split, dtype, target, bits))
+    _agreed(world, lambda: _fill(model, source, split, dtype, target, form))
     if split is not None:
         carry_out_split(model, split, mesh, world, target)
         group = world.group(mesh, AXIS)
@@ -184,7 +186,7 @@ def _fill(
     split: ModelSplit | None,
     dtype: torch.dtype | None,
     device: torch.device,
-    bits: int | None,
+    form: str | None,
 ) -> None:
     """Replace every parameter by this rank's part of it, one at a time, and give buffers their values.
 
@@ -195,7 +197,7 @@ def _fill(
         for table in (split.names, split.boxes, split.split_by):
             table.clear()
     names = {param: name for name, param in model.named_parameters()}
-    transposed = {} if bits is None else {names[param]: one for param, one in linear_weights(model).items()}
+    transposed = {} if form is None else {names[param]: one for param, one in linear_weights(model).items()}
     sites: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():
         for short, param in module._parameters.items():
@@ -211,8 +213,8 @@ def _fill(
         value = part.to(device, wanted).contiguous()
         if value.untyped_storage().nbytes() > value.nbytes:
             value = value.clone()  # a view would keep all of the former one
-        if bits is not None and name in transposed:
-            narrow = quantized(value, bits, is_transposed=transposed[name])
+        if form is not None and name in transposed:
+            narrow = quantized(value, form, is_transposed=transposed[name])
             value = value if narrow is None else narrow
         kept = nn.Parameter(value, requires_grad=False)
         for module, short in places:

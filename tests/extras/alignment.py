@@ -1,5 +1,5 @@
 """A script of TRL as people have it: it knows nothing of shardwise. `alignment.py FILE METHOD`, where METHOD is `sft`,
-`sft-lora`, `dpo` or `grpo`."""
+`sft-lora`, `dpo`, `grpo`, `grpo-colocated` (with vLLM in each rank, of which there is a stand-in) or `online-dpo`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import colocated_vllm
 from datasets import Dataset
 from peft import LoraConfig
 from trainer_jobs import llama
+from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl_jobs import texts, tokenizer
 
 SETTINGS = {
@@ -37,15 +40,32 @@ def reward(completion_ids, **_):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def grpo():
+def grpo(model=None, **vllm):
     data = Dataset.from_dict({"prompt": texts(16, 0)})
-    config = GRPOConfig(tempfile.mkdtemp(), num_generations=2, max_completion_length=6, beta=0.0, **SETTINGS)
-    return GRPOTrainer(llama(), reward, config, train_dataset=data, processing_class=tokenizer())
+    config = GRPOConfig(tempfile.mkdtemp(), num_generations=2, max_completion_length=6, beta=0.0, **SETTINGS, **vllm)
+    return GRPOTrainer(model or llama(), reward, config, train_dataset=data, processing_class=tokenizer())
+
+
+def grpo_colocated():
+    colocated_vllm.install()
+    folder = tempfile.mkdtemp()
+    llama().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return grpo(model, use_vllm=True, vllm_mode="colocate")
+
+
+def online_dpo():
+    data = Dataset.from_dict({"prompt": texts(16, 0)})
+    config = OnlineDPOConfig(tempfile.mkdtemp(), max_length=24, max_new_tokens=6, **SETTINGS)
+    return OnlineDPOTrainer(llama(), reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer())
 
 
 def main():
     file, method = Path(sys.argv[1]), sys.argv[2]
-    made = {"sft": sft, "sft-lora": lambda: sft(LoraConfig(r=4, target_modules=["q_proj"])), "dpo": dpo, "grpo": grpo}
+    made = {
+        "sft": sft, "sft-lora": lambda: sft(LoraConfig(r=4, target_modules=["q_proj"])), "dpo": dpo, "grpo": grpo,
+        "grpo-colocated": grpo_colocated, "online-dpo": online_dpo,
+    }  # fmt: skip
     trainer = made[method]()
     trainer.train()
     kinds = [kind.__module__ for kind in type(trainer).__mro__]

@@ -62,7 +62,7 @@ def test_an_unmodified_script_is_trained_by_a_plan(tmp_path: Path) -> None:
 
 
 @sampled
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "sft-lora"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "grpo-colocated", "online-dpo", "sft-lora"])
 def test_an_unmodified_script_of_trl_is_trained_by_a_plan(tmp_path: Path, method: str) -> None:
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
     waited = begin(2, plain, [str(theirs), method], str(ALIGNMENT))

@@ -34,6 +34,38 @@ def test_verl_s_trainer_trains_and_resumes_as_on_one_process(tmp_path: Path) -> 
         assert begun[name] + resumed[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
+HOST, BACK, TO_EVALUATE = ("cpu", "host", "host"), ("cuda", "device", "device"), ("cuda", "device", "host")
+
+
+@pytest.mark.parametrize(
+    ("settings", "moves", "words"),
+    [
+        (["engine.param_offload=true", "engine.optimizer_offload=true"], {HOST, BACK, TO_EVALUATE}, ""),
+        (["engine.param_offload=true"], {HOST, BACK}, "param_offload moves optimizer states too"),
+        (
+            ["engine.param_offload=true", "engine.optimizer_offload=true", "+engine.plan=zero1"],
+            {("cpu", "device", "host"), BACK, TO_EVALUATE},
+            "param_offload is set and moves nothing: under the plan zero1",
+        ),
+    ],
+)
+def test_what_verl_offloads_is_on_the_host_between_its_phases(
+    settings: list[str], moves: set[tuple[str, str, str]], words: str, tmp_path: Path
+) -> None:
+    jobs.write_model(tmp_path / "model")
+    plain = begin(1, jobs.fine_tuned, str(tmp_path), "fsdp2", [], steps=2)
+    ours = on_ranks(2, jobs.offloaded, str(tmp_path), [OURS, *settings], steps=2)
+    expected, found = figures(plain()[0]), figures(ours[0]["logged"])
+    assert len(expected["train/loss"]) == 2
+    for name in FIGURES:
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+    for rank in ours:
+        assert set(rank["moves"]) == moves
+        assert rank["moves"][0] == rank["moves"][-1] != BACK
+    assert words in ours[0]["said"]
+    assert not (words == "" and "offload" in ours[0]["said"])
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

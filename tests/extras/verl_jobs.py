@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging.handlers
 import os
 import sys
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +107,7 @@ def _on_processors(platforms: Any) -> None:
     platforms.PlatformRegistry.register("cpu")(type("OnProcessors", (base,), answers | rest))
 
 
+@cache
 def _import_verl() -> None:
     """Without its file for Qwen2-VL, which its trainer imports: it wants a name of transformers before 5.11."""
     sys.path.append(str(FOLDER))
@@ -158,6 +161,25 @@ def fine_tuned(folder: str, strategy: str, settings: list[str], *, steps: int = 
     trainer.SFTTrainer(config).fit()
     torch.distributed.destroy_process_group()
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def offloaded(folder: str, settings: list[str], steps: int) -> dict[str, Any]:
+    """The same, as if on a device that verl's offload leaves and comes back to: also where parameters and states were
+    after each move, and what was said about it."""
+    _import_verl()
+    base = importlib.import_module("verl.workers.engine.base")
+    base.get_device_name = lambda: "cuda"
+    ours = importlib.import_module("shardwise.integrations.verl")
+    moves, said, to = [], logging.handlers.BufferingHandler(1000), ours.ShardwiseEngine.to
+    logging.getLogger("shardwise").addHandler(said)
+
+    def moving(self: Any, device: str, *args: Any, **kwargs: Any) -> None:
+        to(self, device, *args, **kwargs)
+        moves.append((device, self.engine.table.param.tier, self.engine.table.optim.tier))
+
+    ours.ShardwiseEngine.to = moving
+    logged = fine_tuned(folder, "shardwise", settings, steps=steps)
+    return {"logged": logged, "moves": moves, "said": " ".join(record.getMessage() for record in said.buffer)}
 
 
 def planned(settings: dict[str, Any]) -> str:

@@ -86,13 +86,13 @@ def test_says_what_the_plain_model_says(build: Any, form: str, tp: int, tmp_path
 
 
 @sampled
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fewer_bits(weights: str, build: Any, tp: int) -> None:
     """The logits are those of the plain model with rounded weights, and as far from the exact ones as those of a plain
     model whose weights were moved at random by as much."""
-    plain, bits = lively(build), {"int8": 8, "int4": 4}[weights]
+    plain = lively(build)
     exact = plain(PROMPT).logits
 
     def rank_of(world: sw.World) -> Tensor:
@@ -110,7 +110,7 @@ def test_fewer_bits(weights: str, build: Any, tp: int) -> None:
     assert all(torch.equal(one, found[0]) for one in found)
     rounded, moved = copy.deepcopy(plain), copy.deepcopy(plain)
     for one, other in zip(linear_weights(rounded).items(), linear_weights(moved), strict=True):
-        narrow = quantized(one[0].detach(), bits, is_transposed=one[1])
+        narrow = quantized(one[0].detach(), weights, is_transposed=one[1])
         change = (narrow.values() - one[0]).detach()
         one[0].data = narrow.values()
         other.data += change.flatten()[torch.randperm(change.numel())].view_as(change)
@@ -142,45 +142,52 @@ def test_perplexity_of_a_trained_model() -> None:
         optimizer.zero_grad()
     held_out = texts(128, 1000)
 
-    def perplexity(model: nn.Module) -> float:
+    def judged(model: nn.Module) -> tuple[float, Tensor]:
         with torch.no_grad():
-            return float(model(input_ids=held_out, labels=held_out).loss.exp())
+            found = model(input_ids=held_out, labels=held_out)
+        return float(found.loss.exp()), found.logits
 
-    exact = perplexity(plain.eval())
+    exact, logits = judged(plain.eval())
     assert exact < 30, "of 97 words"
-    for weights, bound in (("int8", 1e-3), ("int4", 1e-2)):
+    for weights, bound, of_logits in (("int8", 1e-3, 5e-3), ("fp8", 1e-3, 2e-2), ("int4", 1e-2, 6e-2)):
 
-        def rank_of(world: sw.World, weights: str = weights) -> float:
+        def rank_of(world: sw.World, weights: str = weights) -> tuple[float, Tensor]:
             given = copy.deepcopy(plain)
-            return perplexity(sw.load_for_inference(model=given, mesh={"tp": 2}, weights=weights, world=world))
+            return judged(sw.load_for_inference(model=given, mesh={"tp": 2}, weights=weights, world=world))
 
-        for found in run_ranks(2, rank_of):
-            assert found == pytest.approx(exact, rel=bound)
+        for perplexity, found in run_ranks(2, rank_of):
+            assert perplexity == pytest.approx(exact, rel=bound)
+            assert (found - logits).norm() < of_logits * logits.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_value_moves_by_half_a_step_at_most(dtype: torch.dtype, is_transposed: bool, bits: int) -> None:
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+def test_a_value_moves_by_half_a_step_at_most(dtype: torch.dtype, is_transposed: bool, form: str) -> None:
+    """A step is of one output, or of the value itself in fp8, and for outputs that are small as a whole it is small."""
     weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(2)).to(dtype)
     weight[3] = 0
     weight[4] = 0.25
     weight[5, 7] = 30
+    weight[6] *= 1e-3
     given = weight.T.contiguous() if is_transposed else weight
-    narrow = quantized(given, bits, is_transposed=is_transposed)
+    narrow = quantized(given, form, is_transposed=is_transposed)
     assert narrow is not None
     assert (narrow.shape, narrow.dtype) == (given.shape, dtype)
     rows = narrow.values().T if is_transposed else narrow.values()
     step = narrow.scales.float().expand(32, -1, 128 // narrow.scales.shape[1]).flatten(1)
     rounding = torch.finfo(dtype).eps * weight.float().abs().amax(1, keepdim=True)
-    assert ((rows.float() - weight.float()).abs() <= step / 2 + rounding).all()
+    greatest = weight.float().abs().amax(1, keepdim=True)
+    assert (step <= 2 * greatest.clamp_min(0.03) / {"int8": 127, "fp8": 448, "int4": 15}[form]).all()
+    half = step / 2 if form != "fp8" else torch.maximum(weight.float().abs() / 16, step / 1024)
+    assert ((rows.float() - weight.float()).abs() <= half + rounding).all()
     assert torch.equal(rows[3], weight[3])
     x = torch.randn(3, 128).to(dtype)
     plain = nn.Parameter(narrow, requires_grad=False)
     made = x @ plain if is_transposed else nn.functional.linear(x, plain)
     assert torch.equal(made, x @ narrow.values() if is_transposed else nn.functional.linear(x, narrow.values()))
     assert narrow.stored_bytes < weight.numel() * dtype.itemsize * (0.6 if dtype.itemsize == 2 else 0.4)
-    assert quantized(weight[:, :6], 4, is_transposed=False) is None
+    assert quantized(weight[:, :6], "int4", is_transposed=False) is None
 
 
 @sampled
@@ -252,7 +259,7 @@ def test_what_cannot_be_is_said_on_all_ranks(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({}, ConfigError, "needs a folder with weights, or a model"),
-        ({"model": plain, "weights": "int3"}, ConfigError, "it must be int8 or int4"),
+        ({"model": plain, "weights": "int3"}, ConfigError, "it must be int8, fp8 or int4"),
         ({"model": plain, "mesh": {"tp": 2, "pp": 1}}, ConfigError, "splits along tp alone, and the mesh has pp"),
         ({"model": plain, "mesh": {"tp": 3}}, ConfigError, "mesh"),
         ({"model": Transformer(), "mesh": {"tp": 2}}, ModelError, "has no tensor-parallel plan of its own"),

@@ -136,6 +136,26 @@ def _num_present(tensor: Tensor) -> int:
     return sum(entry >> 63 for entry in entries)
 
 
+def test_pages_stay_while_ranks_generate(model: Transformer) -> None:
+    """Units come and go; their pages, which take no memory beside the parameters at rest, go at the end, and with them
+    what this rank has written."""
+    x, y = batches(1)[0]
+
+    def work(engine: sw.Engine) -> tuple[int, int]:
+        [flat] = [flat for flat in inside.flats(engine) if flat.name == "blocks.0"]
+        before = flat.full.clone()
+        with engine.inference(keep_bytes=0):
+            engine.module(x, y)
+            assert not flat.is_whole
+            pages = _num_present(flat.full)
+            flat.full[0] = 7
+        after = _num_present(flat.full)
+        assert torch.equal(flat.full, before)
+        return pages, after
+
+    assert all(pages > 0 and after == 0 for pages, after in engines(2, model, work))
+
+
 def test_rank_0_edits_for_all(model: Transformer) -> None:
     def work(engine: sw.Engine) -> float:
         with engine.gathered("head.weight", write=True):

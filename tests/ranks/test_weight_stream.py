@@ -18,6 +18,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled
 
@@ -135,6 +136,30 @@ def test_no_more_than_a_unit_is_held(names: Any, mesh: dict[str, int]) -> None:
         assert most == largest > 0
 
     on_ranks(model, {"preset": "zero3", "mesh": mesh}, work)
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision", "share"), [("zero3", "fp32", 0.5), ("zero3", "bf16", 0.5), ("zero1", "bf16", 0.0)]
+)
+def test_weights_are_sent_in_the_precision_that_is_asked_for(preset: str, precision: str, share: float) -> None:
+    """Half as many bytes, or none where every rank has them, and the same values as if they were rounded afterwards.
+    What has come stays as it is when training goes on."""
+    torch.manual_seed(4)
+    tokens = torch.randint(0, 8, (2, 6))
+
+    def work(engine: sw.Engine) -> None:
+        sent, found = [], {}
+        engine.train_step((tokens, tokens))
+        for dtype in ("bf16", None):
+            inside.ledger(engine).clear()
+            found[dtype] = dict(engine.weights(dtype=dtype))
+            sent.append(inside.ledger(engine).sent_bytes["gather", "dp"])
+        engine.train_step((tokens, tokens))
+        assert all(torch.equal(found["bf16"][name], value.to(torch.bfloat16)) for name, value in found[None].items())
+        assert sent[0] == share * sent[1]
+        assert sent[1] > 0
+
+    on_ranks(Transformer(), {"preset": preset, "precision": precision}, work)
 
 
 def test_a_receiver_that_fails_leaves_no_rank_waiting() -> None:

@@ -1,6 +1,6 @@
 """Weights of linear layers in 8 or 4 bits, for models that only compute.
 
-A weight is rounded to integer codes with a scale per group of inputs, and is made whole again, in the dtype of the
+A weight is rounded to codes with a scale per group of inputs, and is made whole again, in the dtype of the
 computation, whenever a layer uses it, one layer at a time. So it is memory that is saved, and not time.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,26 @@ from torch import nn
 from shardwise.system.torch_private import tree_map_only
 
 Tensor = torch.Tensor
-BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """Codes around zero, with a scale for all inputs of an output."""
+
+    dtype: torch.dtype
+    largest: float
+    """The greatest code."""
+
+
+FORMATS = {
+    "int8": Symmetric(torch.int8, 127),
+    "fp8": Symmetric(torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max),
+    "int4": None,
+}
+"""By the word for `load_for_inference(weights=...)`; codes of 4 bits reach from the least value of a group of inputs to
+its greatest."""
 _GROUP = 64
-"""The most inputs that share a scale in 4 bits; in 8 bits all of one output do."""
+"""The most inputs that share a scale in 4 bits."""
 _SMALLEST_GROUP = 16
 """With fewer, scales would take more memory than the codes save."""
 
@@ -33,9 +51,9 @@ class QuantizedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, lows: Tensor | None, *, is_transposed: bool) -> QuantizedWeight:
-        """`codes` are `[outputs, inputs]` in int8, or `[outputs, inputs / 2]` in uint8 with the even inputs in the
-        lower four bits. `scales` and, in 4 bits, the `lows` to which codes are added are `[outputs, groups, 1]`. The
-        weight is `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`."""
+        """`codes` are `[outputs, inputs]` in int8 or fp8 (e4m3), or `[outputs, inputs / 2]` in uint8 with the even
+        inputs in the lower four bits. `scales` and, in 4 bits, the `lows` to which codes are added are `[outputs,
+        groups, 1]`. The weight is `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`."""
         shape = [codes.shape[0], codes.shape[1] * (1 if lows is None else 2)]
         made = Tensor._make_wrapper_subclass(
             cls, shape[::-1] if is_transposed else shape, dtype=scales.dtype, device=codes.device
@@ -65,7 +83,8 @@ class QuantizedWeight(Tensor):
         return sum(one.nbytes for one in (self.codes, self.scales, self.lows) if one is not None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
-        return f"QuantizedWeight {list(self.shape)} in {8 if self.lows is None else 4} bits"
+        kind = self.codes.dtype if self.lows is None else "4 bits"
+        return f"QuantizedWeight {list(self.shape)} in {kind}"
 
     def __tensor_flatten__(self) -> tuple[list[str], bool]:
         return ["codes", "scales", *(() if self.lows is None else ("lows",))], self.is_transposed
@@ -89,32 +108,34 @@ class QuantizedWeight(Tensor):
         return func(*whole[0], **whole[1])
 
 
-def quantized(weight: Tensor, bits: int, *, is_transposed: bool) -> QuantizedWeight | None:
-    """`weight`, `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`, in 8 or 4 bits; `None` if its inputs do
-    not divide into groups.
+def quantized(weight: Tensor, form: str, *, is_transposed: bool) -> QuantizedWeight | None:
+    """`weight`, `[outputs, inputs]`, or `[inputs, outputs]` if `is_transposed`, in one of `FORMATS`; `None` if its
+    inputs do not divide into groups.
 
-    In 8 bits codes are symmetric around zero, with a scale per output; in 4 bits they reach from the least value of a
-    group to its greatest. Each value is then within half a scale of what it was, beside the rounding of its dtype.
+    With integers each value is within half a scale of what it was, beside the rounding of its dtype. In fp8 it is
+    within a sixteenth of itself, which three bits of mantissa leave, or, if it is small beside the greatest of its
+    output, within 2^-10 of a scale.
     """
     rows = (weight.T if is_transposed else weight).float()
-    inputs = rows.shape[1]
-    group = inputs if bits == 8 else math.gcd(inputs, _GROUP)
+    inputs, symmetric = rows.shape[1], FORMATS[form]
+    group = math.gcd(inputs, _GROUP) if symmetric is None else inputs
     if group < _SMALLEST_GROUP or group % 2:
         return None
     grouped = rows.reshape(len(rows), -1, group)
-    if bits == 8:
-        scales = _positive(grouped.abs().amax(-1, keepdim=True) / 127).to(weight.dtype)
-        codes = (grouped / scales.float()).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
-        return QuantizedWeight(codes, scales, None, is_transposed=is_transposed)
+    if symmetric is not None:
+        scales = _scales(grouped.abs().amax(-1, keepdim=True) / symmetric.largest, weight.dtype)
+        codes = (grouped / scales.float()).clamp_(-symmetric.largest, symmetric.largest)
+        codes = codes if symmetric.dtype.is_floating_point else codes.round_()
+        return QuantizedWeight(codes.to(symmetric.dtype).flatten(1), scales, None, is_transposed=is_transposed)
     lows = grouped.amin(-1, keepdim=True).to(weight.dtype)
-    scales = _positive((grouped.amax(-1, keepdim=True) - lows.float()) / 15).to(weight.dtype)
+    scales = _scales((grouped.amax(-1, keepdim=True) - lows.float()) / 15, weight.dtype)
     codes = ((grouped - lows.float()) / scales.float()).round_().clamp_(0, 15).to(torch.uint8).flatten(1)
     return QuantizedWeight(codes[:, ::2] | codes[:, 1::2] << 4, scales, lows, is_transposed=is_transposed)
 
 
-def _positive(scales: Tensor) -> Tensor:
-    """Scales of groups that are all alike are 1, which changes no value."""
-    return torch.where(scales > torch.finfo(torch.float16).tiny, scales, 1)
+def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, and none so small that it would lose digits there: with 0 for codes, a scale does not matter."""
+    return wanted.clamp_min(torch.finfo(dtype).tiny).to(dtype)
 
 
 def linear_weights(model: nn.Module) -> dict[nn.Parameter, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,11 @@ def without(plan: sw.Plan, *fields: str) -> sw.Plan:
     """The plan without `fields` that the library handles itself."""
     kept = {name: getattr(plan, name) for name in plan.model_fields_set if name not in fields}
     return plan if len(kept) == len(plan.model_fields_set) else sw.load_plan(kept)
+
+
+def with_rows_on_host(plan: sw.Plan, rows: Iterable[str]) -> sw.Plan:
+    """`plan` with these rows of its table (`optim`, `grad`, `param`) on the host, and everything else as it says."""
+    changed = plan.model_dump(exclude_unset=True)
+    kept = changed.get("rows") or {}
+    tiers = {row: {**(kept.get(row) or {}), "tier": "host"} for row in rows}
+    return sw.load_plan({**changed, "rows": {**kept, **tiers}})

@@ -30,31 +30,12 @@ _REFUSED = {
     "torch_compile_mode": "torch_compile_mode is for whole models, but the engine compiles each unit separately. Leave "
     "it out.",
 }
-_SENDS_BY_ITSELF = "_move_model_to_vllm"
-"""The method of TRL's trainers that have their own way to a server of vLLM, rather than its `VLLMGeneration`."""
 _LAYERWISE = ("layerwise", "lomo")
-
-
-def refuse_vllm(args: Any, trainer: type) -> None:
-    """Raise `ConfigError` where TRL's `use_vllm` cannot be fed with weights of all ranks."""
-    if not getattr(args, "use_vllm", False):
-        return
-    instead = "Leave it out: weights are gathered once for each round of generation."
-    if getattr(args, "vllm_mode", "server") != "server":
-        raise ConfigError(
-            f"use_vllm with vllm_mode={args.vllm_mode!r} makes an engine of vLLM in each rank's own process, which is "
-            f"not supported. Use vllm_mode='server'. Or: {instead}"
-        )
-    if hasattr(trainer, _SENDS_BY_ITSELF):
-        raise ConfigError(
-            f"{trainer.__name__} with use_vllm reads weights on rank 0 only, but they are sharded over all ranks. "
-            f"GRPOTrainer and RLOOTrainer can be used so. {instead}"
-        )
 
 
 def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:
     """Raise `ConfigError` for `TrainingArguments`, models and plans that cannot be used with our Trainer."""
-    if ranks_per_batch(plan) > 1 and (hasattr(args, "num_generations") or args.eval_use_gather_object):
+    if ranks_per_batch(plan) > 1 and (hasattr(args, "use_vllm") or args.eval_use_gather_object):
         raise ConfigError(
             "The plan's mesh has tp, sp or pp, but trainers that generate, and eval_use_gather_object, count samples "
             "per rank. Use a mesh of data axes only (dp, node, local)."

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,16 @@ import transformers.trainer
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABLE, Sections
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, has_stages, require_agreement, without
-from shardwise.integrations.trainer_arguments import refuse_arguments, refuse_vllm
+from shardwise.integrations.trainer_arguments import refuse_arguments
 from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps
+from shardwise.integrations.trl import feed_generation
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
@@ -56,8 +55,6 @@ class ShardwiseTrainerMixin(_Base):
         self._is_planned = shardwise is not None
         super().__init__(*args, **kwargs)
         self._refuse_two_optimizers()
-        if hasattr(self, "vllm_generation"):  # TRL's, with use_vllm: it walks over the model's own parameters
-            self.vllm_generation._iter_named_params = self._weights_for_vllm
 
     @property
     def engine(self) -> sw.Engine | None:
@@ -71,7 +68,6 @@ class ShardwiseTrainerMixin(_Base):
         if hasattr(self.args, CONFIG_ATTRIBUTE):
             self._take_deepspeed_config()
         refuse_arguments(self.args, self.plan, self.model)
-        refuse_vllm(self.args, type(self))
         require_agreement(
             self.plan, "accumulate", self.plan.accumulate, self.args.gradient_accumulation_steps,
             "gradient_accumulation_steps of TrainingArguments",
@@ -180,7 +176,9 @@ class ShardwiseTrainerMixin(_Base):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.release(self.model)
-        return super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        feed_generation(self)
+        return prepared
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.engine is None:
@@ -193,14 +191,14 @@ class ShardwiseTrainerMixin(_Base):
         return self.engine.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if grad_norm is not None and self.control.should_log:
-            grad_norm = float(grad_norm)  # on a GPU, waits for the norm
         self._is_step_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """See Trainer. If the plan has `run`, rank 0 also writes the values to its record: as `step`, `validation` for
         evaluations, `train` for the summary of a training, or `log` for the script's own calls."""
+        if "grad_norm" in logs:
+            logs = logs | {"grad_norm": float(logs["grad_norm"])}  # on a GPU, waits for the norm
         known = len(self.state.log_history)
         super().log(logs, *args, **kwargs)
         is_step, self._is_step_logged = self._is_step_logged, False  # only the first call; an evaluation may follow
@@ -215,21 +213,8 @@ class ShardwiseTrainerMixin(_Base):
             if self.plan.preset == "auto" and self.train_dataset is not None:
                 self.get_train_dataloader()  # to know its batches, because those of an evaluation may be smaller
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            feed_generation(self)
         return super().evaluation_loop(*args, **kwargs)
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by trainers of TRL that generate. Weights are gathered once; with `ds3_gather_for_generation=False`
-        each token gathers them unit by unit. A server of vLLM generates with its own."""
-        is_here = self.engine is not None and not getattr(self.args, "use_vllm", False)
-        is_gathered = is_here and getattr(self.args, "ds3_gather_for_generation", True)
-        with self.engine.inference() if is_gathered and self.engine is not None else nullcontext():
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _weights_for_vllm(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What TRL sends to its server: whole tensors one by one, in the dtype that the model had. Collective."""
-        if self.engine is None:
-            raise StateError("The server of vLLM gets weights of a model that is sharded: call train() or evaluate().")
-        yield from self.engine.weights(dtype=self.accelerator.dtype_before(self.model))
 
     # -- saving -----------------------------------------------------------------------------------------
 

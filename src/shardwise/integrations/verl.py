@@ -9,10 +9,15 @@ differs: who owns the parameters, their gradients and the optimizer (docs/after-
 the whole mini-batch, so gradients are to be averaged over ranks and summed over micro-batches. So our plan accumulates
 nothing: `loss.backward()` averages over ranks, and a step ends where verl says so. How many micro-batches there are
 depends on the lengths of the samples.
+
+[Note: verl's offload] Between its phases verl asks engines to leave the device (`to("cpu", ...)`), so that samplers
+have its memory, and to come back. Here that is another table, with the rows on the host, and `Engine.reshard` moves
+values. Parameters rest on the host only together with optimizer states, which are updated where they are.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -33,11 +38,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.integrations.peft_saving import adapter_state_dict
+from shardwise.integrations.plans import with_rows_on_host
 
 __all__ = ["ShardwiseEngine", "ShardwiseEngineConfig", "ShardwiseValueEngine"]
 
 STRATEGY = "shardwise"
 DEVICES = ["cuda", "npu", "cpu"]
+_log = logging.getLogger("shardwise")
 _PRECISIONS = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 
 
@@ -98,6 +105,16 @@ def plan_of(config: FSDPEngineConfig, num_ranks: int) -> sw.Plan:
     return sw.load_plan(values)
 
 
+def rows_to_move(engine: sw.Engine) -> dict[str, list[str]]:
+    """The rows of the table that go to the host for a while, for verl's `optimizer` and `model`: none of what is whole
+    on every rank, or on a lower tier anyway."""
+    table = engine.table
+    if table.optim.tier != "device" or not table.optim.shard:
+        return {"optimizer": [], "model": []}
+    states = ["optim", *(["grad"] if table.grad.shard == table.optim.shard else [])]
+    return {"optimizer": states, "model": [*states, "param"] if table.param.shard else []}
+
+
 class _Sharded:
     """What our engines do otherwise than verl's FSDP engine."""
 
@@ -114,9 +131,29 @@ class _Sharded:
     # -- building -----------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        """Build the model, shard it with its optimizer, and make the schedule of learning rates. All ranks call."""
+        """Build the model, shard it with its optimizer, and make the schedule of learning rates; then offload what verl
+        is told to. All ranks call."""
         self._saved: list[Path] = []
         self._build_model_optimizer()  # type: ignore[attr-defined]
+        self._own_plan, self._on_host = self.engine.plan, frozenset[str]()
+        self._away: set[str] = set()
+        self._rows = rows_to_move(self.engine)
+        if self.rank == 0:
+            self._say_what_is_not_moved()
+        self.to("cpu", self.is_param_offload_enabled, self.is_optimizer_offload_enabled, self.is_param_offload_enabled)
+
+    def _say_what_is_not_moved(self) -> None:
+        asked = {"model": self.engine_config.param_offload, "optimizer": self.engine_config.optimizer_offload}
+        for kind, setting in (("model", "param_offload"), ("optimizer", "optimizer_offload")):
+            if asked[kind] and not self._rows[kind]:
+                _log.warning(
+                    "%s is set and moves nothing: under the plan %s every rank has all of it, or the host has it "
+                    "already. zero3 and hsdp can move both, zero1 and zero2 optimizer states.",
+                    setting,
+                    self._own_plan.preset,
+                )
+        if self._rows["model"] and asked["model"] and not asked["optimizer"]:
+            _log.warning("param_offload moves optimizer states too: parameters rest on the host only with these.")
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         """verl calls it with a model of which rank 0 has the values; the others may have none."""
@@ -164,15 +201,23 @@ class _Sharded:
     # -- where values are ---------------------------------------------------------------------------------
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Nothing moves: what lies on the host or a disk is in the plan (`tiers`), and stays there."""
+        """Keep parameters, optimizer states or both on the host, with `device` "cpu", or where the plan has them, with
+        another; what the plan has on a lower tier stays there. Between steps there are no gradients. All ranks call,
+        between steps. See [Note: verl's offload]."""
+        named = {kind for kind, is_named in (("model", model), ("optimizer", optimizer)) if is_named}
+        self._away = self._away | named if device == "cpu" else self._away - named
+        rows = frozenset(row for kind in self._away for row in self._rows[kind])
+        if rows != self._on_host:
+            self.engine.reshard(with_rows_on_host(self._own_plan, sorted(rows)) if rows else self._own_plan)
+            self._on_host = rows
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        return False
+        return bool(self.engine_config.param_offload and self._rows["model"])
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        return False
+        return bool(self.engine_config.optimizer_offload and self._rows["optimizer"])
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **_: Any

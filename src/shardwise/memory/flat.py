@@ -106,6 +106,7 @@ class Flat:
         self.held: Tensor | None = None
         self.shared: SharedBuffer | None = None
         """Where the parameters rest, if that is shared memory; set before the first values."""
+        self._keeps_pages = False
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
         """Memory for what is sent in place: parameters that are updated in parts."""
@@ -349,7 +350,7 @@ class Flat:
     def allocate_full(self) -> None:
         """Give `full` its bytes back, undefined. It counts as being gathered until it is `READY`."""
         if self.shared is not None:
-            self.shared.renew()
+            self._renew_pages()
         elif self._bytes_of_full is not None:
             self._bytes_of_full.allocate()
         self.meter.hold("working", self.spec.full_bytes)
@@ -361,11 +362,22 @@ class Flat:
         self.owes_free = self.state is READY and self.lasts and not self.stays
         if self.state is READY and not (self.stays or self.lasts):
             if self.shared is not None:
-                self.shared.renew()
+                self._renew_pages()
             elif self._bytes_of_full is not None:
                 self._bytes_of_full.free()
             self.meter.drop("working", self.spec.full_bytes)
             self.state = ABSENT
+
+    def keep_pages(self, *, kept: bool) -> None:
+        """Let pages of shared memory stay mapped, or not any more, while the buffer is not whole. It is there anyway,
+        and to map 128 MiB again takes 15 ms of a core that multiplies them with a vector in 10. What this rank writes
+        to it meanwhile is lost at the end."""
+        self._keeps_pages = kept
+        self._renew_pages()
+
+    def _renew_pages(self) -> None:
+        if self.shared is not None and not self._keeps_pages:
+            self.shared.renew()
 
     def relax(self) -> None:
         """The whole buffer will not be read for a while: in shared memory its pages may go meanwhile, and it stays

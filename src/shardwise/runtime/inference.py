@@ -100,7 +100,7 @@ class Inference:
         enter."""
         failed = True
         try:
-            with torch.no_grad(), self._calls_noted():
+            with torch.no_grad(), self._calls_noted(), self._pages_kept():
                 for unit in self._units:
                     if unit.name in self._kept:
                         self._gathering.open(unit)
@@ -112,6 +112,18 @@ class Inference:
                 self._gathering.abandon()
             else:
                 self._gathering.free_all()
+
+    @contextmanager
+    def _pages_kept(self) -> Iterator[None]:
+        """A context in which memory that ranks share stays mapped: nothing is copied from there."""
+        flats = [flat for unit in self._units if unit.name not in self._kept for flat in unit.flats]
+        for flat in flats:
+            flat.keep_pages(kept=True)
+        try:
+            yield
+        finally:
+            for flat in flats:
+                flat.keep_pages(kept=False)
 
     @contextmanager
     def rounds(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ that the caller asked for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -143,20 +143,34 @@ class Access:
             for slot in flat.slots
         }
 
-    def whole_params(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_params(
+        self, dtype: torch.dtype | None = None, unrounded: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Each sharded parameter by name, whole, in the precision in which the optimizer keeps it. With islands, that
         of the model that they have in common: what each has become since belongs to no other.
+
+        With a narrower `dtype` floating-point parameters are rounded to it before they are sent, which is the same as
+        afterwards, except those of units that have one of `unrounded`. What every rank has whole is not sent.
 
         There is one exchange per unit, so all ranks have to iterate to the end. A tensor is valid until the first one
         of the next unit.
         """
         for flat in self._flats:
-            every = range(len(flat.slots))
-            pieces = {index: flat.common_piece(index) for index in every}
-            whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
+            kept = self._dtype(flat, PARAM)
+            can_round = kept.is_floating_point and not any(slot.name in unrounded for slot in flat.slots)
+            if can_round and dtype is not None and dtype.itemsize < kept.itemsize:
+                kept = dtype
+            whole = self._whole_param(flat, kept)
             for slot in flat.slots:
                 yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
             del whole  # before the next is gathered
+
+    def _whole_param(self, flat: Flat, dtype: torch.dtype) -> Tensor:
+        table = flat.spec.table
+        is_exact = torch_dtype(table.compute) == dtype and not table.rounds_params_over(table.optim.shard)
+        if flat.spec.resident and flat.anchor is None and is_exact:
+            return flat.full.clone()  # whoever keeps it does not see the next update
+        return self._whole(flat, {index: flat.common_piece(index) for index in range(len(flat.slots))}, dtype)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load whole values, the same on all ranks, as `state_dict` returns them; see `Engine.load_state_dict`."""

@@ -106,7 +106,10 @@ def weight_stream(
     ties = ModelNames.of(model).ties if pipeline is None else pipeline.staged.whole.ties
     codes = {name for name, param in model.named_parameters() if dtype_of_codes(param) is not None}
     whole: Whole = _Own(sharded)
-    if merge_adapters and (merge := merging(model, whole.likes)) is not None:
+    merge = merging(model, whole.likes) if merge_adapters else None
+    if dtype is not None and merge is None:
+        whole = _Own(sharded, dtype, codes)
+    if merge is not None:
         whole = _Rearranged(whole, merge)
         ties = {plain_name(model, alias): plain_name(model, name) for alias, name in ties.items()}
         codes = {plain_name(model, name) for name in codes}
@@ -124,9 +127,13 @@ def weight_stream(
 
 class _Own:
     """What this rank's model has, in its own stages: parameters unit by unit, then persistent buffers and parameters
-    that are not sharded, which every rank has."""
+    that are not sharded, which every rank has. Those that are sharded may come in a narrower `dtype` already, in which
+    they are then sent: see `Access.whole_params`."""
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    def __init__(
+        self, sharded: ShardedModel, dtype: torch.dtype | None = None, unrounded: Collection[str] = ()
+    ) -> None:
+        self._dtype, self._unrounded = dtype, unrounded
         self._access = sharded.parts.access
         kept = self._access.kept_params()
         model = sharded.model
@@ -136,7 +143,7 @@ class _Own:
         self.likes = kept | {name: torch.empty_like(one, device="meta") for name, one in self._loose.items()}
 
     def __iter__(self) -> Iterator[Named]:
-        yield from self._access.whole_params()
+        yield from self._access.whole_params(self._dtype, self._unrounded)
         for name, tensor in self._loose.items():
             yield name, tensor.clone()
 

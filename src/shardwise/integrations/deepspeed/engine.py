@@ -27,6 +27,7 @@ from shardwise.integrations.deepspeed.names import OFF, SETTINGS, refusal
 from shardwise.integrations.deepspeed.stored import StoredWeights
 from shardwise.integrations.deepspeed.tags import agreed_tag, latest_tag, write_latest
 from shardwise.integrations.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from shardwise.integrations.plans import with_rows_on_host
 from shardwise.system.process_rank import process_rank_of
 
 _LIVE: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()
@@ -419,11 +420,7 @@ class DeepSpeedEngine(nn.Module):
         if self._config.stage == 0:
             raise ConfigError("offload_states() needs zero_optimization.stage 1, 2 or 3, as offload_optimizer does.")
         is_moved = {"optim": True, "grad": self._config.stage > 1, "param": has_params and self._config.stage == 3}
-        rows = [row for row, is_it in is_moved.items() if is_it]
-        changed = plan.model_dump(exclude_unset=True)
-        kept = changed.get("rows") or {}
-        tiers = {row: {**(kept.get(row) or {}), "tier": "host"} for row in rows}
-        self.shardwise.reshard({**changed, "rows": {**kept, **tiers}})
+        self.shardwise.reshard(with_rows_on_host(plan, [row for row, is_it in is_moved.items() if is_it]))
         self._plan_before_offload = plan
 
     def reload_states(self, non_blocking: bool = False) -> None:

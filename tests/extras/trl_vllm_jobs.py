@@ -1,4 +1,4 @@
-"""What ranks do whose TRL trainer samples by a server of vLLM.
+"""What ranks do whose TRL trainer samples by vLLM: by a server, or by an engine in each rank (colocated_vllm.py).
 
 vllm is not installed. The server is a stand-in on the loopback, in rank 0's process, that answers the routes which
 TRL's client uses; the client is TRL's own but for NCCL: it meets nobody, and tensors are handed to the stand-in
@@ -7,12 +7,15 @@ directly.
 
 from __future__ import annotations
 
+import importlib
 import json
 import queue
 import tempfile
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import colocated_vllm
 import torch
 import trl.generation.vllm_client as client
 import trl.generation.vllm_generation as generation
@@ -20,12 +23,17 @@ from datasets import Dataset
 from trainer_jobs import llama, told
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl_jobs import COMMON, ours, texts, tokenizer
 
 from tests.ranks.sampler_servers import StandIn
 
 Tensor = torch.Tensor
-TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+TRAINERS = {
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
+    "online_dpo": (OnlineDPOTrainer, OnlineDPOConfig),
+}
 
 
 class Served(StandIn):
@@ -36,6 +44,7 @@ class Served(StandIn):
         self.model = llama()
         self.arriving: queue.SimpleQueue[list[tuple[str, Tensor]]] = queue.SimpleQueue()
         self.synced: list[dict[str, Any]] = []
+        self._came: set[str] = set()
         self.draw = torch.Generator().manual_seed(7)
         self.is_updating = False
 
@@ -68,11 +77,18 @@ class Served(StandIn):
         described = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in came]
         if announced != described:
             raise ValueError(f"{announced} were announced, and {described} came")
-        self.model.load_state_dict(dict(came))
-        self.synced.append({name: one.tolist() for name, one in came})
+        own = dict(self.model.named_parameters())
+        for name, one in came:
+            own[name].data.copy_(one)
+            self._came.add(name)
         return {"message": "Weights updated"}
 
     def on_finish_weight_update(self) -> dict[str, Any]:
+        own = dict(self.model.named_parameters())
+        if self._came != set(own):
+            raise RuntimeError(f"an update without {set(own) - self._came}")
+        self._came.clear()
+        self.synced.append({name: one.tolist() for name, one in own.items()})
         self.is_updating = False
         return {"message": "Weight update finished"}
 
@@ -80,9 +96,10 @@ class Served(StandIn):
         return {"success": True}
 
     @torch.no_grad()
-    def on_completions(self, prompt: list[list[int]], n: int, max_tokens: int, **_: Any) -> dict[str, Any]:
+    def on_completions(self, prompt: list[Any], n: int, max_tokens: int, **_: Any) -> dict[str, Any]:
         choices = []
-        for ids in prompt:
+        for given in prompt:
+            ids = tokenizer()(given)["input_ids"] if isinstance(given, str) else given
             for _ in range(n):
                 row, logs = list(ids), []
                 for _ in range(max_tokens):
@@ -105,14 +122,20 @@ def served(name: str, plan: Any) -> dict[str, Any]:
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": server.synced}
 
 
-def refused(name: str, mode: str) -> None:
-    """Begin what our trainers refuse, under any server."""
-    _connect(Served())
-    if name == "online_dpo":
-        from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+def colocated(name: str, plan: Any, peft_config: Any = None, **more: Any) -> dict[str, Any]:
+    """The same with an engine of vLLM in each rank, as this rank saw it."""
+    colocated_vllm.install()
+    trainer, seen = _trainer(name, plan, peft_config, vllm_mode="colocate", **more)
+    trainer.train()
+    llm = trainer.llm if name == "online_dpo" else trainer.vllm_generation.llm
+    return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": llm.synced}
 
-        TRAINERS[name] = (OnlineDPOTrainer, OnlineDPOConfig)
-    _trainer(name, "zero3", vllm_mode=mode)
+
+def alone(name: str, plan: Any) -> dict[str, Any]:
+    """Without vLLM: what is trained generates."""
+    trainer, seen = _trainer(name, plan, use_vllm=False)
+    trainer.train()
+    return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen}
 
 
 def _connect(server: Served) -> None:
@@ -121,22 +144,36 @@ def _connect(server: Served) -> None:
     def send(iterator: Iterator[tuple[str, Tensor]], **_: Any) -> None:
         server.arriving.put([(name, one.detach().clone()) for name, one in iterator])
 
-    for module in (client, generation):
+    online_dpo: Any = importlib.import_module("trl.experimental.online_dpo.online_dpo_trainer")
+    for module in (client, generation, online_dpo):
         module.is_vllm_available = lambda *_: True
+    online_dpo.SamplingParams = SimpleNamespace
+    online_dpo.torch = _OnProcessors()
     client._HAS_STATEFUL_TRAINER_ENGINE = client._HAS_RESET_PREFIX_CACHE_SUCCESS = True
     client.packed_nccl_broadcast_producer = send
     client.VLLMClient.init_communicator = lambda self, device: self.get_server_info()
 
 
-def _trainer(name: str, plan: Any, **more: Any) -> tuple[Any, list[Any]]:
+class _OnProcessors:
+    """torch, for a trainer that asks which accelerator there is and takes it to be one."""
+
+    accelerator = SimpleNamespace(current_accelerator=lambda: torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _trainer(name: str, plan: Any, peft_config: Any = None, **more: Any) -> tuple[Any, list[Any]]:
     of_trl, settings = TRAINERS[name]
     folder = tempfile.mkdtemp()
     llama().save_pretrained(folder)  # where a reference model comes from; once ranks have met, rank 0 saves alone
     made, given = ours(of_trl, plan)
     common = {key: value for key, value in COMMON.items() if key not in ("max_length", "dataset_num_proc")}
     own = {"num_generations": 2, "max_completion_length": 6, "gradient_accumulation_steps": 1, "max_steps": 3}
-    own = own if name != "online_dpo" else {"max_new_tokens": 6, "max_steps": 3}
-    arguments = settings(tempfile.mkdtemp(), **{**common, **own, "learning_rate": 3e-2, "use_vllm": True, **more})
+    if name == "online_dpo":
+        own = {"max_new_tokens": 6, "max_steps": 3, "gradient_accumulation_steps": 1, "max_length": 24}
+    given_to_all = {**common, **own, "learning_rate": 3e-2, "use_vllm": True}
+    arguments = settings(tempfile.mkdtemp(), **{**given_to_all, **more})
     seen: list[Any] = []
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -146,6 +183,7 @@ def _trainer(name: str, plan: Any, **more: Any) -> tuple[Any, list[Any]]:
     data = Dataset.from_dict({"prompt": texts(16, 0)})
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = made(
-        model, args=arguments, train_dataset=data, reward_funcs=reward, processing_class=tokenizer(), **given
-    )
+        model, args=arguments, train_dataset=data, reward_funcs=reward, processing_class=tokenizer(),
+        peft_config=peft_config, **given,
+    )  # fmt: skip
     return trainer, seen
