@@ -63,17 +63,20 @@ class PostBackward:
         current.open.discard(unit.name)
         current.kept.discard(unit.name)
         current.ended[unit.name] = unit
-        while (closing := self._expected()) in current.ended:
+        while (closing := current.script.closing()) in current.ended:
             self._close_as_planned(closing)
 
     def arrive_at(self, moment: Moment, unit: Unit | None = None) -> BoundBlock | None:
         """Close every backward that is due before `moment`, which is one of `unit`, if given. Returns the program's
         block for `moment`, if the program is followed."""
-        while closing := self._expected():
-            self._close_as_planned(closing)
         script = self._passes.current.script
-        for block in script.left_out(moment):
-            self.pass_by(block)
+        block = script.advance(moment)
+        if block is not None:
+            return block
+        while closing := script.closing():
+            self._close_as_planned(closing)
+        for left_out in script.left_out(moment):
+            self.pass_by(left_out)
         if script.expects(moment):
             return script.take(moment)
         if script.is_followed and unit is not None and self.adds(unit):
@@ -124,11 +127,6 @@ class PostBackward:
             name = self._units[abs(number) - 1].name
             agreed[name] = agreed.get(name, False) or number < 0
         return agreed
-
-    def _expected(self) -> str:
-        """The unit whose backward the program closes next; "" if something else comes first."""
-        expected = self._passes.current.script.expected()
-        return expected.closes if expected is not None else ""
 
     def _close_as_planned(self, name: str) -> None:
         unit = self._by_name[name]

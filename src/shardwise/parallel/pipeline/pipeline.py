@@ -247,7 +247,7 @@ class Pipeline:
         called = called or self.staged.model
         if self.surveyor is None or type(called).forward is nn.Sequential.forward:  # a chain, and nothing else
             return NOTHING
-        form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, form_of(part))
+        form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, part.form)
         if form not in self._carried:
             shares = self.layout.shares(is_split=is_split)
             self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
@@ -299,7 +299,9 @@ class Pipeline:
                 return self.staged.until_handed_over(partial(part.compute, part.given))
             return self.staged.model(*part.args, **part.kwargs)
 
-        return self.through(op.stage, op.micro_batch, part, arrived, forward, carried=step.carried[op.micro_batch])
+        batch, to = op.micro_batch, self.forward_to.get(op.stage)
+        is_known = to is not None and to.knows(step.kinds[batch])
+        return self.through(op.stage, batch, part, arrived, forward, carried=step.carried[batch], is_known=is_known)
 
     def through(
         self,
@@ -312,14 +314,16 @@ class Pipeline:
         called: nn.Module | None = None,
         share: Share = WHOLE,
         carried: Carried = NOTHING,
+        is_known: bool = False,
     ) -> tuple[Any, StageMessageLayout | None]:
-        """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent.
+        """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent; `is_known`: the
+        next stage has that already.
 
         The first forward of each kind is watched; for `called` see `StagedModel.running`.
         """
         called = called or self.staged.model
         span = share.span
-        form = (called, stage, share, self.staged.model.training, torch.is_grad_enabled(), form_of(part))
+        form = (called, stage, share, self.staged.model.training, torch.is_grad_enabled(), part.form)
         first, last = self.staged.span_of(stage) if span is None else span
         is_new, is_last = form not in self._forms, last + 1 == len(self.layout.pieces)
         is_first_here = first == self.staged.span_of(self.staged.stages[0])[0]
@@ -331,7 +335,7 @@ class Pipeline:
                 arrived,
                 called=called,
                 is_watched=is_new,
-                passing=Passing(self._forms.get(form), share.sends_others, carried),
+                passing=Passing(self._forms.get(form), share.sends_others, carried, is_known=is_known),
                 span=span,
             ),
         ):
@@ -392,7 +396,7 @@ class Pipeline:
 
     def kind_of(self, part: MicroBatch) -> Hashable:
         """A key that is equal for micro-batches of which a stage's outputs have one layout; see [Note: layouts]."""
-        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), form_of(part)
+        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), part.form
 
     def require_whole(self) -> None:
         if self.staged.gathers_in_calls:
@@ -474,15 +478,3 @@ def _looks_of(part: MicroBatch) -> Hashable:
         return tuple((tuple(one.shape), one.dtype) for one in tensors_in(value))
 
     return looks(part.args), tuple((key, looks(value)) for key, value in part.kwargs.items())
-
-
-def form_of(part: MicroBatch) -> Hashable:
-    """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes, and all values but
-    those on which models are known to branch."""
-
-    def looks(value: Any) -> Hashable:
-        plain = value if isinstance(value, bool | str) or value is None else type(value)
-        return plain, tuple((one.dim(), one.dtype) for one in tensors_in(value))
-
-    named = tuple((key, looks(value)) for key, value in sorted(part.kwargs.items()))
-    return tuple(map(looks, part.args)), named, part.branches
