@@ -146,7 +146,8 @@ class Runner:
             return
         training, current = self._is_training(), self.passes.current
         if training:
-            self.passes.begin()
+            if not current.is_running:
+                self.passes.begin()
             current.called.add(unit.name)
         moment = (current.moments(unit) if training else unit.moments).before_forward
         block = self._ways.come_to(moment, unit, training=training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -372,13 +372,15 @@ class Pipeline:
         """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
         return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
 
-    @contextmanager
-    def _halved(self, op: Op, step: _Step, trainer: Trainer) -> Iterator[None]:
+    def _halved(self, op: Op, step: _Step, trainer: Trainer) -> AbstractContextManager[None]:
         """A context in which the backward is a first half if `op` is one."""
         if op.kind != "I" or self._weights is None:
-            yield
-            return
-        with trainer.first_half(op.micro_batch), self._weights.put_aside() as aside:
+            return nullcontext()
+        return self._first_half(op, step, trainer, self._weights)
+
+    @contextmanager
+    def _first_half(self, op: Op, step: _Step, trainer: Trainer, weights: WeightGrads) -> Iterator[None]:
+        with trainer.first_half(op.micro_batch), weights.put_aside() as aside:
             yield
         step.aside[op.stage, op.micro_batch] = aside
 
