@@ -1,4 +1,4 @@
-"""What a step through stages costs beside its computation, in calls of Python functions, which no other load changes."""
+"""What a step through stages costs beside its computation, in calls of Python functions, which no load changes."""
 
 from __future__ import annotations
 

@@ -216,9 +216,8 @@ class LoopCalls:
                 arrived,
                 lambda: self._staged.model(*inputs.args, **inputs.kwargs),
                 called=call.called,
-                share=Share(self._blocks if stage == self._last else None, call.form, sends_others=True),
+                share=Share(self._blocks if stage == self._last else None, call.form, True, is_known),
                 carried=call.carried,
-                is_known=is_known,
             )
         assert sent is not None
         if call.trains or stage == self._last:

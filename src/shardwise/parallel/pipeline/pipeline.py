@@ -64,6 +64,8 @@ class Share(NamedTuple):
     """What all forwards of the call have in common: if one rank watches one of them, all do."""
     sends_others: bool = False
     """See `Passing`."""
+    is_known: bool = False
+    """See `Passing`; says nothing of what is computed."""
 
 
 WHOLE = Share()
@@ -301,7 +303,8 @@ class Pipeline:
 
         batch, to = op.micro_batch, self.forward_to.get(op.stage)
         is_known = to is not None and to.knows(step.kinds[batch])
-        return self.through(op.stage, batch, part, arrived, forward, carried=step.carried[batch], is_known=is_known)
+        share = Share(is_known=is_known)
+        return self.through(op.stage, batch, part, arrived, forward, share=share, carried=step.carried[batch])
 
     def through(
         self,
@@ -314,16 +317,14 @@ class Pipeline:
         called: nn.Module | None = None,
         share: Share = WHOLE,
         carried: Carried = NOTHING,
-        is_known: bool = False,
     ) -> tuple[Any, StageMessageLayout | None]:
-        """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent; `is_known`: the
-        next stage has that already.
+        """What `forward` returns for a micro-batch in a stage, with its layout if it is to be sent.
 
         The first forward of each kind is watched; for `called` see `StagedModel.running`.
         """
         called = called or self.staged.model
         span = share.span
-        form = (called, stage, share, self.staged.model.training, torch.is_grad_enabled(), part.form)
+        form = (called, stage, *share[:3], self.staged.model.training, torch.is_grad_enabled(), part.form)
         first, last = self.staged.span_of(stage) if span is None else span
         is_new, is_last = form not in self._forms, last + 1 == len(self.layout.pieces)
         is_first_here = first == self.staged.span_of(self.staged.stages[0])[0]
@@ -335,7 +336,7 @@ class Pipeline:
                 arrived,
                 called=called,
                 is_watched=is_new,
-                passing=Passing(self._forms.get(form), share.sends_others, carried, is_known=is_known),
+                passing=Passing(self._forms.get(form), share.sends_others, carried, is_known=share.is_known),
                 span=span,
             ),
         ):
