@@ -132,10 +132,6 @@ class _Use:
             self.backward = backward
         return is_anew
 
-    def is_open_around(self, backward: int) -> bool:
-        """Whether `backward` runs inside the one in which this unit is open; see [Note: a backward inside]."""
-        return self.backward is not None and self.backward < backward
-
     def close(self) -> None:
         """Its backward has ended."""
         self.sent_back.clear()
@@ -392,7 +388,9 @@ class Hooks:
         for grads in trained:  # no generator: see [Note: once for each event] in `script.py`
             num_to_come += grads.num_to_come
         have_all = not num_to_come
-        if (have_all or self._do_inputs_decide(unit, use)) and not use.is_open_around(graph_task()):
+        if not (have_all or self._do_inputs_decide(unit, use)):
+            return
+        if use.backward is None or use.backward >= graph_task():  # see [Note: a backward inside]
             use.close()
             for flat in unit.flats:
                 flat.grads.expect_all()

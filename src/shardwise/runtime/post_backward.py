@@ -131,7 +131,8 @@ class PostBackward:
     def _close_as_planned(self, name: str) -> None:
         unit = self._by_name[name]
         current = self._passes.current
-        block = current.script.take(current.moments(unit).after_backward)
+        moment = current.moments(unit).after_backward
+        block = current.script.advance(moment) or current.script.take(moment)
         has_ended = self._end(unit)
         if block is not None:
             block.run(frees=has_ended)
@@ -185,10 +186,12 @@ class PostBackward:
         current = self._passes.current
         if self.probe is not None:
             self.probe(unit)
-        self._halves.note_closed(unit)
+        if self._halves.units:
+            self._halves.note_closed(unit)
         current.open.discard(unit.name)
         if current.ended.pop(unit.name, None) is not None:
-            unit.rest()
+            for flat in unit.flats:
+                flat.guard.rest()
             return True
         if not current.has_used(unit):
             return True

@@ -188,7 +188,8 @@ class Runner:
             self._ways.need(unit, training=True, is_backward=True)
             self.gathering.open(unit)
             return
-        self.passes.begin()
+        if not current.is_running:
+            self.passes.begin()
         current.open.add(unit.name)
         current.opened.add(unit.name)
         moment = current.moments(unit).before_backward
