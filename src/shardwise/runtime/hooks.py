@@ -407,7 +407,8 @@ class Hooks:
     def _end(self) -> None:
         self._awaits_end = False
         for use in self._uses.values():
-            use.close()
+            if use.backward is not None or use.sent_back:
+                use.close()
         for unit in self._units:
             for flat in unit.flats:
                 flat.grads.expect_all()
