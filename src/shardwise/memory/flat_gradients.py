@@ -303,7 +303,8 @@ class FlatGradients:
         none."""
         if self.due is None:
             return None
-        return _part(self.due, self._due_spans[index])
+        span = self._due_spans[index]
+        return self.due[span.start : span.stop]
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
