@@ -132,7 +132,7 @@ class Flat:
     def is_whole(self) -> bool:
         """Whether all of `full` can be read."""
         state = self.state
-        return state is READY or (state is RESIDENT and not self.is_updating)
+        return state is READY or (state is RESIDENT and self._await_update is None)
 
     def send_from(self, memory: Memory) -> None:
         """Allocate what is sent in place from `memory`. Call before the first values."""

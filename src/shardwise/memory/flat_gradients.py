@@ -57,7 +57,7 @@ class FlatGradients:
         self.have_come = False
         """Whether any gradient has come since this was set to false; used when several backwards are reduced
         together."""
-        self._num_slots = self._num_to_come = len(slots)
+        self._num_slots = self.num_to_come = len(slots)
         """The number of parameters, and of those whose gradient is still to come in the running backward."""
         self._has_come = [False] * len(slots)
         """Which parameters' gradients have come in it."""
@@ -102,7 +102,7 @@ class FlatGradients:
     def arrive(self, index: int, grad: Tensor, is_last: bool = True) -> bool:
         """Store the gradient of parameter `index` among the fresh ones, cast and averaged over ranks in one pass.
 
-        `is_last`: no further gradient of this parameter comes in this backward. Returns `complete()`.
+        `is_last`: no further gradient of this parameter comes in this backward. Returns whether all have come.
 
         [Note: once for each gradient] With small parameters a step spends as long on calls from Python as on sums. So
         this calls nothing but the one operation, of which the plainest is taken: 0.7 us for a copy of 64 elements and
@@ -125,8 +125,8 @@ class FlatGradients:
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
         if is_last and not self._has_come[index]:
             self._has_come[index] = True
-            self._num_to_come -= 1
-        return not self._num_to_come
+            self.num_to_come -= 1
+        return not self.num_to_come
 
     def _opened_fresh(self) -> FreshGradients:
         """Memory for fresh gradients. New memory is undefined, but zero between parameters."""
@@ -156,14 +156,10 @@ class FlatGradients:
         if not self.is_in_grad_buffer(fresh.memory) and fresh.free():
             self._used_fresh = fresh
 
-    def complete(self) -> bool:
-        """Whether every parameter's gradient of this backward has come."""
-        return not self._num_to_come
-
     def expect_all(self) -> None:
         """A new backward begins: all its gradients are still to come."""
-        if self._num_to_come < self._num_slots:
-            self._num_to_come = self._num_slots
+        if self.num_to_come < self._num_slots:
+            self.num_to_come = self._num_slots
             self._has_come = [False] * self._num_slots
 
     def has_fresh(self) -> bool:
@@ -307,7 +303,8 @@ class FlatGradients:
         none."""
         if self.due is None:
             return None
-        return _part(self.due, self._due_spans[index])
+        span = self._due_spans[index]
+        return self.due[span.start : span.stop]
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""

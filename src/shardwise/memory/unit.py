@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -17,7 +17,7 @@ from shardwise.memory.select import UnitChoice
 from shardwise.memory.tables import LabelledTable
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Slot, Table, padded_numel
-from shardwise.program import FactoredMatrix, FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update, gather_due
+from shardwise.program import FactoredMatrix, FlatSpec, PlacedUpdate, UnitMoments, UnitSpec, Update, gather_due
 from shardwise.system.telemetry import ByteMeter
 
 Named = tuple[str, nn.Parameter]
@@ -32,7 +32,8 @@ class Unit:
     spec: UnitSpec
     flats: tuple[Flat, ...]
     sites: list[nn.Module]
-    _moments_of: dict[tuple[int, Phase], UnitMoments] = field(default_factory=dict)
+    moments_of_ops: dict[Hashable, UnitMoments] = field(default_factory=dict)
+    """Its moments in the ops of a pipeline's schedule, which whoever knows the ops puts here."""
 
     @cached_property
     def name(self) -> str:
@@ -41,13 +42,6 @@ class Unit:
     @cached_property
     def moments(self) -> UnitMoments:
         return UnitMoments.of(self.name)
-
-    def moments_of(self, micro_batch: int, backward: Phase) -> UnitMoments:
-        """The moments in one micro-batch of a pipeline's schedule; `backward` is the phase of those in a backward."""
-        key = micro_batch, backward
-        if key not in self._moments_of:
-            self._moments_of[key] = UnitMoments.of(self.name, micro_batch, backward)
-        return self._moments_of[key]
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:

@@ -59,8 +59,9 @@ class Updates:
         groups = self._groups[member]
         together = [piece for piece in groups.updated if not piece.flat.spec.updates_by_unit]
         _offer(together)
-        for flat in {piece.flat for piece in together if piece.flat.spec.updates_below}:
-            flat.land()
+        for flat in {piece.flat for piece in together}:
+            if flat.spec.updates_below:
+                flat.land()
         groups.list_pieces()
         self._by_units[member].hand_over()
 

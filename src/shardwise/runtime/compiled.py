@@ -193,9 +193,9 @@ class OuterCompile:
                     self._warn()
                     return
 
-    def check_tracing(self) -> None:
-        """Called from a hook. Dynamo's flag is true only in a hook that is being traced, whatever other threads do."""
-        if torch.compiler.is_dynamo_compiling() and not self._has_warned:
+    def warn_of_tracing(self) -> None:
+        """Called from a hook that Dynamo traces. Its flag is true in such a hook only, whatever other threads do."""
+        if not self._has_warned:
             torch.compiler.disable(self._warn)()  # type: ignore[no-untyped-call]  # torch's own
 
     def _warn(self) -> None:

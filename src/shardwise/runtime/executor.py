@@ -61,6 +61,8 @@ class BoundBlock:
         journal = self._journal
         journal.moment = self.moment
         journal.clock.reach(self._place)
+        if not self._steps:
+            return
         steps = self._steps if frees else self._keeping
         if journal.before is not None:
             steps = tuple((action, partial(_make_unless, journal.before, action, call)) for action, call in steps)

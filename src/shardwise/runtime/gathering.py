@@ -30,8 +30,10 @@ class Gathering:
 
     def open(self, unit: Unit) -> None:
         """Gather `unit` and make its parameters plain tensors, for as long as it computes."""
-        self.ensure_whole(unit)
-        unit.wake()
+        for flat in unit.flats:
+            if not flat.is_whole or flat.is_outdated:
+                self.ensure_whole(unit)
+            flat.guard.wake()
 
     def ensure_whole(self, unit: Unit) -> None:
         """Gather what is absent of `unit`, or has been updated since, even if the program did not foresee that: its own

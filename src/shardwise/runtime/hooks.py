@@ -42,6 +42,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
@@ -131,10 +132,6 @@ class _Use:
             self.backward = backward
         return is_anew
 
-    def is_open_around(self, backward: int) -> bool:
-        """Whether `backward` runs inside the one in which this unit is open; see [Note: a backward inside]."""
-        return self.backward is not None and self.backward < backward
-
     def close(self) -> None:
         """Its backward has ended."""
         self.sent_back.clear()
@@ -177,10 +174,7 @@ class Hooks:
         """Gather `unit` before `site` runs. `num_running` calls of `site` have started already; only their ends will be
         seen."""
         use = self._uses[unit.name]
-
-        def open_backward(_: object) -> None:
-            self._open_for_gradient(unit)
-
+        open_backward = partial(self._open_for_gradient, unit)
         if num_running and not use.depth:
             use.num_writes = unit.num_writes()
         use.depth += num_running
@@ -247,8 +241,9 @@ class Hooks:
         return self._awaits_end
 
     def _before(self, unit: Unit, use: _Use, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._outer_compile.check_tracing()
-        if in_backward():
+        if is_dynamo_compiling():
+            self._outer_compile.warn_of_tracing()
+        if graph_task() != -1:  # `in_backward`, without a call: see [Note: once for each event] in `script.py`
             self._open_backward(unit)
             use.recomputed.append(self._watch_inputs(unit, (args, kwargs)))
             return
@@ -256,7 +251,8 @@ class Hooks:
         if use.depth == 1:
             self._listener.before_forward(unit)
             use.num_writes = unit.num_writes()
-            use.call = self._watch_inputs(unit, (args, kwargs))
+            if self._inputs_decide or unit.has_frozen:
+                use.call = self._watch_inputs(unit, (args, kwargs))
 
     def _after(
         self,
@@ -267,7 +263,7 @@ class Hooks:
         args: object,  # noqa: ARG002  # torch's hook signature
         output: object,
     ) -> None:
-        if in_backward():
+        if graph_task() != -1:
             call = use.recomputed.pop() if use.recomputed else None
             _watch_outputs(output, self._opening(unit, use, call, open_backward))
             return
@@ -275,14 +271,14 @@ class Hooks:
         if use.depth > 0:
             return
         call, use.call = use.call, None
-        if _is_unwinding(output):
+        if output is None and _is_unwinding(output):
             end = sys.exc_info()[1]
             if not isinstance(end, EndOfForward):
                 return
             output = end.output
         if unit.num_writes() != use.num_writes:
             raise changed_inside(unit.name)
-        opening = self._opening(unit, use, call, open_backward)
+        opening = open_backward if call is None else self._opening(unit, use, call, open_backward)
         opaque = torch.is_grad_enabled() and not _watch_outputs(output, opening)
         if opaque and call is not None:  # no hook will report the start of its backward
             call.num_left = call.num_inputs
@@ -329,14 +325,14 @@ class Hooks:
         if call.join(graph_task()) and call.waits_for_end:
             _at_end_of_backward(partial(self._input_grad_done, unit, call))
         use.sent_back.add(call)
-        self._open_for_gradient(unit)
+        self._open_for_gradient(unit, _)
         self._await_end_if_blind(unit, call)
 
     def _await_end_if_blind(self, unit: Unit, call: _Call) -> None:
         if call.is_blind:
             self._listener.await_end(unit)
 
-    def _open_for_gradient(self, unit: Unit) -> None:
+    def _open_for_gradient(self, unit: Unit, _: object) -> None:
         """Open the unit's backward for a gradient that has come, as opposed to a recomputed forward."""
         if self._alive() is None:
             if self._is_void():
@@ -386,10 +382,15 @@ class Hooks:
         trained = unit.trained_grads
         if not trained and not use.sent_back:
             return  # it has ended already: a recomputed forward has the inputs of the original
-        if any(call.num_left > 0 for call in use.sent_back):
+        if use.sent_back and any(call.num_left > 0 for call in use.sent_back):
             return
-        have_all = all(grads.complete() for grads in trained)
-        if (have_all or self._do_inputs_decide(unit, use)) and not use.is_open_around(graph_task()):
+        num_to_come = 0
+        for grads in trained:  # no generator: see [Note: once for each event] in `script.py`
+            num_to_come += grads.num_to_come
+        have_all = not num_to_come
+        if not (have_all or self._do_inputs_decide(unit, use)):
+            return
+        if use.backward is None or use.backward >= graph_task():  # see [Note: a backward inside]
             use.close()
             for flat in unit.flats:
                 flat.grads.expect_all()
@@ -406,7 +407,8 @@ class Hooks:
     def _end(self) -> None:
         self._awaits_end = False
         for use in self._uses.values():
-            use.close()
+            if use.backward is not None or use.sent_back:
+                use.close()
         for unit in self._units:
             for flat in unit.flats:
                 flat.grads.expect_all()
@@ -454,8 +456,12 @@ def _at_end_of_backward(call: Callable[[], None]) -> None:
 
 def _watch_outputs(output: object, open_backward: Prehook) -> bool:
     """Open the unit's backward before any gradient of `output` is used. False if there is nothing to watch."""
-    tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
-    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    if isinstance(output, Tensor):
+        if output.grad_fn is None:
+            return False
+        output.grad_fn.register_prehook(open_backward)
+        return True
+    nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
     for node in nodes:
         node.register_prehook(open_backward)
     return bool(nodes)

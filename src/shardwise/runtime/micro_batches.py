@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ import torch
 
 from shardwise.comm.weighing import Weighing
 from shardwise.errors import ConfigError, ModelError
+from shardwise.runtime.nested import tensors_in
 from shardwise.system.even_parts import even_bounds, even_sizes
 
 Tensor = torch.Tensor
@@ -86,6 +87,18 @@ class MicroBatch:
             elif isinstance(value, Tensor) and name == "position_ids":
                 found.append((name, bool((value.diff(dim=-1) == 1).all())))
         return tuple(found)
+
+    @cached_property
+    def form(self) -> Hashable:
+        """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes, and all values
+        but those on which models are known to branch."""
+
+        def looks(value: Any) -> Hashable:
+            plain = value if isinstance(value, bool | str) or value is None else type(value)
+            return plain, tuple((one.dim(), one.dtype) for one in tensors_in(value))
+
+        named = tuple((key, looks(value)) for key, value in sorted(self.kwargs.items()))
+        return tuple(map(looks, self.args)), named, self.branches
 
     def loss_by(self, model: Callable[..., Any], loss_fn: LossFunction | None) -> Tensor:
         """The loss, after a call of `model`."""

@@ -35,7 +35,10 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
     else:
         inner = list(getattr(value, "__dict__", {}).values())
     for item in inner:
-        yield from tensors_in(item, depth - 1)
+        if isinstance(item, Tensor):  # most are, and need no generator of their own
+            yield item
+        else:
+            yield from tensors_in(item, depth - 1)
 
 
 def argument_tensors(value: object) -> Iterator[Tensor]:

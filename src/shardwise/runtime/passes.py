@@ -56,14 +56,11 @@ class Pass:
 
     def moments(self, unit: Unit) -> UnitMoments:
         """The moments of `unit` in the running op."""
-        if self.op is None:
+        op = self.op
+        if op is None:
             return unit.moments
-        phase: Phase = "backward"
-        if self.op.kind == "W":
-            phase = "backward_weights"
-        elif self.op.kind == "I" and unit.name in self.halved:
-            phase = "backward_input"
-        return unit.moments_of(self.op.micro_batch, phase)
+        is_halved = unit.name in self.halved
+        return unit.moments_of_ops.get((op, is_halved)) or _made_moments(unit, op, is_halved=is_halved)
 
     @property
     def end_of_backward(self) -> Moment:
@@ -87,6 +84,16 @@ class Pass:
     def has_used(self, unit: Unit) -> bool:
         """Whether this rank may be computing with `unit`, or still be going to, in its backward."""
         return any(unit.name in some for some in (self.called, self.opened, self.kept, self.lasting))
+
+
+def _made_moments(unit: Unit, op: Op, *, is_halved: bool) -> UnitMoments:
+    phase: Phase = "backward"
+    if op.kind == "W":
+        phase = "backward_weights"
+    elif op.kind == "I" and is_halved:
+        phase = "backward_input"
+    made = unit.moments_of_ops[op, is_halved] = UnitMoments.of(unit.name, op.micro_batch, phase)
+    return made
 
 
 class Passes:

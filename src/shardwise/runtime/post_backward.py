@@ -63,17 +63,20 @@ class PostBackward:
         current.open.discard(unit.name)
         current.kept.discard(unit.name)
         current.ended[unit.name] = unit
-        while (closing := self._expected()) in current.ended:
+        while (closing := current.script.closing()) in current.ended:
             self._close_as_planned(closing)
 
     def arrive_at(self, moment: Moment, unit: Unit | None = None) -> BoundBlock | None:
         """Close every backward that is due before `moment`, which is one of `unit`, if given. Returns the program's
         block for `moment`, if the program is followed."""
-        while closing := self._expected():
-            self._close_as_planned(closing)
         script = self._passes.current.script
-        for block in script.left_out(moment):
-            self.pass_by(block)
+        block = script.advance(moment)
+        if block is not None:
+            return block
+        while closing := script.closing():
+            self._close_as_planned(closing)
+        for left_out in script.left_out(moment):
+            self.pass_by(left_out)
         if script.expects(moment):
             return script.take(moment)
         if script.is_followed and unit is not None and self.adds(unit):
@@ -125,15 +128,11 @@ class PostBackward:
             agreed[name] = agreed.get(name, False) or number < 0
         return agreed
 
-    def _expected(self) -> str:
-        """The unit whose backward the program closes next; "" if something else comes first."""
-        expected = self._passes.current.script.expected()
-        return expected.closes if expected is not None else ""
-
     def _close_as_planned(self, name: str) -> None:
         unit = self._by_name[name]
         current = self._passes.current
-        block = current.script.take(current.moments(unit).after_backward)
+        moment = current.moments(unit).after_backward
+        block = current.script.advance(moment) or current.script.take(moment)
         has_ended = self._end(unit)
         if block is not None:
             block.run(frees=has_ended)
@@ -187,10 +186,12 @@ class PostBackward:
         current = self._passes.current
         if self.probe is not None:
             self.probe(unit)
-        self._halves.note_closed(unit)
+        if self._halves.units:
+            self._halves.note_closed(unit)
         current.open.discard(unit.name)
         if current.ended.pop(unit.name, None) is not None:
-            unit.rest()
+            for flat in unit.flats:
+                flat.guard.rest()
             return True
         if not current.has_used(unit):
             return True

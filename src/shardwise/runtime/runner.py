@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from shardwise.comm import Group, SharedBuffers, World
 from shardwise.errors import StateError
 from shardwise.memory import Unit
-from shardwise.program import END_OF_BACKWARD, Moment, UnitMoments, UnitSpec
+from shardwise.program import END_OF_BACKWARD, Moment, UnitSpec
 from shardwise.program.schedule import Op
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import Executor
@@ -144,11 +144,12 @@ class Runner:
         if self._inference is not None:
             self._inference.before_forward(unit)
             return
-        training = self._is_training()
+        training, current = self._is_training(), self.passes.current
         if training:
-            self.passes.begin()
-            self.passes.current.called.add(unit.name)
-        moment = self._moments(unit, training=training).before_forward
+            if not current.is_running:
+                self.passes.begin()
+            current.called.add(unit.name)
+        moment = (current.moments(unit) if training else unit.moments).before_forward
         block = self._ways.come_to(moment, unit, training=training)
         self.gathering.run(block, moment, unit, self.passes.current, training=training)
         self.gathering.open(unit)
@@ -167,20 +168,17 @@ class Runner:
         if opaque:  # no output could be watched, so the start of its backward will not be seen: keep it whole
             current.kept.add(unit.name)
         training = self._is_training()
-        moment = self._moments(unit, training=training).after_forward
+        moment = (current.moments(unit) if training else unit.moments).after_forward
         block = self._ways.come_to(moment, unit, training=training)
         if not (training and unit.name in current.kept):
             self.gathering.run(block, moment, unit, current, training=training)
-        unit.rest()
         for flat in unit.flats:
+            flat.guard.rest()
             flat.relax()  # pages of what stays whole until its backward: the loss comes first, when activations peak
 
     def _is_training(self) -> bool:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
         return torch.is_grad_enabled() if self._is_training_root is None else self._is_training_root
-
-    def _moments(self, unit: Unit, *, training: bool) -> UnitMoments:
-        return self.passes.current.moments(unit) if training else unit.moments
 
     # -- events: a backward -----------------------------------------------------------------------------
 
@@ -190,7 +188,8 @@ class Runner:
             self._ways.need(unit, training=True, is_backward=True)
             self.gathering.open(unit)
             return
-        self.passes.begin()
+        if not current.is_running:
+            self.passes.begin()
         current.open.add(unit.name)
         current.opened.add(unit.name)
         moment = current.moments(unit).before_backward

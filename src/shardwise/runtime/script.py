@@ -56,16 +56,15 @@ class Script:
         num_forward = max((at for at, moment in enumerate(self.trace, start=1) if moment.phase == "forward"), default=0)
         self._ends_with_return = len(self._returns) == 1 and num_forward <= self._returns[0]
 
-    def expected(self) -> BoundBlock | None:
-        """The next block, as long as the program is followed."""
+    def closing(self) -> str:
+        """The unit whose backward the program closes next; "" if something else comes first."""
         if self.is_followed and self._next < len(self.blocks):
-            return self.blocks[self._next]
-        return None
+            return self.blocks[self._next].closes
+        return ""
 
     def expects(self, moment: Moment) -> bool:
         """Whether `moment` comes next in the program."""
-        expected = self.expected()
-        return expected is not None and (expected.moment is moment or expected.moment == moment)
+        return self.is_followed and self._next < len(self.blocks) and self.blocks[self._next].moment == moment
 
     def left_out(self, moment: Moment) -> Sequence[BoundBlock]:
         """The blocks before that of `moment`, if the program has it later.
@@ -78,7 +77,7 @@ class Script:
         if not self.is_followed or self._ops:
             return ()
         for index in range(self._next, len(self.blocks)):
-            if self.blocks[index].moment is moment or self.blocks[index].moment == moment:
+            if self.blocks[index].moment == moment:
                 between = self.blocks[self._next : index]
                 return () if self._has_end_of_open_forward(between) else between
         return ()
@@ -111,15 +110,31 @@ class Script:
         self.blocks = ()
         self.is_followed = False
 
+    def advance(self, moment: Moment) -> BoundBlock | None:
+        """The block for `moment`, if the program is followed and has it next; else None, and nothing has changed.
+
+        [Note: once for each event] This comes first at every event of every unit, several hundred times in a step. In
+        stages of a few milliseconds each call of a Python function counts: they were most of what a step took beyond
+        torch's own pipelines.
+        """
+        if not self.is_followed or self._next == len(self.blocks):
+            return None
+        block = self.blocks[self._next]
+        if block.moment is not moment:
+            if block.moment != moment:
+                return None
+            block.moment = moment  # one object from now on, which need not be compared
+        self._next += 1
+        self.trace.append(moment)
+        return block
+
     def take(self, moment: Moment) -> BoundBlock | None:
         """The block for `moment`, if that comes next; else None, and the pass is recorded from here on."""
-        if len(self.trace) < LONGEST_TRACE * max(1, len(self._ops)):
-            self.trace.append(moment)
-        block = self.expected()
-        if block is None or (block.moment is not moment and block.moment != moment):
+        block = self.advance(moment)
+        if block is None:
             self.is_followed = False
-            return None
-        self._next += 1
+            if len(self.trace) < LONGEST_TRACE * max(1, len(self._ops)):
+                self.trace.append(moment)
         return block
 
     @property

@@ -51,7 +51,10 @@ class Ways:
     def come_to(self, moment: Moment, unit: Unit, *, training: bool) -> BoundBlock | None:
         """The program's block for a moment of a forward, after what this rank has left out before it; `None` without a
         program. Then `unit` is whole."""
-        script = self._script(training=training)
+        script = self._passes.current.script if training else self._evaluation.script
+        block = script.advance(moment)
+        if block is not None:
+            return block
         for left_out in script.left_out(moment):
             self._pass_by(left_out, training=training)
         if script.is_followed and not script.expects(moment) and self._post_backward.adds(unit):

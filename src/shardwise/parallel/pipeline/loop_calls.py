@@ -33,7 +33,7 @@ from shardwise.comm import Line
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.caches import cache_in, without_cache
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
-from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share, expecting_gradients, form_of, gradients_of
+from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share, expecting_gradients, gradients_of
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, bytes_of, joined
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
@@ -163,7 +163,7 @@ class LoopCalls:
         parts, rows = parts_of(whole, self._most_parts)
         self._trainer.note_parts(whole, parts, rows)
         kinds = [(staged.wholes.index(called), pipeline.kind_of(part)) for part in parts]
-        form = len(parts) > 1, form_of(whole)
+        form = len(parts) > 1, whole.form
         carried = pipeline.carried_for(whole, called=called, is_whole=True, is_split=True)
         call = _Call(called, parts, whole, rows, kinds, carried, form, torch.is_grad_enabled())
         if call.trains:
@@ -207,6 +207,7 @@ class LoopCalls:
             return
         self._begin(call, Op("F", number, stage), is_last=part + 1 == len(call.parts))
         inputs = call.parts[part]
+        is_known = stage != self._last and pipeline.forward_to[stage].knows(kind)
         with self._on_timeline(f"F{number}@{stage}"):
             outputs, sent = pipeline.through(
                 stage,
@@ -215,7 +216,7 @@ class LoopCalls:
                 arrived,
                 lambda: self._staged.model(*inputs.args, **inputs.kwargs),
                 called=call.called,
-                share=Share(self._blocks if stage == self._last else None, call.form, sends_others=True),
+                share=Share(self._blocks if stage == self._last else None, call.form, True, is_known),
                 carried=call.carried,
             )
         assert sent is not None

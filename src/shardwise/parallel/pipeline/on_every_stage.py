@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,12 +60,10 @@ class OnEveryStage:
     def _is_in_stage(self, name: str) -> bool:
         return any(name == piece or name.startswith(f"{piece}.") for piece in self.pieces)
 
-    @contextmanager
-    def during(self, micro_batch: int, *, is_first: bool, is_watched: bool) -> Iterator[None]:
+    def during(self, micro_batch: int, *, is_first: bool, is_watched: bool) -> AbstractContextManager[None]:
         """A context for the forward of a micro-batch in the first stage of this rank, or in another one."""
         self._is_watched |= is_watched
-        with self._in_first(micro_batch, is_watched) if is_first else self._in_other(micro_batch, is_watched):
-            yield
+        return self._in_first(micro_batch, is_watched) if is_first else self._in_other(micro_batch, is_watched)
 
     def compare(self, exchange: Callable[[bytes], list[bytes]]) -> None:
         """After a step: if forwards were watched, raise `ModelError` unless all ranks have changed buffers alike."""

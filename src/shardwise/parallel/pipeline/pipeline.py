@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -64,6 +64,8 @@ class Share(NamedTuple):
     """What all forwards of the call have in common: if one rank watches one of them, all do."""
     sends_others: bool = False
     """See `Passing`."""
+    is_known: bool = False
+    """See `Passing`; says nothing of what is computed."""
 
 
 WHOLE = Share()
@@ -247,7 +249,7 @@ class Pipeline:
         called = called or self.staged.model
         if self.surveyor is None or type(called).forward is nn.Sequential.forward:  # a chain, and nothing else
             return NOTHING
-        form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, form_of(part))
+        form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, part.form)
         if form not in self._carried:
             shares = self.layout.shares(is_split=is_split)
             self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
@@ -299,7 +301,10 @@ class Pipeline:
                 return self.staged.until_handed_over(partial(part.compute, part.given))
             return self.staged.model(*part.args, **part.kwargs)
 
-        return self.through(op.stage, op.micro_batch, part, arrived, forward, carried=step.carried[op.micro_batch])
+        batch, to = op.micro_batch, self.forward_to.get(op.stage)
+        is_known = to is not None and to.knows(step.kinds[batch])
+        share = Share(is_known=is_known)
+        return self.through(op.stage, batch, part, arrived, forward, share=share, carried=step.carried[batch])
 
     def through(
         self,
@@ -319,7 +324,7 @@ class Pipeline:
         """
         called = called or self.staged.model
         span = share.span
-        form = (called, stage, share, self.staged.model.training, torch.is_grad_enabled(), form_of(part))
+        form = (called, stage, *share[:3], self.staged.model.training, torch.is_grad_enabled(), part.form)
         first, last = self.staged.span_of(stage) if span is None else span
         is_new, is_last = form not in self._forms, last + 1 == len(self.layout.pieces)
         is_first_here = first == self.staged.span_of(self.staged.stages[0])[0]
@@ -331,7 +336,7 @@ class Pipeline:
                 arrived,
                 called=called,
                 is_watched=is_new,
-                passing=Passing(self._forms.get(form), share.sends_others, carried),
+                passing=Passing(self._forms.get(form), share.sends_others, carried, is_known=share.is_known),
                 span=span,
             ),
         ):
@@ -368,13 +373,15 @@ class Pipeline:
         """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
         return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
 
-    @contextmanager
-    def _halved(self, op: Op, step: _Step, trainer: Trainer) -> Iterator[None]:
+    def _halved(self, op: Op, step: _Step, trainer: Trainer) -> AbstractContextManager[None]:
         """A context in which the backward is a first half if `op` is one."""
         if op.kind != "I" or self._weights is None:
-            yield
-            return
-        with trainer.first_half(op.micro_batch), self._weights.put_aside() as aside:
+            return nullcontext()
+        return self._first_half(op, step, trainer, self._weights)
+
+    @contextmanager
+    def _first_half(self, op: Op, step: _Step, trainer: Trainer, weights: WeightGrads) -> Iterator[None]:
+        with trainer.first_half(op.micro_batch), weights.put_aside() as aside:
             yield
         step.aside[op.stage, op.micro_batch] = aside
 
@@ -392,7 +399,7 @@ class Pipeline:
 
     def kind_of(self, part: MicroBatch) -> Hashable:
         """A key that is equal for micro-batches of which a stage's outputs have one layout; see [Note: layouts]."""
-        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), form_of(part)
+        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), part.form
 
     def require_whole(self) -> None:
         if self.staged.gathers_in_calls:
@@ -474,15 +481,3 @@ def _looks_of(part: MicroBatch) -> Hashable:
         return tuple((tuple(one.shape), one.dtype) for one in tensors_in(value))
 
     return looks(part.args), tuple((key, looks(value)) for key, value in part.kwargs.items())
-
-
-def form_of(part: MicroBatch) -> Hashable:
-    """A key that is equal for micro-batches on which the forward does the same: it leaves out sizes, and all values but
-    those on which models are known to branch."""
-
-    def looks(value: Any) -> Hashable:
-        plain = value if isinstance(value, bool | str) or value is None else type(value)
-        return plain, tuple((one.dim(), one.dtype) for one in tensors_in(value))
-
-    named = tuple((key, looks(value)) for key, value in sorted(part.kwargs.items()))
-    return tuple(map(looks, part.args)), named, part.branches

@@ -71,6 +71,9 @@ class Placeholders:
     def of_module(self, name: str) -> Any:
         """What a module of an earlier stage returns."""
         assert self._arrived is not None
+        layout = self._arrived.layout.alike.get(name)
+        if layout in self._made and self.dependence is None and not self._arrived.layout.results:
+            return self._another(layout)
         calls = self._arrived.layout.returned.get(name)
         if not calls:
             return self._of_layout(Layout.of(self._arrived.tensors[0]), Result(name, 0, 0))
@@ -180,23 +183,27 @@ class Placeholders:
         received = self._arrived.result(result)
         if received is not None:
             return received
-        if layout in self._made and self.dependence is None:  # another tensor, for `within`
-            return self._made[layout].view_as(self._made[layout])
+        if layout in self._made and self.dependence is None:
+            return self._another(layout)
         first = self._arrived.tensors[0]
         shape = list(layout.shape)
         if self._sequence_parts > 1 and tuple(shape) == tuple(first.shape):  # masks are made for whole sequences
             shape[-2] *= self._sequence_parts
-        made = torch.zeros((), dtype=layout.dtype, device=first.device)
         gets_grads = any(tensor.requires_grad for tensor in self._arrived.tensors)
         needs_grad = gets_grads and layout.dtype.is_floating_point
         with torch.set_grad_enabled(needs_grad):
-            made = _varied(made.requires_grad_(needs_grad).expand(shape).clone())
+            made = _varied(shape, layout.dtype, first.device, needs_grad=needs_grad)
         if needs_grad:  # reentrant checkpointing asks its arguments, and runs modules without gradients itself
             self._guard(made, str(result))
         self._made[layout] = made
         if self.dependence is not None:
             self.dependence.mark(made, str(result))
         return made
+
+    def _another(self, layout: Layout) -> Tensor:
+        """Another tensor over a stand-in of this layout, for `StageMessage.within`."""
+        made = self._made[layout]
+        return made.view_as(made)
 
     def _guard(self, tensor: Tensor, name: str) -> None:
         """Raise if a gradient flows back to a stand-in: then the stage's output depends on it."""
@@ -218,15 +225,17 @@ def _module_of(name: str) -> str:
     return name if result is None else result.module
 
 
-def _varied(tensor: Tensor) -> Tensor:
-    """The zeros, filled with different values from 0.5 to 1.5."""
-    if tensor.dtype.is_floating_point:
-        tensor.add_(0.5)
-        for dim, size in enumerate(reversed(tensor.shape)):
-            if size > 1:
-                steps = torch.linspace(0, 0.5**dim / 2, size, dtype=tensor.dtype, device=tensor.device)
-                tensor.add_(steps.view(size, *[1] * dim))
-    return tensor
+def _varied(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, needs_grad: bool) -> Tensor:
+    """Different values from 0.5 to 1.5, or zeros of other dtypes than floating-point ones. With `needs_grad` it is no
+    leaf, so that a model may write to it."""
+    start = torch.full((), 0.5 if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    made = start.requires_grad_(needs_grad)
+    for dim, size in enumerate(shape if dtype.is_floating_point else ()):
+        if size > 1:
+            below = len(shape) - dim - 1
+            steps = torch.linspace(0, 0.5**below / 2, size, dtype=dtype, device=device)
+            made = made + steps.view(*[1] * dim, size, *[1] * below)
+    return made.expand(shape).clone() if made.shape != torch.Size(shape) or made is start else made
 
 
 def _listed(names: Sequence[str]) -> str:

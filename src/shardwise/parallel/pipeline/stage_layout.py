@@ -39,7 +39,7 @@ class StageLayout:
     num_ranks: int
     schedule: Schedule
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[str, ...]:
         """All modules of all stages, in the order of the forward."""
         return tuple(name for stage in self.stages for name in stage)

@@ -16,12 +16,14 @@ reads one adds to its gradient. What arrives as an argument and as a result is s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.system.torch_private import tree_flatten, tree_unflatten, treespec_dumps
@@ -35,6 +37,8 @@ DTYPES = {
     )
 }
 """Dtypes that can be sent."""
+_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype})
+"""Types without anything in them."""
 
 
 class Layout(NamedTuple):
@@ -98,6 +102,16 @@ class StageMessageLayout:
         numbers = {Result(*result): number for *result, number in results}
         return cls(tuple(map(Layout.of_plain, tensors)), tuple(arguments), returned, numbers)
 
+    @cached_property
+    def alike(self) -> dict[str, Layout]:
+        """The modules that have returned one tensor, of the same layout in every call, with that."""
+        first = {name: calls[0].get("tensor") for name, calls in self.returned.items() if calls}
+        return {
+            name: Layout.of_plain(plain)
+            for name, plain in first.items()
+            if plain is not None and all(call == {"tensor": plain} for call in self.returned[name])
+        }
+
     @property
     def num_bytes(self) -> int:
         return bytes_of(self.tensors)
@@ -130,7 +144,7 @@ class StageMessage:
 
     def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[Any, Any]:
         """The arguments of a call of `name`, the first module of the stage, with the received tensors among them."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, rebuilt = flattened(args, kwargs)
         indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if len(indices) != len(self.layout.arguments):
             raise ModelError(
@@ -142,18 +156,16 @@ class StageMessage:
             if number >= 0:
                 self.replaced[id(leaves[index])] = ref(leaves[index]), self.tensors[number]
                 leaves[index] = self.tensors[number]
-        args, kwargs = tree_unflatten(leaves, spec)
-        return args, kwargs
+        return rebuilt(leaves)
 
     def within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """The arguments of a call of a later module, with received tensors instead of the ones that `entering`
         replaced; `None` if there are no such."""
-        leaves, spec = tree_flatten((args, kwargs))
-        given = [self._instead_of(leaf) for leaf in leaves]
-        if all(new is leaf for new, leaf in zip(given, leaves, strict=True)):
+        leaves, rebuilt = flattened(args, kwargs)
+        if self.replaced.keys().isdisjoint(map(id, leaves)):
             return None
-        args, kwargs = tree_unflatten(given, spec)
-        return args, kwargs
+        given = [self._instead_of(leaf) for leaf in leaves]
+        return None if all(new is leaf for new, leaf in zip(given, leaves, strict=True)) else rebuilt(given)
 
     def _instead_of(self, leaf: Any) -> Any:
         original, received = self.replaced.get(id(leaf), (None, None))
@@ -192,9 +204,29 @@ def _of_rows(description: Any, num: int, total: int) -> Any:
     return {key: _of_rows(one, num, total) for key, one in description.items()}
 
 
+def flattened(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The leaves of the arguments of a call, and what makes arguments of others in their places.
+
+    Most calls have no nests, for which `tree_flatten` makes fifty calls of Python functions.
+    """
+    leaves = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, leaves)):
+        num = len(args)
+        return leaves, lambda given: (tuple(given[:num]), dict(zip(kwargs, given[num:], strict=True)))
+    leaves, spec = tree_flatten((args, kwargs))
+
+    def rebuilt(given: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = tree_unflatten(given, spec)
+        return args, kwargs
+
+    return leaves, rebuilt
+
+
 def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """All tensors among the arguments of a call, in tuples, lists and dicts."""
-    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flattened(args, kwargs)[0] if isinstance(leaf, Tensor)]
 
 
 def numbered(tensors: Sequence[Tensor], sent: Iterable[int]) -> tuple[list[Tensor], tuple[int, ...]]:

@@ -89,6 +89,8 @@ class Passing:
     carried: Carried = NOTHING
     wanted: set[str] | None = None
     """In a survey: receives the names of the results of earlier stages that this one reads."""
+    is_known: bool = False
+    """Whether the next stage has been told the layout of what it gets, and what modules have returned."""
 
 
 @dataclass
@@ -103,6 +105,8 @@ class _Running:
     arrived: StageMessage | None
     stand_ins: Placeholders
     passing: Passing = Passing()
+    notes_returns: bool = True
+    """Whether anybody asks what the stage's modules have returned."""
     is_backward: bool = False
     """Whether modules are called only to recompute what they have saved."""
     unwinds: bool = False
@@ -377,8 +381,10 @@ class StagedModel:
         parts, why = self._sequence_parts.get(stage, 1), passing.carried.why_unknown
         stand_ins = Placeholders(stage, self._names, first, arrived, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
-        now = _Running(called, stage, first, last, arrived, stand_ins, passing, is_backward)
-        others = [one for one in self._slots if one.own is not None and not first <= self._number(one) <= last]
+        is_asked = not passing.is_known and last + 1 < len(self._names)
+        notes_returns = is_asked or is_watched or bool(passing.carried.readers) or passing.wanted is not None
+        now = _Running(called, stage, first, last, arrived, stand_ins, passing, notes_returns, is_backward)
+        others = [one for one in self._slots[:first] + self._slots[last + 1 :] if one.own is not None]
         for one in others:
             one.holder[one.key] = one.absent
         self._running_stage = now
@@ -466,7 +472,7 @@ class StagedModel:
         """Pre-forward hook of the modules of a stage: the one that is called first gets the received activation, and
         the others get it where they are called with what it has replaced."""
         now = self._running_stage
-        if now is None or self._is_at_home(number, now):
+        if now is None or (self.layout.guests and self._is_at_home(number, now)):
             return None
         if number > now.last and now.is_in_forward:
             self.pass_by(self._names[number], number, args, kwargs)
@@ -493,7 +499,7 @@ class StagedModel:
     def _returned(self, number: int, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # torch's
         """Forward hook of the modules of a stage: later stages make stand-ins for what they return."""
         now, name = self._running_stage, self._names[number]
-        if now is None or not now.is_in_forward or self._is_at_home(number, now):
+        if now is None or not (now.is_in_forward and now.notes_returns) or self._is_at_home(number, now):
             return
         calls, tensors = now.returned.setdefault(name, []), list[Tensor]()
         calls.append(described(output, tensors))

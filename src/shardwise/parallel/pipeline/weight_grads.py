@@ -70,55 +70,52 @@ def backward_of_weights(aside: Sequence[Aside]) -> None:
     if not aside:
         return
     make: Callable[..., Tensor] = _Weights.apply
-    roots = [make(one.inputs, one.gradient, one.layer.weight, one.layer.bias) for one in aside]
-    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    torch.autograd.backward([make(one, one.layer.weight, one.layer.bias) for one in aside])
 
 
 class _Forward:
     """Replaces the forward of one linear layer."""
 
     def __init__(self, owner: WeightGrads, layer: nn.Linear) -> None:
-        self._owner, self._layer = owner, layer
+        self.owner, self.layer = owner, layer
 
     def __call__(self, x: Tensor) -> Tensor:
-        layer = self._layer
+        layer = self.layer
         if not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return nn.functional.linear(x, layer.weight, layer.bias)
         compute: Callable[..., Tensor] = _Linear.apply
-        return compute(x, layer.weight, layer.bias, self._owner, layer)
+        return compute(x, layer.weight, layer.bias, self)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: WeightGrads, layer: nn.Linear
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of: _Forward) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.owner, ctx.layer = owner, layer
+        ctx.of = of
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_input = gradient @ weight if ctx.needs_input_grad[0] else None
-        if ctx.owner.keep(ctx.layer, x, gradient):
-            return of_input, None, None, None, None
-        has_bias = ctx.layer.bias is not None and ctx.needs_input_grad[2]
-        return of_input, _of_weight(x, gradient), _of_bias(gradient) if has_bias else None, None, None
+        if ctx.of.owner.keep(ctx.of.layer, x, gradient):
+            return of_input, None, None, None
+        has_bias = ctx.of.layer.bias is not None and ctx.needs_input_grad[2]
+        return of_input, _of_weight(x, gradient), _of_bias(gradient) if has_bias else None, None
 
 
 class _Weights(torch.autograd.Function):
     """An autograd node without a computation, whose backward produces the gradients of a layer's parameters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG004
-        ctx.save_for_backward(x, gradient)
-        return gradient.new_zeros(())
+    def forward(ctx: Any, one: Aside, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG004
+        ctx.one = one
+        return one.gradient.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, gradient = ctx.saved_tensors
-        return None, None, _of_weight(x, gradient), _of_bias(gradient) if ctx.needs_input_grad[3] else None
+        _, x, gradient = ctx.one
+        return None, _of_weight(x, gradient), _of_bias(gradient) if ctx.needs_input_grad[2] else None
 
 
 def _of_weight(x: Tensor, gradient: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class TwinGradients(FlatGradients):
         self.touched_here[index] = True
         if is_last and not self._has_come[index]:
             self._has_come[index] = True
-            self._num_to_come -= 1
-        return self.complete()
+            self.num_to_come -= 1
+        return not self.num_to_come
 
 
 class TwinFlat(Flat):

@@ -58,6 +58,7 @@ class Neighbours:
         self.rank = rank
         self.ranks = tuple(ranks)
         self._index_of = {other: index for index, other in enumerate(self.ranks)}
+        self._here = frozenset(self.ranks)
         num_bytes = offer_table_bytes(len(self.ranks))
         self._offer_tables = {
             other: OfferTable(files[other].map(0, num_bytes), len(self.ranks), is_own=other == rank)
@@ -109,7 +110,7 @@ class Neighbours:
 
     def has(self, ranks: Sequence[int]) -> bool:
         """Whether all of `ranks` are on this host."""
-        return all(rank in self._index_of for rank in ranks)
+        return self._here.issuperset(ranks)
 
     # -- to give ----------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class OfferTable:
         return slot
 
     def is_read(self, slot: int, readers: list[int]) -> bool:
-        return bool(self._marks[slot, readers].all())
+        return 0 not in self._marks[slot, readers].tolist()
 
     def clear(self, slot: int) -> None:
         self._tags[slot] = _FREE
@@ -93,7 +93,8 @@ class OfferTable:
 
     def find(self, tag: int, reader: int) -> Offer | None:
         """The offer with this tag that `reader` has not read yet."""
-        for slot in np.flatnonzero(self._tags == tag).tolist():
+        (slots,) = (self._tags == tag).nonzero()  # np.flatnonzero makes five calls of Python functions
+        for slot in slots.tolist():
             version = int(self._versions[slot])
             self._order()
             found, to, *where = self._offers[slot, :6].tolist()
