@@ -215,7 +215,10 @@ class ShardwiseTrainerMixin(_Base):
             if self.plan.preset == "auto" and self.train_dataset is not None:
                 self.get_train_dataloader()  # to know its batches, because those of an evaluation may be smaller
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-        return super().evaluation_loop(*args, **kwargs)
+        generates = has_stages(self.plan) and getattr(self.args, "predict_with_generate", False)
+        inside = self.engine.inference() if generates and self.engine is not None else nullcontext()
+        with inside, self.accelerator.counting_batches_once():  # Seq2SeqTrainer gathers what all ranks have
+            return super().evaluation_loop(*args, **kwargs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Called by trainers of TRL that generate. Weights are gathered once; with `ds3_gather_for_generation=False`
