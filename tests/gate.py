@@ -90,7 +90,9 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/integrations/mpi": ("*/test_*mpi*",),
     "src/shardwise/integrations/peft": ("*/test_adapters*", "extras/test_prompt_learning.py", "extras/test_trainer.py"),
     "src/shardwise/integrations/ray": ("extras/test_ray.py",),
-    "src/shardwise/integrations/tr": ("extras/test_trainer.py", "extras/test_trl*", "extras/test_takeover.py"),
+    "src/shardwise/integrations/tr": (
+        *("extras/test_trainer.py", "extras/test_trl*", "extras/test_stages.py", "extras/test_takeover.py"),
+    ),
     "src/shardwise/launch": ("*/test_launch*", "extras/test_other_launchers.py", "cluster/*"),
     "src/shardwise/launch/elastic": ELASTIC,
     "src/shardwise/launch/places/k8s": ("extras/test_k8s*", "*/test_pods.py"),
@@ -100,6 +102,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/optim": ("*/test_*optim*", "ranks/test_ada*", "ranks/test_unsplit*", "extras/test_*adafactor.py"),
     "src/shardwise/parallel/pipeline": (
         "ranks/test_pipeline*",
+        "ranks/test_models_in_stages.py",
         "ranks/test_lost_stages.py",
         "ranks/test_lost_groups.py",
         "ranks/test_sequence_in_stages.py",

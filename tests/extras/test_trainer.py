@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.cli.main import main
 from shardwise.observe import read_record
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -113,6 +113,10 @@ STAGES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
     (2, 1, {"preset": "zero3", "mesh": {"pp": 2}}, {"kind": "ragged", "gradient_accumulation_steps": 3}),
     (4, 1, {"preset": "zero1", "mesh": {"pp": 2, "sp": 2}}, {"gradient_accumulation_steps": 3}),
     (4, 1, {"preset": "zero2", "mesh": {"pp": 2, "sp": 2}}, {"kind": "own loss", "gradient_accumulation_steps": 3}),
+    pytest.param(
+        *(4, 1, {"preset": "zero3", "mesh": {"pp": 2, "sp": 2}}, {"gradient_accumulation_steps": 3, "max_steps": 8}),
+        marks=thorough_only("a short last step, which the first case has without sp"),
+    ),
     (4, 2, {"preset": "zero1", "mesh": {"pp": 2, "dp": 2}}, {"kind": "classification"}),
 ]
 

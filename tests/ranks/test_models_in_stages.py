@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from small_transformers import VOCAB, library
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import FaultError, ModelError, ShardwiseError
+from shardwise.errors import FaultError, ModelError
 from shardwise.testing import run_ranks
 from tests.in_stages import SPLITS as LIKE_ANY
 from tests.in_stages import Messages, optimizer_of, plain, race
@@ -126,11 +127,8 @@ def drawn(kind: str, num_steps: int = 3, micro_batches: int = 4) -> list[list[di
     return [[MODELS[kind][1](numbers) for _ in range(micro_batches)] for _ in range(num_steps)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "split"),
-    # a rank that has two parts of Llava's tower captures none of its hidden states (docs/pipeline.md)
-    [(kind, split) for kind in MODELS for split in SPLITS if (kind, split) != ("llava", "interleaved")],
-)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_they_train_as_in_a_plain_loop(kind: str, split: str) -> None:
     race(made(kind), drawn(kind), **SPLITS[split])
 
@@ -184,16 +182,73 @@ def test_calls_of_the_model_train_and_answer(kind: str) -> None:
     run_ranks(2, rank)
 
 
-def test_generation_that_calls_the_encoder_by_itself_is_refused() -> None:
-    models = [made("t5") for _ in range(2)]
+GENERATED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "no cache": {"use_cache": False},
+    "static": {"cache_implementation": "static"},
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "pp2": {"mesh": {"pp": 2}},
+    "pp4": {"mesh": {"pp": 4}},
+    "interleaved": {"mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved"}},
+    "pp2-dp2": {"mesh": {"pp": 2, "dp": 2}},
+    "pp2-tp2": {"mesh": {"pp": 2, "tp": 2}},
+    "gathered": {"mesh": {"pp": 2, "dp": 2}, "keep_bytes": 0},
+}
 
-    def rank(world: sw.World) -> None:
-        model = models[world.rank].eval()
-        with sw.shard(model, {"preset": "zero1", "mesh": {"pp": 2}}, world=world) as engine, engine.inference():
-            model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)
 
-    with pytest.raises(ShardwiseError, match=r"answer only calls of the whole model|with two caches"):
-        run_ranks(2, rank)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("asked", GENERATED)
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
+def test_encoder_decoders_generate(kind: str, asked: str, mesh: str) -> None:
+    """`generate` calls the encoder by itself, and then the whole model with what that returned."""
+    plan = {"preset": "zero3", "accumulate": 4, **MESHES[mesh]}
+    race_in_inference(made(kind), plan, lambda model, place: generated(kind, model, place, **GENERATED[asked]))
+
+
+def generated(kind: str, model: Any, place: int, **asked: Any) -> Tensor:
+    prompt = MODELS[kind][1](torch.Generator().manual_seed(place))
+    del prompt["labels"]
+    found: Tensor = model.generate(**prompt, **{"max_new_tokens": 5 + place, "do_sample": False, **asked})
+    return found
+
+
+def race_in_inference(model: nn.Module, plan: dict[str, Any], use: Callable[[Any, int], Any]) -> None:
+    """What `use` returns of the model in stages, given the place of a rank's data, equals what it returns of the
+    model."""
+    model.eval()
+    plan, keep_bytes = {name: value for name, value in plan.items() if name != "keep_bytes"}, plan.get("keep_bytes")
+    models = [copy.deepcopy(model) for _ in range(math.prod(plan["mesh"].values()))]
+    with torch.no_grad():
+        expected = [use(model, place) for place in range(plan["mesh"].get("dp", 1))]
+
+    def rank(world: sw.World) -> tuple[int, Any]:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            with torch.no_grad(), engine.inference(keep_bytes):
+                found = use(engine.module, engine.data_ranks[0])
+            return engine.data_ranks[0], found
+
+    for place, found in run_ranks(len(models), rank, timeout_seconds=60):
+        torch.testing.assert_close(found, expected[place], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_encoder_and_a_decoder_are_called_by_themselves(mesh: str) -> None:
+    """And the whole model with the encoder's states, which its last stages alone compute with, also in a loop of one's
+    own; and without them, where it makes no cache."""
+
+    def use(model: Any, place: int) -> list[Tensor]:
+        batch = MODELS["t5"][1](torch.Generator().manual_seed(place))
+        mask, labels = batch["attention_mask"], batch["labels"]
+        states = model.encoder(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+        rest = {"attention_mask": mask, "decoder_input_ids": labels}
+        decoded = model.decoder(input_ids=labels, encoder_hidden_states=states, encoder_attention_mask=mask)
+        logits = model(encoder_outputs=(states,), **rest, use_cache=False).logits
+        head = model.lm_head(decoded.last_hidden_state)
+        return [states, decoded.last_hidden_state, head, logits, model(input_ids=batch["input_ids"], **rest).logits]
+
+    race_in_inference(made("t5"), {"preset": "zero3", "accumulate": 4, **MESHES[mesh]}, use)
 
 
 def test_a_frozen_tower_gets_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

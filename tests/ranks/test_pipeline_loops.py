@@ -625,6 +625,9 @@ def test_how_a_batch_is_split() -> None:
     assert sizes(torch.zeros(3, 12)) == [1, 1, 1]
     assert sizes(torch.zeros(8, 2)) == [4, 4]  # which cannot be taken for the second dimension
     assert sizes(ids, torch.zeros(5)) == [1]
+    assert sizes(input_ids=ids[:1], cu_seq_lens_q=torch.tensor([0, 3, 7, 12])) == [1]
+    assert sizes(ids[:1], torch.arange(4)) == sizes(ids[:1]) == [1]
+    assert sizes(torch.arange(4)) == [1, 1, 1, 1]
     assert sizes(ids, lengths=[1] * 8) == [1]
     assert sizes(3, "x") == [1]
     (first, _), _ = parts_of(MicroBatch((ids[:2],), {"scale": torch.ones(()), "pair": [torch.arange(2)] * 2}), 4)

@@ -58,7 +58,7 @@ def rehearse_stages(layout: StageLayout, rehearse: RehearseStage) -> None:
         wanted.update(found.wanted)
         return found
 
-    known = carried(layout, layout.shares(is_split=False), find)
+    known = carried(layout, layout.shares(layout.span), find)
     if wanted or known.why_unknown:
         arrived: StageMessageLayout | None = None
         for stage in range(layout.num_stages):

@@ -281,6 +281,7 @@ class Accelerator(BatchSharingAccelerator):
             if tuner is not None:
                 tuner.watch(model, self.world)
             self._engines[model].give_whole_outputs()
+            self.draw_alike(self.world)
             patch_zero_grad(model, self._engines[model], partial(self.hand_over, model))
             refuse_no_sync(model)
             records = plan.run is not None and not self.keeps_engines

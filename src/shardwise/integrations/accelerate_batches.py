@@ -76,6 +76,15 @@ class BatchSharingAccelerator(PlainAccelerator):
     def _share(self, rank: int) -> tuple[int, int]:
         return data_share(self.plan, rank, int(super().num_processes))
 
+    def draw_alike(self, world: sw.World) -> None:
+        """Let ranks that share batches go on with the random numbers of the first of them, from which collators may
+        draw. All ranks call."""
+        if self.ranks_per_batch > 1:
+            states = world.exchange(torch.get_rng_state().numpy().tobytes(), "generators")
+            own = self._share(self._rank)[0]
+            first = next(state for rank, state in enumerate(states) if self._share(rank)[0] == own)
+            torch.set_rng_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """See accelerate. Ranks along `tp`, `sp` and `pp` get the same batches."""
         is_read_by_one = self.dispatch_batches

@@ -10,6 +10,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.accelerate_batches import ranks_per_batch
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE
+from shardwise.integrations.plans import has_stages
 
 _REFUSED = {
     "deepspeed": "DeepSpeed and the plan both configure an engine. Leave deepspeed out: its stages are the plan's "
@@ -39,6 +40,11 @@ def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:
         raise ConfigError(
             "The plan's mesh has tp, sp or pp, but trainers that generate, and eval_use_gather_object, count samples "
             "per rank. Use a mesh of data axes only (dp, node, local)."
+        )
+    if has_stages(plan) and getattr(args, "sync_ref_model", False):
+        raise ConfigError(
+            "sync_ref_model copies parameters of the model to those of the reference one by one, and a rank of a "
+            "pipeline has only some of the model's. Leave it out, or the axis pp."
         )
     if (plan.mesh or {}).get("sp", 1) != 1 and getattr(args, "predict_with_generate", False):
         raise ConfigError(

@@ -148,13 +148,15 @@ def parts_of(whole: MicroBatch, most: int) -> tuple[list[MicroBatch], list[int]]
 
     Samples are the first dimension of its tensors. Tensors without dimensions, and those with one entry in the first,
     are every part's. It stays whole if that leaves it open what belongs to a sample: if tensors differ in the first
-    dimension, or if lists have as many entries as there are samples. A part has another size than the dimensions after
+    dimension, also if only vectors have more than one entry there (the bounds of documents that are packed into one
+    row), or if lists have as many entries as there are samples. A part has another size than the dimensions after
     the first one, so that it is seen if a model puts its samples there.
     """
     given = (whole.args, whole.kwargs)
     tensors = list(_tensors_in(given))
     found = {one.shape[0] for one in tensors if one.dim()} - {1}
-    if len(found) != 1 or not (rows := found.pop()) or _has_list_of(rows, given):
+    of_tables = {one.shape[0] for one in tensors if one.dim() > 1}
+    if len(found) != 1 or of_tables == {1} or not (rows := found.pop()) or _has_list_of(rows, given):
         return [whole], [1]
     others = {size for one in tensors if one.dim() and one.shape[0] == rows for size in one.shape[1:]}
     sizes = next(

@@ -18,8 +18,10 @@ from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
 from shardwise.parallel.experts import EXPERT_LOAD, loaded
+from shardwise.parallel.pipeline import AXIS as STAGES
 from shardwise.parallel.pipeline import Pipeline, SharedGradients
 from shardwise.parallel.sequence import SequenceParallel, SplitBatches, WholeOutputs
+from shardwise.parallel.tensor import Generators
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS
 from shardwise.program import Action
@@ -356,6 +358,10 @@ class _Assembly:
         if sharding.staged is None:
             return None
         pipeline = Pipeline(sharding.staged, self._world, self._mesh, sharding.device)
+        if sharding.stage_design is not None and sharding.stage_design.draws:
+            generators = Generators(self._world.rank_device, pipeline.pp_rank)
+            generators.synchronize(self._world, self._world.group(self._mesh, STAGES))
+            pipeline.own_numbers = generators.own_inside
         pipeline.attach()
         units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
         runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)

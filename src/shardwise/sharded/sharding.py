@@ -47,7 +47,7 @@ from shardwise.parallel.model_axes import (
 from shardwise.parallel.outline import Outline, SmallerMeshes, outline, smaller_meshes
 from shardwise.parallel.pipeline import AXIS as STAGES
 from shardwise.parallel.pipeline import StagedModel, has_pipeline, stage_warnings
-from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck
+from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck, draws
 from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
@@ -147,6 +147,8 @@ class Design(Outline):
     table: Table
     staged: StagedModel | None = field(repr=False, default=None)
     """If it is of a rank with some stages."""
+    draws: bool = False
+    """In that case: whether a training forward of the model, on whichever stages, draws random numbers."""
 
     def in_stages(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, *, keeps_others: bool
@@ -156,9 +158,10 @@ class Design(Outline):
         assert self.stages is not None
         parts = sequence_parts(self.split, self.mesh, self.stages)
         place = self.mesh.coordinate(rank)[STAGES]
+        draws_numbers = draws(model)  # asked of the whole model, so that all ranks know the same
         staged = StagedModel(model, self.stages, place, parts, keeps_others=keeps_others)
         staged.take_from(optimizers)
-        return self._of_stages(staged)
+        return replace(self._of_stages(staged), draws=draws_numbers)
 
     def _of_stages(self, staged: StagedModel) -> Design:
         """The part of it that concerns a rank with some stages of the model."""

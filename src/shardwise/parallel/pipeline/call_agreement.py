@@ -19,27 +19,28 @@ from shardwise.comm import Line
 from shardwise.errors import FaultError, StateError
 
 _END, _FAILED = b"end", b"failed"
+_NUMBER_BYTES = 2
 _ALIKE = "All ranks of a pipeline have to make the same calls, because each has only some stages."
 
 Words = Mapping[int, bytes]
-"""By rank: the number of the called module and a digest of what it is called with; or that there are no more calls."""
+"""By rank: the number of the called module, and a digest of what it is called with; or that there are no more calls."""
 
 
 class CallAgreement:
     """One rank's agreement on calls: with the ranks of its `own` pipeline, or with those of `all_pipelines`.
 
-    `exchange` is that of the world. `wholes` are the modules that may be called.
+    `exchange` is that of the world. `modules` are those that may be called, with their names.
     """
 
     def __init__(
         self,
         own: Line,
-        wholes: Sequence[nn.Module],
+        modules: Mapping[nn.Module, str],
         all_pipelines: Sequence[Sequence[int]] = (),
         exchange: Callable[[bytes], list[bytes]] | None = None,
     ) -> None:
         self._own = own
-        self._wholes = list(wholes)
+        self._modules, self._names = list(modules), list(modules.values())
         self.are_common = bool(all_pipelines)
         """Whether all pipelines meet; see [Note: calls of all pipelines]."""
         self._pipelines = all_pipelines or [own.ranks]
@@ -53,7 +54,7 @@ class CallAgreement:
 
         Raises `StateError` on all ranks unless those of each pipeline call the same module, or have ended.
         """
-        words = self._meet(self._wholes.index(model).to_bytes() + digest)
+        words = self._meet(self._modules.index(model).to_bytes(_NUMBER_BYTES) + digest)
         return len({words[rank] for rank in self._own.ranks}) == 1
 
     def end(self) -> bool:
@@ -95,13 +96,11 @@ class CallAgreement:
                 f"Rank {ended} has left engine.inference(), and rank {calling} of the same pipeline calls the model "
                 f"again. {_ALIKE}"
             )
-        other = next((rank for rank in others if words[rank][0] != words[first][0]), None)
+        numbers = {rank: int.from_bytes(words[rank][:_NUMBER_BYTES]) for rank in words}
+        other = next((rank for rank in others if numbers[rank] != numbers[first]), None)
         if other is not None:
-            asked, wanted = (type(self._wholes[words[rank][0]]).__name__ for rank in (first, other))
-            raise StateError(
-                f"Rank {first} calls the {asked}, and rank {other} of the same pipeline the {wanted} in or around it. "
-                f"{_ALIKE}"
-            )
+            asked, wanted = (self._names[numbers[rank]] for rank in (first, other))
+            raise StateError(f"Rank {first} calls {asked}, and rank {other} of the same pipeline {wanted}. {_ALIKE}")
         other = next((rank for rank in others if words[rank] != words[first]), None)
         if other is not None and first not in self._own.ranks:
             raise StateError(

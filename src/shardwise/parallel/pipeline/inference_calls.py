@@ -4,7 +4,9 @@
 output to all, so that every rank returns what the unsplit model does, and code around the call, such as a loop that
 generates, runs on every rank as it is. So all ranks of a pipeline have to make the same calls. Each is preceded by a
 meeting that compares them, and so is the end. Shapes may change from call to call: layouts travel with tensors.
-What is called may also be a module in the model that has all stages: peft's `generate` calls the model that it wraps.
+What is called may also be a module in the model: peft's `generate` calls the model that it wraps, and that of
+encoder-decoder models the encoder first. A part begins and ends where it is, and its last rank sends the output. A call
+of the whole model that is given the encoder's states begins with the decoder: stages before are passed over.
 
 The alternative, one rank that drives the others, saves a broadcast of the logits per token, but then code around the
 model runs on one rank, and the others have to interpret its orders.
@@ -27,6 +29,7 @@ from shardwise.parallel.pipeline.caches import CallCache, Growth, cache_in, laye
 from shardwise.parallel.pipeline.call_agreement import CallAgreement
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
 from shardwise.parallel.pipeline.pipeline import Pipeline, Share
+from shardwise.parallel.pipeline.stage_layout import Span
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Forward
 from shardwise.runtime import Inference, named_tensors
 from shardwise.runtime.micro_batches import MicroBatch
@@ -57,16 +60,18 @@ class Calls:
     @contextmanager
     def answered(self) -> Iterator[None]:
         """A context in which the model may be called. All ranks of the pipeline enter, and make the same calls."""
-        self._staged.answer, self._staged.gathers_in_calls = self._answer, self._agreement.are_common
+        staged = self._staged
+        staged.answer, staged.gathers_in_calls = self._answer, self._agreement.are_common
         try:
-            yield
+            with staged.catching(*staged.extents):
+                yield
             while not self._agreement.end():
                 self._stand_by()
         except BaseException:
             self._agreement.fail()
             raise
         finally:
-            self._staged.answer, self._staged.gathers_in_calls = None, False
+            staged.answer, staged.gathers_in_calls = None, False
 
     def _stand_by(self) -> None:
         """While other pipelines make a call, take part in the rounds of this rank's stages."""
@@ -76,7 +81,7 @@ class Calls:
         self._agreement.call_is_over()
 
     def _answer(self, model: nn.Module, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a call of `model`, the whole one or one in it that has all stages, on every rank."""
+        """The output of a call of `model`, the whole one or one in it, on every rank."""
         pipeline = self._pipeline
         self._require_possible(kwargs)
         kwargs = with_cache(model, args, kwargs)
@@ -88,23 +93,33 @@ class Calls:
             require_same_batch(called_with, self._line)
         output: Any = None
         carried = NOTHING if cache is not None else pipeline.carried_for(part, called=model, is_whole=True)
-        with pipeline.cleared_on_error():
+        spans = dict(self._staged.shares_here(model))
+        with pipeline.cleared_on_error(), pipeline.drawing():
             for stage in self._staged.stages:
+                if stage not in spans:
+                    with self._inference.rounds():
+                        pass
+                    continue
                 with ExitStack() as stack:
                     if grown is not None:
                         stack.enter_context(grown.in_stage(stage))
-                    output = self._through(stage, model, part, run, carried)
+                    output = self._through(stage, spans[stage], model, part, run, carried)
                 run = model  # with its hooks, as if each further stage were a rank of its own
+            if not spans:
+                pipeline.pass_over(part, model)
             pipeline.end_forwards()
-            return self._shared(output, grown)
+            return self._shared(output, grown, model)
 
-    def _through(self, stage: int, model: nn.Module, part: MicroBatch, run: Forward, carried: Carried) -> Any:
-        """Run one stage, between what it receives and sends."""
+    def _through(
+        self, stage: int, span: Span, model: nn.Module, part: MicroBatch, run: Forward, carried: Carried
+    ) -> Any:
+        """Run the modules `span` of one stage, between what it receives and sends."""
         pipeline = self._pipeline
-        arrived = pipeline.forward_from[stage].receive_once() if stage else None
+        is_first = span[0] == self._staged.extents[model][0]
+        arrived = None if is_first else pipeline.forward_from[stage].receive_once()
         forward = partial(run, *part.args, **part.kwargs)
         with self._inference.rounds():
-            share = Share(sends_others=True)
+            share = Share(span, sends_others=True)
             output, sent = pipeline.through(
                 stage, 0, part, arrived, forward, called=model, share=share, carried=carried
             )
@@ -112,15 +127,15 @@ class Calls:
             pipeline.forward_to[stage].send_once(output, sent)
         return output
 
-    def _shared(self, output: Any, cache: CallCache | None) -> Any:
-        """The output of the last stage, on every rank; the caches of all ranks then hold as much."""
+    def _shared(self, output: Any, cache: CallCache | None, called: nn.Module) -> Any:
+        """The output of the last stage of a call, on every rank; the caches of all ranks then hold as much."""
         pp_rank, growth = self._line.index, None if cache is None else cache.growth()
         given = None if cache is None else cache.cache
-        last = self._pipeline.last_place
+        last = self._pipeline.place_of_output(called)
         tensors: list[Tensor] = []
         described: dict[str, Any] = {"grown": growth}
         if pp_rank == last:
-            described |= describe(output, given, type(self._staged.model).__name__, tensors)
+            described |= describe(output, given, type(called).__name__, tensors)
         told: list[dict[str, Any]] = [json.loads(one) for one in self._line.exchange(json.dumps(described).encode())]
         self._agreement.call_is_over()
         layouts = layouts_in(told[last])
@@ -128,7 +143,7 @@ class Calls:
             found = [Growth(*one["grown"]) for one in told if one["grown"] is not None]
             if found:
                 cache.grow_others(found[0])
-        tensors = self._pipeline.from_last_stage(layouts, tensors)
+        tensors = self._pipeline.from_place(last, layouts, tensors)
         self._collectives.synchronize()
         return output if pp_rank == last else rebuilt(told[last], given, tensors)
 

@@ -169,7 +169,7 @@ class LoopCalls:
         if call.trains:
             call.first, call.num_passes = self._trainer.begin_call(len(parts)), self._trainer.num_passes
         try:
-            with pipeline.cleared_on_error():
+            with pipeline.cleared_on_error(), pipeline.drawing():
                 output = self._forward(call)
                 pipeline.end_forwards()
                 self._trainer.end_forwards(pipeline.line)
@@ -283,7 +283,7 @@ class LoopCalls:
         described: Mapping[str, Any] = json.loads(message)
         layouts = layouts_in(described)
         self._tell_size(layouts)
-        tensors = pipeline.from_last_stage(layouts, tensors)
+        tensors = pipeline.from_place(pipeline.last_place, layouts, tensors)
         with_grad = [number for number, layout in enumerate(layouts) if layout.has_grad]
         if call.trains:
             if is_last:

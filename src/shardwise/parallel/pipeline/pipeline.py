@@ -122,6 +122,8 @@ class Pipeline:
 
         self._losses_aside = LossesAside
         self._on_every_stage = OnEveryStage(staged.model, staged.layout.pieces)
+        self.own_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context in which this rank draws its own random numbers; see `drawing`."""
         self._forms: dict[Hashable, tuple[int, ...]] = {}
         """The kinds of forwards that have been watched (see `dependence.py`), and what each passes on."""
         self.surveyor: Surveyor | None = None
@@ -149,6 +151,11 @@ class Pipeline:
                 self.forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
                 self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
 
+    def drawing(self) -> AbstractContextManager[None]:
+        """A context for forwards. Stages differ in how many random numbers they draw in training, and draw their own;
+        outside, all ranks of a pipeline draw the same, for the batches that they share (masks, augmentation)."""
+        return self.own_numbers() if self.staged.model.training else nullcontext()
+
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all ranks along the pipeline, by pipeline rank; blocks."""
         return self._collectives.exchange(message, self._line, "stages")
@@ -162,6 +169,11 @@ class Pipeline:
     def last_place(self) -> int:
         """The pipeline rank with the last stage."""
         return self.layout.pp_rank_of(self._last_stage)
+
+    def place_of_output(self, called: nn.Module) -> int:
+        """The pipeline rank on which a call of `called` ends."""
+        stage, _ = self.layout.shares(self.staged.extents[called])[-1]
+        return self.layout.pp_rank_of(stage)
 
     @property
     def row(self) -> tuple[Op, ...]:
@@ -197,7 +209,7 @@ class Pipeline:
         self.require_whole()
         self.check_same_batch(parts)
         step = self._step(parts, loss_fn, timeline)
-        with self.cleared_on_error():
+        with self.cleared_on_error(), self.drawing():
             last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
             for index, op in enumerate(self._row):
                 trainer.begin_op(op, is_last_of_kind=index == last[op.kind, op.stage])
@@ -217,7 +229,7 @@ class Pipeline:
     ) -> list[Tensor]:
         """The losses of all micro-batches, on every rank; runs forwards only, in the order of the schedule."""
         self.require_whole()
-        with torch.no_grad(), self.cleared_on_error():
+        with torch.no_grad(), self.cleared_on_error(), self.drawing():
             step = self._step(parts, loss_fn, Timeline())
             for op in self._row:
                 if op.kind == "F":
@@ -249,9 +261,11 @@ class Pipeline:
         called = called or self.staged.model
         if self.surveyor is None or type(called).forward is nn.Sequential.forward:  # a chain, and nothing else
             return NOTHING
+        shares = self.layout.shares(self.staged.extents[called], is_split=is_split)
+        if len(shares) == 1:
+            return NOTHING
         form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, part.form)
         if form not in self._carried:
-            shares = self.layout.shares(is_split=is_split)
             self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
         return self._carried[form]
 
@@ -326,11 +340,11 @@ class Pipeline:
         span = share.span
         form = (called, stage, *share[:3], self.staged.model.training, torch.is_grad_enabled(), part.form)
         first, last = self.staged.span_of(stage) if span is None else span
-        is_new, is_last = form not in self._forms, last + 1 == len(self.layout.pieces)
-        is_first_here = first == self.staged.span_of(self.staged.stages[0])[0]
+        is_new, is_last = form not in self._forms, self.staged.ends(called, last)
+        _, (first_here, _) = self.staged.shares_here(called)[0]
         losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
         with (
-            self._on_every_stage.during(number, is_first=is_first_here, is_watched=is_new),
+            self._on_every_stage.during(number, is_first=first == first_here, is_watched=is_new),
             self.staged.running(
                 stage,
                 arrived,
@@ -348,6 +362,12 @@ class Pipeline:
             sent = None if is_last else self.staged.handed_over
         self._forms.setdefault(form, () if sent is None else sent.arguments)
         return outputs, sent
+
+    def pass_over(self, part: MicroBatch, called: nn.Module) -> None:
+        """A call runs none of this rank's stages: what ranks compare after watched forwards, this one does too."""
+        form = (called, None, WHOLE, self.staged.model.training, torch.is_grad_enabled(), form_of(part))
+        with self._on_every_stage.during(0, is_first=True, is_watched=form not in self._forms):
+            self._forms[form] = ()
 
     def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
         _, batch, stage = op
@@ -426,11 +446,11 @@ class Pipeline:
         self._on_every_stage.compare(self.exchange)
         self._on_every_stage.forget()
 
-    def from_last_stage(self, layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The `tensors` of the rank with the last stage, on all ranks of the pipeline, which know their layouts."""
-        if self.pp_rank != self.last_place:
+    def from_place(self, place: int, layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The `tensors` of pipeline rank `place`, on all ranks of the pipeline, which know their layouts."""
+        if self.pp_rank != place:
             tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in layouts]
-        root = self._line.ranks[self.last_place]
+        root = self._line.ranks[place]
         for tensor in tensors:
             if tensor.numel():
                 sent = as_sent(tensor.detach().contiguous().view(-1))

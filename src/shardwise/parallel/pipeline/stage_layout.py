@@ -54,6 +54,11 @@ class StageLayout:
     def num_stages(self) -> int:
         return len(self.stages)
 
+    @property
+    def span(self) -> Span:
+        """The numbers of the first and the last module of all."""
+        return 0, len(self.pieces) - 1
+
     def spans_of(self, stage: int) -> tuple[Span | None, Span]:
         """A stage in two: its blocks (`None` if there are none), and what comes after them, such as a norm and a head:
         at least its last module. Blocks are those with a number as their name."""
@@ -66,12 +71,16 @@ class StageLayout:
         first = sum(map(len, self.stages[:stage]))
         return first, first + len(self.stages[stage]) - 1
 
-    def shares(self, *, is_split: bool) -> list[tuple[int, Span]]:
-        """What runs one after the other, with its stage: all stages, or the last one in two."""
+    def shares(self, within: Span, *, is_split: bool = False) -> list[tuple[int, Span]]:
+        """What runs one after the other, with its stage, in a call of the modules `within`: those of each stage, or of
+        the last one in two."""
         last = self.num_stages - 1
-        whole = [(stage, self.span_of(stage)) for stage in range(self.num_stages)]
+        shares = [(stage, self.span_of(stage)) for stage in range(self.num_stages)]
         blocks, tail = self.spans_of(last)
-        return [*whole[:-1], (last, blocks), (last, tail)] if is_split and blocks is not None else whole
+        if is_split and blocks is not None:
+            shares[last:] = [(last, blocks), (last, tail)]
+        cut = [(stage, (max(span[0], within[0]), min(span[1], within[1]))) for stage, span in shares]
+        return [(stage, (first, end)) for stage, (first, end) in cut if first <= end]
 
     def at(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of `pp_rank`."""

@@ -13,7 +13,7 @@ Calling blocks one after the other instead would need code for each model that c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -45,6 +45,8 @@ from shardwise.runtime import EndOfForward, tensors_in
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
 Answer = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
+_CALL = "_compiled_call_impl"
+"""What torch's `Module.__call__` calls in the place of forward and hooks, if it is there."""
 PLAIN_LOOP = (
     "This engine's plan splits the model into pipeline stages, of which each rank has its own. Call the whole model as "
     "model(batch) or engine(batch), on all ranks of the pipeline, and not its forward or parts of it. In a job that "
@@ -113,6 +115,8 @@ class _Running:
     """Whether the end of the stage also ends the code that has called the model."""
     is_called: bool = False
     is_entered: bool = False
+    """Whether one of its modules has been called. If the forward calls none, as that of an encoder-decoder model that
+    is given the encoder's states, and there are no gradients, the next stage begins it."""
     is_in_forward: bool = False
     """Whether the model's own forward runs, rather than its loss, or a recomputation of some modules in a backward."""
     returned: dict[str, list[Any]] = field(default_factory=dict)
@@ -120,6 +124,10 @@ class _Running:
     results: dict[Result, tuple[Tensor, int]] = field(default_factory=dict)
     """Those that are carried on, with their versions."""
     handed_over: StageMessageLayout | None = None
+
+    @property
+    def has_received(self) -> bool:
+        return self.arrived is not None and bool(self.arrived.tensors)
 
 
 @dataclass(frozen=True)
@@ -192,6 +200,9 @@ class StagedModel:
         """Whether parameters, of any rank, are whole only in calls that are answered."""
         self.wholes = [one for name, one in model.named_modules() if _has_all(name, self._names)]
         """The model and the modules in it that have all stages, such as those that peft wraps, from outside inwards."""
+        self.extents = {**_parts_of(model, self._names, layout.guests), **dict.fromkeys(self.wholes, layout.span)}
+        """What answers calls, with the numbers of its first and last module in the stages: these, and inside
+        `engine.inference()` others, such as an encoder or a head."""
         self._handles: list[RemovableHandle] = []
         self._forwards = [one.forward for one in self.wholes]
 
@@ -228,6 +239,19 @@ class StagedModel:
     def span_of(self, stage: int) -> Span:
         """The modules of one of this rank's stages."""
         return self._firsts[stage], self._lasts[stage]
+
+    def names_of_called(self) -> dict[nn.Module, str]:
+        """What answers calls, in words."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return {one: f"the {type(one).__name__}" if one in self.wholes else names[one] for one in self.extents}
+
+    def shares_here(self, called: nn.Module) -> list[tuple[int, Span]]:
+        """What a call of `called` runs of this rank's stages."""
+        return [share for share in self.layout.shares(self.extents[called]) if share[0] in self.stages]
+
+    def ends(self, called: nn.Module, last: int) -> bool:
+        """Whether what ends with module `last` ends a call of `called`."""
+        return last == self.extents[called][1]
 
     def spans_of_last(self) -> tuple[Span | None, Span]:
         """The last stage in two: see `StageLayout.spans_of`."""
@@ -292,7 +316,7 @@ class StagedModel:
         stages, outside of `engine.inference()`, before any hook of theirs: what it calls in turn has them."""
         for module in self.wholes:
             if module is self.model or module._compiled_call_impl is None:
-                module.__dict__["_compiled_call_impl"] = self._taking(module, take)
+                module.__dict__[_CALL] = self._taking(module, take)
 
     def _taking(self, module: nn.Module, take: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -302,6 +326,23 @@ class StagedModel:
 
         call.compiles_nothing = True  # type: ignore[attr-defined]  # what OuterCompile asks
         return call
+
+    @contextmanager
+    def catching(self, *modules: nn.Module) -> Iterator[None]:
+        """A context in which calls of `modules` are calls of stages, also of those that have only some. Hooks of theirs
+        run in the stages."""
+        caught = [one for one in modules if one not in self.wholes and not isinstance(one, PlaceholderModule)]
+        before = [module.__dict__.get(_CALL) for module in caught]
+        for module, compiled in zip(caught, before, strict=True):
+            module.__dict__[_CALL] = self._answering(module, compiled or module._call_impl)
+        try:
+            yield
+        finally:
+            for module, compiled in zip(caught, before, strict=True):
+                if compiled is None:
+                    del module.__dict__[_CALL]
+                else:
+                    module.__dict__[_CALL] = compiled
 
     def _answering(self, module: nn.Module, original: Forward) -> Forward:
         @wraps(original)
@@ -318,7 +359,7 @@ class StagedModel:
         for module in self.wholes:
             module.__dict__.pop("forward", None)
             if hasattr(module._compiled_call_impl, "compiles_nothing"):
-                module.__dict__.pop("_compiled_call_impl")
+                module.__dict__.pop(_CALL)
 
     def free_others(self, device: torch.device) -> None:
         """Give kept parameters of other stages one zero on `device` in place of their values, and kept buffers memory
@@ -353,8 +394,8 @@ class StagedModel:
 
     @property
     def ends_here(self) -> bool:
-        """Whether what runs ends with the model's last module, so that its output is the model's."""
-        return self._running_stage is not None and self._running_stage.last + 1 == len(self._names)
+        """Whether what runs ends with the last module of what is called, so that its output is that of the call."""
+        return self._running_stage is not None and self.ends(self._running_stage.called, self._running_stage.last)
 
     @property
     def handed_over(self) -> StageMessageLayout:
@@ -389,7 +430,7 @@ class StagedModel:
             one.holder[one.key] = one.absent
         self._running_stage = now
         try:
-            with stand_ins.watched() if is_watched else nullcontext():
+            with _same_hooks(others and self._slots), stand_ins.watched() if is_watched else nullcontext():
                 yield
         finally:
             self._running_stage = None
@@ -517,12 +558,17 @@ class StagedModel:
         """The forward of a module that is not in the running stage."""
         now = self._running_stage
         if now is None:
-            raise StateError(PLAIN_LOOP if self.answer is None else _part_of(name, self.model))
+            absent = self._slots[number].absent
+            if self.answer is None or absent not in self.extents:
+                raise StateError(PLAIN_LOOP if self.answer is None else _part_of(name, self.model))
+            return self.answer(absent, absent, args, kwargs)
         if number < now.first:
-            if now.is_entered and now.is_in_forward:  # reentrant checkpointing recomputes in the reverse order
+            # reentrant checkpointing recomputes in the reverse order
+            if (now.is_entered and now.is_in_forward) or not now.has_received:
                 self._refuse_order(name, now)
             return now.stand_ins.of_module(name)
-        self._check_entered(now)
+        if now.has_received or torch.is_grad_enabled():
+            self._check_entered(now)
         if now.arrived is not None:
             args, kwargs = now.arrived.within(args, kwargs) or (args, kwargs)
         raise EndOfForward(_handed_over(now, name, args, kwargs))
@@ -568,10 +614,39 @@ def _has_all(module: str, pieces: Sequence[str]) -> bool:
     return not module or all(piece.startswith(f"{module}.") for piece in pieces)
 
 
+def _parts_of(model: nn.Module, pieces: Sequence[str], guests: Collection[str]) -> dict[nn.Module, Span]:
+    """The modules of the stages, and those that have several of them in a row, with the numbers of their first and
+    last. Those in a module of another stage have no place of their own in the row."""
+    numbers: dict[str, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        above = piece.split(".") if piece not in guests else []
+        for depth in range(1, len(above) + 1):
+            numbers.setdefault(".".join(above[:depth]), []).append(number)
+    in_rows = {name: (own[0], own[-1]) for name, own in numbers.items() if own[-1] - own[0] + 1 == len(own)}
+    return {model.get_submodule(name): span for name, span in in_rows.items()}
+
+
+@contextmanager
+def _same_hooks(slots: Sequence[_Slot]) -> Iterator[None]:
+    """A context in which forward hooks that are registered on a module of this rank, or on what stands for it while
+    another of its stages runs, are registered on both. Models of transformers register those that capture hidden states
+    in the first forward that asks for them, once for all."""
+    own = [(one.own, one.absent) for one in slots if one.own is not None]
+    pairs: list[tuple[nn.Module, nn.Module]] = [*own, *((absent, present) for present, absent in own)]
+    known = [set(module._forward_hooks) for module, _ in pairs]
+    try:
+        yield
+    finally:
+        new = [module._forward_hooks.keys() - before for (module, _), before in zip(pairs, known, strict=True)]
+        for (module, other), hooks in zip(pairs, new, strict=True):
+            for hook in hooks:
+                other.register_forward_hook(module._forward_hooks[hook])
+
+
 def _part_of(name: str, model: nn.Module) -> str:
     return (
-        f"{name} lies on another pipeline stage, and inside engine.inference() the stages answer only calls of the "
-        f"whole model. Call {type(model).__name__} itself, on all ranks of the pipeline."
+        f"{name} lies on another pipeline stage, inside of a module of this one, and cannot be called by itself. Call "
+        f"{type(model).__name__}, on all ranks of the pipeline."
     )
 
 
@@ -604,7 +679,7 @@ def _handed_over(now: _Running, name: str, args: tuple[Any, ...], kwargs: dict[s
     results = _carried_on(now, chosen)
     if now.passing.wanted is not None:
         now.passing.wanted.update(now.stand_ins.foreign_in(chosen))
-    elif not chosen:
+    elif not chosen and now.is_entered:
         raise ModelError(
             f"{name}, with which the next pipeline stage begins, is called with nothing that the modules before it "
             f"computed. Begin the stage with another module: pipeline.stages."

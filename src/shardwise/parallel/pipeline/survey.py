@@ -105,7 +105,7 @@ class Surveyor:
         """What a forward of one stage on fake tensors hands over and reads."""
         wanted: set[str] = set()
         layouts: list[StageMessageLayout] = []
-        is_last = span[1] + 1 == len(self.staged.layout.pieces)
+        is_last = self.staged.ends(called, span[1])
 
         def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             staged: StagedModel = twin.copied(self.staged)
@@ -116,6 +116,7 @@ class Surveyor:
             message = None if arrived is None else empty(arrived, self.device)
             with (
                 self.around(twin.model),
+                staged.catching(model),
                 staged.running(stage, message, is_watched=True, called=model, span=span, passing=passing),
             ):
                 takes_loss = is_last and not is_whole

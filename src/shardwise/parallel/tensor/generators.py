@@ -10,6 +10,9 @@ corresponds to Megatron-LM's `CudaRNGStatesTracker`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -45,6 +48,15 @@ class Generators:
         if self._common is not None:
             self.restore(self._common)
             self._common = None
+
+    @contextmanager
+    def own_inside(self) -> Iterator[None]:
+        """Inside, draw numbers that differ from those of other ranks of the line; afterwards the same ones again."""
+        self.use_own()
+        try:
+            yield
+        finally:
+            self.use_common()
 
     def drop_common(self) -> None:
         """Forget the saved common states, because the caller restores the generators itself."""

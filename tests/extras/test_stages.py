@@ -1,0 +1,117 @@
+"""Scripts of Trainer, TRL and Lightning whose models are in pipeline stages, compared with the same ones without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stage_jobs as jobs
+import torch
+from rank_processes import begin, on_ranks
+
+from tests.thorough import sampled
+
+pytestmark = pytest.mark.timeout(300)
+
+MESHES: dict[str, tuple[int, int, dict[str, int]]] = {
+    # ranks, ranks of DDP, mesh
+    "pp": (2, 1, {"pp": 2}),
+    "pp x dp": (4, 2, {"pp": 2, "dp": 2}),
+    "pp x tp": (4, 1, {"pp": 2, "dp": 1, "tp": 2}),
+}
+SCRIPTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "packed documents": (jobs.packed, {}),
+    "recomputed": (jobs.language, {"activation_checkpointing": True}),
+    "smoothed labels": (jobs.language, {"label_smoothing_factor": 0.1}),
+    "a loss of its own": (jobs.own_loss, {}),
+    "classified tokens": (jobs.tokens_labelled, {}),
+    "classified sequences": (jobs.sequences_labelled, {"label_smoothing_factor": 0.1}),
+    "masked tokens": (jobs.masked, {}),
+    "sft": (jobs.supervised, {}),
+    "sft with lora": (jobs.supervised, {"is_adapted": True}),
+    "sft with packing": (jobs.supervised, {"packing": True}),
+    "dpo with known log-probabilities": (jobs.preferred, {"precompute_ref_log_probs": True}),
+    "t5": (jobs.translated, {"kind": "t5"}),
+    "whisper": (jobs.translated, {"kind": "whisper"}),
+}
+OF_TRL = [name for name in SCRIPTS if name.startswith(("sft", "dpo"))]
+
+
+def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5) -> None:
+    for name in ("losses", "norms", "rates", "evaluations", "by_token"):
+        assert run[name] == pytest.approx(plain[name], abs=within), name
+    for name in ("generated", "predicted", "best"):
+        assert run.get(name) == plain.get(name), name
+    assert run["state"].keys() == plain["state"].keys()
+    for name, value in plain["state"].items():
+        torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=within, atol=within)
+
+
+@sampled
+@pytest.mark.parametrize(
+    ("script", "mesh"),
+    [(script, mesh) for script in SCRIPTS for mesh in MESHES if script not in OF_TRL or mesh != "pp x tp"],
+)
+def test_a_script_trains_as_without_stages(script: str, mesh: str, tmp_path: Path) -> None:
+    job, settings = SCRIPTS[script]
+    ranks, peers, axes = MESHES[mesh]
+    folders: list[dict[str, Any]] = [{}, {}]
+    if job is jobs.preferred:
+        folders = [{"folder": str(tmp_path / name)} for name in ("theirs", "ours")]
+        for one in folders:
+            jobs.keep_preferences(one["folder"])
+    plain = begin(peers, job, None, **settings, **folders[0])
+    ours = on_ranks(ranks, job, {"preset": "zero1", "mesh": axes}, **settings, **folders[1])
+    expected = plain()[0]
+    assert len(expected["losses"]) == 4
+    for run in ours:
+        assert_same(run, expected)
+
+
+@sampled
+@pytest.mark.parametrize("mesh", MESHES)
+def test_masks_are_drawn_alike_beside_dropout(mesh: str) -> None:
+    """Stages drop different numbers of features, and their collators go on with the same random numbers."""
+    ranks, _, axes = MESHES[mesh]
+    runs = on_ranks(ranks, jobs.masked, {"preset": "zero1", "mesh": axes}, dropout=0.3, max_steps=8)
+    for run in runs:
+        assert_same(run, runs[0])
+    assert len(runs[0]["losses"]) == 8
+
+
+@sampled
+@pytest.mark.parametrize(("mesh", "then"), [("pp x dp", (4, {"pp": 4})), ("pp x tp", (2, {"pp": 2}))])
+def test_the_best_checkpoint_is_loaded_and_others_resumed(mesh: str, then: tuple[int, Any], tmp_path: Path) -> None:
+    """With another number of stages, whose ranks have as many batches."""
+    ranks, peers, axes = MESHES[mesh]
+    plain = begin(peers, jobs.saved, None, str(tmp_path / "theirs"))
+    ours = on_ranks(ranks, jobs.saved, {"preset": "zero2", "mesh": axes}, str(tmp_path / "ours"))
+    expected = plain()[0]
+    for run in ours:
+        assert_same(run, expected)
+        assert run["bests_loss"] == pytest.approx(expected["bests_loss"], abs=1e-5)
+    num_ranks, others = then
+    rows = {"per_device_train_batch_size": 2 * peers}  # of all batches
+    resumed = on_ranks(num_ranks, jobs.resumed, {"preset": "zero3", "mesh": others}, str(tmp_path / "ours"), **rows)
+    assert resumed[0]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+
+
+def test_an_encoder_decoder_of_lightning(tmp_path: Path) -> None:
+    """Trained as by DDP; what it generates is the same on all ranks."""
+    plain = begin(2, jobs.of_lightning, None, str(tmp_path))
+    ours = on_ranks(4, jobs.of_lightning, {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}}, str(tmp_path))
+    expected = plain()
+    for rank, run in enumerate(ours):
+        twin = expected[rank % 2]
+        assert run["losses"] == pytest.approx(twin["losses"], abs=1e-5)
+        assert run["generated"] == twin["generated"]
+        for name, value in twin["state"].items():
+            torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+    assert len(expected[0]["losses"]) == 12
+
+
+def test_a_reference_that_follows_is_refused(tmp_path: Path) -> None:
+    jobs.keep_preferences(str(tmp_path))
+    with pytest.raises(RuntimeError, match="sync_ref_model copies parameters of the model"):
+        on_ranks(2, jobs.preferred, {"preset": "zero1", "mesh": {"pp": 2}}, str(tmp_path), sync_ref_model=True)
