@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fake_devices import HANG_SECONDS, Devices, FakeAccelerator, FakeGroups, Group, outside_of, wrong_values
+from fake_devices import Devices, FakeAccelerator, FakeGroups, Group, outside_of, wrong_values
 
 import shardwise as sw
 from shardwise.comm.transport.pairwise import Nobody

@@ -87,7 +87,6 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
 
 
 @sampled
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "kills"),
     [
@@ -105,7 +104,6 @@ def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: 
 
 
 @sampled
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("loop", "kill"),
     [
@@ -126,7 +124,6 @@ def test_fewer_ranks_split_the_layers(preset: str, loop: str, kill: str, tmp_pat
     assert "restart" not in said
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("loop", "kill"), [("engine", "1:3:forward"), ("plain", "0:4:9"), ("train_step", "3:4:6"), ("engine", "2:5:step")]
 )
@@ -140,7 +137,6 @@ def test_fewer_ranks_share_the_tokens(preset: str, loop: str, kill: str, tmp_pat
     assert "restart" not in said
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "hosts", "kills"),
     [
@@ -170,7 +166,6 @@ def with_a_record(plan: str, out: Path) -> str:
     return json.dumps({"preset": plan, "run": str(out / "run")})
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(("plan", "loop"), [("zero3", "engine"), ("zero1", "plain"), ("ddp", "train_step")])
 def test_a_connection_breaks_and_nobody_is_lost(
     plan: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +184,6 @@ def test_a_connection_breaks_and_nobody_is_lost(
     ]
 
 
-@pytest.mark.timeout(360)
 def test_a_connection_that_breaks_again_and_again_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_SHARED_MEMORY", "0")
     cuts = [f"{1 + step % 2}:{step}:cut{2 - step % 2}" for step in (2, 4, 5)]
@@ -202,7 +196,6 @@ def test_a_connection_that_breaks_again_and_again_ends_the_job(tmp_path: Path, m
     assert [line["action"] for line in faults] == ["retry", "retry", "stop"]
 
 
-@pytest.mark.timeout(360)
 def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path) -> None:
     job = started(tmp_path, "zero3", "engine", 10, ["0:3:backward"], retries="1", least=4)
     said, _ = job.communicate(timeout=300)
@@ -212,7 +205,6 @@ def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path)
     assert {json.loads(path.read_text())["world"] for path in tmp_path.glob("member-*.json")} == {4}
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_stopped_rank_keeps_the_others_waiting_and_is_lost(
     retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,7 +242,6 @@ def with_experts(preset: str) -> str:
     return json.dumps({"preset": preset, "mesh": {"dp": 2, "ep": 2}})
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "kill"),
     [
@@ -273,7 +264,6 @@ def test_a_replica_group_leaves(plan: str, loop: str, kill: str, tmp_path: Path)
     assert len(list(tmp_path.glob("member-*.json"))) == 2
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop"),
     [
@@ -397,7 +387,6 @@ def stopped_after(job: subprocess.Popen[bytes], out: Path, said: Path, num_steps
     return losses_of(out)
 
 
-@pytest.mark.timeout(600)
 def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_did_not(tmp_path: Path) -> None:
     """Loaders, a scheduler, checkpoints, validation and a record, as in any script, which knows nothing of it."""
     killed, whole, said = tmp_path / "killed", tmp_path / "whole", tmp_path / "said"
@@ -416,7 +405,6 @@ def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_di
     assert len(wrong) <= 1, wrong  # a rank that dies while it tells its loss is not in the mean of it
 
 
-@pytest.mark.timeout(600)
 def test_the_main_job_loses_its_launcher_and_a_rank_and_has_the_losses_of_one_that_did_not(tmp_path: Path) -> None:
     killed, whole, said, logs = (tmp_path / name for name in ("killed", "whole", "said", "logs"))
     job = begun(killed, said, "--elastic", "1:3", "--log-dir", str(logs))

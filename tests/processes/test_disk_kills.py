@@ -14,6 +14,7 @@ import pytest
 
 import warm
 from shardwise.checkpoint import checkpoints_in
+from tests.patience import PATIENCE
 from tests.thorough import drawn, thorough_only, varies
 
 SCRIPT = Path(__file__).with_name("disk_training_rank.py")
@@ -59,7 +60,7 @@ class Job:
         """Wait for all ranks, of which none is to read any more."""
         ended = []
         for rank in self.ranks:
-            out, errors = rank.communicate(timeout=90)
+            out, errors = rank.communicate(timeout=PATIENCE)
             ended.append(Ended(rank.returncode, out, errors))
         return ended
 
@@ -99,7 +100,6 @@ def numbers() -> range:
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @varies
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", numbers())
 def test_a_kill_leaves_the_last_checkpoint_good(number: int, whole: dict[int, list[str]], tmp_path: Path) -> None:
     num_ranks, phase, event = a_fault(number)
@@ -123,7 +123,6 @@ def test_a_kill_leaves_the_last_checkpoint_good(number: int, whole: dict[int, li
 
 
 @thorough_only("nine processes")
-@pytest.mark.timeout(240)
 def test_two_jobs_in_one_folder_and_fewer_ranks_after_a_kill(tmp_path: Path) -> None:
     """The second job is refused on all ranks, and the first does not notice. A job of one rank cleans up after the
     second of two."""

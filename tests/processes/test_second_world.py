@@ -14,12 +14,13 @@ import gc
 import torch
 
 import shardwise as sw
+from tests.patience import PATIENCE
 
 gc.disable()  # what is left to it is left for an unknown time
 
 
 def train():
-    with sw.World.join(timeout_seconds=30) as world:
+    with sw.World.join() as world:
         model = torch.nn.Linear(4, 4)
         with sw.shard(model, "zero3", optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:
             engine.backward(engine(torch.ones(2, 4)).sum())
@@ -41,7 +42,7 @@ def test_a_process_joins_a_second_world_at_the_same_port() -> None:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
     assert run.stdout.endswith("twice\n"), run.stderr

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import sizes  # a file beside this one
+from tests.patience import PATIENCE
 
 
 class Block(nn.Module):
@@ -528,7 +529,7 @@ def test_torch_is_imported_only_for_a_model() -> None:
         "assert main(['explain', '--list']) == 0; "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
 
 

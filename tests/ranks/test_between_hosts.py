@@ -19,6 +19,7 @@ from shardwise.comm.transport.shm.file import is_possible
 from shardwise.errors import FaultError
 from shardwise.program import crossing_bytes, sent_by_hosts
 from shardwise.testing import run_ranks
+from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled
@@ -224,7 +225,7 @@ def test_lines_do_not_wait_for_each_other() -> None:
         pair = Group("pair", (0, 2), (0, 2).index(world.rank)) if world.rank in (0, 2) else None
         sums = torch.full((4 * 20_000,), world.rank + 1.0)
         if world.rank == 3:
-            assert late.wait(30)
+            assert late.wait(PATIENCE)
         work = comm.all_reduce(sums, sums, world.everybody, torch.float32, "all")
         if pair is not None:
             both = torch.full((2 * 20_000,), world.rank + 1.0)

@@ -25,6 +25,7 @@ from shardwise.comm.work import LinkError
 from shardwise.errors import CheckpointError
 from shardwise.plan import placement
 from shardwise.testing import run_ranks
+from tests.patience import PATIENCE
 from tests.files import module_at
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +125,7 @@ def on_threads(transport_of: Any, preset: str, num_ranks: int = 2) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert None not in found
     return found
 

@@ -19,6 +19,7 @@ from shardwise.errors import StateError
 from shardwise.memory import GATHERING, Unit
 from shardwise.runtime.gathering import Gathering
 from shardwise.testing import run_ranks
+from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
 from tests.thorough import drawn, sampled, thorough_only, varies
@@ -104,7 +105,7 @@ def test_a_rank_that_fails_takes_the_others_along() -> None:
         with pytest.raises((ValueError, StateError)) as caught:
             answer()
         seen[world.rank] = str(caught.value)
-        done.wait(30)
+        done.wait(PATIENCE)
         with engine.inference():  # and it can be entered again
             engine.module.logits(x)
 

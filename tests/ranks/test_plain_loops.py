@@ -26,12 +26,11 @@ from tests.thorough import EXHAUSTIVE, THOROUGH, drawn, thorough_only, varies
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
 ON_HOST = [("offload", True), ("zero3-offload", False)]
-SECONDS = 40
 
 
 def in_children(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     forked.preload("loops_warm")
-    return forked.call_each(call, items, seconds=SECONDS)
+    return forked.call_each(call, items)
 
 
 def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
@@ -86,7 +85,6 @@ def marked(name: str) -> Any:
 
 
 @varies
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [marked(name) for name in TRIED])
 def test_equal_or_refused_by_a_sentence(name: str) -> None:
     script = (name, "step", name, "step", "evaluate")

@@ -20,6 +20,7 @@ from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
+from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled
@@ -52,7 +53,7 @@ class Slow:
         plain = write.write_at
 
         def held(handle: int, window: memoryview, offset: int) -> bool:
-            assert self.go.wait(30)
+            assert self.go.wait(PATIENCE)
             return plain(handle, window, offset)
 
         monkeypatch.setattr(write, "write_at", held)
@@ -90,7 +91,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     plain = Snapshot._copy_rest
 
     def held(snapshot: Snapshot) -> None:
-        assert go.wait(30)
+        assert go.wait(PATIENCE)
         plain(snapshot)
 
     monkeypatch.setattr(Snapshot, "_copy_rest", held)
@@ -219,10 +220,9 @@ def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         engine.save(tmp_path, wait=False)
         memory = engine._state.saver._stage._memory.data_ptr()
         threading.Timer(0.2, slow.go.set).start()
-        started = time.monotonic()
         train(engine)
         engine.save(tmp_path, wait=False)
-        assert time.monotonic() - started > 0.05
+        assert slow.go.is_set()
         assert engine._state.saver._stage._memory.data_ptr() == memory
         return 0
 
