@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from tests.free_port import free_port
 from tests.patience import PATIENCE
 from tests.thorough import SOAK, sampled, soak, thorough_only
 
@@ -24,8 +24,7 @@ SOON_SECONDS = 6 if SOAK else PATIENCE
 
 def run_plainly(num_ranks: int, fault: str, out: Path) -> list[int]:
     """Start ranks as `mpirun` would: nobody watches them, rank 0 keeps the store. Returns exit codes."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     common = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -148,8 +147,7 @@ def test_all_ranks_raise_what_one_did(fault: str, expected: str, words: str, tmp
 
 def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
     """No thread, no socket, and of the keys only the one that counts the worlds."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     rounds = Path(__file__).with_name("many_worlds.py")
     ranks = [subprocess.Popen([warm.python(), str(rounds), str(rank), str(port), str(tmp_path)]) for rank in range(2)]
     assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [0, 0]

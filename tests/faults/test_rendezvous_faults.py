@@ -18,6 +18,7 @@ import shardwise as sw
 import warm
 from shardwise.comm import StartupBarrier
 from shardwise.errors import CommError, FaultError
+from tests.free_port import free_port
 from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
@@ -123,8 +124,7 @@ def test_a_rank_that_met_the_others_may_end(connect: Connect) -> None:
 def test_a_host_that_does_not_answer_is_reported(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with (
         caplog.at_level(logging.WARNING, logger="shardwise"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 import warm
 from shardwise.checkpoint import checkpoints_in
+from tests.free_port import free_port
 from tests.patience import PATIENCE
 from tests.thorough import drawn, thorough_only, varies
 
@@ -36,10 +36,7 @@ class Job:
     """Ranks without a launcher, which would end the others when one dies."""
 
     def __init__(self, num_ranks: int, *words: str | Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
         self.ranks = [
             subprocess.Popen(
                 [warm.python(), str(SCRIPT), *map(str, words)],

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-from shardwise.launch.port import listen
 
 SCRIPT = """
 import gc
@@ -14,6 +13,7 @@ import gc
 import torch
 
 import shardwise as sw
+from tests.free_port import free_port
 from tests.patience import PATIENCE
 
 gc.disable()  # what is left to it is left for an unknown time
@@ -35,8 +35,7 @@ print("twice")
 
 def test_a_process_joins_a_second_world_at_the_same_port() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with listen(None) as listener:
-        env["MASTER_PORT"] = str(listener.getsockname()[1])
+    env["MASTER_PORT"] = str(free_port())
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={**os.environ, **env},
