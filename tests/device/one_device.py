@@ -31,6 +31,8 @@ Tensor = torch.Tensor
 Act = Callable[[list[list[Tensor]], int], object]
 LATE_CYCLES = 100_000
 """Clock cycles of the device, about 50 microseconds, by which a collective or a copy begins late."""
+HANG_SECONDS = 60
+"""How long ranks wait for one that has failed: nothing tells them of it."""
 
 
 class OneDevice(Devices):

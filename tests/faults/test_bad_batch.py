@@ -12,8 +12,8 @@ import torch
 
 import warm
 from shardwise.observe import read_record
-from tests.patience import PATIENCE
 from tests.faults.bad_batch import BAD_STEP, NUM_STEPS, bad_sample, build, loader
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("bad_batch.py")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import warm
-from tests.patience import PATIENCE
 from tests.faults.survivor import model_for
 from tests.faults.test_survival import oracle
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("restarting_rank.py")

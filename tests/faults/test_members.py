@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 import warm
 from shardwise.launch.elastic.image_folder import Images

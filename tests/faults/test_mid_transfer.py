@@ -13,7 +13,6 @@ from tests.faults import mid_transfer
 from tests.patience import PATIENCE
 
 
-
 @pytest.mark.parametrize("how", ["killed", "cut"])
 def test_ranks_in_the_middle_of_a_message_hear_that_the_other_end_is_gone(how: str, tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

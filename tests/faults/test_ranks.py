@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -92,9 +91,7 @@ def train(
                 return error
         return losses
 
-    return run_ranks(
-        NUM_RANKS, rank, patience_seconds=0.3, shares_memory=shares_memory, fault=fault
-    )
+    return run_ranks(NUM_RANKS, rank, patience_seconds=0.3, shares_memory=shares_memory, fault=fault)
 
 
 def the_letter(outcomes: list[Outcome]) -> FaultError:

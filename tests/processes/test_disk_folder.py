@@ -13,6 +13,7 @@ import pytest
 import warm
 from shardwise.errors import TierError
 from shardwise.system.disk import TierFolder
+from tests.patience import PATIENCE
 
 WRITES_WITHOUT_END = """
 import os, sys
@@ -35,7 +36,6 @@ STEPS_IN_LITTLE_MEMORY = """
 import os, sys, torch
 from shardwise.optim.disk_states import DiskStates
 from shardwise.system.disk import BufferPool, IoQueue, TierFolder
-from tests.patience import PATIENCE
 
 def held(what):
     with open("/proc/self/status") as lines:
@@ -98,5 +98,7 @@ def test_a_folder_of_a_killed_process_is_recognised_and_empty(tmp_path: Path, ca
 def test_a_normal_end_leaves_nothing_though_nobody_closes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WRITES_WITHOUT_END.replace("while True:", "for _ in range(2):"))
-    subprocess.run([warm.python(), str(script), str(tmp_path / "home")], check=True, timeout=PATIENCE, capture_output=True)
+    subprocess.run(
+        [warm.python(), str(script), str(tmp_path / "home")], check=True, timeout=PATIENCE, capture_output=True
+    )
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["shardwise-rank-0.half-made"]

@@ -36,7 +36,12 @@ class Job:
     """Ranks without a launcher, which would end the others when one dies."""
 
     def __init__(self, num_ranks: int, *words: str | Path) -> None:
-        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+        common = {
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "MASTER_PORT": free_port(),
+            "OMP_NUM_THREADS": 1,
+        }
         self.ranks = [
             subprocess.Popen(
                 [warm.python(), str(SCRIPT), *map(str, words)],

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from tests.free_port import free_port
+from tests.patience import PATIENCE
 
 SCRIPT = """
 import gc
@@ -13,8 +15,6 @@ import gc
 import torch
 
 import shardwise as sw
-from tests.free_port import free_port
-from tests.patience import PATIENCE
 
 gc.disable()  # what is left to it is left for an unknown time
 

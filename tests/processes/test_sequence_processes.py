@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from launching import launch
 
 from tests.thorough import thorough_only

@@ -15,6 +15,7 @@ from shardwise.cli import explain
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
 from shardwise.plan.placement import PRESETS
 from shardwise.program import parse, shortened
+from tests.patience import PATIENCE
 
 MODEL = """
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ import torch
 from torch import nn
 
 import sizes  # a file beside this one
-from tests.patience import PATIENCE
 
 
 class Block(nn.Module):

@@ -33,7 +33,9 @@ def test_inspect_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
 def test_help_does_not_wait_for_torch(verb: str) -> None:
     code = "import sys; from shardwise.cli.main import main; main([sys.argv[1], '--help'])"
     code += "; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, verb], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, verb], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: shardwise" in done.stdout
     assert convert.TARGETS == TARGETS

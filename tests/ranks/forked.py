@@ -14,6 +14,7 @@ from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
 from tests.patience import PATIENCE
 
 _SERVER = multiprocessing.get_context("forkserver")

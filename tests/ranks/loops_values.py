@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from loops_matrix import VOCAB, WIDTH, Local, Loop, action, cross_entropy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
 from tests.patience import PATIENCE
 
 READ, WRITE, LOSS, GRAD, EVAL, ERROR = (

@@ -19,9 +19,9 @@ from shardwise.comm.transport.shm.file import is_possible
 from shardwise.errors import FaultError
 from shardwise.program import crossing_bytes, sent_by_hosts
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

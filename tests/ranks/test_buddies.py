@@ -24,8 +24,8 @@ from shardwise.elastic.session import ElasticSession
 from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.testing import plant
-from tests.patience import PATIENCE
 from tests import inside
+from tests.patience import PATIENCE
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,

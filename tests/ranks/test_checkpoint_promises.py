@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.system.disk import page_buffers
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests import inside
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 

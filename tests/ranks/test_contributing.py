@@ -25,8 +25,8 @@ from shardwise.comm.work import LinkError
 from shardwise.errors import CheckpointError
 from shardwise.plan import placement
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests.files import module_at
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contributing.md"

@@ -21,8 +21,8 @@ from shardwise.errors import CheckpointError
 from shardwise.memory import DiskRows, disk_memory
 from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 PLAN: dict[str, Any] = {"preset": "infinity", "precision": "bf16", "rows": {"param": {"tier": "disk"}}}

@@ -19,9 +19,9 @@ from shardwise.errors import StateError
 from shardwise.memory import GATHERING, Unit
 from shardwise.runtime.gathering import Gathering
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import drawn, sampled, thorough_only, varies
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}

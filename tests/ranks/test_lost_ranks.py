@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,8 @@ from shardwise.observe.run_view import read_run
 from shardwise.runtime.step import Step
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.testing import plant
-from tests.patience import PATIENCE
 from tests import inside
+from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import Killed, ThreadMembership, is_collective, run_members
 from tests.ranks.twins import rounded_by
 from tests.thorough import drawn, sampled, thorough_only

@@ -19,9 +19,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import DataError, StateError
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Decoder
+from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 Mesh = dict[str, int]

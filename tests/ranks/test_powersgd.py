@@ -20,9 +20,9 @@ from twins import adamw, ledger_of_a_step, work_on_ranks
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, PlacementError
 from shardwise.runtime.low_rank import orthonormal
-from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
 

@@ -23,8 +23,8 @@ from shardwise.checkpoint.published import Published, Version, folder_of
 from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import Killed, run_members
 
 WEIGHTS = "model.safetensors"

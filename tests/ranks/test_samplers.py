@@ -18,8 +18,8 @@ from shardwise.checkpoint.published import Published
 from shardwise.errors import CheckpointError
 from shardwise.integrations.samplers import SglangServer, VllmServer, register_with_vllm, weight_source
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests.models import Transformer
+from tests.patience import PATIENCE
 
 UPDATE = [
     "/pause",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 

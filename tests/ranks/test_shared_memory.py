@@ -23,9 +23,9 @@ from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.transport.shm.offers import NUM_OFFERS, TO_ALL, OfferTable, offer_table_bytes
 from shardwise.testing import run_ranks
-from tests.patience import PATIENCE
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 Tensor = torch.Tensor

@@ -24,8 +24,8 @@ from shardwise.errors import StateError
 from shardwise.parallel.outline import smaller_meshes
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
-from tests.patience import PATIENCE
 from tests.models import Gpt
+from tests.patience import PATIENCE
 from tests.ranks.lost_groups import (
     AXES,
     BOUND,
