@@ -95,7 +95,7 @@ class Controller:
 
 def settled(place: MoreNodes) -> list[str]:
     for thread in threading.enumerate():
-        if thread.name.startswith("Thread") and thread is not threading.main_thread():
+        if "_give_back" in thread.name:
             thread.join(PATIENCE)
     return [host.name for host in place.read()]
 
