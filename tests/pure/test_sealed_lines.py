@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import socket
-import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,12 +67,10 @@ def call(where: tuple[str, int], name: str = "pod", token: str = "token") -> Sea
 
 
 def names(server: PodServer, *wanted: str) -> None:
-    event = threading.Event()
-    for _ in range(500):
-        if server.names() == list(wanted):
-            return
-        event.wait(0.01)
-    raise AssertionError(server.names())
+    until = time.monotonic() + PATIENCE
+    while server.names() != list(wanted):
+        assert time.monotonic() < until, server.names()
+        time.sleep(0.01)
 
 
 def test_messages_go_both_ways(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:
