@@ -21,7 +21,7 @@ from shardwise.observe.run_view import read_run
 from tests.patience import PATIENCE
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
-PASSED_ON = "shardwise: SIGINT: passed on to the ranks, which have 10 s to end; a second signal kills them.\n"
+PASSED_ON = "shardwise: SIGINT: passed on to the ranks, which have 1000 s to end; a second signal kills them.\n"
 """The launcher's line when the first signal has come."""
 
 
