@@ -8,6 +8,7 @@ import sys
 
 from tests.free_port import free_port
 from tests.patience import PATIENCE
+from tests.thorough import thorough_only
 
 SCRIPT = """
 import gc
@@ -33,6 +34,7 @@ print("twice")
 """
 
 
+@thorough_only("a process that imports torch")
 def test_a_process_joins_a_second_world_at_the_same_port() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env["MASTER_PORT"] = str(free_port())
