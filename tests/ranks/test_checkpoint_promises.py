@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
@@ -586,3 +587,48 @@ def test_a_batch_norm_that_torch_cannot_compute_is_refused_with_the_way_out() ->
     refused(ConfigError, words, lambda: work_on_ranks(2, work, {"preset": "zero3", "precision": "bf16"}, made))
     rules = {"norms": {"classes": ["BatchNorm1d"], "precision": "fp32"}}
     work_on_ranks(2, work, {"preset": "zero3", "precision": "bf16", "rules": rules}, made)
+
+
+# -- settings of groups that are tensors -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lr", "scales", "found"),
+    [
+        (torch.tensor(0.5), torch.tensor([1.0, 2.0]), None),
+        (torch.tensor([0.5]), torch.tensor([1.0, 2.0]), None),
+        (0.5, torch.tensor([1.0, 2.0]), None),
+        (0.5, torch.ones(3), r"scales = 'tensor\(\[3., 6.\]\)', but this one has tensor\(\[1., 1., 1.\]\)"),
+        (0.5, torch.tensor(1.0), r"scales = 'tensor\(\[3., 6.\]\)', but this one has 1.0|has tensor\(1.\)"),
+    ],
+    ids=["tensor", "another-shape-of-one", "number", "longer", "one"],
+)
+def test_settings_stay_in_the_tensors_or_numbers_that_they_are(
+    lr: Any, scales: torch.Tensor, found: str | None, tmp_path: Path
+) -> None:
+    def make(lr: Any, scales: torch.Tensor) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            made = torch.optim.SGD(model.parameters(), lr=copy.deepcopy(lr))
+            made.param_groups[0]["scales"] = scales.clone()
+            return made
+
+        return optimizer
+
+    def save(engine: sw.Engine) -> None:
+        inside.adopted(engine).groups[0]["scales"].mul_(3)
+        engine.save(tmp_path)
+
+    def resume(engine: sw.Engine) -> None:
+        group = inside.adopted(engine).groups[0]
+        had = dict(group)
+        if found:
+            refused(CheckpointError, found, lambda: engine.resume(tmp_path))
+            return
+        engine.resume(tmp_path)
+        assert group["scales"] is had["scales"]
+        assert group["scales"].tolist() == [3.0, 6.0]
+        assert type(group["lr"]) is type(had["lr"])
+        assert float(group["lr"]) == 0.25
+
+    work_on_ranks(2, save, "ddp", build, make(torch.tensor(0.25), torch.tensor([1.0, 2.0])))
+    work_on_ranks(2, resume, "ddp", build, make(lr, scales))

@@ -107,6 +107,17 @@ def twin_run(
     return run
 
 
+def assert_same_but_for_flips(run: Run, twin: Run) -> None:
+    """Where the host updates, it may round the last bit otherwise than torch's optimizer (seen on AMD with AVX-512, not
+    on Intel). An element that lay between two codes then gets the other one, which is a whole step of its block away:
+    few do, and an update of AdamW is hardly longer than its rate, 3e-3, in each of three steps."""
+    assert run.losses == pytest.approx(twin.losses, rel=1e-5)
+    assert run.norms == pytest.approx(twin.norms, rel=1e-3)
+    away = torch.cat([(run.params[name] - theirs).abs().flatten() for name, theirs in twin.params.items()])
+    assert away.max() <= 3 * 3e-3
+    assert (away > 1e-5).float().mean() <= 0.01
+
+
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)
@@ -128,7 +139,8 @@ def test_trains_like_a_twin_that_rounds_every_tensor(
     rows = 20 if num_ranks == 5 else ROWS
     data = batches(3, rows=rows)
     run = sharded_run(model, data, preset, num_ranks, mesh, after=count, shares_memory=shares_memory, wire=wire)
-    assert_same(run, twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1))
+    same = assert_same_but_for_flips if preset == "offload" else assert_same
+    same(run, twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1))
     sent, promised = run.extra["sent"]
     assert sent == promised
     report = run.extra["report"]
@@ -226,7 +238,8 @@ def test_codes_do_not_depend_on_the_mesh(dtype: str, model: Transformer) -> None
 )
 def test_with_other_settings(preset: str, plan: dict[str, Any], model: Transformer) -> None:
     wire, data = {"param": INT8, "grad": INT4}, batches(3, rows=ROWS)
-    assert_same(sharded_run(model, data, preset, 2, None, wire=wire, **plan), twin_run(model, data, 2, wire))
+    same = assert_same_but_for_flips if preset == "zero3-offload" or "offload" in plan else assert_same
+    same(sharded_run(model, data, preset, 2, None, wire=wire, **plan), twin_run(model, data, 2, wire))
 
 
 def test_presets_train_alike(model: Transformer) -> None:

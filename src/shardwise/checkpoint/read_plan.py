@@ -302,7 +302,17 @@ def _stream(reader: Reader, rows: DiskRows, out: Tensor, reads: list[Read], span
 def _fill_groups(index: Index, optimizer: AdoptedOptimizer) -> None:
     for group, member, saved in zip(optimizer.groups, optimizer.group_owners, index.groups, strict=True):
         for key, value in settings_of(saved, member).items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
+            group[key] = _as_kept_here(value, group.get(key))
+
+
+def _as_kept_here(value: Any, own: Any) -> Any:
+    """A setting of the checkpoint in the form that it has here, `own`: a tensor stays the same tensor, on its device,
+    which compiled updates read, and a number becomes no tensor, which few updates take."""
+    if isinstance(own, Tensor) and value is not None:
+        own.detach().copy_(torch.as_tensor(value).reshape(own.shape))
+        return own
+    if isinstance(own, int | float) and isinstance(value, Tensor):
+        return value.item()
+    if isinstance(own, tuple | list) and isinstance(value, tuple | list):
+        return type(value)(map(_as_kept_here, value, own))
+    return value

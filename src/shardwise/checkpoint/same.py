@@ -139,6 +139,8 @@ def _fits(value: Any, own: Any) -> bool:
     if isinstance(own, bool | int | float) or (isinstance(own, torch.Tensor) and own.numel() == 1):
         is_one = isinstance(value, torch.Tensor) and value.numel() == 1
         return is_one or isinstance(value, bool | int | float)
+    if isinstance(own, torch.Tensor):
+        return isinstance(value, torch.Tensor) and value.shape == own.shape
     if isinstance(own, tuple | list):
         is_as_long = isinstance(value, tuple | list) and len(value) == len(own)
         return is_as_long and all(map(_fits, value, own))
