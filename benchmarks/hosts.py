@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,47 +31,75 @@ from benchmarks.show import show_figures
 from benchmarks.summary import TOLERANCE
 
 RATES: tuple[float, ...] = (FREE, 0.1e9, 1e9)
-SHAPES: tuple[tuple[int, int], ...] = ((2, 2), (2, 1), (4, 1))
+Shape = tuple[int, int]
 """Hosts, and ranks on each."""
 MOST_HOSTS = 100
 BLOCK_SECONDS = 0.12
 TIMEOUT_SECONDS = 1800
 
 
+@dataclass(frozen=True)
+class Races:
+    """A benchmark of engines that take turns, on hosts of one shape after the other."""
+
+    name: str
+    shapes: Sequence[Shape]
+    quick_shape: Shape
+    engines_for: Callable[[int], Sequence[str]]
+    """With so many ranks on each host."""
+    compared: Callable[[Sequence[Row]], dict[str, Any]]
+    """What is recorded beside the rows."""
+    show: Callable[[Shape, float, Sequence[Row], Console], None]
+    """Rows of a shape and of links with a delay in seconds."""
+    faults_of: Callable[[Sequence[Row], bool], Sequence[str]]
+    """Sentences for rows, which may be of a quick run."""
+
+    def run(self, args: argparse.Namespace, console: Console) -> int:
+        """0; 1 if there are faults. Raises `RunError`."""
+        why = obstacle()
+        if why:
+            raise RunError(f"hosts as network namespaces: {why}")
+        size, rates, shapes, num_steps, seconds = "hosts", RATES, self.shapes, 3, BLOCK_SECONDS
+        if args.quick:
+            size, rates, shapes, num_steps, seconds = "tiny", (FREE, 0.1e9), (self.quick_shape,), 2, 0.01
+        rates = (FREE, *(gbit * 1e9 for gbit in args.gbit)) if args.gbit else rates
+        delay_seconds = args.delay_ms / 1e3
+        result: dict[str, Any] = header(args.note) | {"benchmark": self.name, "size": size, "block_seconds": seconds}
+        result |= {"delay_seconds": delay_seconds, "races": []}
+        wrong = []
+        for num_hosts, num_local in args.hosts or shapes:
+            engines = self.engines_for(num_local)
+            options = [f"--engines={','.join(engines)}", f"--size={size}", f"--rates={','.join(map(str, rates))}"]
+            options += [f"--rounds={args.rounds or (1 if args.quick else 2)}", f"--steps={num_steps}"]
+            options += [f"--block-seconds={seconds}"]
+            before = load_average()
+            ranks = run_on_hosts("benchmarks.hosts_rank", options, num_hosts, num_local, delay_seconds)
+            turns = [[Turn(*turn) for turn in rank["turns"]] for rank in ranks]
+            rows = rows_of(turns, num_local, ranks[0]["promised"])
+            race: dict[str, Any] = {"hosts": num_hosts, "ranks_per_host": num_local, "load_average_before": before}
+            race |= {"turns": turns, "rows": [row._asdict() for row in rows]}
+            result["races"].append(race | self.compared(rows))
+            file = write_result(args.out / f"{self.name}.json", result)
+            self.show((num_hosts, num_local), delay_seconds, rows, console)
+            wrong += [f"{num_hosts} x {num_local}: {sentence}" for sentence in self.faults_of(rows, args.quick)]
+        console.print(f"\n{file}", markup=False)
+        for sentence in wrong:
+            console.print(sentence, markup=False)
+        return 1 if wrong else 0
+
+
 def main(args: argparse.Namespace, console: Console) -> int:
     """0; 1 if an engine trains otherwise than the others, or sends what it did not say. Raises `RunError`."""
-    why = obstacle()
-    if why:
-        raise RunError(f"hosts as network namespaces: {why}")
-    size, rates, shapes, num_steps, seconds = "hosts", RATES, SHAPES, 3, BLOCK_SECONDS
-    if args.quick:
-        size, rates, shapes, num_steps, seconds = "tiny", (FREE, 0.1e9), ((2, 2),), 2, 0.01
-    result: dict[str, Any] = header(args.note) | {"benchmark": "hosts", "size": size, "block_seconds": seconds}
-    rates = (FREE, *(gbit * 1e9 for gbit in args.gbit)) if args.gbit else rates
-    shapes = tuple(args.hosts or shapes)
-    delay_seconds = args.delay_ms / 1e3
-    result |= {"delay_seconds": delay_seconds, "races": []}
-    wrong = []
-    for num_hosts, num_local in shapes:
-        engines = engines_for(num_local, has_deepspeed=find_spec("deepspeed") is not None)
-        options = [f"--engines={','.join(engines)}", f"--size={size}", f"--rates={','.join(map(str, rates))}"]
-        options += [f"--rounds={args.rounds or (1 if args.quick else 2)}", f"--steps={num_steps}"]
-        options += [f"--block-seconds={seconds}"]
-        before = load_average()
-        ranks = run_on_hosts("benchmarks.hosts_rank", options, num_hosts, num_local, delay_seconds)
-        turns = [[Turn(*turn) for turn in rank["turns"]] for rank in ranks]
-        rows = rows_of(turns, num_local, ranks[0]["promised"])
-        race: dict[str, Any] = {"hosts": num_hosts, "ranks_per_host": num_local, "load_average_before": before}
-        race |= {"turns": turns, "rows": [row._asdict() for row in rows], "beside": beside(rows)}
-        result["races"].append(race)
-        file = write_result(args.out / "hosts.json", result)
-        for rate in rates:
-            _show((num_hosts, num_local), rate, delay_seconds, [row for row in rows if row.rate == rate], console)
-        wrong += [f"{num_hosts} x {num_local}: {sentence}" for sentence in faults_of(rows, TOLERANCE["fp32"])]
-    console.print(f"\n{file}", markup=False)
-    for sentence in wrong:
-        console.print(sentence, markup=False)
-    return 1 if wrong else 0
+    has_deepspeed = find_spec("deepspeed") is not None
+    return Races(
+        "hosts",
+        shapes=((2, 2), (2, 1), (4, 1)),
+        quick_shape=(2, 2),
+        engines_for=lambda num_local: engines_for(num_local, has_deepspeed=has_deepspeed),
+        compared=lambda rows: {"beside": beside(rows)},
+        show=_show,
+        faults_of=lambda rows, _: faults_of(rows, TOLERANCE["fp32"]),
+    ).run(args, console)
 
 
 def run_on_hosts(
@@ -118,7 +147,7 @@ def _attend(processes: Sequence[subprocess.Popen[bytes]], hosts: Hosts, folder: 
         time.sleep(0.02)
 
 
-def shape_of(text: str) -> tuple[int, int]:
+def shape_of(text: str) -> Shape:
     """`4x2` as hosts and ranks on each; `4` has one rank on each. `ValueError` for anything else."""
     num_hosts, _, num_local = text.partition("x")
     shape = int(num_hosts), int(num_local or 1)
@@ -127,11 +156,13 @@ def shape_of(text: str) -> tuple[int, int]:
     return shape
 
 
-def _show(shape: tuple[int, int], rate: float, delay_seconds: float, rows: Sequence[Row], console: Console) -> None:
-    links = f"links of {rate / 1e9:g} Gbit/s" if rate else "links not shaped"
-    links += f", {delay_seconds * 1e3:g} ms" if delay_seconds else ""
+def _show(shape: Shape, delay_seconds: float, rows: Sequence[Row], console: Console) -> None:
     columns = ["engine", "ms/step", "CPU ms", "MB over a link", "promised", "ranks say", "hidden", "loss"]
-    show_figures(f"{shape[0]} hosts x {shape[1]}, {links}", columns, list(map(_line, rows)), console)
+    for rate in dict.fromkeys(row.rate for row in rows):
+        links = f"links of {rate / 1e9:g} Gbit/s" if rate else "links not shaped"
+        links += f", {delay_seconds * 1e3:g} ms" if delay_seconds else ""
+        lines = [_line(row) for row in rows if row.rate == rate]
+        show_figures(f"{shape[0]} hosts x {shape[1]}, {links}", columns, lines, console)
 
 
 def _line(row: Row) -> list[str]:

@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
-from benchmarks.fresh import RunError
-from benchmarks.hosts import BLOCK_SECONDS, RATES, run_on_hosts
-from benchmarks.hosts_names import BESIDE_BYTES, FREE, HEADERS, Row, Turn, rows_of
-from benchmarks.machine import header, load_average
-from benchmarks.namespaces import obstacle
-from benchmarks.results_file import write_result
+from benchmarks.hosts import Races, Shape
+from benchmarks.hosts_names import BESIDE_BYTES, HEADERS, Row
 from benchmarks.show import show_figures
 
-SHAPES: tuple[tuple[int, int], ...] = ((2, 1), (2, 2))
-"""Hosts, and ranks on each."""
 BARS = {0.1e9: 0.40, 1e9: 0.75}
 """At each rate, the step with codes over that in bf16 that is to be reached."""
 PLAIN, CODES = "bf16", "codes"
@@ -28,34 +21,24 @@ PLAIN, CODES = "bf16", "codes"
 
 def main(args: argparse.Namespace, console: Console) -> int:
     """0; 1 if a bar is missed, or more bytes crossed a link than ranks say. Raises `RunError`."""
-    why = obstacle()
-    if why:
-        raise RunError(f"hosts as network namespaces: {why}")
-    size, rates, shapes, num_steps, seconds = "hosts", RATES, SHAPES, 3, BLOCK_SECONDS
-    if args.quick:
-        size, rates, shapes, num_steps, seconds = "tiny", (FREE, 0.1e9), ((2, 1),), 2, 0.01
-    rates = (FREE, *(gbit * 1e9 for gbit in args.gbit)) if args.gbit else rates
-    result: dict[str, Any] = header(args.note) | {"benchmark": "wires", "size": size, "block_seconds": seconds}
-    result["races"] = []
-    wrong = []
-    for num_hosts, num_local in args.hosts or shapes:
-        presets = ("zero2", "zero3") if num_local == 1 else ("zero2", "zero3", "hpz")
-        engines = [f"shardwise-{preset}:{wire}" for preset in presets for wire in (PLAIN, CODES)]
-        options = [f"--engines={','.join(engines)}", f"--size={size}", f"--rates={','.join(map(str, rates))}"]
-        options += [f"--rounds={args.rounds or (1 if args.quick else 2)}", f"--steps={num_steps}"]
-        options += [f"--block-seconds={seconds}"]
-        before = load_average()
-        ranks = run_on_hosts("benchmarks.hosts_rank", options, num_hosts, num_local, args.delay_ms / 1e3)
-        rows = rows_of([[Turn(*turn) for turn in rank["turns"]] for rank in ranks], num_local, ranks[0]["promised"])
-        race: dict[str, Any] = {"hosts": num_hosts, "ranks_per_host": num_local, "load_average_before": before}
-        result["races"].append(race | {"rows": [row._asdict() for row in rows]})
-        file = write_result(args.out / "wires.json", result)
-        show_figures(f"{num_hosts} hosts x {num_local}", _COLUMNS, lines_of(rows), console)
-        wrong += [f"{num_hosts} x {num_local}: {sentence}" for sentence in faults_of(rows, with_bars=not args.quick)]
-    console.print(f"\n{file}", markup=False)
-    for sentence in wrong:
-        console.print(sentence, markup=False)
-    return 1 if wrong else 0
+    return Races(
+        "wires",
+        shapes=((2, 1), (2, 2)),
+        quick_shape=(2, 1),
+        engines_for=_engines_for,
+        compared=lambda _: {},
+        show=_show,
+        faults_of=lambda rows, is_quick: faults_of(rows, with_bars=not is_quick),
+    ).run(args, console)
+
+
+def _engines_for(num_local: int) -> list[str]:
+    presets = ("zero2", "zero3") if num_local == 1 else ("zero2", "zero3", "hpz")
+    return [f"shardwise-{preset}:{wire}" for preset in presets for wire in (PLAIN, CODES)]
+
+
+def _show(shape: Shape, _: float, rows: Sequence[Row], console: Console) -> None:
+    show_figures(f"{shape[0]} hosts x {shape[1]}", _COLUMNS, lines_of(rows), console)
 
 
 _COLUMNS = ["engine", "Gbit/s", "ms/step", "over bf16", "CPU ms", "MB over a link", "promised", "over bf16", "loss"]

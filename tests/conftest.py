@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 if os.environ.get("DEVICE", "cpu") == "cpu":  # ranks take the GPUs that they see, and these tests are of CPUs
@@ -70,6 +70,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: order[item.path])
     items[:], later = divided(items)
     config.hook.pytest_deselected(items=later)
+
+
+@pytest.fixture(autouse=True)
+def _the_default_dtype_is_left_as_it_was() -> Iterator[None]:
+    """Threads that replace and restore it beside each other may leave it replaced: the next tests would compute so."""
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left == torch.float32, "set while another thread had replaced it?"
 
 
 def _names_tests(config: pytest.Config) -> bool:

@@ -41,6 +41,7 @@ ELASTIC = ("*/test_lost_*", "*/test_elastic*", "*/test_repl*", "ranks/test_buddi
 DISK = ("*/test_disk*", "*/*_memory.py", "*/test_tier*", "ranks/test_slow_disk.py")
 TOUCHES: dict[str, tuple[str, ...]] = {
     "src/": EVERY_PLAN,
+    "src/shardwise/runtime/codec": ("ranks/test_codes.py", "*/test_feed*", "*/test_*wires.py", "extras/test_codec*"),
     "src/shardwise/runtime/activations": ("*/test_activation*", "ranks/test_pipeline_memory.py", *DISK),
     "src/shardwise/fit": ("pure/test_clock.py", "pure/test_hardware.py", "pure/test_counted_work.py", *EVERY_PLAN),
     "src/shardwise/fit/calibrate": (

@@ -38,6 +38,7 @@ PARTS = (
     Part("several_gpus", 0.06),
     Part("speed", 0.20),
     Part("fp8", 0.12),
+    Part("codes", 0.04),
     Part("memory", 0.12),
     Part("larger", 0.18),
     Part("gaps", 0.06),

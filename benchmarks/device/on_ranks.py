@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.device import fp8, gaps, larger, memory, offload, several_gpus, speed
+from benchmarks.device import codes, fp8, gaps, larger, memory, offload, several_gpus, speed
 from benchmarks.device.rows import Rows
 from shardwise import World
 
@@ -20,6 +20,7 @@ PARTS: dict[str, Callable[[Rows], None]] = {
     "larger": larger.run,
     "gaps": gaps.run,
     "fp8": fp8.run,
+    "codes": codes.run,
 }
 
 

@@ -74,6 +74,15 @@ def _fp8(part: Row) -> list[str]:
     return lines
 
 
+def _codes(part: Row) -> list[str]:
+    lines = _plain(part)
+    for row in part["rows"]:
+        if "gigabytes_per_second" in row:
+            speeds = ", ".join(f"{name} {speed}" for name, speed in row["gigabytes_per_second"].items())
+            lines.append(f"{row['name']}, GB/s of fp32: {speeds}")
+    return lines
+
+
 def _offload(part: Row) -> list[str]:
     lines = []
     for row in part["rows"]:
@@ -150,6 +159,7 @@ _SECTIONS = {
     "memory": _memory,
     "speed": _speed,
     "fp8": _fp8,
+    "codes": _codes,
     "offload": _offload,
     "larger": _offload,
     "gaps": _gaps,

@@ -25,7 +25,7 @@ from shardwise.init import Wishes, check_same_settings, deferred_init, device_fo
 from shardwise.init.files import INDEX, SINGLE, WeightFiles
 from shardwise.init.match import Match, match
 from shardwise.init.quantized import BITS, linear_weights, quantized
-from shardwise.init.tape import values_of
+from shardwise.init.tape import PROCESS_WIDE, values_of
 from shardwise.memory import part_of
 from shardwise.parallel.model_axes import carry_out_split, split_of
 from shardwise.parallel.tensor import AXIS, Generators, ModelSplit
@@ -167,7 +167,7 @@ def _built(folder: Folder | None, dtype: torch.dtype | None) -> nn.Module:
             f"load_for_inference(folder, model=model)."
         )
     config = library.AutoConfig.from_pretrained(path)
-    with deferred_init():
+    with PROCESS_WIDE, deferred_init():  # transformers replaces the default dtype meanwhile
         model: Any = library.AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     if (path / "generation_config.json").exists():
         model.generation_config = library.GenerationConfig.from_pretrained(path)

@@ -175,7 +175,8 @@ def test_a_rank_of_a_host_is_killed_and_another_one_comes_in_its_place(site: Sit
 @soak("how long a silent link is waited for")
 def test_a_host_whose_cable_is_out_is_gone_with_all_its_ranks_and_comes_back(site: Site) -> None:
     net = site.network
-    job = Job.start(site, f"{net}.1:1,{net}.2:2", "--elastic", "1:3", "--host-timeout", "4")
+    short = ["--host-timeout", "4", "--launcher-timeout", "1"]
+    job = Job.start(site, f"{net}.1:1,{net}.2:2", "--elastic", "1:3", *short)
     job.wait_for_members(f"{net}.1", f"{net}.2", f"{net}.2")
     pids = site.ranks()
     site.hosts.link("two", "down")
@@ -184,7 +185,7 @@ def test_a_host_whose_cable_is_out_is_gone_with_all_its_ranks_and_comes_back(sit
     assert met["time"] - cut < 4 + 10
     assert (met["hosts"], met["lost"], met["origins"]) == ([f"{net}.1"], [1, 2], [0])
     # on the host that is cut off nobody goes on, either
-    wait_until(lambda: len([pid for pid in pids if Path(f"/proc/{pid}").exists()]) == 1, "they live on", 20)
+    wait_until(lambda: len([pid for pid in pids if Path(f"/proc/{pid}").exists()]) == 1, "they live on", 40)
     site.hosts.link("two", "up")
     job.wait_for_members(f"{net}.1", f"{net}.2", f"{net}.2")
     said = job.end()
@@ -213,9 +214,30 @@ def test_a_host_whose_agent_is_killed_comes_back_at_once_and_leaves_nothing_in_i
     wait_until(lambda: not memory_of(site, "one") | memory_of(site, "two"), "something stays in memory", 20)
 
 
+@soak("kills processes at any moment")
+def test_hosts_agree_on_another_launcher_when_theirs_is_killed(site: Site) -> None:
+    """The cable of the one that has it is taken out then, and the two others agree on the next."""
+    net = site.network
+    hosts = ",".join(f"{net}.{number}:1" for number in (1, 2, 3))
+    job = Job.start(site, hosts, "--elastic", "1:3", "--host-timeout", "4")
+    job.wait_for_members(f"{net}.1", f"{net}.2", f"{net}.3")
+    job.process.kill()
+    log = site.folder / "shardwise-launcher.log"
+    said = f"on {net}.1 has taken over, with 3 of 3 hosts."
+    wait_until(lambda: log.exists() and said in log.read_text(), "nobody takes over", SOON_SECONDS)
+    site.hosts.link("one", "down")
+    said = f"on {net}.2 has taken over, with 2 of 3 hosts."
+    wait_until(lambda: said in log.read_text(), "nobody takes over again", SOON_SECONDS)
+    wait_until(lambda: [one["lost"] for one in job.facts("regrouped")] == [[0], [0]], "no loss", SOON_SECONDS)
+    site.hosts.link("one", "up")
+    (site.folder / "enough").write_text("")
+    wait_until(lambda: "the job has ended with status 0." in log.read_text(), "it does not end", SOON_SECONDS)
+    log.unlink()
+
+
 def test_nothing_stays_on_any_host_when_the_launcher_is_killed(site: Site) -> None:
     net = site.network
-    job = Job.start(site, f"{net}.1:1,{net}.2:1", "--elastic", "1:2")
+    job = Job.start(site, f"{net}.1:1,{net}.2:1", "--elastic", "1:2", "--launcher-timeout", "0")
     job.wait_for_members(f"{net}.1", f"{net}.2")
     assert memory_of(site, "one")
     assert memory_of(site, "two")

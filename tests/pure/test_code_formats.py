@@ -119,6 +119,26 @@ def test_parameters_that_are_not_sent_as_codes(plan: Any, why: str) -> None:
         table_for(plan, mesh_for(plan, 4))
 
 
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ({"preset": "zero1", "wire": {"frozen": "int8"}}, "every rank has all frozen parameters, so none are sent"),
+        (
+            {"preset": "zero3", "wire": {"frozen": "bf16"}},
+            "wire.frozen is bf16, and frozen parameters are sent as they",
+        ),
+        (
+            {"preset": "hsdp", "mesh": {"node": 2, "local": 2}, "wire": {"frozen": "int8"}},
+            "parameters are sent along local only. .* in wire.frozen.axes",
+        ),
+    ],
+)
+def test_frozen_parameters_that_are_not_sent_as_codes(plan: Any, why: str) -> None:
+    plan = load_plan(plan)
+    with pytest.raises(PlacementError, match=why):
+        table_for(plan, mesh_for(plan, 4))
+
+
 def test_what_is_sent_whole() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:

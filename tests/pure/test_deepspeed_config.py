@@ -107,6 +107,29 @@ PLANS = {
             "wire": {"param": {"dtype": "int8", "axes": ["local"]}},
         },
     ),
+    "LoCo": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "zero_quantized_gradients": True,
+                "zeropp_loco_param": {"err_beta": 0.9},
+            },
+            "gradient_clipping": 0,
+        },
+        {
+            "preset": "zero3",
+            "resident_below": 100_000,
+            "wire": {"grad": {"dtype": "int4"}, "feedback": {"beta": 0.9, "reset": 1024}},
+        },
+    ),
+    "LoCo that DeepSpeed does not use": (
+        {"zero_optimization": {"stage": 2, "zeropp_loco_param": {"err_beta": 0.9}}, "gradient_clipping": 0},
+        {"preset": "zero2"},
+    ),
+    "codes of frozen weights": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}, "gradient_clipping": 0},
+        {"preset": "zero3", "resident_below": 100_000, "wire": {"frozen": {"dtype": "int8"}}},
+    ),
     "codes that DeepSpeed does not send": (
         {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "gradient_clipping": 0},
         {"preset": "zero2"},
@@ -218,11 +241,17 @@ REFUSED = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
         "needs one nvme_path",
     ),
-    "frozen weights in fewer bits": (
-        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
-        "zero_quantized_nontrainable_weights.*load the base in 4 or 8 bits",
+    "LoCo in fp16": (
+        {
+            "zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}},
+            "fp16": {"enabled": True},
+        },
+        "zeropp_loco_param is given, and fp16 is enabled",
     ),
-    "LoCo": ({"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}, "is not fed back"),
+    "LoCo with another key": (
+        {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"beta": 0.8}}},
+        "it must be an object with err_beta and reset_T",
+    ),
     "a batch said twice": (
         {"elasticity": {"enabled": True}, "train_batch_size": 8},
         "Both elasticity and train_batch_size set the batch size",

@@ -6,10 +6,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from shardwise.comm.members import MemberMessage, Pace
@@ -46,7 +44,6 @@ class Members(SimulatedWorkers):
 
 def said_by_the_launcher(
     script: Callable[[Callable[..., None]], Iterator[None]],
-    monkeypatch: pytest.MonkeyPatch,
     scaling: Scaling | None = None,
 ) -> list[str]:
     """What the launcher prints about a job of two members that send what `script` says."""
@@ -61,7 +58,6 @@ def said_by_the_launcher(
             channel.send(MemberMessage(kind, number, generation, patience_seconds=20, **only))
 
     members: Any = Members(script(send))
-    monkeypatch.setattr("shardwise.launch.elastic.main_loop.time", SimpleNamespace(monotonic=lambda: members.now))
     elastic = Elastic(2, 2, retries=0)
     slots = Slots(2, Budget(0, 600))
     slots.ready("", 2, 0.0)
@@ -70,6 +66,7 @@ def said_by_the_launcher(
         context = Context(
             *(job, elastic, store, "127.0.0.1", 1, "run", folder, members, slots, signals, said.append, TOKEN),
             scaling=scaling,
+            clock=lambda: members.now,
         )
         agent = ElasticAgent(context)
         assert not agent.run()
@@ -89,15 +86,15 @@ def begin(send: Callable[..., None]) -> Iterator[None]:
     yield
 
 
-def test_a_network_that_stays_down_is_told_while_the_ranks_wait_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_stays_down_is_told_while_the_ranks_wait_and_at_the_end() -> None:
     """It was only recorded: what is printed was printed when the next group was formed."""
-    waiting, *rest = said_by_the_launcher(begin, monkeypatch)
+    waiting, *rest = said_by_the_launcher(begin)
     assert waiting == f"the ranks have not formed a new group for 10 s. Cause: network: {CUT}"
     assert rest[0] == f"cause: network: {CUT}"
     assert not [line for line in rest if "have not formed" in line]
 
 
-def test_a_network_that_comes_back_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_comes_back_is_told_once() -> None:
     def script(send: Callable[..., None]) -> Iterator[None]:
         yield from begin(send)
         send("opened", 1)
@@ -106,14 +103,14 @@ def test_a_network_that_comes_back_is_told_once(monkeypatch: pytest.MonkeyPatch)
             yield
         send("ready", 1, text="Rank 0 raised.", step=8)  # and does not come back
 
-    first, *rest = said_by_the_launcher(script, monkeypatch)
+    first, *rest = said_by_the_launcher(script)
     assert first == (
         f"the ranks have formed a new group. Cause: network: {CUT} The step is repeated. 2 ranks continue after step 7."
     )
     assert not [line for line in rest if CUT in line or "have not formed" in line]
 
 
-def test_a_job_that_grows_is_asked_for_more_by_what_its_ranks_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_grows_is_asked_for_more_by_what_its_ranks_tell() -> None:
     def script(send: Callable[..., None]) -> Iterator[None]:
         send("here")
         yield
@@ -138,7 +135,7 @@ def test_a_job_that_grows_is_asked_for_more_by_what_its_ranks_tell(monkeypatch: 
     asking = Asking(place, said.append)
     sizes = partial(Sizes.of, 2, 8, 2)
     monday = datetime(2026, 11, 30, tzinfo=UTC)
-    said_by_the_launcher(script, monkeypatch, Scaling(Gain(0.8), sizes, asking, said.append, lambda: monday, wanted=2))
+    said_by_the_launcher(script, Scaling(Gain(0.8), sizes, asking, said.append, lambda: monday, wanted=2))
     assert was_asked.wait(PATIENCE)
     asking.close()
     assert place.asked == (4, ("",))

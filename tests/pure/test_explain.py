@@ -212,6 +212,17 @@ def test_gradients_as_factors_and_momenta_as_signs(capsys: pytest.CaptureFixture
     assert "Take the preset ddp" in refused("zero3", *factors[1:])
 
 
+def test_codes_of_frozen_parameters_and_what_codes_lose(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ("hpz", "--world", "4", "--per-host", "2", "--set", "wire.grad=int4", "--set", "wire.frozen=int8")
+    shown, fed_back = (" ".join(said(capsys, *plain, *more).split()) for more in ((), ("--set", "wire.feedback=0.8")))
+    codes = "frozen parameters as int8/256 along node, gradients in fp32 as int4/128 along node"
+    assert f"sends {codes}; vectors" in shown
+    assert f"sends {codes}, with error feedback (0.8, forgotten every 1024 steps); vectors" in fed_back
+    without, told = as_json(capsys, *plain), as_json(capsys, *plain, "--set", "wire.feedback=0.8")
+    assert told["codes"]["grad"]["feedback"] == {"beta": 0.8, "reset_steps": 1024}
+    assert told["bytes"]["optim"] - without["bytes"]["optim"] == 2 * 4 * 2**20 / 2  # for a host's share of four units
+
+
 def test_a_preset_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "zero3", "--world", "4", "--set", "precision=bf16")
     assert out.startswith("zero3 on dp=4, 4 ranks\nknown from ZeRO stage 3 (arXiv:1910.02054), FSDP")

@@ -195,8 +195,6 @@ class Launchers:
         self.processes = Processes()
         self.job = Job((__file__,), 3, elastic=Elastic(2, 3, retries=1))
         JobState(self.job, True, [], "run", TOKEN).write(place)
-        clock = SimpleNamespace(monotonic=lambda: self.processes.now)
-        monkeypatch.setattr("shardwise.launch.elastic.main_loop.time", clock)
 
     def launch(self, last: int) -> bool | None:
         """Whether the job succeeded; `None` if this launcher was killed before, at its `last` act."""
@@ -214,7 +212,8 @@ class Launchers:
             context = Context(
                 self.job, elastic, store, "h", 1, "run", folder, workers, slots, signals, self.said.append, TOKEN
             )
-            agent = ElasticAgent(replace(context, succession=succession), state.agent)
+            context = replace(context, succession=succession, clock=lambda: self.processes.now)
+            agent = ElasticAgent(context, state.agent)
             channel: Any = agent._channel
             channel._store = Mortal(channel._store, life)
             try:

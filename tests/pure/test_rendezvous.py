@@ -519,6 +519,11 @@ def test_limits_that_no_job_can_keep_are_refused(limits: Elastic, nproc: int, wo
         (["--elastic", "2"], "give the minimum and the maximum number of ranks, such as 2:8"),
         (["--retries", "3"], "--retries is for elastic jobs"),
         (["--elastic", "1:2", "--retries", "often"], "give a number, or a number and seconds"),
+        (["--elastic", "1:2", "--launcher-timeout", "0"], "--launcher-timeout is 0: give 1 second or more"),
+        (
+            ["--elastic", "1:2", "--where", "slurm", "--launcher-timeout", "9"],
+            "not for --where slurm. Remove it.",
+        ),
         (
             ["--elastic", "1:2", "--where", "mpi"],
             "--elastic does not work with --where mpi: an MPI job ends with its first dead rank",

@@ -17,6 +17,7 @@ RETURNED = {
     "elastic/survivable.py": ["_why_not", "_of_optimizer"],
     "elastic/layouts.py": ["_why_lost"],
     "cli/explanation.py": ["why_restarted"],
+    "launch/elastic/mirror.py": ["_cut_off"],
 }
 """Functions that return a reason."""
 RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "image_space", "session", "rebuild"]

@@ -135,7 +135,8 @@ def test_a_running_job_names_it_and_may_leave_it_out(leave: bool, least: int, ca
 
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         run_ranks(3, rank)
-    said = [record.getMessage() for record in caplog.records]
+    # On a busy machine the watchdog may name a rank that others wait for, too: by real time.
+    said = [record.getMessage() for record in caplog.records if record.module != "watchdog"]
     assert said
     assert all("rank 1 is slow: is between steps (data, logging, saving)" in one for one in said)
     assert said[0].endswith("; it is left out") == (leave and least < 3)

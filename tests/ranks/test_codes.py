@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import split_models
 import torch
 from torch import nn
-from twins import Run, adamw, assert_same, batches, ledger_of_a_step, rounded_by, sharded_run
+from twins import adamw, assert_same, batches, rounded_by, sharded_run, train_steps, work_on_ranks
+from wires import assert_same_but_for_flips, assert_trains_like, is_coded, learnt, resuming, saving_to, twin_run
 
 import shardwise as sw
-from benchmarks.model import GPT
-from benchmarks.sizes import Size
 from shardwise.memory import choose_units, tables_for, unit_specs
 from shardwise.plan.placement import Codes, mesh_for, table_for
 from shardwise.runtime.codec import codec_for
@@ -54,70 +51,6 @@ IDS = [
 ]
 
 
-def is_coded(name: str, param: Tensor) -> bool:
-    return param.dim() > 1 and not name.startswith(("tokens", "positions"))
-
-
-def twin_run(
-    model: nn.Module,
-    data: Sequence[Any],
-    num_ranks: int,
-    wire: dict[str, Any],
-    *,
-    num_near: int = 1,
-    accumulate: int = 1,
-    waits_whole: bool = False,
-    sends_frozen: bool = True,
-) -> Run:
-    """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
-    `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do."""
-    to_params, to_grads = rounded_by(wire.get("param")), rounded_by(wire.get("grad"))
-    masters = copy.deepcopy(model)
-    named = {name: param for name, param in masters.named_parameters() if param.requires_grad}
-    optimizer, run = adamw(masters), Run()
-    for batch in data:
-        computed = copy.deepcopy(masters)
-        with torch.no_grad():
-            for name, param in computed.named_parameters():
-                is_sent = param.requires_grad or sends_frozen
-                param.copy_(to_params(param) if is_sent and is_coded(name, param) else param)
-        losses, of_batches = [], []
-        for number in range(accumulate):
-            of_batches.append([])
-            for rank in range(num_ranks):
-                computed.zero_grad()
-                loss = computed(*(part.chunk(num_ranks)[rank].chunk(accumulate)[number] for part in batch))
-                loss.backward()
-                losses.append(loss.item())
-                factor = 1 / num_ranks / accumulate
-                of_batches[-1].append({name: computed.get_parameter(name).grad * factor for name in named})
-        if waits_whole:
-            by_rank = zip(*of_batches, strict=True)
-            of_batches = [[{name: sum(one[name] for one in of_rank) for name in named} for of_rank in by_rank]]
-        for name, param in named.items():
-            rounds = to_grads if is_coded(name, param) else rounded_by(None)
-            param.grad = torch.zeros_like(param)
-            for of_ranks in of_batches:
-                near = [of_ranks[first : first + num_near] for first in range(0, num_ranks, num_near)]
-                param.grad += sum(rounds(sum(one[name] for one in some)) for some in near)
-        run.norms.append(math.sqrt(sum(float(param.grad.double().square().sum()) for param in named.values())))
-        optimizer.step()
-        run.losses.append(sum(losses) / len(losses))
-    run.params = {name: param.detach().clone() for name, param in named.items()}
-    return run
-
-
-def assert_same_but_for_flips(run: Run, twin: Run) -> None:
-    """Where the host updates, it may round the last bit otherwise than torch's optimizer (seen on AMD with AVX-512, not
-    on Intel). An element that lay between two codes then gets the other one, which is a whole step of its block away:
-    few do, and an update of AdamW is hardly longer than its rate, 3e-3, in each of three steps."""
-    assert run.losses == pytest.approx(twin.losses, rel=1e-5)
-    assert run.norms == pytest.approx(twin.norms, rel=1e-3)
-    away = torch.cat([(run.params[name] - theirs).abs().flatten() for name, theirs in twin.params.items()])
-    assert away.max() <= 3 * 3e-3
-    assert (away > 1e-5).float().mean() <= 0.01
-
-
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)
@@ -132,20 +65,9 @@ def test_trains_like_a_twin_that_rounds_every_tensor(
 ) -> None:
     """And sends and holds what its program says."""
 
-    def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = ledger_of_a_step(engine), inside.program(engine)
-        return {"sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()), "report": engine.memory()}
-
-    rows = 20 if num_ranks == 5 else ROWS
-    data = batches(3, rows=rows)
-    run = sharded_run(model, data, preset, num_ranks, mesh, after=count, shares_memory=shares_memory, wire=wire)
-    same = assert_same_but_for_flips if preset == "offload" else assert_same
-    same(run, twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1))
-    sent, promised = run.extra["sent"]
-    assert sent == promised
-    report = run.extra["report"]
-    for kind in ("param", "grad", "working"):
-        assert report.measured[kind] == report.promised[kind], kind
+    data = batches(3, rows=20 if num_ranks == 5 else ROWS)
+    twin = twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1)
+    assert_trains_like(twin, model, data, preset, num_ranks, mesh, shares_memory=shares_memory, wire=wire)
 
 
 def accumulating(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> Tensor:
@@ -170,16 +92,51 @@ def test_accumulates(preset: str, model: Transformer) -> None:
 
 
 @sampled
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_tied_and_frozen(preset: str) -> None:
-    """A head that is tied to the embedding is sent as it is; frozen matrices are codes where they are gathered."""
+@pytest.mark.parametrize(
+    ("preset", "mesh", "wire"),
+    [
+        ("zero1", None, {"param": INT8, "grad": INT4}),
+        ("zero3", None, {"param": INT8, "grad": INT4}),
+        ("zero3", None, {"frozen": INT4}),
+        ("hpz", TWO, {"frozen": INT4 | EVERYWHERE, "param": INT8 | EVERYWHERE}),
+        ("zero3-offload", None, {"frozen": FP8, "grad": INT4}),
+    ],
+)
+def test_tied_and_frozen(preset: str, mesh: Any, wire: dict[str, Any]) -> None:
+    """A head that is tied to the embedding is sent as it is; frozen matrices are codes where they are gathered, also if
+    they alone are."""
     torch.manual_seed(0)
     model = Transformer(tied=True)
     for name, param in model.named_parameters():
         param.requires_grad_("blocks.1" not in name)
-    wire, data = {"param": INT8, "grad": INT4}, batches(3, rows=ROWS)
-    run = sharded_run(model, data, preset, 2, None, wire=wire)
-    assert_same(run, twin_run(model, data, 2, wire, sends_frozen=preset == "zero3"))
+    data, num_ranks = batches(3, rows=ROWS), 4 if mesh else 2
+    twin = twin_run(model, data, num_ranks, wire, num_near=2 if mesh else 1, sends_frozen=preset != "zero1")
+    assert_trains_like(twin, model, data, preset, num_ranks, mesh, kinds=("param", "grad"), wire=wire)
+
+
+def test_frozen_codes_follow_what_is_frozen(model: Transformer) -> None:
+    """Parameters that are unfrozen are sent as they are from the next step on, and the others still as codes."""
+
+    def codes(engine: sw.Engine) -> dict[str, Any]:
+        planned = inside.program(engine)
+        return {action.flat: action.codes for block in planned.micro_batch for action in block.actions if action.codes}
+
+    def work(engine: sw.Engine) -> tuple[set[str], set[str]]:
+        train_steps(engine, range(2))
+        before = set(codes(engine))
+        engine.module.blocks[0].requires_grad_(True)
+        train_steps(engine, range(2))
+        return before, set(codes(engine))
+
+    def frozen() -> Transformer:
+        made = copy.deepcopy(model)
+        for block in made.blocks:
+            block.requires_grad_(False)
+        return made
+
+    for before, after in work_on_ranks(2, work, {"preset": "zero3", "wire": {"frozen": "int8"}}, frozen):
+        assert before == {f"blocks.{place}:frozen" for place in range(3)}
+        assert after == before - {"blocks.0:frozen"}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
@@ -298,24 +255,12 @@ def test_resumes_exactly(preset: str, model: Transformer, tmp_path: Any) -> None
     """On another number of ranks too: the twin of all steps is that of two runs."""
     wire, data = {"param": INT8, "grad": INT8}, batches(4, rows=ROWS)
 
-    def save(engine: sw.Engine) -> dict[str, Any]:
-        engine.save(tmp_path)
-        return {}
-
-    def resume(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
-        if engine.num_steps == 0:
-            engine.resume(tmp_path)
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
     whole = sharded_run(model, data, preset, 2, None, wire=wire)
-    sharded_run(model, data[:2], preset, 2, None, after=save, wire=wire)
-    run = sharded_run(Transformer(), data[2:], preset, 2, None, step=resume, wire=wire)
+    sharded_run(model, data[:2], preset, 2, None, after=saving_to(tmp_path), wire=wire)
+    run = sharded_run(Transformer(), data[2:], preset, 2, None, step=resuming(tmp_path), wire=wire)
     assert run.losses == whole.losses[2:]
     assert all(torch.equal(run.params[name], param) for name, param in whole.params.items())
-    on_three = sharded_run(Transformer(), data[2:], preset, 3, None, step=resume, wire=wire)
+    on_three = sharded_run(Transformer(), data[2:], preset, 3, None, step=resuming(tmp_path), wire=wire)
     assert on_three.losses[0] == pytest.approx(whole.losses[2], rel=1e-6)  # the same codes of parameters
 
 
@@ -411,30 +356,7 @@ def test_beside_a_split_along_tp(preset: str) -> None:
     ids=["zero3-int8-int4", "ddp-int4", "zero1-int8-int8"],
 )
 def test_a_language_model_learns_as_well(preset: str, wire: dict[str, Any]) -> None:
-    """Of the bytes of a licence: the loss of the last steps is within 1 % of that of fp32 wires."""
-    text = torch.frombuffer(bytearray((Path(__file__).parents[2] / "LICENSE").read_bytes()), dtype=torch.uint8).long()
-    numbers, length, num_steps, last = torch.Generator().manual_seed(1), 48, 200, 40
-    starts = torch.randint(0, len(text) - length - 1, (num_steps, 8), generator=numbers)
-
-    def losses(**plan: Any) -> list[float]:
-        torch.manual_seed(0)
-        start = GPT(Size(num_blocks=2, dim=64, vocab=256, seq=length, head_dim=16))
-        replicas = [copy.deepcopy(start) for _ in range(2)]
-
-        def rank(world: sw.World) -> list[float]:
-            model, found = replicas[world.rank], []
-            optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-            with sw.shard(model, {"preset": preset, **plan}, optimizer=optimizer, world=world) as engine:
-                for step in range(num_steps):
-                    rows = torch.stack([text[at : at + length + 1] for at in starts[step].chunk(2)[world.rank]])
-                    loss = engine(rows)
-                    engine.backward(loss)
-                    engine.step()
-                    found.append(engine.mean(loss.item()))
-            return found
-
-        return run_ranks(2, rank)[0]
-
-    exact, coded = (sum(each[-last:]) / last for each in (losses(), losses(wire=wire)))
+    """The loss of the last steps is within 1 % of that of fp32 wires."""
+    exact, coded = learnt(preset), learnt(preset, wire=wire)
     assert exact < 3.0  # it has learned: uniform bytes are 5.5
     assert abs(coded - exact) <= 0.01 * exact, (coded, exact)

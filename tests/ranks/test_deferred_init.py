@@ -19,6 +19,7 @@ from twins import Run, adamw, assert_same, batches, engine_step, full_params, pl
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.init.deferred import Deferred
+from shardwise.init.tape import values_of
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
@@ -110,6 +111,30 @@ def test_bf16_keeps_the_values_that_were_drawn() -> None:
 
     for state in run_ranks(2, rank):
         assert_equal(state, plain(Transformer))
+
+
+def test_values_are_made_without_setting_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which belongs to the process: other threads would make tensors of it meanwhile, or restore what they found."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(300, 200)
+        model.register_buffer("scales", torch.full((300,), 2.5))
+        model.register_buffer("noise", torch.randn(300) * 2)
+        return model
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        expected = plain(build)
+        model = deferred(build, 1)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    def refuse(dtype: torch.dtype) -> None:
+        raise AssertionError(f"{dtype} is made the default of all threads")
+
+    monkeypatch.setattr(torch, "set_default_dtype", refuse)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert torch.equal(values_of(tensor), expected.state_dict()[name]), name
 
 
 def test_the_same_seeds_send_nothing_and_others_take_rank_0s() -> None:

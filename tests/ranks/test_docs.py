@@ -332,8 +332,9 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/optimizers.md", 0): Setting(),
     ("docs/optimizers.md", 1): Setting(),
     ("docs/optimizers.md", 2): Setting(),
-    ("docs/optimizers.md", 3): Setting(a_plain_optimizer),
-    ("docs/optimizers.md", 4): Setting(),
+    ("docs/optimizers.md", 3): Setting(),
+    ("docs/optimizers.md", 4): Setting(a_plain_optimizer),
+    ("docs/optimizers.md", 5): Setting(),
     ("docs/seeing.md", 0): Setting(a_loop_to_log, num_ranks=2, instead=OWN_WORLD),
     ("docs/tensor-parallel.md", 0): Setting(
         a_split_language_model, num_ranks=4, instead={"optimizer=optimizer": "optimizer=optimizer, world=world"}

@@ -68,10 +68,10 @@ def test_choices_that_are_not_in_a_bias_yet_are_not_lost(
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("loop", ["engine", "train_step"])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("nth", [7, 8, 9, 10, 14])
 def test_experts_are_recomputed(nth: int, loop: str, preset: str, tmp_path: Path) -> None:
-    """A router that is recomputed after a fault chooses other experts."""
+    """A router that is recomputed after a fault would choose other experts."""
     settings = {"activations": {"policy": "recompute"}}
     fault = DiesBefore(2, 2, "all_to_all of activations", nth)
     sizes = race("ep", preset, fault, tmp_path, settings=settings, loop=loop, num_newcomers=1, least=4)

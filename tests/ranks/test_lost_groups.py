@@ -153,15 +153,18 @@ def test_a_rank_dies_anywhere(axis: str, way: str, tmp_path: Path) -> None:
 @soak("draws hundreds of moments at which ranks die, and takes minutes")
 @pytest.mark.parametrize(("axis", "way"), WAYS)
 def test_ranks_die_anywhere(axis: str, way: str, tmp_path: Path) -> None:
-    meshes, draw = _meshes(axis), random.Random()
+    meshes = _meshes(axis)
     if AXES[axis].has_groups:
         meshes += [{"dp": 3, axis: 2}]
     if axis == "pp":
         meshes += [{"dp": 2, "pp": 2, "tp": 2}]
     if axis == "ep":
         meshes += [{"dp": 2, "ep": 3}]
-    for number in range(30):
-        _ranks_die(axis, way, draw.choice(meshes), tmp_path / str(number), draw)
+    for _ in range(30):
+        seed = random.SystemRandom().randrange(10**9)
+        print(f"seed {seed}")  # pytest shows it where this fails
+        draw = random.Random(seed)
+        _ranks_die(axis, way, draw.choice(meshes), tmp_path / str(seed), draw)
 
 
 @thorough_only("six ranks")

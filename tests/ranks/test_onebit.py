@@ -18,7 +18,7 @@ import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.integrations.deepspeed import facade
-from shardwise.optim import OneBitAdam, OneBitLamb
+from shardwise.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from shardwise.optim.sign_mean import pack, unpack
 from shardwise.program import DURING_STEP
 from shardwise.program.walk import Walk
@@ -60,7 +60,11 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 SETTINGS = {"lr": LR, "freeze_step": FREEZE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+VAR_FREEZE, LEARNING = 9, (1, 2, 4, 6, 8)
+"""Of 0/1 Adam: the steps that learn the variance; the others until then average gradients."""
+ZERO_ONE = {"lr": LR, "var_freeze_step": VAR_FREEZE, "var_update_scaler": 2, "betas": BETAS, "eps": EPS}
 MAKE = {
+    "zero-one": lambda model: ZeroOneAdam(model.parameters(), weight_decay=DECAY, **ZERO_ONE),
     "adam": lambda model: OneBitAdam(model.parameters(), **SETTINGS),
     "lamb": lambda model: OneBitLamb(model.parameters(), **SETTINGS),
 }
@@ -90,7 +94,25 @@ class Papers:
             grads.append([param.grad.clone() for param in self.params])
         with torch.no_grad():
             for index, of_ranks in enumerate(zip(*grads, strict=True)):
-                (self._warm_up if self.num_steps <= FREEZE else self._compressed)(index, of_ranks)
+                self._kind_of_step()(index, of_ranks)
+
+    def _kind_of_step(self) -> Callable[[int, Sequence[Tensor]], None]:
+        if self.name != "zero-one":
+            return self._warm_up if self.num_steps <= FREEZE else self._compressed
+        if self.num_steps > VAR_FREEZE:
+            return self._compressed
+        return self._warm_up if self.num_steps in LEARNING else self._compressed_gradient
+
+    def _compressed_gradient(self, index: int, grads: Sequence[Tensor]) -> None:
+        """0/1 Adam (arXiv:2202.06009, algorithm 1) between two steps that learn the variance."""
+        sent = [self._sent(grad, rank, index) for rank, grad in enumerate(grads)]
+        mean, beta1 = self._averaged(index, sent).view_as(grads[0]), BETAS[0]
+        self.momenta[index] = beta1 * self.momenta[index] + (1 - beta1) * mean
+        self.params[index] -= LR * self._direction(index)
+        if self.num_steps == VAR_FREEZE:  # what was lost of gradients is not added to momenta
+            self.average[index].zero_()
+            for kept in self.own:
+                kept[index].zero_()
 
     def _warm_up(self, index: int, grads: Sequence[Tensor]) -> None:
         mean, (beta1, beta2) = sum(grads) / self.num_ranks, BETAS
@@ -162,11 +184,12 @@ def params_of(engine: sw.Engine) -> list[Tensor]:
 def test_trains_like_the_papers_on_ranks(name: str, num_ranks: int) -> None:
     twin = small()
     papers = Papers(twin, num_ranks, name)
-    for x in data(8):
+    num_steps = 13 if name == "zero-one" else 8
+    for x in data(num_steps):
         papers.step(x.chunk(num_ranks))
 
     def work(engine: sw.Engine) -> list[Tensor]:
-        fed(engine, range(8))
+        fed(engine, range(num_steps))
         return params_of(engine)
 
     every = work_on_ranks(num_ranks, work, "ddp", small, MAKE[name])
@@ -229,6 +252,27 @@ def test_the_program_changes_once_and_is_what_is_sent_and_held(mesh: dict[str, i
         assert after < before / 12
 
 
+def test_zero_one_adam_sums_gradients_in_ever_fewer_steps() -> None:
+    """And sends what the program of each step says."""
+    torch.manual_seed(0)
+    model = Transformer()
+
+    def work(engine: sw.Engine) -> list[int]:
+        summed = []
+        for step in range(1, VAR_FREEZE + 2):
+            ledger = ledger_of_a_step(engine)
+            planned = inside.program(engine)
+            actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
+            sums = {action.verb for action in actions} & {"all_reduce", "collect"}
+            summed += [step] if sums == {"all_reduce"} else []
+            if step == VAR_FREEZE + 1:  # the second pass under one plan: the first is recorded
+                assert sum(ledger.sent_bytes.values()) == planned.sent_bytes()
+        return summed
+
+    make = lambda model: ZeroOneAdam(model.parameters(), **ZERO_ONE)  # noqa: E731
+    assert work_on_ranks(2, work, "ddp", lambda: copy.deepcopy(model), make) == [list(LEARNING)] * 2
+
+
 def num_messages(engine: sw.Engine) -> int:
     planned = inside.program(engine)
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
@@ -274,7 +318,9 @@ def test_what_leaves_each_host_is_what_the_program_says(name: str) -> None:
     assert [sum(crossed[:2]), sum(crossed[2:])] == every[0][1]
 
 
-def resumed(folder: Path, num_ranks: int, until: int, *, saves_at: int | None = None) -> list[Tensor]:
+def resumed(
+    folder: Path, num_ranks: int, until: int, *, saves_at: int | None = None, name: str = "lamb"
+) -> list[Tensor]:
     def work(engine: sw.Engine) -> list[Tensor]:
         loaded = engine.resume(folder)
         start = 0 if loaded is None else loaded.step
@@ -285,13 +331,16 @@ def resumed(folder: Path, num_ranks: int, until: int, *, saves_at: int | None = 
         fed(engine, range(start, until))
         return params_of(engine)
 
-    return work_on_ranks(num_ranks, work, "ddp", small, MAKE["lamb"])[0]
+    return work_on_ranks(num_ranks, work, "ddp", small, MAKE[name])[0]
 
 
-@pytest.mark.parametrize("saves_at", [FREEZE - 1, FREEZE, FREEZE + 2])
-def test_resume_is_bit_exact_with_what_was_not_sent_yet(saves_at: int, tmp_path: Path) -> None:
-    straight = resumed(tmp_path, 2, 8, saves_at=saves_at)
-    again = resumed(tmp_path, 2, 8)
+@pytest.mark.parametrize(
+    ("name", "saves_at"),
+    [("lamb", FREEZE - 1), ("lamb", FREEZE), ("lamb", FREEZE + 2), ("zero-one", 5), ("zero-one", 6), ("zero-one", 9)],
+)
+def test_resume_is_bit_exact_with_what_was_not_sent_yet(name: str, saves_at: int, tmp_path: Path) -> None:
+    straight = resumed(tmp_path, 2, saves_at + 4, saves_at=saves_at, name=name)
+    again = resumed(tmp_path, 2, saves_at + 4, name=name)
     assert all(torch.equal(one, other) for one, other in zip(straight, again, strict=True))
 
 
@@ -466,6 +515,8 @@ def test_a_freeze_step_that_is_none_is_refused() -> None:
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(ConfigError, match="freeze_step is"):
             OneBitAdam(small().parameters(), freeze_step=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="var_update_scaler is"):
+            ZeroOneAdam(small().parameters(), var_update_scaler=wrong)  # type: ignore[arg-type]
 
 
 def test_two_optimizers_that_look_at_whole_parameters_are_refused() -> None:
@@ -537,6 +588,10 @@ def test_deepspeeds_names_make_the_same() -> None:
     lamb = facade.OnebitLamb(small().parameters(), None, lr=LR, freeze_step=FREEZE, coeff_beta=0.8)
     assert isinstance(lamb, facade.OnebitLamb)
     assert (type(lamb), lamb.freeze_step, lamb.defaults["coeff_beta"]) == (OneBitLamb, FREEZE, 0.8)
+    zero_one = facade.ZeroOneAdam(
+        small().parameters(), None, lr=LR, var_freeze_step=9, var_update_scaler=2, local_step_clipper=16
+    )
+    assert (type(zero_one), zero_one.freeze_step, zero_one.var_update_scaler) == (ZeroOneAdam, 9, 2)
 
 
 @thorough_only("trains a model twice")

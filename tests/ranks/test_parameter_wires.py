@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import MakeOptimizer, Run, adamw, assert_same, batches, ledger_of_a_step, plain_run, sharded_run
+from twins import MakeOptimizer, Run, adamw, assert_same, batches, plain_run, sharded_run
+from wires import assert_trains_like, resuming, saving_to
 
 import shardwise as sw
 from shardwise.errors import PlacementError
@@ -66,26 +67,8 @@ def test_trains_like_a_plain_model_that_computes_with_rounded_parameters(
 ) -> None:
     """And sends and holds what its program says."""
 
-    def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = ledger_of_a_step(engine), inside.program(engine)
-        return {"sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()), "report": engine.memory()}
-
-    run = sharded_run(
-        model,
-        batches(4, rows=12),
-        preset,
-        num_ranks,
-        mesh,
-        after=count,
-        shares_memory=shares_memory,
-        wire={"param": "bf16"},
-    )
-    assert_same(run, twin)
-    sent, promised = run.extra["sent"]
-    assert sent == promised
-    report = run.extra["report"]
-    for kind in ("param", "grad", "working"):
-        assert report.measured[kind] == report.promised[kind], kind
+    data, wire = batches(4, rows=12), {"param": "bf16"}
+    assert_trains_like(twin, model, data, preset, num_ranks, mesh, shares_memory=shares_memory, wire=wire)
 
 
 def test_the_rounding_shows(model: Transformer, twin: Run) -> None:
@@ -144,20 +127,7 @@ def test_resumes_exactly(preset: str, model: Transformer, twin: Run, tmp_path: A
     """A checkpoint has the exact values, and rounds like the run that wrote it, on another number of ranks too."""
     data = batches(4, rows=12)
 
-    def save(engine: sw.Engine) -> dict[str, Any]:
-        engine.save(tmp_path)
-        return {}
-
-    sharded_run(model, data[:2], preset, 2, None, after=save, wire={"param": "bf16"})
-
-    def resume(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-        if engine.num_steps == 0:
-            engine.resume(tmp_path)
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    run = sharded_run(Transformer(), data[2:], preset, 3, None, step=resume, wire={"param": "bf16"})
+    sharded_run(model, data[:2], preset, 2, None, after=saving_to(tmp_path), wire={"param": "bf16"})
+    run = sharded_run(Transformer(), data[2:], preset, 3, None, step=resuming(tmp_path), wire={"param": "bf16"})
     run.losses[:0], run.norms[:0] = twin.losses[:2], twin.norms[:2]
     assert_same(run, twin)

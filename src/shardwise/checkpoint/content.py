@@ -15,12 +15,13 @@ from shardwise.errors import ConfigError
 from shardwise.memory import ANCHOR, DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.placement import Axes, Box, Slot, Span
-from shardwise.program import FlatSpec
+from shardwise.program import FlatSpec, kept_losses
 
 Tensor = torch.Tensor
 NOTHING = Span(0, 0)
-UNSENT, FACTOR = "unsent", "factor"
-"""The kinds of what was not sent of gradients or averages, and of the second factors of gradients."""
+UNSENT, FACTOR, LOST = "unsent", "factor", "lost"
+"""The kinds of what was not sent of gradients or averages, of the second factors of gradients, and of what codes of
+gradients have lost."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class Entry:
     """Elements `span` of the tensor `name`, or of its part `box` (flattened), in live memory.
 
     `kind` is `param`, `buffer` or `state.KEY`; `unsent.RANK` and `unsent` are what was not sent of whole parameters and
-    of averages, `factor` is what gradients are multiplied with to be sent; `outer.KEY` is what islands have in common,
-    and `island.2.state.KEY` an island's own. This rank writes the elements `written`: ranks that hold copies share the
-    writing, and together write each element once. With `is_whole` the elements are those of a separate tensor, not of
-    the parameter (a scalar state): every rank has all of them, and one writes them.
+    of averages, `factor` is what gradients are multiplied with to be sent, and `lost.NUMBER.PLACE` what codes of one of
+    so many summands have lost; `outer.KEY` is what islands have in common, and `island.2.state.KEY` an island's own.
+    This rank writes the elements `written`: ranks that hold copies share the writing, and together write each element
+    once. With `is_whole` the elements are those of a separate tensor, not of the parameter (a scalar state): every rank
+    has all of them, and one writes them.
 
     `is_hidden`: the model has no view of this memory, so only an optimizer's step or a call to the engine changes it.
     """
@@ -137,6 +139,7 @@ def content_of(
         span = Span(0, tensor.numel())
         content.entries.append(Entry(kind, name, span, tensor, span if own_buffers or place == 0 else NOTHING))
     _add_factors(content, flats)
+    _add_losses(content, flats)
     if optimizer is not None:
         _add_states(content, optimizer, written)
         _add_residuals(content, optimizer)
@@ -257,7 +260,7 @@ def _add_residuals(content: Content, optimizer: AdoptedOptimizer) -> None:
 
 def _add_factors(content: Content, flats: Sequence[Flat]) -> None:
     """Add what is kept of gradients that are sent as factors: every rank has its own of what was not sent, and all have
-    the same factor."""
+    the same factor. A backward changes both, so they are copied at once."""
     for flat in flats:
         for name, (unsent, factor) in flat.kept_factors().items():
             (axis,) = flat.spec.table.axes
@@ -265,9 +268,23 @@ def _add_factors(content: Content, flats: Sequence[Flat]) -> None:
             whole, of_factor = Span(0, unsent.numel()), Span(0, factor.numel())
             mine = of_factor if place == 0 else NOTHING
             content.entries += [
-                Entry(f"{UNSENT}.{place}", name, whole, unsent, whole, is_hidden=True, num_ranks=num_ranks),
-                Entry(FACTOR, name, of_factor, factor, mine, is_whole=True, is_hidden=True),
+                Entry(f"{UNSENT}.{place}", name, whole, unsent, whole, num_ranks=num_ranks),
+                Entry(FACTOR, name, of_factor, factor, mine, is_whole=True),
             ]
+
+
+def _add_losses(content: Content, flats: Sequence[Flat]) -> None:
+    """Add what codes of gradients have lost. A backward changes it, so it is copied at once."""
+    for flat in flats:
+        for one in kept_losses(flat.spec):
+            kind = f"{LOST}.{one.num_places}.{one.place(flat.coordinate)}"
+            here, losses = flat.spec.layout.span(one.shard, flat.coordinate), flat.losses[one.axis]
+            for slot in flat.slots:
+                mine, is_copy = slot.span.overlap(here), slot.box is not None and slot.box.place > 0
+                span, part = mine.within(slot.span), mine.within(here)
+                written = span if one.is_first(flat.coordinate) and not is_copy else NOTHING
+                box = content.boxes[slot.name]
+                content.entries.append(Entry(kind, slot.name, span, losses[part.start : part.stop], written, box=box))
 
 
 def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:

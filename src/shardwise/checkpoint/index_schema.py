@@ -145,6 +145,9 @@ def _is_known_kind(chunk: Chunk, index: Index) -> bool:
     if first == ISLAND:
         number, _, own = rest.partition(".")
         return _is_number(number, index.world_size) and (own in ("param", "buffer") or _is_state(own))
+    if first == "lost":
+        number, _, place = rest.partition(".")
+        return _is_number(number, index.world_size + 1) and _is_number(place, int(number))
     return chunk.kind in ("param", "factor") or (
         first in ("buffer", "unsent") and (not dot or _is_number(rest, index.world_size))
     )

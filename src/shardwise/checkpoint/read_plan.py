@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.content import FACTOR, Content, Entry
+from shardwise.checkpoint.content import FACTOR, LOST, Content, Entry
 from shardwise.checkpoint.index import ISLAND, Index
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of
 from shardwise.checkpoint.read import Reader
@@ -78,8 +78,8 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
             recipe.tensors.append(Filling(entry, [factor] if factor is not None and fits else []))
             continue
         kind = _kind_there(reader, entry)
-        if kind.startswith("outer.") and reader.first_chunk(kind, entry.name) is None:
-            recipe.absent.append(entry)  # written without islands, or without momentum
+        if kind.startswith(("outer.", f"{LOST}.")) and reader.first_chunk(kind, entry.name) is None:
+            recipe.absent.append(entry)  # written without islands, momentum or feedback, or by other ranks
             continue
         recipe.tensors.append(Filling(entry, reader.reads(kind, entry.name, entry.span, entry.box)))
     for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
@@ -125,7 +125,7 @@ def has_states(reader: Reader, name: str) -> bool:
 def _kind_there(reader: Reader, entry: Entry) -> str:
     """A rank's own buffer, or an island's own values, else the common ones. Converted formats may have a buffer as
     `param`, or the reverse."""
-    if entry.kind.startswith("outer."):
+    if entry.kind.startswith(("outer.", f"{LOST}.")):
         return entry.kind
     first, _, rest = entry.kind.partition(".")
     common = rest.partition(".")[2] if first == ISLAND else first

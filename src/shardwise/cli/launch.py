@@ -110,7 +110,7 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="on this machine: if the launcher and the process that takes over from it are killed, ranks end after S "
-        "seconds (default: 60)",
+        "seconds (default: 60); on hosts: how long they look for another launcher (0: they end with it)",
     )
     option(
         "--takeover",
@@ -172,10 +172,10 @@ def _run(args: argparse.Namespace) -> int:
 
         return run_on_one(job, args.machines, args.dry_run)
     if place != "local":
-        if args.launcher_timeout is not None:
+        if args.launcher_timeout is not None and place != "ssh":
             raise LaunchError(
-                "--launcher-timeout is for ranks on this machine, which outlive their launcher. Remove it, or the "
-                "hosts."
+                f"--launcher-timeout is for ranks that outlive their launcher, on this machine or on hosts that are "
+                f"reached by ssh, not for --where {place}. Remove it."
             )
         if job.elastic is not None and place == "mpi":
             raise LaunchError(
@@ -275,7 +275,8 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     if retries is None:
         raise LaunchError(f"--retries {args.retries}: give a number, or a number and seconds, such as 3:600.")
     seconds = 60.0 if args.launcher_timeout is None else args.launcher_timeout
-    if not 1 <= seconds < 1e6:
+    is_off = seconds == 0 and launch_places.place_of(args) != "local"
+    if not (is_off or 1 <= seconds < 1e6):
         raise LaunchError(f"--launcher-timeout is {seconds:g}: give 1 second or more.")
     return Elastic(
         int(limits[1]),

@@ -201,6 +201,8 @@ def _is_irrelevant(path: str, value: object, plan: Plan) -> bool:
     """Whether a default is not worth showing: it changes nothing, or does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
+    if path.startswith("wire.feedback."):
+        return plan.wire.feedback.beta is None
     if path.startswith("powersgd."):
         return plan.powersgd.rank is None
     if path.startswith("offload."):
@@ -244,9 +246,11 @@ def _below_rows(explained: Explanation) -> Text:
         sent = f"parameters in {table.param_wire}, {sent}"
     if table.param_codes is not None:
         sent = f"parameters in {table.param.dtype}{_codes_words(table.param_codes, table)}, {sent}"
+    if table.frozen_codes is not None:
+        sent = f"frozen parameters{_codes_words(table.frozen_codes, table)}, {sent}"
     if table.outer is not None:
         sent = f"{sent}, outer gradients in {table.outer.codes or table.outer.wire}"
-    if table.sends_codes:
+    if table.sends_codes or table.frozen_codes is not None:
         sent = f"{sent}; vectors, embeddings and routers are sent without codes"
     text = f"computes in {table.compute}; sends {sent}"
     if table.low_rank is not None:
@@ -262,7 +266,9 @@ def _codes_words(codes: Codes | None, table: Table) -> str:
     """` as int4/128 along node`, without the axes if these are all."""
     if codes is None:
         return ""
-    return f" as {codes}" + ("" if codes.axes == table.axes else f" along {'+'.join(codes.axes)}")
+    along = "" if codes.axes == table.axes else f" along {'+'.join(codes.axes)}"
+    fed_back = "" if codes.feedback is None else f", with error feedback ({codes.feedback})"
+    return f" as {codes}{along}{fed_back}"
 
 
 def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:

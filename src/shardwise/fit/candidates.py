@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.fit.hardware import Hardware
-from shardwise.plan import Activations, Offload, Pipeline, Plan, PolicyName, PrecisionName, Wire, WireFormat
+from shardwise.plan import Activations, Offload, Pipeline, Plan, PolicyName, PrecisionName, WireFormat
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, WIDTH, Table, Tier, table_for
 from shardwise.program.schedule import SCHEDULES
@@ -119,7 +119,7 @@ class Candidate:
         if self.precision is not None:
             changed["precision"] = self.precision
         if self.wire is not None:
-            changed["wire"] = Wire(param=base.wire.param, grad=WireFormat.model_validate(self.wire))
+            changed["wire"] = base.wire.model_copy(update={"grad": WireFormat.model_validate(self.wire)})
         if self.offload is not None:
             changed["offload"] = self.offload
         if self.disk is not None:

@@ -32,6 +32,8 @@ LINKS = {"evict": "to the host", "fetch": "from the host"}
 COPIES_TO_ENCODE, COPIES_TO_DECODE = 4.0, 3.0
 """What it takes to make codes of an element and to read them, in copies of it in fp32 from memory to memory. On one
 core it was 3.7 and 2.2 for int8, and 4.3 and 3.5 for int4 (docs/between-hosts.md)."""
+COPIES_TO_FEED_BACK = 5.0
+"""What error feedback takes beside it, of an element that is encoded: 4.3 for int8, and 4.9 for int4."""
 NEWTON_SCHULZ_STEPS = 5
 """Of Muon, whose steps multiply `Matrix.cost` pairs each."""
 
@@ -241,12 +243,15 @@ def _coding(prices: Prices, action: Action) -> float:
     num_ranks = len(prices.ranks_along(action.over))
     way = SumOfCodes.parse(action.verb, action.codes)
     of_codes = prices.hardware.flat_seconds(2 * WIDTH["fp32"])  # a copy of one element
+    grad_codes = prices.flat(action).table.grad_codes
+    is_fed_back = action.verb != "gather" and grad_codes is not None and grad_codes.feedback is not None
+    to_encode = COPIES_TO_ENCODE + (COPIES_TO_FEED_BACK if is_fed_back else 0.0)
     if action.verb == "gather" or way.gathers_codes:
         own = action.sent_bytes / (num_ranks - 1) / way.codes.bytes_per_element
-        return of_codes * own * (COPIES_TO_ENCODE + num_ranks * COPIES_TO_DECODE)
+        return of_codes * own * (to_encode + num_ranks * COPIES_TO_DECODE)
     codes, sums = way.bytes_to_each(way.codes.block * num_ranks, num_ranks)
     own = action.sent_bytes / (num_ranks - 1) * way.codes.block / (codes + sums)
-    return of_codes * own * num_ranks * (COPIES_TO_ENCODE + COPIES_TO_DECODE)
+    return of_codes * own * num_ranks * (to_encode + COPIES_TO_DECODE)
 
 
 def _arrival(prices: Prices, action: Action) -> Cost:

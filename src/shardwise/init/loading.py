@@ -82,8 +82,7 @@ class Building:
     def _write(self, found: Match, name: str, ref: Ref) -> None:
         overwritten = (ref.origin,) if ref.covers_all else ()
         needs = () if ref.covers_all else (ref,)
-        default = torch.get_default_dtype()
-        ref.origin.writes.append(Operation(_Read(found, name), (ref,), {}, (), needs, overwritten, default, None))
+        ref.origin.writes.append(Operation(_Read(found, name), (ref,), {}, (), needs, overwritten, None, None))
 
 
 @dataclass(frozen=True, eq=False)

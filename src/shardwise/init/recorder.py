@@ -266,6 +266,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     ) -> Any:
         """Append the call to the tape; returns its results without memory, to be replayed."""
         device = _device(args, kwargs)
+        default_dtype = None
+        if _follows_default_dtype(args, kwargs, result):
+            if isinstance(result, Tensor) and _takes_dtype(func):
+                kwargs = {**kwargs, "dtype": result.dtype}
+            else:
+                default_dtype = torch.get_default_dtype()
         made: list[tuple[Tensor, Ref]] = []
 
         def without_memory(leaf: Any) -> Any:
@@ -287,12 +293,26 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             tuple(ref for _, ref in made),
             _needed(func, recorded_args, recorded_kwargs, overwritten),
             overwritten,
-            torch.get_default_dtype(),
+            default_dtype,
             state,
         )
         for ref in (*shown.values(), *operation.made):
             ref.origin.writes.append(operation)
         return result
+
+
+def _follows_default_dtype(args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether a result has floats, of a dtype that is neither named nor that of floats among the arguments."""
+
+    def has_floats(tree: Any) -> bool:
+        tensors = (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+        return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+
+    return kwargs.get("dtype") is None and has_floats(result) and not has_floats((args, kwargs))
+
+
+def _takes_dtype(func: Function) -> bool:
+    return any(argument.name == "dtype" and argument.kwarg_only for argument in func._schema.arguments)
 
 
 def _others_on(storages: Mapping[Origin, torch.UntypedStorage], known: Collection[Tensor]) -> list[Tensor]:

@@ -9,14 +9,21 @@ it keeps a part, bit for bit as the plain constructor does, whatever was drawn b
 Recording below autograd, on ordinary CPU tensors, needs no rules for `.data`, views and casts, and parameters stay the
 same objects. Random operations run once while recording, because the state of a generator cannot be known without
 drawing; so recording takes the plain constructor's time.
+
+[Note: the default dtype] It belongs to the process, like the default generator. Who sets it while values are computed
+changes what other threads make meanwhile (loaders, ranks that are threads), and of two that set and restore it one can
+leave it to the other's: tests of ranks as threads then had bf16 for the rest of their process, once in a few hundred
+runs beside a load. So a factory's dtype is written down with it, and an operation that needs the default (integers that
+become floats) or the default generator (random ones without an argument for another) holds a lock.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +35,8 @@ from shardwise.system.torch_private import OpOverload, tree_flatten, tree_iter, 
 Tensor = torch.Tensor
 Function = OpOverload
 _ORIGIN = "shardwise_origin"
+PROCESS_WIDE = threading.RLock()
+"""Held by who replaces the default dtype or generator. See [Note: the default dtype]."""
 """The attribute of a storage with its history; the storage lives as long as any tensor on it."""
 _NUMBERS = itertools.count()
 
@@ -85,7 +94,8 @@ class Operation:
     """Tensors whose values must be computed before."""
     overwritten: tuple[Origin, ...]
     """Storages that it overwrites completely without reading them."""
-    default_dtype: torch.dtype
+    default_dtype: torch.dtype | None
+    """What the result depends on, if it does. See [Note: the default dtype]."""
     generator_state: Tensor | None
     number: int = field(default_factory=lambda: next(_NUMBERS))
     """Operations that depend on each other are ordered by it, whichever recordings they come from."""
@@ -203,7 +213,7 @@ def _run(operation: Operation, storages: dict[Origin, torch.UntypedStorage]) -> 
         return leaf.on(_storage(leaf.origin, storages)) if isinstance(leaf, Ref) else leaf
 
     args, kwargs = tree_map(real, (operation.args, operation.kwargs))
-    with _default_dtype(operation.default_dtype):
+    with _default_dtype(operation.default_dtype) if operation.default_dtype is not None else nullcontext():
         result = call(operation.function, args, kwargs, operation.generator_state)
     if not operation.made:
         return
@@ -231,12 +241,13 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any, generator_state: 
     if seeded is not None:
         return seeded(*args, **kwargs, generator=generator)
     common = common_generator(device)
-    before = common.get_state()
-    common.set_state(generator_state)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        common.set_state(before)
+    with PROCESS_WIDE:
+        before = common.get_state()
+        common.set_state(generator_state)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            common.set_state(before)
 
 
 def has_generators(device: torch.device) -> bool:
@@ -283,12 +294,10 @@ def _storage(origin: Origin, storages: dict[Origin, torch.UntypedStorage]) -> to
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if dtype == before:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    with PROCESS_WIDE:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -34,7 +34,8 @@ class Elastic:
     host_timeout_seconds: float = 15
     """A host that sends nothing for this long is lost."""
     launcher_timeout_seconds: float = 60
-    """Ranks of one host end after this long without a launcher, or a process that takes over from it."""
+    """Ranks end after this long without a launcher, or a process that takes over from it; 0, on several hosts: at
+    once."""
     autoscale: Policy | None = None
     """How many ranks the job asks for while it runs."""
 

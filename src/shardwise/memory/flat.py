@@ -32,8 +32,8 @@ from shardwise.memory.flat_gradients import FlatGradients
 from shardwise.memory.grad_buffer import Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.memory.releasable import Releasable, releasable
-from shardwise.plan.placement import Slot, Span
-from shardwise.program import Buffer, FlatSpec, disk_bytes, resting_disk_bytes
+from shardwise.plan.placement import LOSS_DTYPE, Slot, Span
+from shardwise.program import Buffer, FlatSpec, disk_bytes, kept_losses, resting_disk_bytes
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -116,6 +116,8 @@ class Flat:
         """What lies on a disk, if the table has a row there."""
         self.factors: Factors | None = None
         """What is kept of gradients that are sent as factors, if any are."""
+        self.losses: dict[str, Tensor] = {}
+        """What codes of gradients have lost, by the axis along which these are sent: see [Note: kept losses]."""
         self.outgoing: Tensor | None = None
         """The cast of what was updated on the host, if the update itself has made it."""
         self.guard = ParamGuard()
@@ -259,6 +261,10 @@ class Flat:
             self.meter.hold("param", self.param.nbytes)
         if self.spec.factored:
             self.factors = Factors(self.spec, self.meter, self.device)
+        for one in kept_losses(self.spec):
+            losses = torch.zeros(one.numel, dtype=torch_dtype(LOSS_DTYPE), device=self.device)
+            self.losses[one.axis] = losses
+            self.meter.hold("optim", losses.nbytes)
         if self.spec.trainable:
             if self.spec.master_is_param:
                 self.master = _part(self.param, self.optim_span.within(self.param_span))

@@ -50,6 +50,10 @@ class LabelledTable:
         """The row of parameters that are updated with summands of their gradients."""
         return LabelledTable(f"{self.label}-{SUMMANDS}" if self.label else SUMMANDS, self.table.with_summands())
 
+    def for_frozen(self) -> LabelledTable:
+        """The row of frozen parameters under the same table; the names of their flat buffers say that they are."""
+        return LabelledTable(self.label, self.table.for_frozen())
+
     def without_codes(self) -> LabelledTable:
         """The row of parameters that are sent whole though others under the same table are sent as codes."""
         if not self.table.sends_codes:
@@ -87,6 +91,7 @@ def tables_for(
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
     if plan.offload != Offload():
         rows = _offloaded(rows, model, plan, mesh, boxes)
+    rows = {param: row if param.requires_grad else row.for_frozen() for param, row in rows.items()}
     if any(row.table.sends_codes for row in rows.values()):
         rows |= {param: rows[param].without_codes() for param in sent_whole(model) if param in rows}
     codes = {param: dtype for param in rows if (dtype := dtype_of_codes(param)) is not None}

@@ -9,7 +9,7 @@ from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon, hidden_matrices
-from shardwise.optim.onebit import OneBitAdam, OneBitLamb
+from shardwise.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from shardwise.optim.piece import Piece
 from shardwise.optim.probe import StateForm, state_keys, vet
 from shardwise.optim.rank_peers import RankPeers
@@ -31,6 +31,7 @@ __all__ = [
     "Piece",
     "RankPeers",
     "StateForm",
+    "ZeroOneAdam",
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",

@@ -64,6 +64,10 @@ class Peers(Protocol):
         element. All ranks call, with the same parameters."""
         ...
 
+    def forget_residuals(self) -> None:
+        """Forget what was not sent of values that have been averaged. All ranks call."""
+        ...
+
 
 class Alone:
     """`Peers` for parameters that are whole on this rank."""
@@ -90,6 +94,9 @@ class Alone:
 
     def average(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """There is nobody else."""
+
+    def forget_residuals(self) -> None:
+        """Everything was sent."""
 
 
 class Cooperative(torch.optim.Optimizer):

@@ -1,19 +1,21 @@
-"""Optimizers that send one bit per element once they have warmed up: 1-bit Adam (arXiv:2102.02888) and 1-bit LAMB
-(arXiv:2104.06069).
+"""Optimizers that send one bit per element once they have warmed up: 1-bit Adam (arXiv:2102.02888), 1-bit LAMB
+(arXiv:2104.06069) and 0/1 Adam (arXiv:2202.06009).
 
 [Note: after the warm-up] For `freeze_step` steps the ranks' gradients are summed as usual. Then the variance is frozen,
 gradients are not summed any more, and each rank moves the momentum by its own; what is averaged over the ranks is the
 momentum, in signs (`sign_mean.py`). The table changes with that (`Table.summands`), and so does the program, once,
-before the next forward (`changes_update`).
+before the next forward (`changes_update`). With 0/1 Adam it changes more often, because it sums gradients in ever fewer
+steps of its warm-up; in the others it averages them, in signs.
 
-Neither corrects the bias of the moments, as in the papers and in DeepSpeed. An element whose variance is zero at the
-end of the warm-up never had a gradient; divided by almost nothing, the sign that is sent for it would move it without
-bound. It keeps a momentum of zero. In DeepSpeed such elements need an `exp_avg_mask`, which a group may have here too.
+None of them corrects the bias of the moments, as in the papers and in DeepSpeed. An element whose variance is zero at
+the end of the warm-up never had a gradient; divided by almost nothing, the sign that is sent for it would move it
+without bound. It keeps a momentum of zero. In DeepSpeed such elements need an `exp_avg_mask`, which a group may have
+here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,19 +29,21 @@ Tensor = torch.Tensor
 
 
 class _OneBit(Cooperative):
-    """What both have in common: momenta that are averaged over the ranks, by signs after `freeze_step` steps."""
+    """What they have in common: momenta that are averaged over the ranks, by signs after `freeze_step` steps."""
 
     changes_update = True
     own_settings = frozenset({"exp_avg_mask"})  # the script makes it of the model, and a checkpoint's would be as large
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, params: Params, freeze_step: int, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Params, freeze_step: int, defaults: dict[str, Any], name: str = "freeze_step") -> None:
+        """`name` is what the user calls `freeze_step`."""
         if type(freeze_step) is not int or freeze_step < 1:
             raise ConfigError(
-                f"freeze_step is {freeze_step!r}. It is the number of steps in which the variance is learned, at least "
-                f"1; DeepSpeed advises 15 to 25 % of all steps."
+                f"{name} is {freeze_step!r}. It is the number of steps in which the variance is learned, at least 1; "
+                f"DeepSpeed advises 15 to 25 % of all steps."
             )
         self.freeze_step = freeze_step
+        self._freeze_name = name
         self._num_steps = 0
         super().__init__(params, defaults)
 
@@ -48,12 +52,17 @@ class _OneBit(Cooperative):
         """Whether the warm-up is over. The same on all ranks."""
         return self._num_steps >= self.freeze_step
 
+    @property
+    def learns_variance(self) -> bool:
+        """Whether the next step sums gradients, and learns from the sum. The same on all ranks."""
+        return not self.is_frozen
+
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:  # noqa: ARG002
         return Update(
             States(copies=len(self.moments)),
             whole=f"{type(self).__name__} averages momenta of whole parameters over the ranks, one bit per element.",
             sends_signs=True,
-            summands=self.is_frozen,
+            summands=not self.learns_variance,
         )
 
     @torch.no_grad()
@@ -61,12 +70,21 @@ class _OneBit(Cooperative):
         """One update. All ranks call."""
         loss = evaluated(closure)
         members = [(param, group) for _, param, group in self.members() if param.grad is not None]
-        was_frozen = self.is_frozen
+        was_frozen, learns = self.is_frozen, self.learns_variance
+        averages_gradients = not (was_frozen or learns)
+        if was_frozen:
+            self._require_variances([param for param, _ in members])
+        if self._num_steps == self.freeze_step:
+            self.peers.forget_residuals()  # those of gradients
+        if averages_gradients:
+            self._average_gradients([param for param, _ in members])
         for param, group in members:
-            self._follow(param, group, is_frozen=was_frozen)
-        self.peers.average({param: self.state[param]["exp_avg"] for param, _ in members})
+            num_summands = 1 if averages_gradients else self.peers.num_summands(param)
+            self._follow(param, group, num_summands, learns=learns)
+        if not averages_gradients:
+            self.peers.average({param: self.state[param]["exp_avg"] for param, _ in members})
         for param, group in members:
-            if was_frozen:
+            if not learns:
                 _mask(self.state[param], group)
             self._update(param, group, is_frozen=was_frozen)
         return loss
@@ -86,31 +104,43 @@ class _OneBit(Cooperative):
     def _note_steps(self, state: Mapping[str, Any]) -> None:
         self._num_steps = max(self._num_steps, int(state.get("step", 0)))
 
-    def _follow(self, param: nn.Parameter, group: Mapping[str, Any], *, is_frozen: bool) -> None:
-        """Update the moments with this rank's gradient, which is N times its summand of the mean."""
-        state = self.state[param]
-        if not state and is_frozen:
+    def _require_variances(self, params: Sequence[nn.Parameter]) -> None:
+        unknown = next((param for param in params if not self.state.get(param)), None)
+        if unknown is not None:
             raise StateError(
-                f"A parameter of shape {self.peers.shape_of(param)} has its first gradient after the warm-up of "
-                f"{type(self).__name__} ({self.freeze_step} steps, freeze_step), in which its variance should have "
-                f"been learned. Make freeze_step larger, or give it to another optimizer beside this one."
+                f"A parameter of shape {self.peers.shape_of(unknown)} has its first gradient after the warm-up of "
+                f"{type(self).__name__} ({self.freeze_step} steps, {self._freeze_name}), in which its variance should "
+                f"have been learned. Make {self._freeze_name} larger, or give it to another optimizer beside this one."
             )
+
+    def _average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Replace each rank's summands of the mean gradients by what the ranks have together."""
+        grads = {param: param.grad for param in params if param.grad is not None}
+        for param, grad in grads.items():
+            grad.mul_(self.peers.num_summands(param))
+        self.peers.average(grads)
+
+    def _follow(self, param: nn.Parameter, group: Mapping[str, Any], num_summands: int, *, learns: bool) -> None:
+        """Update the moments with the gradient, or with this rank's, which is `num_summands` times its summand of the
+        mean."""
+        state = self.state[param]
         if not state:
             state["step"] = torch.tensor(0.0)
             state.update({name: torch.zeros_like(param) for name in self.moments}, **self._first_numbers())
         beta1, beta2 = group["betas"]
         state["step"] += 1
         self._note_steps(state)
-        state["exp_avg"].mul_(beta1).add_(param.grad, alpha=(1 - beta1) * self.peers.num_summands(param))
-        if not is_frozen:
+        state["exp_avg"].mul_(beta1).add_(param.grad, alpha=(1 - beta1) * num_summands)
+        if learns:
             state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
 
     def _first_numbers(self) -> dict[str, Any]:
         """States that are numbers, before the first step."""
         return {}
 
-    def _update(self, param: nn.Parameter, group: Mapping[str, Any], *, is_frozen: bool) -> None:
-        raise NotImplementedError
+    def _update(self, param: nn.Parameter, group: Mapping[str, Any], *, is_frozen: bool) -> None:  # noqa: ARG002
+        """Adam's."""
+        param.add_(_direction(param, self.state[param], group), alpha=-group["lr"])
 
 
 class OneBitAdam(_OneBit):
@@ -132,8 +162,47 @@ class OneBitAdam(_OneBit):
     ) -> None:
         super().__init__(params, freeze_step, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def _update(self, param: nn.Parameter, group: Mapping[str, Any], *, is_frozen: bool) -> None:  # noqa: ARG002
-        param.add_(_direction(param, self.state[param], group), alpha=-group["lr"])
+
+class ZeroOneAdam(_OneBit):
+    """0/1 Adam (arXiv:2202.06009), without local steps: ranks average in every step, so that parameters stay the same.
+
+    For `var_freeze_step` steps it learns the variance, from sums of gradients: first in every step, after
+    `var_update_scaler` of these in every second one, after as many in every fourth, and so on. In the steps between
+    gradients are averaged by one bit per element, and only the momentum follows them. Then it goes on as 1-bit Adam. It
+    needs whole parameters on each rank, as with the preset `ddp`. Weight decay is decoupled. Settings have DeepSpeed's
+    names and defaults. Raises `ConfigError` for a `var_freeze_step` or `var_update_scaler` that is no number of steps.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if type(var_update_scaler) is not int or var_update_scaler < 1:
+            raise ConfigError(
+                f"var_update_scaler is {var_update_scaler!r}. It is the number of steps that learn the variance until "
+                f"their interval doubles, at least 1."
+            )
+        self.var_update_scaler = var_update_scaler
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, var_freeze_step, defaults, "var_freeze_step")
+
+    @property
+    def learns_variance(self) -> bool:
+        step = self._num_steps + 1
+        return not self.is_frozen and step % self._interval_at(step) == 0
+
+    def _interval_at(self, step: int) -> int:
+        """From one step that learns the variance to the next, when `step` is taken."""
+        interval, last = 1, 0
+        while step > (last := (last // interval + self.var_update_scaler) * interval):
+            interval *= 2
+        return interval
 
 
 class OneBitLamb(_OneBit):
@@ -174,10 +243,10 @@ class OneBitLamb(_OneBit):
     def _first_numbers(self) -> dict[str, Any]:
         return {"lamb_coeff_freeze": torch.tensor(0.0), "last_factor": torch.tensor(1.0)}
 
-    def _follow(self, param: nn.Parameter, group: Mapping[str, Any], *, is_frozen: bool) -> None:
-        if is_frozen and self.state[param]:
+    def _follow(self, param: nn.Parameter, group: Mapping[str, Any], num_summands: int, *, learns: bool) -> None:
+        if not learns and self.state[param]:
             self._before[param] = self.state[param]["exp_avg"].clone()
-        super()._follow(param, group, is_frozen=is_frozen)
+        super()._follow(param, group, num_summands, learns=learns)
 
     def _update(self, param: nn.Parameter, group: Mapping[str, Any], *, is_frozen: bool) -> None:
         state = self.state[param]

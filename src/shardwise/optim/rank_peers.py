@@ -183,6 +183,11 @@ class RankPeers:
         self._during()
         self._values.clear()
 
+    def forget_residuals(self) -> None:
+        for residual in self.residuals.values():
+            residual.own.zero_()
+            residual.average.zero_()
+
     # -- what the program has done ----------------------------------------------------------------------
 
     def add_up(self, action: Action) -> None:

@@ -201,6 +201,25 @@ class WireFormat(Strict):
         return {"dtype": value} if isinstance(value, str) or value is None else value
 
 
+class Feedback(Strict):
+    """Error feedback of gradients that are sent as codes (LoCo); see docs/between-hosts.md. A number is `beta`."""
+
+    shorthand: ClassVar[str] = "a number from 0 to 1"
+    beta: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="share of the earlier average in what is kept of what codes lose, for later gradients; 0: only the "
+        "last loss is kept; default: nothing is kept",
+    )
+    reset: int = Field(default=1024, ge=1, description="steps after which all that was kept is forgotten")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: object) -> object:
+        return {"beta": value} if isinstance(value, int | float) else value
+
+
 class Wire(Strict):
     """What is communicated. Sums are computed in the wider of the wire's and the row's dtype."""
 
@@ -209,7 +228,11 @@ class Wire(Strict):
         description="parameters, in a dtype narrower than precision: they are rounded to it wherever they are "
         "gathered, and master weights are not; default: sent as they are",
     )
+    frozen: WireFormat = Field(
+        default=WireFormat(), description="frozen parameters, as codes; default: as others (param)"
+    )
     grad: WireFormat = Field(default=WireFormat(), description="gradients; default: in precision")
+    feedback: Feedback = Field(default=Feedback(), description="error feedback of gradients that are sent as codes")
 
 
 class PowerSGD(Strict):

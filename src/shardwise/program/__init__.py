@@ -32,6 +32,7 @@ from shardwise.program.build import (
 )
 from shardwise.program.check import check, check_step
 from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Phase, Subject, Verb, adds_in_place
+from shardwise.program.feedback import KeptLosses, kept_losses
 from shardwise.program.footprint import (
     NUM_DISK_BUFFERS,
     NUM_KEPT_BLOCKS,
@@ -98,6 +99,7 @@ __all__ = [
     "FlatSpec",
     "Footprint",
     "HostFootprint",
+    "KeptLosses",
     "Mark",
     "Matrix",
     "MatrixExchange",
@@ -134,6 +136,7 @@ __all__ = [
     "in_order",
     "is_over_schedule",
     "keeps_residuals",
+    "kept_losses",
     "lines_on_hosts",
     "matrix_exchanges",
     "merged",

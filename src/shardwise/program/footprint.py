@@ -22,6 +22,7 @@ from shardwise.program.action import Moment, Program
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.effects import Buffer
+from shardwise.program.feedback import losses_bytes
 from shardwise.program.low_rank import factored_bytes
 from shardwise.program.sign_exchange import residual_bytes
 from shardwise.program.spec import FlatSpec, UnitSpec
@@ -255,7 +256,8 @@ def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark 
 def _optim_bytes(
     flats: Sequence[FlatSpec], tier: Tier, states_per_param: int, coordinate: Mapping[str, int] | None
 ) -> int:
-    """States and master weights on `tier`, and what islands have in common of them."""
+    """States and master weights on `tier`, what islands have in common of them, and what codes of gradients have
+    lost."""
     num_bytes = 0
     for flat in flats:
         if not flat.trainable:
@@ -264,6 +266,8 @@ def _optim_bytes(
             num_bytes += flat.outer_bytes
         if flat.tier_of("master") == tier:
             num_bytes += optim_bytes_of(flat, states_per_param, coordinate)
+        if tier == "device":
+            num_bytes += losses_bytes(flat)
     return num_bytes
 
 

@@ -3,6 +3,7 @@
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffer_sync import BufferSync
 from shardwise.runtime.compiled import WrappedForward, check_backend
+from shardwise.runtime.decisions import Decisions, decided
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
@@ -16,6 +17,7 @@ __all__ = [
     "Agreement",
     "BoundBlock",
     "BufferSync",
+    "Decisions",
     "EndOfForward",
     "Executor",
     "GradMover",
@@ -28,6 +30,7 @@ __all__ = [
     "bytes_inside",
     "changed_inside",
     "check_backend",
+    "decided",
     "in_backward",
     "keeps_all",
     "named_tensors",

@@ -8,7 +8,10 @@ neither on which rank sums them nor on how.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -20,6 +23,7 @@ from shardwise.plan.placement.wire import BITS
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
+_CPU = torch.device("cpu")
 _SLICE, _SLICE_ON_DEVICE = 2**16, 2**22
 """Elements that are encoded or decoded at a time. On CPUs the intermediate results of a slice stay in the cache; on
 devices they take 16 or 32 MiB, which is not counted."""
@@ -93,18 +97,22 @@ class Blocks:
         return self._wire.num_bytes(numel)
 
     def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:  # noqa: ARG002  # keeps nothing
-        for some, integers, scales, scratch in self._slices(elements, codes):
-            values = some.to(torch.float32).view(-1, self._block)
-            rounded = scratch[: values.numel()].view_as(values)
-            scales.copy_(self._scales_of(torch.abs(values, out=rounded).amax(1)))
-            # bf16 rounds a scale by 2**-9 of it, which moves no code beyond the largest integer. Nor do scales that are
-            # nearly zero, and a block of zeros is not nan, because the smallest normal number is added: codes of values
-            # below 1e-33 are smaller than they might be.
-            divisors = scales.to(torch.float32).add_(torch.finfo(torch.float32).tiny).unsqueeze(1)
-            self._pack(torch.div(values, divisors, out=rounded), integers)
+        for some, integers, scales, scratch in self.slices(elements, codes):
+            self.encode_slice(some.to(torch.float32), integers, scales, scratch)
+
+    def encode_slice(self, elements: Tensor, integers: Tensor, scales: Tensor, scratch: Tensor) -> None:
+        """`encode` for elements in fp32, as `slices` cuts them."""
+        values = elements.view(-1, self._block)
+        rounded = scratch[: values.numel()].view_as(values)
+        scales.copy_(self._scales_of(torch.abs(values, out=rounded).amax(1)))
+        # bf16 rounds a scale by 2**-9 of it, which moves no code beyond the largest integer. Nor do scales that are
+        # nearly zero, and a block of zeros is not nan, because the smallest normal number is added: codes of values
+        # below 1e-33 are smaller than they might be.
+        divisors = scales.to(torch.float32).add_(torch.finfo(torch.float32).tiny).unsqueeze(1)
+        self._pack(torch.div(values, divisors, out=rounded), integers)
 
     def decode(self, codes: Tensor, elements: Tensor) -> None:
-        for some, integers, scales, scratch in self._slices(elements, codes):
+        for some, integers, scales, scratch in self.slices(elements, codes):
             values, factors = self._unpacked(integers, scratch), scales.to(torch.float32).unsqueeze(1)
             if some.dtype == torch.float32:
                 torch.mul(values, factors, out=some.view_as(values))
@@ -112,25 +120,30 @@ class Blocks:
                 some.view_as(values).copy_(values.mul_(factors))
 
     def add(self, codes: Tensor, elements: Tensor) -> None:
-        for some, integers, scales, scratch in self._slices(elements, codes):
-            values = self._unpacked(integers, scratch)
-            some.view_as(values).add_(values.mul_(scales.to(torch.float32).unsqueeze(1)))
+        for some, integers, scales, scratch in self.slices(elements, codes):
+            some.add_(self.decoded_slice(integers, scales, scratch))
 
-    def _slices(self, elements: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def decoded_slice(self, integers: Tensor, scales: Tensor, scratch: Tensor) -> Tensor:
+        """The elements in fp32, in `scratch`."""
+        values = self._unpacked(integers, scratch)
+        return values.mul_(scales.to(torch.float32).unsqueeze(1)).view(-1)
+
+    def slices(self, elements: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Elements, their integers, their scales, and memory for as many in fp32, some blocks at a time. The memory is
         the same each time, because fresh pages would take longer than the arithmetic."""
         numel = elements.numel()
         size = _SLICE if elements.device.type == "cpu" else _SLICE_ON_DEVICE
-        num_bytes = numel * self._bits // 8
-        of_codes = torch.split(codes[:num_bytes], size * self._bits // 8)
-        of_scales = torch.split(codes[num_bytes:].view(torch.bfloat16), size // self._block)
+        integers, scales = _cut(codes, numel * self._bits // 8)
+        of_codes = torch.split(integers, size * self._bits // 8)
+        of_scales = torch.split(scales, size // self._block)
         scratch = torch.empty(min(size, numel), dtype=torch.float32, device=elements.device)
         for parts in zip(torch.split(elements, size), of_codes, of_scales, strict=True):
             yield (*parts, scratch)
 
     def _scales_of(self, largest: Tensor) -> Tensor:
         """Those of blocks with these largest magnitudes."""
-        return largest.div_(self._largest)
+        # By a tensor: on CUDA, torch multiplies by the reciprocal of a number, which is another scale now and then.
+        return largest.div_(largest.new_full((), self._largest))
 
     def _pack(self, scaled: Tensor, integers: Tensor) -> None:
         """Round elements, in units of their scales, into `integers`."""
@@ -176,11 +189,90 @@ class Fp8Blocks(Blocks):
         return values.copy_(integers.view(self._number).view_as(values))
 
 
-def codec_for(wire: Wire | Codes) -> Codec:
-    """The codec of a format. A new format is a class here and what it counts in `plan/placement/wire.py`."""
+class FedBack:
+    """Codes of elements and what was lost of those before them, of which the moving average is kept in `losses`, one
+    for each element that this rank encodes for one collective (LoCo, arXiv:2407.04480, algorithm 1).
+
+    What is not finite loses nothing, so that a step that is left out for it leaves nothing behind.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, blocks: Blocks, losses: Tensor, beta: float) -> None:
+        self._blocks, self._losses, self._beta = blocks, losses, beta
+
+    def num_codes(self, numel: int) -> int:
+        return self._blocks.num_codes(numel)
+
+    def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:
+        for some, integers, scales, scratch in self._blocks.slices(elements, codes):
+            kept = self._losses[start : start + some.numel()]
+            meant = some.to(torch.float32, copy=True).add_(kept)
+            self._blocks.encode_slice(meant, integers, scales, scratch)
+            lost = meant.sub_(self._blocks.decoded_slice(integers, scales, scratch))
+            lost.mul_(1 - self._beta).add_(kept, alpha=self._beta)
+            kept.copy_(lost.nan_to_num_(0.0, 0.0, 0.0))
+            start += some.numel()
+
+    def decode(self, codes: Tensor, elements: Tensor) -> None:
+        self._blocks.decode(codes, elements)
+
+    def add(self, codes: Tensor, elements: Tensor) -> None:
+        self._blocks.add(codes, elements)
+
+
+class KernelBlocks:
+    """`Blocks`, or `FedBack` with `losses`, in one pass over memory by the kernels of `codec_kernels.py`."""
+
+    dtype = torch.uint8
+
+    def __init__(self, wire: Codes, kernels: ModuleType, losses: Tensor | None) -> None:
+        self._wire, self._kernels, self._losses = wire, kernels, losses
+
+    def num_codes(self, numel: int) -> int:
+        return self._wire.num_bytes(numel)
+
+    def encode(self, elements: Tensor, codes: Tensor, start: int = 0) -> None:
+        wire, losses = self._wire, self._losses
+        if losses is not None and wire.feedback is not None:
+            kept, beta = losses[start : start + elements.numel()], wire.feedback.beta
+            self._kernels.encode(elements, *self._cut(codes, elements), wire.block, kept, beta)
+        else:
+            self._kernels.encode(elements, *self._cut(codes, elements), wire.block)
+
+    def decode(self, codes: Tensor, elements: Tensor) -> None:
+        self._kernels.decode(elements, *self._cut(codes, elements), self._wire.block, adds=False)
+
+    def add(self, codes: Tensor, elements: Tensor) -> None:
+        self._kernels.decode(elements, *self._cut(codes, elements), self._wire.block, adds=True)
+
+    def _cut(self, codes: Tensor, elements: Tensor) -> tuple[Tensor, Tensor]:
+        return _cut(codes, elements.numel() * BITS[self._wire.dtype] // 8)
+
+
+def _cut(codes: Tensor, num_bytes: int) -> tuple[Tensor, Tensor]:
+    """The integers of a message, in so many bytes, and the scales."""
+    return codes[:num_bytes], codes[num_bytes:].view(torch.bfloat16)
+
+
+@functools.cache
+def kernels_on(device: torch.device) -> ModuleType | None:
+    """The kernels for codes of integers, where there are any: on GPUs, with Triton, which torch brings for them."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("shardwise.runtime.codec_kernels")
+
+
+def codec_for(wire: Wire | Codes, device: torch.device = _CPU, losses: Tensor | None = None) -> Codec:
+    """The codec of a format for elements on `device`; `losses` is the memory of its error feedback, if it has any. A
+    new format is a class here and what it counts in `plan/placement/wire.py`."""
     if not isinstance(wire, Codes):
         return Cast(torch_dtype(wire.dtype))
-    return Fp8Blocks(wire) if wire.dtype == "fp8" else Blocks(wire)
+    kernels = kernels_on(device) if wire.dtype != "fp8" else None
+    if kernels is not None:
+        return KernelBlocks(wire, kernels, losses)
+    blocks = Fp8Blocks(wire) if wire.dtype == "fp8" else Blocks(wire)
+    return blocks if wire.feedback is None or losses is None else FedBack(blocks, losses, wire.feedback.beta)
 
 
 class EncodedGather:

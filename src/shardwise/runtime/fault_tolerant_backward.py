@@ -9,9 +9,11 @@ that they are not used. Memory that has been freed reads as NaN, which does no h
 ranks have another world then, and the iteration is void. What was computed in the former one is sent back all the same,
 and its gradients arrive at parameters of the present one: those events are dropped too.
 
-[Note: recomputed after a fault] A router that is recomputed without its parameters chooses other experts, whose tensors
-have other sizes than in the forward, and torch's checkpointing and autograd raise. In a backward of the engine such an
-error is dropped, as it follows from a fault that is known. Out of `loss.backward()` it comes, and the job restarts.
+[Note: recomputed after a fault] A router that is recomputed without its parameters would choose other experts, whose
+tensors have other sizes than in the forward, and torch's checkpointing and autograd would raise. Where the plan
+recomputes, it does not choose again (`decisions.py`). Where the model does, by torch's own checkpointing, or has
+experts that decide for themselves, the error is dropped in a backward of the engine, as it follows from a fault that is
+known. Out of `loss.backward()` it comes, and the job restarts.
 """
 
 from __future__ import annotations

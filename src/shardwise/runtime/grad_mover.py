@@ -17,7 +17,7 @@ from shardwise.errors import CommError
 from shardwise.memory import Flat, torch_dtype
 from shardwise.plan.placement import SumOfCodes
 from shardwise.program import Action, Factored, Subject, Verb, adds_in_place, reduce_due, step_gradients
-from shardwise.runtime.codec import EncodedAllReduce, EncodedReduceScatter, codec_for
+from shardwise.runtime.codec import Codec, EncodedAllReduce, EncodedReduceScatter, codec_for
 from shardwise.runtime.low_rank import FactoredSum
 from shardwise.runtime.reduction import Reduction, staging_bytes
 
@@ -32,9 +32,9 @@ class GradMover:
         self._collectives = collectives
         self._groups = groups
         self._name = flat.name
-        codes = flat.spec.table.grad_codes
         self._wire = torch_dtype(flat.spec.table.grad_wire.dtype)
-        self._codec = codec_for(codes) if codes is not None else None
+        self._codecs: dict[str, Codec] = {}
+        """By the axis along which they are sent."""
         self._reduction: Reduction | None = None
         self._factored_sum: FactoredSum | None = None
         self._chain = reduce_due(flat.spec)
@@ -71,8 +71,9 @@ class GradMover:
             out = source[group.index * numel : (group.index + 1) * numel]
         else:
             out = flat.grads.sum_memory(numel, dtype)
-        if self._codec is not None and action.codes:
-            work: Work = EncodedReduceScatter(self._codec, self._collectives, out, source, group, self._name)
+        if action.codes:
+            codec = self._codec_along(action.over)
+            work: Work = EncodedReduceScatter(codec, self._collectives, out, source, group, self._name)
         else:
             chunks = reduction.chunks(len(group.ranks))
             work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name, chunks)
@@ -88,12 +89,20 @@ class GradMover:
             out = source
         else:
             out = self.flat.grads.sum_memory(source.numel(), dtype)
-        if self._codec is not None and action.codes:
-            way = SumOfCodes.parse(action.verb, action.codes)
-            work: Work = EncodedAllReduce(self._codec, way, self._collectives, out, source, group, self._name)
+        if action.codes:
+            codec, way = self._codec_along(action.over), SumOfCodes.parse(action.verb, action.codes)
+            work: Work = EncodedAllReduce(codec, way, self._collectives, out, source, group, self._name)
         else:
             work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
         reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
+
+    def _codec_along(self, axis: str) -> Codec:
+        """Made when first needed, because only then there is memory for what it loses."""
+        if axis not in self._codecs:
+            codes = self.flat.spec.table.grad_codes
+            assert codes is not None
+            self._codecs[axis] = codec_for(codes, self.flat.device, self.flat.losses.get(axis))
+        return self._codecs[axis]
 
     def project_grad(self, action: Action) -> None:
         """Start the first half of a sum whose matrices are sent as factors."""

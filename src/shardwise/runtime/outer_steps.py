@@ -104,7 +104,7 @@ class _OuterGradient:
         self._groups = groups
         codes = flat.spec.table.outer.codes
         self._wire = torch_dtype(flat.spec.table.outer.wire.dtype)
-        self._codec = codec_for(codes) if codes is not None else None
+        self._codec = codec_for(codes, flat.device) if codes is not None else None
         self._num_islands = flat.spec.mesh.num_islands
         self._value: Tensor | None = None
         self._work: Work | None = None

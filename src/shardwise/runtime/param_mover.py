@@ -37,7 +37,7 @@ class ParamMover:
         self._arriving: Work | None = None
         table = flat.spec.table
         wires = {axis: table.param_wire_over(axis) for axis in table.axes}
-        self._codecs = {axis: codec_for(wire) for axis, wire in wires.items() if wire is not None}
+        self._codecs = {axis: codec_for(wire, flat.device) for axis, wire in wires.items() if wire is not None}
         self._codes = table.param_codes
         self._outgoing: Tensor | None = None
         """On the host: the cast of what was updated there, while it is being fetched."""

@@ -407,12 +407,20 @@ class ShardedModel:
         if member is self.require_optimizer().members[0]:
             self.progress.note_step()
             self.world.journal.num_steps += 1
+            self._forget_losses_when_due()
         if member is self.require_optimizer().members[-1]:
             self._outer_step()
         self.begin_factors_when_due()
         if parts.verification is not None and self._is_next_verified:
             parts.runner.step.take_checksums()
             parts.verification.note()
+
+    def _forget_losses_when_due(self) -> None:
+        """After so many steps, as the plan says, begin error feedback of gradients anew."""
+        if self.progress.num_steps % self.plan.wire.feedback.reset == 0:
+            for flat in self.parts.flats:
+                for losses in flat.losses.values():
+                    losses.zero_()
 
     def _outer_step(self) -> None:
         """Bring islands together, if that is due after the step that all optimizers have taken."""

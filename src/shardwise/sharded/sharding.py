@@ -412,6 +412,12 @@ def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
             f"powersgd.rank is {plan.powersgd.rank}. What each rank has not sent yet would be lost with it, so it does "
             f"not work in an elastic job in this version. Launch the job without --elastic, or leave powersgd out."
         )
+    if world.membership is not None and plan.wire.feedback.beta is not None:
+        raise ConfigError(
+            f"wire.feedback is {plan.wire.feedback.beta:g}. What the codes of each rank have lost would be "
+            f"lost with it, so it does not work in an elastic job in this version. Launch the job without --elastic, "
+            f"or leave out feedback."
+        )
     if world.membership is not None and any(update.sends_signs for update in updates.values()):
         raise ModelError(
             "The optimizer sends one bit per element, and what each rank has not sent yet would be lost with it, so it "

@@ -2,7 +2,6 @@
 
 from shardwise.comm.members.channels import ChannelMemory, LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
-from shardwise.comm.members.launcher_address import LauncherAddress
 from shardwise.comm.members.member_messages import (
     TAKEN_FOR_LOST,
     Announcement,
@@ -17,7 +16,6 @@ __all__ = [
     "TAKEN_FOR_LOST",
     "Announcement",
     "ChannelMemory",
-    "LauncherAddress",
     "LauncherChannel",
     "MemberMessage",
     "Pace",

@@ -20,7 +20,7 @@ from shardwise.comm import compat
 from shardwise.comm.bootstrap import LATER_SECONDS, MEMBER, Opened, agreed_device, open_groups
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.departure import DEPARTURE
-from shardwise.comm.members.launcher_address import LauncherConnection
+from shardwise.comm.members.launcher_connection import LauncherConnection
 from shardwise.comm.members.membership import Opening, StoreMembership
 from shardwise.comm.regrouping import W
 from shardwise.errors import CommError

@@ -578,9 +578,19 @@ def _set_mesh(plan: dict[str, Any], values: _Values, sizes: _ParallelSizes) -> N
         plan["mesh"] = {**outer, **data, **inner}
 
 
+_QUANTIZED = (
+    ("param", "weights", "int8"),
+    ("frozen", "nontrainable_weights", "int8"),
+    ("grad", "gradients", "int4"),
+)
+"""What ZeRO++ sends in fewer bits: its key in `wire`, the end of its field, and as what it is sent."""
+_FEEDBACK = {"err_beta": "beta", "reset_T": "reset"}
+
+
 def _set_codes(plan: dict[str, Any], values: _Values, notes: list[Note]) -> None:
-    """ZeRO++'s quantized weights (int8) and gradients (int4), between hosts where the config says where these are."""
-    for kind, what, dtype in (("param", "weights", "int8"), ("grad", "gradients", "int4")):
+    """ZeRO++'s quantized weights and gradients, between hosts where the config says where these are, and LoCo's
+    feedback of what the latter lose."""
+    for kind, what, dtype in _QUANTIZED:
         path = f"zero_optimization.zero_quantized_{what}"
         if not values.flag(path):
             continue
@@ -588,9 +598,28 @@ def _set_codes(plan: dict[str, Any], values: _Values, notes: list[Note]) -> None
             notes.append(Note(path, FieldStatus.NOT_NEEDED, "DeepSpeed uses it in stage 3 only"))
             continue
         wire: dict[str, Any] = {"dtype": dtype}
-        if kind == "param" and plan["preset"] == "hsdp":
+        if kind != "grad" and plan["preset"] == "hsdp":
             wire["axes"] = ["local"]  # of hosts, where MiCS gathers
         plan.setdefault("wire", {})[kind] = wire
+    _set_feedback(plan, values, notes)
+
+
+def _set_feedback(plan: dict[str, Any], values: _Values, notes: list[Note]) -> None:
+    path = "zero_optimization.zeropp_loco_param"
+    asked = values.get(path)
+    if asked is None:
+        return
+    if not isinstance(asked, Mapping) or set(asked) - set(_FEEDBACK):
+        raise ConfigError(f"{path} is {json.dumps(asked)}; it must be an object with err_beta and reset_T.")
+    if "grad" not in plan.get("wire", {}):
+        notes.append(Note(path, FieldStatus.NOT_NEEDED, "DeepSpeed uses it with zero_quantized_gradients only"))
+        return
+    if plan.get("precision") == "fp16":
+        raise ConfigError(
+            f"{path} is given, and fp16 is enabled, whose loss scale changes: what codes have lost would be added to "
+            f"gradients of another scale. Enable bf16 in its place, or leave out zeropp_loco_param."
+        )
+    plan["wire"]["feedback"] = {key: asked.get(name, values.get(f"{path}.{name}")) for name, key in _FEEDBACK.items()}
 
 
 def read_elasticity(source: Mapping[str, Any] | str | Path) -> Elasticity:

@@ -188,9 +188,14 @@ def _runtime_modules() -> dict[str, dict[str, Any]]:
         "deepspeed.runtime.config": _CONFIGS,
         "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
         "deepspeed.runtime.fp16": {},
-        "deepspeed.runtime.fp16.onebit": {"OnebitAdam": OnebitAdam, "OnebitLamb": OnebitLamb},
+        "deepspeed.runtime.fp16.onebit": {
+            "OnebitAdam": OnebitAdam,
+            "OnebitLamb": OnebitLamb,
+            "ZeroOneAdam": ZeroOneAdam,
+        },
         "deepspeed.runtime.fp16.onebit.adam": {"OnebitAdam": OnebitAdam},
         "deepspeed.runtime.fp16.onebit.lamb": {"OnebitLamb": OnebitLamb},
+        "deepspeed.runtime.fp16.onebit.zoadam": {"ZeroOneAdam": ZeroOneAdam},
         "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": ours.DeepSpeedHybridEngine},
         "deepspeed.runtime.lr_schedules": lr_schedules,
         "deepspeed.runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
@@ -372,6 +377,15 @@ class OnebitLamb(metaclass=_Factory):
 
     def __new__(cls, params: Any, deepspeed: object = None, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return initialization.make_optimizer(ComponentConfig("OneBitLamb", {"lr": lr, **options}), list(params))
+
+
+class ZeroOneAdam(metaclass=_Factory):
+    """`shardwise.optim.ZeroOneAdam` with DeepSpeed's arguments. Its second is DeepSpeed's engine, and is not needed."""
+
+    KIND = sw.optim.ZeroOneAdam
+
+    def __new__(cls, params: Any, deepspeed: object = None, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        return initialization.make_optimizer(ComponentConfig("ZeroOneAdam", {"lr": lr, **options}), list(params))
 
 
 class FusedLion(metaclass=_Factory):

@@ -197,8 +197,8 @@ _ZERO = {
         compute_grad_norm=True,
     ),
     **_all(
-        _REFUSED,
-        "frozen weights are kept in the bits in which they are loaded; load the base in 4 or 8 bits, as for QLoRA",
+        _HONOURED,
+        "frozen matrices are sent as int8, and rest as they were loaded; load the base in 4 or 8 bits to keep it so",
         zero_quantized_nontrainable_weights=False,
     ),
     **_all(
@@ -208,10 +208,10 @@ _ZERO = {
         zero_quantized_gradients=False,
     ),
     **_all(
-        _REFUSED,
-        "gradients are made codes once, between hosts, and what that loses is not fed back; leave it out",
+        _HONOURED,
+        "as wire.feedback in a plan; reset_T counts steps, and what is lost within hosts is nothing",
         zeropp_loco_param=None,
-        **{"zeropp_loco_param.err_beta": None, "zeropp_loco_param.reset_T": None},
+        **{"zeropp_loco_param.err_beta": 0.8, "zeropp_loco_param.reset_T": 1024},
     ),
     **_all(_REFUSED, "ZenFlow changes the update rule", zenflow=None),
 }

@@ -40,7 +40,7 @@ OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.O
 SchedulerOrFactory = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
 Config = Mapping[str, Any] | str | Path
 
-_KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD")
+_KNOWN = ("Adam", "AdamW", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "SGD", "ZeroOneAdam")
 _ADAMS = ("adam", "adamw")
 _OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _IGNORED_PARAMS = {

@@ -58,7 +58,6 @@ _INFERENCE = "use deepspeed.init_inference(model, config); other programs serve 
 _ROLLOUT = "set hybrid_engine in the config, and use engine.generate()"
 _SEQUENCE = "set sequence_parallel_size in the config"
 _CONFIG = "give the config to initialize() as a dict or a file; shardwise.integrations.deepspeed.read_config checks it"
-_ZERO_ONE = "parameters of the ranks would diverge between averages; use OnebitAdam of deepspeed.runtime.fp16.onebit"
 _REDUCED = "backward() or step() reduces gradients; collectives are in torch.distributed"
 _MONITORS = "set monitors in the config, and use engine.monitor.write_events(events)"
 _RECOMPUTE = "use deepspeed.checkpointing.checkpoint, or activations: in a shardwise plan"
@@ -200,7 +199,6 @@ _MODULES: dict[str, Row] = {
     **_refused("use AdamW, Lamb or Lion", "deepspeed.ops", "adagrad.cpu_adagrad lamb.fused_lamb lion.cpu_lion"),
     **_refused("use AdamW, Lamb or Lion", "deepspeed.ops", "lion.fused_lion lion.multi_tensor_apply"),
     **_refused(_INSIDE, "deepspeed.runtime.fp16", "fused_optimizer loss_scaler unfused_optimizer"),
-    **_refused(_ZERO_ONE, "deepspeed.runtime.fp16.onebit", "zoadam"),
     **_refused("set bf16 in the config", "deepspeed.runtime", "bf16_optimizer"),
     **_refused("use torch.autocast in the script", "deepspeed.runtime", "torch_autocast"),
     **_refused("it is part of quantize_training", "deepspeed.runtime", "eigenvalue"),
@@ -319,7 +317,6 @@ _ENGINE: dict[str, Row] = {
     **_refused("offload to disk is done by the plan", "engine", "swap_tensor_config"),
     **_refused(_SPLIT, "engine", "tensor_parallel_config"),
     **_refused("ZenFlow changes the update rule", "engine", "zenflow_config update_interval"),
-    **_refused("what codes of gradients lose is not fed back", "engine", "zeropp_loco_param"),
 }
 """Names of the engine that `deepspeed.initialize` returns."""
 _PIPELINE: dict[str, Row] = {
@@ -451,6 +448,7 @@ SETTINGS = {
     "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
     "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
     "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
 }
 """Methods of the engine that return the value of a config field, by its path; of a section, a dict of its values."""
 OFF = frozenset(

@@ -1,7 +1,8 @@
-"""`optimizer.type: OneBitAdam` and `OneBitLamb`: shardwise's own, with DeepSpeed's arguments."""
+"""`optimizer.type: OneBitAdam`, `OneBitLamb` and `ZeroOneAdam`: shardwise's own, with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,17 +11,23 @@ import torch
 import shardwise as sw
 from shardwise.errors import ConfigError
 
-_KINDS: dict[str, type[torch.optim.Optimizer]] = {"onebitadam": sw.optim.OneBitAdam, "onebitlamb": sw.optim.OneBitLamb}
-_ZERO_ONE = "zerooneadam"
+_log = logging.getLogger("shardwise")
+_KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "onebitadam": sw.optim.OneBitAdam,
+    "onebitlamb": sw.optim.OneBitLamb,
+    "zerooneadam": sw.optim.ZeroOneAdam,
+}
 _BACKENDS = ("nccl", "mpi", "hccl", "compressed")
 _NO_EFFECT = ("cuda_aware", "comm_backend_name", "bias_correction", "deepspeed")
 _WITHOUT = ("max_grad_norm", "amsgrad", "eps_inside_sqrt")
 """Settings that have to be off: DeepSpeed refuses the first two itself, and never reads the third."""
+_LOCAL_STEPS = ("local_step_scaler", "local_step_clipper")
+"""Settings of 0/1 Adam for steps in which nothing is sent, and parameters of the ranks diverge."""
 
 
 def is_onebit(name: str) -> bool:
     """Whether `optimizer.type` names an optimizer that sends one bit per element."""
-    return name.lower() in (*_KINDS, _ZERO_ONE)
+    return name.lower() in _KINDS
 
 
 def require_stage_0(name: str, stage: int) -> None:
@@ -34,15 +41,11 @@ def require_stage_0(name: str, stage: int) -> None:
 
 
 def make_onebit(name: str, params: Iterable[Any], options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer that DeepSpeed calls `name`. Backends of its own communication have no effect.
+    """The optimizer that DeepSpeed calls `name`. Backends of its own communication have no effect, nor have local steps
+    of 0/1 Adam, which is logged: all steps average.
 
-    Raises `ConfigError` for 0/1 Adam, and for options that it does not have.
+    Raises `ConfigError` for options that it does not have.
     """
-    if name.lower() == _ZERO_ONE:
-        raise ConfigError(
-            f"optimizer.type is {name!r}. 0/1 Adam lets the parameters of the ranks diverge between two averages, and "
-            f"every plan keeps copies of a parameter equal. Take OneBitAdam, which averages in every step."
-        )
     for key in _WITHOUT:
         if options.get(key):
             cure = " To clip gradients, set gradient_clipping." if key == "max_grad_norm" else " Leave it out."
@@ -54,6 +57,14 @@ def make_onebit(name: str, params: Iterable[Any], options: Mapping[str, Any]) ->
             f"go as all others do, so leave it out."
         )
     own = {key: value for key, value in options.items() if key not in (*_NO_EFFECT, *_WITHOUT)}
+    if _KINDS[name.lower()] is sw.optim.ZeroOneAdam:
+        own = {key: value for key, value in own.items() if key not in _LOCAL_STEPS}
+        if options.get("local_step_clipper") != 1:
+            _log.info(
+                "%s takes no local steps, in which parameters of the ranks would diverge: momenta are averaged in "
+                "every step, as with local_step_clipper: 1.",
+                name,
+            )
     if isinstance(own.get("betas"), list):
         own["betas"] = tuple(own["betas"])
     try:

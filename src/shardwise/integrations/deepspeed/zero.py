@@ -41,20 +41,15 @@ def Init(  # noqa: N802
 
     Initializes torch's default process group before, under a launcher that says where ranks meet as `torchrun` does.
     With `module`, which is built already, nothing is deferred. The config that `initialize` gets decides in which
-    precision the model computes, where parameters are kept, and whether memory is pinned; those arguments have no
-    effect here, nor has `dtype`: masters keep the values in fp32. Raises `ConfigError` for groups of ranks and
-    for frozen weights in fewer bits.
+    precision the model computes, where parameters are kept, as what they are sent, and whether memory is pinned;
+    those arguments have no effect here, nor has `dtype`: masters keep the values in fp32. Raises `ConfigError` for
+    groups of ranks.
     """
     groups = (data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group)
     if any(group is not None for group in groups):
         raise ConfigError(
             "zero.Init() with groups of ranks is not supported. Set tensor_parallel, sequence_parallel_size or "
             "zero_hpz_partition_size in the config instead."
-        )
-    if zero_quantized_nontrainable_weights:
-        raise ConfigError(
-            "zero.Init() with zero_quantized_nontrainable_weights is not supported. Leave it out, and load the base in "
-            "4 or 8 bits."
         )
     if enabled:
         init_distributed_if_launched()  # constructors may ask torch.distributed for their rank

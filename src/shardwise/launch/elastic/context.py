@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.comm.compat import Store
 from shardwise.launch.elastic.scaling import Scaling
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.elastic.succession import Succession
+from shardwise.launch.elastic.succession import Successor
 from shardwise.launch.elastic.workers import Workers
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.log_folder import Folder
@@ -32,7 +33,9 @@ class Context:
     say: Callable[[str], None]
     token: str = ""
     """By which ranks know each other; `""` is a new one."""
-    succession: Succession | None = None
+    succession: Successor | None = None
     """How another launcher can take over; `None` where none does."""
     scaling: Scaling | None = None
     """With `--autoscale`."""
+    clock: Callable[[], float] = time.monotonic
+    """In seconds; goes on where a launcher on another host has stopped."""

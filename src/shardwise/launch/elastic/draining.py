@@ -14,9 +14,16 @@ from shardwise.launch.elastic.workers import HostLeaves
 class Draining:
     """The draining hosts of one attempt."""
 
-    def __init__(self, context: Context, rendezvous: Rendezvous, end_one: Callable[[int, str], None]) -> None:
-        """`end_one(number, why)` ends a process that is not a member."""
-        self._context, self._rendezvous, self._end_one = context, rendezvous, end_one
+    def __init__(
+        self,
+        context: Context,
+        rendezvous: Rendezvous,
+        end_one: Callable[[int, str], None],
+        remember: Callable[[], None],
+    ) -> None:
+        """`end_one(number, why)` ends a process that is not a member, `remember` writes down what is decided."""
+        self._context, self._rendezvous = context, rendezvous
+        self._end_one, self._remember = end_one, remember
         self._hosts: set[str] = set()
         """Hosts to be released when their last process has ended."""
         self._waiting: list[set[int]] = []
@@ -50,9 +57,11 @@ class Draining:
         for members in [members for members in self._waiting if self._rendezvous.can_spare(members)]:
             self._waiting.remove(members)
             self._rendezvous.send_away(members)
-        for host in [host for host in self._hosts if not self._context.slots.numbers_on(host)]:
-            self._hosts.remove(host)
-            self._context.workers.leave(host)
+        if done := [host for host in self._hosts if not self._context.slots.numbers_on(host)]:
+            for host in done:
+                self._hosts.remove(host)
+                self._context.workers.leave(host)
+            self._remember()
         if self._rendezvous.requests.needs_end and not self._context.signals.received:
             least = self._rendezvous.least
             self._context.say(

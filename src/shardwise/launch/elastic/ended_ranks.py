@@ -22,11 +22,19 @@ _UNREACHED = "kept the others waiting", "did not answer", "did not rejoin"
 class EndedRanks:
     """Collects how ranks ended until it is known which ones continue."""
 
-    def __init__(self, classifier: Classifier, notes: Notes) -> None:
+    def __init__(self, classifier: Classifier, notes: Notes, clock: Callable[[], float] = time.monotonic) -> None:
         self._classifier = classifier
-        self._notes = notes
+        self.attach(notes, clock)
         self._ends: list[End] = []
         self._left_out: list[int] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        """All but what the launcher's process has to give: see `attach`."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_notes", "_clock")}
+
+    def attach(self, notes: Notes, clock: Callable[[], float]) -> None:
+        """Restore what is not written down."""
+        self._notes, self._clock = notes, clock
 
     def add(
         self, outcome: Outcome, rank: int, step: int, reason: str = "", *, host: str = "", ran_out: bool = False
@@ -55,7 +63,7 @@ class EndedRanks:
             return None
         if self._notes.skips():
             self._classifier.policy = replace(self._classifier.policy, data="skip")
-        cause = self._classifier.classify(self._ends, num_ranks, time.monotonic())
+        cause = self._classifier.classify(self._ends, num_ranks, self._clock())
         self._ends = []
         if cause.action == "skip":
             self._left_out.append(step)

@@ -7,7 +7,6 @@ decisions: it notifies members, starts replacements, or ends the job.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -72,7 +71,7 @@ class ElasticAgent:
         """Why the launcher ended processes, by number."""
         self._num_before = context.job.nproc
         """The number of ranks before the last loss."""
-        self._ended_ranks = EndedRanks(Classifier(context.elastic.policy), context.workers.notes)
+        self._ended_ranks = EndedRanks(Classifier(context.elastic.policy), context.workers.notes, context.clock)
         self._pending_cause = PendingCause(self._ended_ranks, context.slots, context.elastic.exclude_seconds)
         self._is_resumed = memory is not None
         if memory is None:
@@ -86,8 +85,9 @@ class ElasticAgent:
             setattr(self, name, memory[name])
         self._context.slots = self._slots
         self._rendezvous.attach(self._can_grow, self._workers.is_stopped)
+        self._ended_ranks.attach(self._workers.notes, self._context.clock)
         self._connect(memory["channel"])
-        self._rendezvous.taken_over(time.monotonic())
+        self._rendezvous.taken_over(self._context.clock())
         if memory["signal"] is not None:
             self._context.signals.received.insert(0, memory["signal"])
 
@@ -104,9 +104,9 @@ class ElasticAgent:
     def run(self) -> bool:
         """Run one attempt to its end; return whether it succeeded. A signal ends it early."""
         if not self._is_resumed:
-            self._slots.begin(time.monotonic())
+            self._slots.begin(self._context.clock())
         self._is_resumed = False
-        self._start_due(time.monotonic())
+        self._start_due(self._context.clock())
         self._act()
         while self._goes_on() and not self._context.signals.received and self._rendezvous.state != "lost":
             self._sleep()
@@ -136,7 +136,7 @@ class ElasticAgent:
     def _goes_on(self) -> bool:
         """Whether processes live, or hosts may come back for the first ones of an attempt."""
         is_first = not self._rendezvous.processes
-        return bool(self._workers.living) or (is_first and self._slots.can_come(time.monotonic()))
+        return bool(self._workers.living) or (is_first and self._slots.can_come(self._context.clock()))
 
     # -- processes --------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class ElasticAgent:
         """Prepare for the messages of this attempt's processes."""
         seal = Seal(self._token, str(self.attempt))
         self._channel = LauncherChannel(self._context.store, str(self.attempt), seal, memory)
-        self._draining = Draining(self._context, self._rendezvous, self._end_one)
+        self._draining = Draining(self._context, self._rendezvous, self._end_one, self._remember)
         self._disconnections = Disconnections(self._rendezvous, self._pending_cause)
 
     def _start(self, slot: Slot) -> None:
@@ -185,7 +185,7 @@ class ElasticAgent:
         """Whether a process may still join that is not a member yet."""
         processes = self._rendezvous.processes.values()
         is_starting = any(one.is_alive and not one.is_member and not one.is_spare for one in processes)
-        return is_starting or self._slots.can_come(time.monotonic())
+        return is_starting or self._slots.can_come(self._context.clock())
 
     # -- the loop ---------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class ElasticAgent:
 
     def _look(self) -> None:
         """Handle all messages and events since the last call."""
-        now = time.monotonic()
+        now = self._context.clock()
         if self._context.succession is not None:
             self._context.succession.tend()
         messages = self._channel.read(list(self._workers.living))
@@ -327,11 +327,11 @@ class ElasticAgent:
     def _classify(self) -> None:
         """Classify the losses before the next generation is entered, so that its members know of a batch to skip, and
         nothing is started on an excluded host."""
-        self._pending_cause.classify(self._num_before, self._rendezvous.step, time.monotonic())
+        self._pending_cause.classify(self._num_before, self._rendezvous.step, self._context.clock())
 
     def _report_change(self) -> None:
         """Print one report, once it is known which ranks continue; then delete keys of former generations."""
-        rendezvous, now = self._rendezvous, time.monotonic()
+        rendezvous, now = self._rendezvous, self._context.clock()
         if rendezvous.generation:
             self._classify()
             cause = self._pending_cause.take()
@@ -372,7 +372,7 @@ class ElasticAgent:
             for message in self._channel.read(list(self._workers.living)):
                 self._channel.act_on(message)
                 if message.kind not in ("leaving", "raised"):
-                    self._rendezvous.receive(message, time.monotonic())
+                    self._rendezvous.receive(message, self._context.clock())
             self._publish()
         return False
 

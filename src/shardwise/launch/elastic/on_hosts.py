@@ -1,6 +1,6 @@
 """Runs an elastic job on several hosts: connects, runs attempts, and returns the exit status.
 
-The store is on this machine, since it must outlive every host.
+The store is on this machine. If that is lost, hosts agree on one of them that has the next one: see `mirror.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
+from shardwise.launch.elastic.mirror import HostsState, Mirror
 from shardwise.launch.elastic.place import ListedPlace
 from shardwise.launch.elastic.remote import RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
@@ -43,6 +44,8 @@ from shardwise.launch.places.hosts import Host
 from shardwise.launch.places.ssh import SshPlan
 from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
+from shardwise.system.job_token import new_token
+from shardwise.system.launcher_address import LauncherAddress
 from shardwise.system.listening import listen_at
 
 _LOOPBACK = ("127.0.0.1", "::1")
@@ -100,10 +103,21 @@ def run_on_hosts(
         )
         for host in hosts:
             slots.ready(host.name, host.share.num_ranks, time.monotonic())
-        run_id = f"{os.getpid()}-{int(time.time())}"
-        context = Context(job, elastic, store, address, port, run_id, folder, workers, slots, signals, say)
+        run_id, token = f"{os.getpid()}-{int(time.time())}", new_token()
+        context = Context(job, elastic, store, address, port, run_id, folder, workers, slots, signals, say, token)
         context.scaling = scaling
+        if elastic.launcher_timeout_seconds and _outlives_its_launcher(plan, place):
+            mirror = Mirror(HostsState(plan, run_id), workers, elastic.launcher_timeout_seconds)
+            workers.introduce(LauncherAddress(0, address, port), token)
+            mirror.keep(None)
+            context.succession = mirror
         return run_attempts(context)
+
+
+def _outlives_its_launcher(plan: SshPlan, place: ListedPlace | None) -> bool:
+    """Whether processes on hosts go on when their connection breaks. A step of Slurm ends with its `srun`; and where
+    hosts come from a `place`, no other machine could ask it for more."""
+    return type(plan) is SshPlan and place is None
 
 
 def _connect(plan: SshPlan, hosts: list[RemoteHost], arrivals: Arrivals) -> None:
@@ -131,6 +145,7 @@ def _prepare(plan: SshPlan, hosts: list[RemoteHost], answers: Answers) -> tuple[
     for host in hosts:
         assert host.connection is not None
         host.ahead_seconds, host.facts = looked[host.connection]
+        host.seat = replies[host.connection]["address"], replies[host.connection]["port"]
         host.state, host.is_copied = "ready", True
         host.connection.heard = time.monotonic()
     return address, port, store

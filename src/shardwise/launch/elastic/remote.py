@@ -10,8 +10,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.host_list import HostList
@@ -20,19 +20,37 @@ from shardwise.launch.elastic.remote_host import FIRST_PAUSE_SECONDS, HostChecks
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
 from shardwise.launch.environment import Attempt
-from shardwise.launch.hosts.connection import Arrivals, Connection
+from shardwise.launch.hosts.connection import Arrivals, Carrier, Connection
 from shardwise.launch.hosts.gather import next_arrival
 from shardwise.launch.hosts.host_messages import Message, outcome_from
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.members import BEATS
 from shardwise.launch.hosts.run import close_all, devices_of
 from shardwise.launch.outcome import Outcome
-from shardwise.launch.places.hosts import Host, shares
+from shardwise.launch.places.hosts import Host, Share, shares
 from shardwise.launch.places.ssh import SshPlan
+from shardwise.system.launcher_address import LauncherAddress
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _ASK_SECONDS = 0.1
+_HEAR_MILLISECONDS = 10
 _KILL_SECONDS, _CLOSE_SECONDS, _TELL_SECONDS = 5.0, 2.0, 5.0
+
+
+@dataclass
+class RemoteMemory:
+    """What a launcher that takes over needs to know about hosts and processes."""
+
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    """By label."""
+    seats: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """By label, as `RemoteHost.seat`."""
+    living: Mapping[int, str] = field(default_factory=dict)
+    """By number: the names of hosts."""
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict)
+    attempt: int = 0
+    num_started: int = 0
+    says_skip: bool = False
 
 
 class RemoteWorkers:
@@ -70,6 +88,10 @@ class RemoteWorkers:
         self._attempt = self._num_started = 0
         self._alive_at = 0.0
         self._num_confirmed = 0
+        self.parting: list[RemoteHost] = []
+        """Hosts that have left, and still count: see `mirror.py`."""
+        self._address: LauncherAddress | None = None
+        self._token = ""
 
     # -- Workers ----------------------------------------------------------------------------------------
 
@@ -87,7 +109,11 @@ class RemoteWorkers:
             self._attempt, self._num_started = attempt.number, 0
         self._living[number] = host
         host.numbers.add(number)
-        environment = {**self._plan.environment, **devices_of(host.share), **settings}
+        if host.is_sealed:  # it has the job's own, and others could read it here
+            attempt, own = replace(attempt, token=""), {}
+        else:
+            own = dict(self._plan.environment)
+        environment = {**own, **devices_of(host.share), **settings}
         size = self._plan.job.nproc
         host.connection.send(
             "member",
@@ -166,9 +192,10 @@ class RemoteWorkers:
         if remote is None:
             return
         if remote.connection is not None:
-            remote.connection.send("bye")
-            _close_soon(remote.connection)
+            self.parting.append(replace(remote, numbers=set()))
             remote.connection = None
+            if self._address is None:
+                self.part()
         self.released(host)
         if remote.is_listed:  # it was asked to end, and may come back
             remote.state, remote.pause_seconds = "lost", _LONGEST_PAUSE_SECONDS
@@ -192,6 +219,7 @@ class RemoteWorkers:
 
     def disconnect(self) -> None:
         """Close all connections: the job is over."""
+        self.part()
         close_all([host.connection for host in self._hosts.values() if host.connection is not None])
         self._hosts.clear()
 
@@ -212,6 +240,91 @@ class RemoteWorkers:
         if host is not None and host.connection is not None:
             host.connection.send(do, **details)
 
+    # -- launchers that follow each other ----------------------------------------------------------------
+
+    @property
+    def connected(self) -> list[RemoteHost]:
+        """The hosts that have been checked and answer."""
+        return [host for host in self._hosts.values() if host.state in ("ready", "leaving") and host.connection]
+
+    def hear(self) -> None:
+        """Wait for a message of a host, and note what has come; a host that is silent for too long is given up."""
+        self.wait(_HEAR_MILLISECONDS)
+        self._take_all()
+        now = time.monotonic()
+        self._send_heartbeats(now)
+        for host in self.connected:
+            self._listen_for(host, now)
+
+    def part(self) -> None:
+        """Dismiss the hosts that have left, which nobody counts any more."""
+        for host in self.parting:
+            assert host.connection is not None
+            host.connection.send("bye")
+            _close_soon(host.connection)
+        self.parting.clear()
+
+    def introduce(self, address: LauncherAddress, token: str) -> None:
+        """Tell hosts, also those that come later, where this launcher's store is, and what it trusts them with."""
+        self._address, self._token = address, token
+        for host in self.connected:
+            self._introduce(host)
+
+    def _introduce(self, host: RemoteHost) -> None:
+        assert host.connection is not None
+        if self._address is not None:
+            host.connection.send("launcher", **asdict(self._address))
+            if not host.is_sealed:
+                host.connection.send("trust", token=self._token, environment=dict(self._plan.environment))
+
+    def memory(self) -> RemoteMemory:
+        """What a launcher that takes over gets by `adopt`."""
+        known = {host.label: host for host in self.connected if host.label}
+        return RemoteMemory(
+            {label: host.share for label, host in known.items()},
+            {label: host.seat for label, host in known.items()},
+            {number: host.name for number, host in self._living.items()},
+            dict(self._outcomes),
+            self._attempt,
+            self._num_started,
+            self.says_skip,
+        )
+
+    def adopt(self, memory: RemoteMemory, carriers: Mapping[str, Carrier]) -> None:
+        """Go on with the processes of a launcher that is lost; `carriers` are the connections of the hosts that have
+        come, by label. Others are lost."""
+        self._outcomes = dict(memory.outcomes)
+        self._attempt, self._num_started, self.says_skip = memory.attempt, memory.num_started, memory.says_skip
+        for label, share in memory.shares.items():
+            host = self._hosts[share.host.name] = RemoteHost(
+                share, label=label, seat=memory.seats[label], is_sealed=True
+            )
+            numbers = sorted(number for number, name in memory.living.items() if name == host.name)
+            self._living |= dict.fromkeys(numbers, host)
+            if label in carriers:
+                host.numbers = set(numbers)
+                host.connection = Connection(share, ["host"], self._arrivals, host.numbers, carriers[label])
+                host.state = "ready"
+                host.connection.send("adopt", members=numbers)
+            else:
+                self._lose(host, "it was lost with the launcher")
+        here = {host.name for host in self._hosts.values()}
+        for number in [number for number, name in memory.living.items() if name not in here]:
+            self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="its host was lost")
+            self._events.append(Ended(number, self._outcomes[number]))
+
+    def _adopted(self, host: RemoteHost, message: Message) -> None:
+        """A host has told which of the processes it has, living or ended."""
+        host.ahead_seconds = float(message["time"]) - time.time()
+        for number in [number for number, where in self._living.items() if where is host]:
+            if number not in message["members"]:
+                self._end(Outcome(number, 1, None, time.time(), lost_with="the launcher was lost before it started"))
+
+    def _end(self, outcome: Outcome, *, ran_out: bool = False) -> None:
+        if self._living.pop(outcome.rank, None) is not None:
+            self._outcomes[outcome.rank] = outcome
+            self._events.append(Ended(outcome.rank, outcome, ran_out))
+
     # -- messages from hosts -----------------------------------------------------------------------------
 
     def _take_all(self) -> None:
@@ -222,6 +335,9 @@ class RemoteWorkers:
             host = self._hosts.get(connection.name)
             if host is not None and host.connection is connection:
                 self._take(host, message)
+            for left in self.parting:
+                if left.connection is connection and message["kind"] == "kept":
+                    left.num_kept = message["version"]
 
     def _take(self, host: RemoteHost, message: Message) -> None:
         match message["kind"]:
@@ -230,9 +346,11 @@ class RemoteWorkers:
             case "member":
                 outcome = outcome_from(message["outcome"], host.ahead_seconds)
                 self.says_skip = self.says_skip or bool(message["skips"])
-                if self._living.pop(outcome.rank, None) is not None:
-                    self._outcomes[outcome.rank] = outcome
-                    self._events.append(Ended(outcome.rank, outcome, bool(message["ran_out"])))
+                self._end(outcome, ran_out=bool(message["ran_out"]))
+            case "kept":
+                host.num_kept = message["version"]
+            case "adopted":
+                self._adopted(host, message)
             case "stopped":
                 self._stopped[message["number"]] = time.monotonic(), message["is_so"]
             case "left_out":
@@ -255,6 +373,7 @@ class RemoteWorkers:
             host.is_copied = False  # what is missing there may be what was copied, if the host begins anew
             self._lose(host, problem)
         elif host.state == "ready":
+            self._introduce(host)
             self._events.append(HostReady(host.name, host.share.num_ranks))
 
     # -- hosts that come and go -------------------------------------------------------------------------
@@ -265,7 +384,11 @@ class RemoteWorkers:
         elif now > host.try_at:
             if self.code is not None and not host.is_copied:
                 self.code.compare(host.name)
-            host.connect(self._plan, self._arrivals, now)
+            try:
+                host.connect(self._plan, self._arrivals, now)
+            except OSError as error:  # a host on which a launcher has taken over may have no ssh
+                host.state = "asked"
+                self._lose(host, str(error))
 
     def _listen_for(self, host: RemoteHost, now: float) -> None:
         if why := host.why_given_up(now, self._silence_seconds, self._plan.job.python):

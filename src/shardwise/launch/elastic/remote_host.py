@@ -43,6 +43,14 @@ class RemoteHost:
     """Whether it has the copy of this machine's directory that `--rsync` makes."""
     numbers: set[int] = field(default_factory=set)
     """The processes started over the present connection."""
+    label: str = ""
+    """By which it counts where hosts agree on a launcher; the process at its other end has it, and no other one."""
+    seat: tuple[str, int] = "", 0
+    """Where that process listens for others; port 0: nowhere."""
+    num_kept: int = -1
+    """The last version of the launcher's decisions that it has."""
+    is_sealed: bool = False
+    """Whether others can read the connection, so that nothing secret is sent."""
 
     @property
     def name(self) -> str:
@@ -55,6 +63,7 @@ class RemoteHost:
             first = f"{shlex.join(plan.copy(self.share))} </dev/null >&2"
             command = ["sh", "-c", f"{first} && exec {shlex.join(command)}"]
         self.numbers = set()
+        self.label, self.seat, self.num_kept, self.is_sealed = "", ("", 0), -1, False
         connection = Connection(self.share, command, arrivals, self.numbers)
         self.ask(connection, plan, now + (RSYNC_SECONDS if copies else 0))
 
@@ -80,6 +89,8 @@ class RemoteHost:
         if self.state == "asked":
             return str(connection_problem(self.connection.status, self.connection.complaints, python))
         last = self.connection.complaints.strip().rpartition("\n")[2].rstrip(".")
+        if self.is_sealed:
+            return "it has closed the connection"
         return (
             f"the connection is lost: {last or f'{self.connection.command} ended with status {self.connection.status}'}"
         )
@@ -106,6 +117,7 @@ class HostChecks:
             problem = problem or contradictions(versions, __version__).get(host.name, "")
             host.connection.send("members", silence_seconds=self._silence_seconds)
         elif message["kind"] == "members":
+            host.seat = message["address"], message["port"]
             host.connection.send("reach", address=address, port=port)
         elif problem:
             return f"it cannot reach this machine at {address}, port {port} ({problem})"

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from shardwise.errors import LaunchError
 from shardwise.launch.elastic.workers import WorkersMemory
@@ -110,6 +110,29 @@ class _Reader(pickle.Unpickler):
         return found
 
 
+def unpickled(content: bytes) -> object:
+    """An object of this package. Raises `LaunchError`."""
+    try:
+        return _Reader(io.BytesIO(content)).load()
+    except _UNREADABLE as error:
+        raise LaunchError(f"What a launcher has written down cannot be read by this version: {error}.") from error
+
+
+class Successor(Protocol):
+    """Who takes over from a launcher that is killed."""
+
+    restarts: Any
+    """The budget of restarts of all ranks; `None` as long as there was none."""
+
+    def keep(self, agent: Mapping[str, Any] | None) -> None:
+        """Write down what the main loop remembers, if it has begun. See [Note: what is written down]."""
+        ...
+
+    def tend(self) -> None:
+        """See that there is one."""
+        ...
+
+
 class Succession:
     """The end of a launcher's work that the next one begins with; without a `folder` there is none."""
 
@@ -131,8 +154,15 @@ class Succession:
         self._starts: collections.deque[float] = collections.deque(maxlen=_MAX_SOON)
         self._has_given_up = folder is None or start is None
 
+    @property
+    def restarts(self) -> Any:
+        return self.state.restarts
+
+    @restarts.setter
+    def restarts(self, budget: Any) -> None:
+        self.state.restarts = budget
+
     def keep(self, agent: Mapping[str, Any] | None) -> None:
-        """Write down what the main loop remembers, if it has begun. See [Note: what is written down]."""
         self.state.agent = agent
         if self._folder is not None:
             self.state.workers = self._memory()

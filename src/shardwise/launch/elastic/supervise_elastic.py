@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from shardwise.comm.members import LauncherAddress
 from shardwise.errors import LaunchError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
@@ -29,6 +28,7 @@ from shardwise.launch.orphans import forget_orphans
 from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import new_token
+from shardwise.system.launcher_address import LauncherAddress
 
 _LOOK_SECONDS = 0.1
 
@@ -167,8 +167,8 @@ def run_attempts(context: Context, agent: ElasticAgent | None = None) -> int:
 def _run(agent: ElasticAgent, context: Context) -> int:
     budget = Budget(context.elastic.retries, context.elastic.retry_seconds)
     succession = context.succession
-    if succession is not None and succession.state.restarts is not None:
-        budget = succession.state.restarts
+    if succession is not None and succession.restarts is not None:
+        budget = succession.restarts
     while not agent.run():
         logs = context.folder.place(agent.attempt)
         if context.signals.received:
@@ -183,7 +183,7 @@ def _run(agent: ElasticAgent, context: Context) -> int:
             return first_status(agent.outcomes)
         say(restart_line(agent.outcomes, agent.attempt + 1, many, used))
         if succession is not None:
-            succession.state.restarts = budget
+            succession.restarts = budget
         agent.begin_again()
     return 0
 
@@ -191,7 +191,7 @@ def _run(agent: ElasticAgent, context: Context) -> int:
 def _may_start_all_again(budget: Budget, context: Context) -> bool:
     """Whether `--retries` allows a restart of all ranks; returns when it is due. [Note: jobs that need all] These ranks
     have reported that they cannot continue without one of them, and with `--elastic` a job has to outlive a rank."""
-    moment = budget.ask("all", time.monotonic())
-    while moment is not None and time.monotonic() < moment and not context.signals.received:
+    moment = budget.ask("all", context.clock())
+    while moment is not None and context.clock() < moment and not context.signals.received:
         time.sleep(_LOOK_SECONDS)
     return moment is not None and not context.signals.received

@@ -47,6 +47,7 @@ _JOB = {
     **dict.fromkeys(("python", "bind"), str),
     "elastic": None,  # membership is decided by the launcher
 }
+_SEATS = [(str, str, int)]
 _ATTEMPT = {
     **dict.fromkeys(("address", "run_id", "token"), str),
     **dict.fromkeys(("port", "number", "max_restarts"), int),
@@ -79,6 +80,17 @@ ORDERS: dict[str, dict[str, Shape]] = {
     "end_member": {"number": int},
     "end_job": {},
     "is_stopped": {"number": int, "pid": int},
+    "trust": {"token": str, "environment": {str: str}},
+    "launcher": {"number": int, "host": str, "port": int},
+    "keep": {
+        **dict.fromkeys(("label", "state"), str),
+        **dict.fromkeys(("number", "version"), int),
+        "hosts": _SEATS,
+        "before": [str],
+        "seconds": float,
+    },
+    "adopt": {"members": [int]},
+    "elected": {"label": str, "address": str, "port": int},
     "leave_out": {"steps": [int]},
     "record": {"line": {str: OneOf(None, bool, int, float, str, [int], [str])}},
 }
@@ -95,7 +107,10 @@ REPORTS: dict[str, dict[str, Shape]] = {
     "over": {"outcomes": [_OUTCOME], "killed": int},
     "last_status": {"statuses": [(int, str)]},
     "output": {"rank": int, "is_error": bool, "text": str},
-    "members": {"address": str, "launcher": str, "problem": str},
+    "members": {"address": str, "launcher": str, "problem": str, "port": int},
+    "kept": {"version": int},
+    "adopted": {"members": [int], "time": float},
+    "voice": {"number": int, "version": int, "hosts": _SEATS, "before": [str]},
     "member": {"outcome": _OUTCOME, "ran_out": bool, "skips": bool},
     "stopped": {"number": int, "is_so": bool},
     "left_out": {},
@@ -223,11 +238,16 @@ class Inbox:
 
 
 class Outbox:
-    """Sends messages, from any thread; does nothing once the connection is lost."""
+    """Sends messages, from any thread; does nothing while the connection is lost."""
 
     def __init__(self, stream: Sink) -> None:
         self._stream = stream
         self._lock = threading.Lock()
+
+    def send_by(self, stream: Sink) -> None:
+        """From now on, by another connection."""
+        with self._lock:
+            self._stream = stream
 
     def send(self, message: Message) -> None:
         with self._lock:

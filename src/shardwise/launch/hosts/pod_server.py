@@ -115,6 +115,9 @@ class PodServer:
         finally:
             self._num_accepting.release()
         with self._lock:
+            if self._closing.is_set():
+                carrier.close()
+                return
             is_late = self._last_message is not None
             before = None if is_late else self._waiting.get(carrier.name)
             if not is_late:

@@ -1,8 +1,8 @@
 """The agent's message loop on a host: carries out the launcher's orders until the job is over or the launcher is lost.
 
 [Note: lost connections] The launcher is lost when the connection is closed, or when no message has arrived for a
-minute, since a failing network may close nothing. The ranks then get SIGTERM, and after the grace period SIGKILL. If
-this process itself is killed, the kernel kills the ranks.
+minute, since a failing network may close nothing. If no other one follows, the ranks then get SIGTERM, and after the
+grace period SIGKILL. If this process itself is killed, the kernel kills the ranks.
 
 Ranks of an elastic job are killed at once, and after a shorter silence: the others continue without them, and anything
 these ranks still wrote could only do damage.
@@ -43,7 +43,8 @@ class HostServer:
         while not self._is_done:
             for message in self._inbox.take(POLL_SECONDS, self._descriptors()):
                 self._answer(message)
-            if self._inbox.closed or time.monotonic() - self._inbox.heard > self.silence_seconds:
+            is_lost = self._inbox.closed or time.monotonic() - self._inbox.heard > self.silence_seconds
+            if is_lost and not self._follow_the_next():
                 self._end_alone()
                 return
             if self._signals.received and not self._has_reported_signal:
@@ -57,6 +58,10 @@ class HostServer:
 
     def _watch(self) -> None:
         """Poll the ranks, and report changes."""
+
+    def _follow_the_next(self) -> bool:
+        """Connect to the launcher that takes over; whether there is one."""
+        return False
 
     def _end_alone(self) -> None:
         """End the ranks after losing the launcher: see [Note: lost connections]."""

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import Line
-from shardwise.parallel.experts.assignment import assign
+from shardwise.parallel.experts.assignment import Assignment, assign
 from shardwise.parallel.experts.layer import Experts
 from shardwise.plan.placement import Span
+from shardwise.runtime import decided
 from shardwise.system.even_parts import even_sizes
 
 Tensor = torch.Tensor
@@ -50,13 +51,16 @@ class DispatchedExperts:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         """As `Experts.forward`; `top_k_index` numbers the experts of the whole model."""
-        assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
-        counts = self._counts(assignment.counts)
+        assignment = self._assignment(top_k_index)
+        counts = decided(lambda: self._counts(assignment.counts))
         sent = [int(part.sum()) for part in self._by_rank(assignment.counts.cpu())]
         arriving = [sum(of_rank) for of_rank in counts]
         rows = swap(assignment.rows(hidden_states), sent, arriving, self.line)
         made = swap(self._computed(rows, counts, top_k_weights), arriving, sent, self.line)
         return assignment.combine(made, top_k_weights)
+
+    def _assignment(self, top_k_index: Tensor) -> Assignment:
+        return assign(decided(lambda: top_k_index), self._num_experts, self._capacity(top_k_index))
 
     def _capacity(self, top_k_index: Tensor) -> int | None:
         """The most rows that this rank sends to one expert; `None` without a capacity."""
@@ -69,10 +73,12 @@ class DispatchedExperts:
 
     def _counts(self, counts: Tensor) -> list[list[int]]:
         """For each rank, how many rows it sends to each of this rank's experts."""
-        own = self._deals[self.line.index].numel
-        told = self.line.deal(self._by_rank(counts), [torch.Size([own])] * self.line.num_ranks)
-        found: list[list[int]] = torch.stack(told).tolist()
+        found: list[list[int]] = torch.stack(self._told(counts)).tolist()
         return found
+
+    def _told(self, counts: Tensor) -> list[Tensor]:
+        own = self._deals[self.line.index].numel
+        return self.line.deal(self._by_rank(counts), [torch.Size([own])] * self.line.num_ranks)
 
     def _computed(self, rows: Tensor, counts: Sequence[Sequence[int]], weights: Tensor | None) -> Tensor:
         """The outputs of this rank's experts for `rows`, which are ordered by source rank, then by expert."""
@@ -102,12 +108,10 @@ class RehearsedExperts(DispatchedExperts):
     load = EXPERT_LOAD
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
-        assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
+        assignment = self._assignment(top_k_index)
         num_sent = assignment.order.shape[0]
-        num_arriving, own = self._num_arriving(top_k_index), self._deals[self.line.index].numel
-        self.line.deal(  # what `_counts` sends
-            self._by_rank(assignment.counts), [torch.Size([own])] * self.line.num_ranks
-        )
+        num_arriving = self._num_arriving(top_k_index)
+        decided(lambda: self._told(assignment.counts))  # what `_counts` sends
         rows = assignment.rows(hidden_states)
         arrived = swap(rows, *self._shares(num_sent, num_arriving), self.line)
         made = self._made_of(arrived, assignment.order.new_zeros(num_arriving), top_k_weights)

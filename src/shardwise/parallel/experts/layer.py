@@ -14,6 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.experts.assignment import assign, capacity_of, dropped_over
 from shardwise.parallel.experts.products import grouped_linear
 from shardwise.parallel.experts.router import Router
+from shardwise.runtime import decided
 
 Tensor = torch.Tensor
 Activation = Literal["silu", "gelu"]
@@ -112,7 +113,9 @@ class Experts(nn.Module):
         split along `ep`, all ranks of the axis must call.
         """
         num_tokens, top_k = top_k_index.shape
-        assignment = assign(top_k_index, self.num_experts, self.capacity(num_tokens, top_k, self.num_experts))
+        assignment = assign(
+            decided(lambda: top_k_index), self.num_experts, self.capacity(num_tokens, top_k, self.num_experts)
+        )
         made = self.made_of(assignment.rows(hidden_states), assignment.counts)
         return assignment.combine(made, top_k_weights)
 

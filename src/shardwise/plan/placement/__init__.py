@@ -25,11 +25,12 @@ from shardwise.plan.placement.presets import (
 )
 from shardwise.plan.placement.span import Span
 from shardwise.plan.placement.table import Outer, Table
-from shardwise.plan.placement.wire import Codes, SumOfCodes, Wire
+from shardwise.plan.placement.wire import LOSS_DTYPE, Codes, SumOfCodes, Wire
 
 __all__ = [
     "ALIGN",
     "KINDS",
+    "LOSS_DTYPE",
     "PRESETS",
     "WIDTH",
     "Axes",

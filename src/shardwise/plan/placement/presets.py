@@ -12,7 +12,7 @@ from shardwise.plan.mesh import ISLAND_AXIS, Mesh
 from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.plan.placement.table import Outer, Table
-from shardwise.plan.placement.wire import Codes, Wire
+from shardwise.plan.placement.wire import Codes, Feedback, Wire
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,14 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         outer = _outer(plan, optim)
     _check_tiers(param, held, grad, optim, what)
     param_wire, param_codes = _wires(plan.wire.param, "param", mesh)
+    frozen_codes = _frozen_codes(plan, mesh)
     grad_wire, grad_codes = _wires(plan.wire.grad, "grad", mesh)
+    if plan.wire.feedback.beta is not None:
+        grad_codes = _with_feedback(grad_codes, plan, mesh)
     if param_codes is not None and rule is None and (param.shard or optim.shard):
-        _check_codes_are_sent(param_codes, optim.shard, plan)
+        _check_codes_are_sent("param", param_codes, optim.shard, plan)
+    if frozen_codes is not None and rule is None:
+        _check_codes_are_sent("frozen", frozen_codes, param.shard, plan)
     if rule is None and plan.wire.param.dtype is not None and not (param.shard or optim.shard):
         raise PlacementError(
             f"wire.param is {param_codes or param_wire}, but with {plan.preset} every rank has and updates all "
@@ -174,6 +179,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         param_wire=param_wire,
         grad_codes=grad_codes,
         param_codes=param_codes,
+        frozen_codes=frozen_codes,
         step="device" if optim.tier == "device" else "host",
         outer=outer,
     )
@@ -255,11 +261,50 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
     return None, Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], axes)
 
 
-def _check_codes_are_sent(codes: Codes, shard: Axes, plan: Plan) -> None:
+def _with_feedback(codes: Codes | None, plan: Plan, mesh: Mesh) -> Codes:
+    """The codes of gradients, with the plan's error feedback."""
+    beta, reset = plan.wire.feedback.beta, plan.wire.feedback.reset
+    assert beta is not None
+    if codes is None:
+        raise PlacementError(
+            f"wire.feedback is {beta:g}, but wire.grad.dtype is {plan.wire.grad.dtype or 'not given'}: only of "
+            f"int8, int4 and fp8 is fed back what they lose. Leave out feedback, or choose one of these."
+        )
+    if plan.precision == "fp16":
+        raise PlacementError(
+            f"wire.feedback is {beta:g}, and precision is fp16, whose loss scale changes: what codes have lost "
+            f"would be added to gradients of another scale. Set precision to bf16, or leave out feedback."
+        )
+    if ISLAND_AXIS in mesh.axes:
+        raise PlacementError(
+            f"wire.feedback is {beta:g}, and the mesh has islands, for which what codes lose is not kept apart. "
+            f"Leave out feedback."
+        )
+    return replace(codes, feedback=Feedback(beta, reset))
+
+
+def _frozen_codes(plan: Plan, mesh: Mesh) -> Codes | None:
+    """What frozen parameters are sent as, if that is not what others are."""
+    plain, codes = _wires(plan.wire.frozen, "frozen", mesh)
+    if plain is not None:
+        raise PlacementError(
+            f"wire.frozen is {plain}, and frozen parameters are sent as they are or as codes. Choose int8, int4 or "
+            f"fp8, or leave it out."
+        )
+    return codes
+
+
+def _check_codes_are_sent(kind: str, codes: Codes, shard: Axes, plan: Plan) -> None:
+    what = f"wire.{kind} is {codes} along {'+'.join(codes.axes)}, but with {plan.preset}"
+    if not shard:
+        raise PlacementError(
+            f"{what} every rank has all frozen parameters, so none are sent. Leave it out, or choose a preset that "
+            f"shards parameters, such as zero3."
+        )
     if not set(codes.axes) & set(shard):
         raise PlacementError(
-            f"wire.param is {codes} along {'+'.join(codes.axes)}, but with {plan.preset} parameters are sent along "
-            f"{'+'.join(shard)} only. Leave it out, or name one of these in wire.param.axes."
+            f"{what} parameters are sent along {'+'.join(shard)} only. Leave it out, or name one of these in "
+            f"wire.{kind}.axes."
         )
 
 

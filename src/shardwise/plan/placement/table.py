@@ -40,7 +40,8 @@ class Table:
     `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in
     which forward and backward run, `step` the tier of the update. `grad_wire` is the format in which gradients are
     sent; `param_wire` that of parameters, or `None` if they are sent as they are. Along the axes of `grad_codes` and
-    `param_codes` they are sent as these instead. With islands, along which all four kinds vary, `outer` says where
+    `param_codes` they are sent as these instead; `frozen_codes` are `param_codes` of frozen parameters, if these have
+    others (`for_frozen`). With islands, along which all four kinds vary, `outer` says where
     their common model is. Raises `PlacementError` for rows that no step could follow.
 
     With `summands` gradients are never summed: the update reads this rank's own, and averages over the ranks what it
@@ -57,6 +58,7 @@ class Table:
     param_wire: Wire | None = None
     grad_codes: Codes | None = None
     param_codes: Codes | None = None
+    frozen_codes: Codes | None = None
     step: Tier = "device"
     outer: Outer | None = None
     summands: bool = False
@@ -71,9 +73,13 @@ class Table:
             self._check_no_repeated_update(kind)
         self._check_nesting()
         self._check_states_are_wide()
-        for kind, codes in (("param", self.param_codes), ("grad", self.grad_codes)):
+        for kind, codes, dtype in (
+            ("param", self.param_codes, self.param.dtype),
+            ("frozen", self.frozen_codes, self.param.dtype),
+            ("grad", self.grad_codes, self.grad.dtype),
+        ):
             if codes is not None:
-                check_codes(codes, self.place(kind).dtype, kind)
+                check_codes(codes, dtype, kind)
         if self.param_wire is not None and not narrows(self.param_wire, self.param.dtype):
             raise PlacementError(
                 f"wire.param is {self.param_wire}, which is not narrower than parameters in {self.param.dtype}, so "
@@ -140,7 +146,11 @@ class Table:
     def without_codes(self) -> Table:
         """The same table for parameters that are sent whole, and whose gradients are."""
         outer = self.outer and replace(self.outer, codes=None)
-        return replace(self, grad_codes=None, param_codes=None, outer=outer)
+        return replace(self, grad_codes=None, param_codes=None, frozen_codes=None, outer=outer)
+
+    def for_frozen(self) -> Table:
+        """The same table for frozen parameters."""
+        return self if self.frozen_codes is None else replace(self, param_codes=self.frozen_codes, frozen_codes=None)
 
     @cached_property
     def order(self) -> Axes:
@@ -235,6 +245,7 @@ class Table:
             optim=kept(self.optim),
             grad_codes=None if self.grad_codes is None else self.grad_codes.over(chosen(self.axes)),
             param_codes=None if self.param_codes is None else self.param_codes.over(chosen(self.axes)),
+            frozen_codes=None if self.frozen_codes is None else self.frozen_codes.over(chosen(self.axes)),
         )
 
     def _check_axes(self, kind: Kind) -> None:

@@ -32,6 +32,25 @@ class Wire:
         return self.dtype
 
 
+LOSS_DTYPE: Dtype = "bf16"
+"""That of what codes have lost: two bytes, with the range of fp32."""
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Error feedback: to what a message sends is added what earlier ones have lost (LoCo, arXiv:2407.04480).
+
+    That is kept as a moving average, `beta` of which is the one before; with 0 it is what the last message has lost. It
+    is forgotten after every `reset_steps` steps.
+    """
+
+    beta: float
+    reset_steps: int
+
+    def __str__(self) -> str:
+        return f"{self.beta:g}, forgotten every {self.reset_steps} steps"
+
+
 @dataclass(frozen=True)
 class Codes:
     """A format of messages along some axes: signed integers, or E4M3 (fp8), and one scale in bf16 for each `block` of
@@ -44,6 +63,7 @@ class Codes:
     block: int
     axes: Axes = ()
     """The axes along which elements are sent so; along others they are sent as the plain `Wire` says."""
+    feedback: Feedback | None = None
 
     def num_bytes(self, numel: int) -> int:
         return numel * BITS[self.dtype] // 8 + numel // self.block * SCALE_BYTES

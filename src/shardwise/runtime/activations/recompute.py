@@ -4,7 +4,8 @@
 the device, and autocast. In addition a forward may change its inputs or its own state. Running statistics of batch
 norms are restored after the recomputation. A cache of transformers' decoders, to which each block appends its keys and
 values, is passed to the recomputation as it was before the forward: as a copy that shares all tensors, since caches
-replace them by longer ones and never write to them.
+replace them by longer ones and never write to them. Which experts tokens go to is not decided again: see
+[Note: decided once] in `runtime/decisions.py`.
 
 [Note: kept results] With some operators' results kept, the recomputation skips these operators. PyTorch has this too
 (`create_selective_checkpoint_contexts`), but it counts all operators, so that a forward and its recomputation must run
@@ -25,7 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ModelError
-from shardwise.runtime import WrappedForward, in_backward, tensors_in
+from shardwise.runtime import Decisions, WrappedForward, in_backward, tensors_in
 from shardwise.runtime.activations.operators import Operator, draws
 from shardwise.system.torch_private import TorchDispatchMode, storage_id, tree_map_only, with_same_version
 
@@ -62,7 +63,7 @@ class Recomputing(WrappedForward):
             )
         names, num_args = list(kwargs), len(args)
         before = [_cache_snapshot(value) for value in (*args, *kwargs.values())]
-        is_first = True
+        is_first, decisions = True, Decisions()
 
         def run(*given: Any) -> Any:
             nonlocal is_first
@@ -71,7 +72,8 @@ class Recomputing(WrappedForward):
                     value if was is None else _cache_snapshot(was) for value, was in zip(given, before, strict=True)
                 )
             is_first = False
-            return self.forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+            with decisions.inside():
+                return self.forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
         results = _Results()
         # Separate arguments, so that autograd detects in-place changes of any of them.

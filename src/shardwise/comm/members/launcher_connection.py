@@ -1,50 +1,19 @@
-"""Where the store of an elastic job's launcher is: a file in the folder that outlives ranks.
-
-A launcher that takes over has a new store, at another address, and replaces the file; see "When the launcher dies" in
-docs/elastic-protocol.md.
-"""
+"""This process's connections to the launcher of an elastic job, and to those that take over from it."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.comm.compat import TCPStore
 from shardwise.errors import CommError
-from shardwise.system import plain_data
-from shardwise.system.job_folder import LAUNCHER
+from shardwise.system.launcher_address import LauncherAddress
 from shardwise.system.process_rank import ProcessRank, address_of
 
 _TRY_SECONDS, _ALL_SECONDS = 5.0, 300.0
-
-
-@dataclass(frozen=True)
-class LauncherAddress:
-    """The address of a launcher's store. `number` is the number of launchers that the job has had before."""
-
-    number: int
-    host: str
-    port: int
-
-    def write(self, folder: Path) -> None:
-        """Tell the ranks that use `folder`. Call it once the store has what they may ask it for."""
-        draft = folder / f"{LAUNCHER}.draft"
-        draft.write_text(json.dumps(asdict(self)))
-        draft.replace(folder / LAUNCHER)
-
-    @classmethod
-    def read(cls, folder: Path) -> LauncherAddress | None:
-        """The present launcher's, or the last one's; `None` where launchers are not replaced."""
-        with contextlib.suppress(OSError, ValueError):
-            shape = {"number": int, "host": str, "port": int}
-            return cls(**plain_data.read((folder / LAUNCHER).read_bytes(), shape, max_bytes=10_000))
-        return None
 
 
 class LauncherConnection:

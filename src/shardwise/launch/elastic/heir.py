@@ -1,0 +1,120 @@
+"""The launcher that takes over on one of the hosts: `python -m ... LISTENER`, started by the process there that was
+elected. See [Note: agreement] in `launch/hosts/agreement.py`.
+
+Hosts connect to the descriptor LISTENER. On its standard input it is given what its host has of the last launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch.elastic.budget import Budget
+from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.main_loop import ElasticAgent
+from shardwise.launch.elastic.mirror import HostsState, Mirror
+from shardwise.launch.elastic.remote import RemoteWorkers
+from shardwise.launch.elastic.slots import Slots
+from shardwise.launch.elastic.supervise_elastic import run_attempts
+from shardwise.launch.hosts.agreement import Kept
+from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals
+from shardwise.launch.hosts.logs import Logs
+from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
+from shardwise.launch.job_report import say
+from shardwise.launch.log_folder import Folder
+from shardwise.launch.port import listen
+from shardwise.launch.signals import SignalLog
+from shardwise.system.launcher_address import LauncherAddress
+
+_COME_SECONDS = 5.0
+"""How long to wait for hosts that have not come. Those that have voted connect at once."""
+_LOOK_SECONDS = 0.05
+
+
+def take_over_hosts(kept: Kept, token: str, environment: Mapping[str, str], listener: socket.socket) -> int:
+    """Go on with the job of `kept`, whose launcher is lost; returns the job's exit status. Hosts connect to the
+    `listener`. Call it from the main thread. Raises `LaunchError`."""
+    state = HostsState.of_text(kept.state)
+    state = replace(state, number=kept.number + 1, plan=replace(state.plan, environment=environment))
+    job, elastic = state.plan.job, state.plan.job.elastic
+    assert elastic is not None
+    ahead = state.time - time.monotonic()  # every host has a clock of its own
+    with SignalLog() as signals, Folder(job.log_dir) as folder, ExitStack() as stack:
+        address = str(listener.getsockname()[0])
+        server = PodServer(listener, token, say)
+        stack.callback(server.close)
+        store = _store_at(address, job.port)
+        arrivals: Arrivals = queue.Queue(MAX_ARRIVALS)
+        logs = Logs(folder, job.log_dir is not None)
+        workers = RemoteWorkers(state.plan, [], arrivals, (address, store.port), logs, say)
+        stack.callback(workers.disconnect)
+        wanted = state.workers.shares
+        carriers = _gather(server, set(wanted))
+        server.close_with({"do": "bye"})  # whoever comes later was counted as lost
+        workers.adopt(state.workers, carriers)
+        mirror = Mirror(state, workers, elastic.launcher_timeout_seconds, lambda: time.monotonic() + ahead)
+        slots = Slots(
+            elastic.most,
+            Budget(elastic.retries, elastic.retry_seconds),
+            patience_seconds=elastic.retry_seconds,
+        )
+        for share in wanted.values():
+            slots.ready(share.host.name, share.num_ranks, mirror.now())
+        context = Context(
+            *(job, elastic, store, address, store.port, state.run_id, folder, workers, slots, signals, say, token),
+            succession=mirror,
+            clock=mirror.now,
+        )
+        mirror.keep(state.agent)
+        agent = ElasticAgent(context, state.agent)
+        workers.introduce(LauncherAddress(state.number, address, store.port), token)
+        say(
+            f"the launcher was lost. Process {os.getpid()} on {address} has taken over, with {len(carriers)} of "
+            f"{len(wanted)} hosts. `kill {os.getpid()}` there ends the job."
+        )
+        status = run_attempts(context, agent)
+        say(f"the job has ended with status {status}.")
+        folder.write_status(status)
+        return status
+
+
+def _store_at(address: str, port: int | None) -> TCPStore:
+    try:
+        listener = listen(port, address)
+    except LaunchError:  # the port that the user has asked for is taken here
+        listener = listen(None, address)
+    here, number = listener.getsockname()[:2]
+    return TCPStore(here, number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _gather(server: PodServer, wanted: set[str]) -> dict[str, PodCarrier]:
+    """The connections of the last launcher's hosts, by label: of all, or of those that come in time."""
+    deadline = time.monotonic() + _COME_SECONDS
+    while not wanted <= set(server.names()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    return {label: server.take(label) for label in server.names() if label in wanted}
+
+
+def main() -> int:
+    given = json.load(sys.stdin)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.setblocking(True)
+    try:
+        return take_over_hosts(Kept.of(given["kept"]), given["token"], given["environment"], listener)
+    except ShardwiseError as error:
+        say(str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
