@@ -79,7 +79,7 @@ def race(
             return losses, norms, engine.state_dict(), look(engine)
 
     losses, norms, params = plain(model, data, loss_fn)
-    runs = run_ranks(num_ranks, rank, timeout_seconds=60)
+    runs = run_ranks(num_ranks, rank)
     for ours, our_norms, state, _ in runs:
         if dp == 1:  # otherwise it is the loss of this rank's micro-batches
             assert ours == pytest.approx(losses, rel=tolerance)

@@ -16,6 +16,7 @@ from shardwise.runtime import Runner
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import content
 from shardwise.system.telemetry import ByteMeter, Ledger
+from tests.patience import PATIENCE
 
 
 def sharded(engine: sw.Engine) -> ShardedModel:
@@ -83,7 +84,7 @@ def entries(engine: sw.Engine) -> list[Any]:
 
 
 def await_so(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < until
         time.sleep(0.001)
@@ -92,7 +93,7 @@ def await_so(is_so: Callable[[], bool]) -> None:
 def await_fault(world: sw.World) -> Fault:
     """The fault that this rank is told of, once it is."""
     assert world._watch is not None
-    assert world._watch._is_delivered.wait(60)
+    assert world._watch._is_delivered.wait(PATIENCE)
     assert world.fault is not None
     return world.fault
 

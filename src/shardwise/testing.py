@@ -125,7 +125,7 @@ def run_ranks(
     num_ranks: int,
     work: Callable[[World], Result],
     *,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 300,
     patience_seconds: float = 1,
     shares_memory: bool = True,
     local_size: int | None = None,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fake_devices import HANG_SECONDS, Devices, FakeAccelerator, FakeGroups, Group, outside_of, wrong_values
+from fake_devices import Devices, FakeAccelerator, FakeGroups, Group, outside_of, wrong_values
 
 import shardwise as sw
 from shardwise.comm.transport.pairwise import Nobody
@@ -31,6 +31,8 @@ Tensor = torch.Tensor
 Act = Callable[[list[list[Tensor]], int], object]
 LATE_CYCLES = 100_000
 """Clock cycles of the device, about 50 microseconds, by which a collective or a copy begins late."""
+HANG_SECONDS = 60
+"""How long ranks wait for one that has failed: nothing tells them of it."""
 
 
 class OneDevice(Devices):

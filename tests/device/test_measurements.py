@@ -107,6 +107,7 @@ def test_a_calibration_is_a_row_however_it_ends(tmp_path: Path, monkeypatch: pyt
     assert row["error"].startswith("stopped after")
 
 
+@thorough_only("rehearses a model twice; the benchmark that it is of runs on GPUs")
 def test_measured_steps_stand_beside_those_predicted_by_profile_and_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

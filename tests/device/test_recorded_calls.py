@@ -71,7 +71,6 @@ def trained(
 
 
 @where_it_rehearses
-@pytest.mark.timeout(300)
 def test_a_backend_records_what_fakes_recorded(device: OneDevice, tmp_path: Path) -> None:
     """Presets one after the other, each with groups of its own, as one job makes them."""
     num_groups, calls = 0, []

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from shardwise.cli.main import COMMANDS
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 SCRIPT = """
@@ -30,7 +31,7 @@ UNUSED = {"tomllib", "torch._dynamo", "torch.distributed.checkpoint"}
 
 def brought_in(first: str, then: str) -> list[str]:
     script = SCRIPT.format(first=first, then=then)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True)
     found: list[str] = json.loads(run.stdout)
     return found
 

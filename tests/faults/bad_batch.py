@@ -52,7 +52,7 @@ def bad_sample() -> int:
 
 def main(out: Path, where: str, plan: str) -> None:
     torch.set_num_threads(1)
-    world = sw.World.join(timeout_seconds=20)
+    world = sw.World.join()
     assert world.membership is not None
     member = world.membership.member
     model = build()

@@ -34,7 +34,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(*args)
 
-    with sw.World.join(timeout_seconds=60) as world:
+    with sw.World.join() as world:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         with sw.shard(model, "zero3", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world) as engine:

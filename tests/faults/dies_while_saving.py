@@ -21,7 +21,7 @@ from shardwise.launch import StopRequest
 
 
 def main() -> None:
-    with sw.World.join(timeout_seconds=60) as world:
+    with sw.World.join() as world:
         model = nn.Linear(64, 64)
         with sw.shard(model, "zero3", optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:
             resumed = engine.resume(sys.argv[1])

@@ -35,7 +35,7 @@ class Rank:
         pieces = [fault.split(":") for fault in faults]
         self.faults = {(what, int(member), int(step)) for what, member, step in pieces}
         began = time.time()
-        self.world = sw.World.join(timeout_seconds=3, patience_seconds=1)
+        self.world = sw.World.join(float(os.environ.get("TIMEOUT_SECONDS", "300")), patience_seconds=1)
         found = self.world.membership
         assert found is not None
         self.membership: Membership = found

@@ -41,7 +41,7 @@ def main(rank: int, port: int, out: Path, how: str) -> None:
     torch.set_num_threads(1)
     where = {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     where["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # of the test's
-    world = sw.World.join(timeout_seconds=100, environment=where, shares_memory=False, patience_seconds=1)
+    world = sw.World.join(environment=where, shares_memory=False, patience_seconds=1)
     tensor = torch.zeros(NUM_ELEMENTS)
     collectives = world.collectives(tensor.device)
     try:

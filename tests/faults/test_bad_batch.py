@@ -13,6 +13,7 @@ import torch
 import warm
 from shardwise.observe import read_record
 from tests.faults.bad_batch import BAD_STEP, NUM_STEPS, bad_sample, build, loader
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("bad_batch.py")
@@ -25,7 +26,7 @@ def ran(out: Path, where: str, plan: dict[str, object], retries: str = "0:10") -
         env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -49,7 +50,6 @@ def oracle() -> list[float]:
 
 
 @thorough_only("starts many processes")
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("where", "num_dead", "retries"), [("forward", 2, "3:600"), ("source", 1, "0:10")])
 def test_a_bad_batch_is_left_out_on_all_ranks(where: str, num_dead: int, retries: str, tmp_path: Path) -> None:
     done = ran(tmp_path, where, {"preset": "zero3", "bad_batch": "skip", "run": str(tmp_path / "run")}, retries)
@@ -71,7 +71,6 @@ def test_a_bad_batch_is_left_out_on_all_ranks(where: str, num_dead: int, retries
 
 
 @thorough_only("starts many processes")
-@pytest.mark.timeout(240)
 def test_without_a_loader_that_can_go_on_behind_a_batch_it_is_refused(tmp_path: Path) -> None:
     done = ran(tmp_path, "own", {"preset": "zero1", "bad_batch": "skip"})
     assert done.returncode != 0

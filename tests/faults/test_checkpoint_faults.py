@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 from launching import launch
 
 from shardwise.checkpoint import checkpoints_in
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only, varies
 
 SCRIPT = Path(__file__).with_name("checkpoint_faults.py")
@@ -22,12 +23,11 @@ DIES = Path(__file__).with_name("dies_while_saving.py")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @varies
-@pytest.mark.timeout(240)
 def test_faults_of_one_process(tmp_path: Path) -> None:
     """See the scenarios; they share a process because importing torch takes longer than they do."""
     scenarios = ["killed", "full", "read_only", "two_jobs", "end_without_closing"]
@@ -48,7 +48,6 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     assert "really_full: refused twice" in done.stdout
 
 
-@pytest.mark.timeout(240)
 def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
     """Killed in the middle of its file, in the background: the job ends, and goes on from the one before."""
     folder = tmp_path / "checkpoints"
@@ -63,7 +62,6 @@ def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
     assert not list(folder.glob(".*")), "the draft of the dead is still there"
 
 
-@pytest.mark.timeout(240)
 def test_a_rank_that_waits_for_a_dead_ranks_file_raises(tmp_path: Path) -> None:
     """Not ended by force, after it has waited for a note that never comes."""
     died = launch(DIES, 2, str(tmp_path), "die-awaited")

@@ -18,6 +18,7 @@ from shardwise.comm.members.departure import ENDING, Departure
 from shardwise.comm.members.member_messages import Announcement, MemberMessage
 from shardwise.comm.members.membership import StoreMembership
 from shardwise.errors import CommError
+from tests.patience import PATIENCE
 from tests.thorough import soak
 
 SCRIPT = Path(__file__).with_name("departing_rank.py")
@@ -119,7 +120,7 @@ def test_in_real_jobs(what: str) -> None:
         [*command, "--max-restarts", "1", str(SCRIPT), what],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
         env=os.environ | forks | {"OMP_NUM_THREADS": "1"},
     )

@@ -15,6 +15,7 @@ import pytest
 import warm
 from tests.faults.survivor import model_for
 from tests.faults.test_survival import oracle
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("restarting_rank.py")
@@ -42,13 +43,12 @@ def launched(out: Path, plan: Mapping[str, Any], *options: str) -> subprocess.Co
         env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
         check=False,
     )
 
 
 @sampled
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", PLANS)
 def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> None:
     plan = {**PLANS[name], **({"disk": str(tmp_path / "disk")} if name == "disk" else {})}
@@ -69,7 +69,6 @@ def test_all_start_again_from_the_last_checkpoint(name: str, tmp_path: Path) -> 
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
 
 
-@pytest.mark.timeout(240)
 def test_without_retries_it_ends_with_the_status_of_the_failed_rank(tmp_path: Path) -> None:
     ran = launched(tmp_path, PLANS["checkpoint"], "--retries", "0")
     assert ran.returncode == 137, ran.stderr

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 SCRIPT = Path(__file__).with_name("full_disk_rank.py")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

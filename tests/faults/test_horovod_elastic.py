@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import warm
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 SCRIPT = str(Path(__file__).with_name("horovod_elastic.py"))
@@ -25,7 +26,7 @@ def run(out: Path, options: list[str], *arguments: str) -> tuple[int, str]:
     command = [warm.python(), "-m", "shardwise", "horovodrun", "-np", "4", *options, "python", SCRIPT, str(out)]
     environment = {**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=110, check=False
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

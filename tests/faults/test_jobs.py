@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,17 +13,18 @@ from pathlib import Path
 import pytest
 
 import warm
+from tests.free_port import free_port
+from tests.patience import PATIENCE
 from tests.thorough import SOAK, sampled, soak, thorough_only
 
 TRAIN = Path(__file__).with_name("train.py")
-SOON_SECONDS = 6 if SOAK else 30
-"""Ten times what was measured (docs/faults.md). Where other work may stop a process for long: half of the timeout."""
+SOON_SECONDS = 6 if SOAK else PATIENCE
+"""Ten times what was measured (docs/faults.md), unless other work may stop a process for long."""
 
 
 def run_plainly(num_ranks: int, fault: str, out: Path) -> list[int]:
     """Start ranks as `mpirun` would: nobody watches them, rank 0 keeps the store. Returns exit codes."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     common = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -41,7 +41,7 @@ def run_plainly(num_ranks: int, fault: str, out: Path) -> list[int]:
         for rank in range(num_ranks)
     ]
     try:
-        return [rank.wait(timeout=100) for rank in ranks]
+        return [rank.wait(timeout=PATIENCE) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -54,7 +54,7 @@ def launch(num_ranks: int, fault: str, out: Path, *options: str) -> subprocess.C
         [*command, str(TRAIN), fault, str(out)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE,
         env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -147,11 +147,10 @@ def test_all_ranks_raise_what_one_did(fault: str, expected: str, words: str, tmp
 
 def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
     """No thread, no socket, and of the keys only the one that counts the worlds."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     rounds = Path(__file__).with_name("many_worlds.py")
     ranks = [subprocess.Popen([warm.python(), str(rounds), str(rank), str(port), str(tmp_path)]) for rank in range(2)]
-    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [0, 0]
     for rank in range(2):
         counts = ast.literal_eval((tmp_path / f"counts-{rank}").read_text())
         assert {threads for threads, _, _ in counts} == {1}

@@ -18,6 +18,7 @@ import psutil
 import warm
 from shardwise.launch.adopted import find_ranks
 from tests.faults.test_members import RANK, all_facts, lives
+from tests.patience import PATIENCE
 from tests.thorough import drawn, soak
 
 pytestmark = soak("kills launchers and ranks, some at any moment")
@@ -202,8 +203,8 @@ def test_somebody_takes_over_a_job_without_a_launcher(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         command = [warm.python(), "-m", "shardwise", "launch", "--takeover", str(running.folder)]
         time.sleep(2)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        again = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        again = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "has taken over: 3 ranks go on." in done.stderr
     assert again.returncode != 0

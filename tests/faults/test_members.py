@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 import warm
 from shardwise.launch.elastic.image_folder import Images
+from tests.patience import PATIENCE
 from tests.processes.launching import end
 from tests.thorough import drawn, soak
 
 RANK = Path(__file__).with_name("elastic_rank.py")
-# What was measured is in docs/elastic-reasons.md; tests share their machine with other work.
-SOON_SECONDS = 10
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def job(out: Path, options: list[str], arguments: list[str]) -> Iterator[subproc
 def run(out: Path, options: list[str], *arguments: str) -> tuple[int, str]:
     """To its end: exit status, and what the launcher and the ranks have said."""
     with job(out, options, list(arguments)) as launcher:
-        _, said = launcher.communicate(timeout=100)
+        _, said = launcher.communicate(timeout=PATIENCE)
         return launcher.returncode, said
 
 
@@ -71,7 +71,7 @@ def test_rank_0_and_its_neighbour_die_at_once_and_others_take_their_places(tmp_p
     dead = max(all_facts(tmp_path, "dies", "time"))
     for member in (2, 3):
         met = regrouped(tmp_path, member)
-        assert all(one["time"] - dead < SOON_SECONDS for one in met if max(one["members"]) < 4)
+        assert all(one["time"] - dead < PATIENCE for one in met if max(one["members"]) < 4)
         assert (met[0]["step"], met[0]["lost"][0]) == (20, 0)
     assert {tuple(one) for one in all_facts(tmp_path, "done", "members")} <= {(2, 3, 4, 5), (2, 3, 5, 4)}
     assert sorted(all_facts(tmp_path, "done", "rank")) == [0, 1, 2, 3]
@@ -85,8 +85,9 @@ def test_rank_0_and_its_neighbour_die_at_once_and_others_take_their_places(tmp_p
 
 
 @soak("how long a stopped process is waited for")
-def test_deaths_during_a_rendezvous_and_a_stopped_rank(tmp_path: Path) -> None:
+def test_deaths_during_a_rendezvous_and_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One dies before it says that it is ready, the next while groups open, and the last is only stopped."""
+    monkeypatch.setenv("TIMEOUT_SECONDS", "3")
     faults = ["kill:0:20", "opening:1:1", "stop:2:20"]
     status, said = run(tmp_path, ["--elastic", "1:4", "--retries", "0"], "40", "0", *faults)
     assert status == 0, said
@@ -120,7 +121,7 @@ def test_one_that_exits_with_a_status_has_not_finished_and_is_replaced(tmp_path:
 
 
 def await_facts(out: Path, what: str, number: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(all_facts(out, what, "pid")) < number:
         assert time.monotonic() < deadline, all_facts(out, what, "pid")
         time.sleep(0.05)
@@ -148,7 +149,7 @@ def test_sums_stay_right_whichever_rank_is_killed(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert launcher.poll() is None
         launcher.terminate()
-        _, said = launcher.communicate(timeout=60)
+        _, said = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 143
     assert "ended by SIGTERM" in said
 

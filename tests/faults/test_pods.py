@@ -22,7 +22,6 @@ from tests.faults import survivor
 from tests.faults.test_survival import oracle
 from tests.thorough import soak
 
-pytestmark = pytest.mark.timeout(240)
 SOON_SECONDS = 120.0
 
 

@@ -17,6 +17,7 @@ from torch import nn
 import shardwise as sw
 import warm
 from shardwise.comm import PostOffice, ThreadTransport
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
@@ -35,12 +36,11 @@ def folder() -> Iterator[Path]:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@pytest.mark.timeout(120)
 def test_killed_ranks_and_readers(folder: Path) -> None:
     died = launch(SCRIPT, 2, str(folder))
     assert died.returncode == 137, died.stderr
     assert list(folder.glob(".writing-*")), "it was killed in the middle"
-    read = subprocess.run([warm.python(), str(SCRIPT), str(folder), "read"], timeout=60, check=False)
+    read = subprocess.run([warm.python(), str(SCRIPT), str(folder), "read"], timeout=PATIENCE, check=False)
     assert read.returncode in (-9, 137)
     found = sw.published(folder, reader="mine")
     assert found is not None

@@ -18,6 +18,8 @@ import shardwise as sw
 import warm
 from shardwise.comm import StartupBarrier
 from shardwise.errors import CommError, FaultError
+from tests.free_port import free_port
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 Connect = Callable[[], TCPStore]
@@ -34,14 +36,15 @@ def connect() -> Iterator[Connect]:
 
 
 def attended(
-    connect: Connect, ranks: list[tuple[int, int]], *, timeout_seconds: float = 20, patience_seconds: float = 10
+    connect: Connect, ranks: list[tuple[int, int]], *, timeout_seconds: float = PATIENCE, patience_seconds: float = 10
 ) -> list[FaultError | None]:
     """What each of these ranks, of worlds of these sizes, comes to."""
     outcomes: list[FaultError | None] = [None] * len(ranks)
+    stores = [connect() for _ in ranks]
 
     def attend(index: int, rank: int, size: int) -> None:
         try:
-            StartupBarrier(connect(), "0", me=f"process {index}").wait(
+            StartupBarrier(stores[index], "0", me=f"process {index}").wait(
                 rank,
                 size,
                 "here",
@@ -69,20 +72,18 @@ def test_all_come_and_come_again(connect: Connect) -> None:
 
 def test_a_rank_that_never_comes_is_named(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="shardwise"):
-        errors = attended(connect, [(0, 4), (2, 4)], timeout_seconds=1.0, patience_seconds=0.3)
+        errors = attended(connect, [(0, 4), (2, 4)], timeout_seconds=2.0, patience_seconds=0.8)
     for error in errors:
         assert error is not None
         assert (error.kind, error.ranks) == ("timeout", (1, 3))
-        assert str(error).startswith("Ranks 1 and 3 of 4 never came to here, where the others have waited for 1 s.")
+        assert str(error).startswith("Ranks 1 and 3 of 4 never came to here, where the others have waited for 2 s.")
     assert caplog.messages
     assert all(message.startswith("Ranks 1 and 3 of 4 did not come to here yet") for message in caplog.messages)
     assert len(caplog.messages) <= 2  # one rank speaks, and ever more seldom
 
 
 def test_two_processes_that_are_one_rank(connect: Connect) -> None:
-    started = time.monotonic()
     errors = attended(connect, [(0, 3), (1, 3), (1, 3)])
-    assert time.monotonic() - started < 5
     for error in errors:
         assert error is not None
         assert (error.kind, error.ranks) == ("contradiction", (1,))
@@ -90,9 +91,7 @@ def test_two_processes_that_are_one_rank(connect: Connect) -> None:
 
 
 def test_ranks_of_worlds_of_other_sizes(connect: Connect) -> None:
-    started = time.monotonic()
     errors = attended(connect, [(0, 2), (1, 3)])
-    assert time.monotonic() - started < 5
     for error in errors:
         assert error is not None
         assert error.kind == "contradiction"
@@ -125,14 +124,13 @@ def test_a_rank_that_met_the_others_may_end(connect: Connect) -> None:
 def test_a_host_that_does_not_answer_is_reported(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with (
         caplog.at_level(logging.WARNING, logger="shardwise"),
         pytest.raises(CommError, match=f"Rank 1 of 2 could not meet the others at 127.0.0.1:{port}: .*refused"),
     ):
-        sw.World.join(0.8, environment, patience_seconds=0.2)
+        sw.World.join(2, environment, patience_seconds=0.2)
     assert f"Rank 1 waits for rank 0, which does not answer at 127.0.0.1:{port}, for " in caplog.text
     assert capfd.readouterr().err == ""
 
@@ -146,7 +144,6 @@ def test_a_port_that_is_taken_is_one_error(capfd: pytest.CaptureFixture) -> None
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.timeout(240)
 def test_a_rank_that_ends_before_it_joins(tmp_path: Path) -> None:
     """The launcher knows at once; without it the others would wait for their timeout, of ten minutes."""
     script = tmp_path / "train.py"
@@ -158,7 +155,7 @@ def test_a_rank_that_ends_before_it_joins(tmp_path: Path) -> None:
     )
     command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", str(script)]
     environment = {**os.environ, **warm.RANKS_TOO}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert done.returncode == 1
     assert done.stderr.startswith(
         "shardwise: rank 1 of 3 ended early: its script was over, but the others still needed it.\n"
@@ -175,7 +172,7 @@ from shardwise.errors import CommError
 rank = int(os.environ["RANK"])
 for number in range(9):
     try:
-        with sw.World.join(60) as world:
+        with sw.World.join() as world:
             assert world.exchange(bytes([number])) == [bytes([number])] * 3
             if number % 3 == rank:
                 raise ValueError("as in a script that retries")
@@ -183,19 +180,18 @@ for number in range(9):
             raise AssertionError("a rank is missing")
     except (ValueError, CommError):
         pass
-with sw.World.join(60) as world:
+with sw.World.join() as world:
     print(f"mean {world.mean(rank)}", flush=True)
 """
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@pytest.mark.timeout(240)
 def test_ranks_meet_again_in_the_same_processes(tmp_path: Path) -> None:
     """After a fault in each world before: no rank connects to what another one had in an earlier world, and closed."""
     script = tmp_path / "train.py"
     script.write_text(MEETS_AGAIN)
     command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", str(script)]
     environment = {**os.environ, **warm.RANKS_TOO}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("mean 1.0") == 3

@@ -12,6 +12,7 @@ import torch
 
 from shardwise.launch import worker
 from shardwise.launch.warm_up import warm_up
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 LOOP = """
@@ -38,7 +39,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 def test_a_loop_imports_nothing_more_once_its_rank_has_joined(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert json.loads(ran.stdout.splitlines()[-1]) == []
 
 

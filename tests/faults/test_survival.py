@@ -21,6 +21,7 @@ from torch import nn
 import warm
 from shardwise.observe import read_record
 from tests.faults.survivor import ROWS, batch_of, build, data_for, loss_of, model_for
+from tests.patience import PATIENCE
 from tests.thorough import drawn, sampled, soak
 
 pytestmark = soak("kills many processes, some at any moment")
@@ -87,7 +88,6 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
 
 
 @sampled
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "kills"),
     [
@@ -103,16 +103,15 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
 def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     job = started(tmp_path, plan.replace("SCRATCH", str(scratch)), loop, 10, kills, retries="0:10")
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=2)
     assert not [path for path in scratch.glob("*") if not path.name.endswith(".lock")], "files of lost ranks"
 
 
-@pytest.mark.timeout(360)
 def test_a_disk_fails(tmp_path: Path) -> None:
     plan = json.dumps({"preset": "infinity", "disk": str(tmp_path / "scratch")})
     job = started(tmp_path, plan, "engine", 10, ["1:3:disk"], retries="0:10")
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=1)
     assert "TierError: The disk of rank 1 failed in a step. Writing" in said
     assert "rank 1 has a disk that is full or fails" in said
@@ -122,7 +121,6 @@ def test_a_disk_fails(tmp_path: Path) -> None:
 
 
 @sampled
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("loop", "kill"),
     [
@@ -137,13 +135,12 @@ def test_a_disk_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_fewer_ranks_split_the_layers(preset: str, loop: str, kill: str, tmp_path: Path) -> None:
     job = started(tmp_path, json.dumps({"preset": preset, **SPLIT}), loop, 10, [kill], retries="0:10", least=1)
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=0)
     assert "2 ranks continue" in said
     assert "restart" not in said
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("loop", "kill"), [("engine", "1:3:forward"), ("plain", "0:4:9"), ("train_step", "3:4:6"), ("engine", "2:5:step")]
 )
@@ -151,13 +148,12 @@ def test_fewer_ranks_split_the_layers(preset: str, loop: str, kill: str, tmp_pat
 def test_fewer_ranks_share_the_tokens(preset: str, loop: str, kill: str, tmp_path: Path) -> None:
     plan = json.dumps({"preset": preset, "mesh": {"sp": 4}, "sequence": {"attention": "ulysses"}})
     job = started(tmp_path, plan, loop, 10, [kill], retries="0:10", least=1)
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=0, plan=plan)
     assert "2 ranks continue" in said
     assert "restart" not in said
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "hosts", "kills"),
     [
@@ -181,7 +177,7 @@ def test_hosts_are_lost_with_their_memory(plan: str, loop: str, hosts: str, kill
     """All ranks of a host are killed at once, and its images removed; or one, whose host lives."""
     plan = plan.replace("SCRATCH", str(tmp_path / "scratch"))
     job = started(tmp_path, plan, loop, 10, kills, retries="0:10", hosts=hosts, least=1)
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=len(kills))
     assert "continue after step" in said or "continues after step" in said
 
@@ -190,7 +186,6 @@ def with_a_record(plan: str, out: Path) -> str:
     return json.dumps({"preset": plan, "run": str(out / "run")})
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(("plan", "loop"), [("zero3", "engine"), ("zero1", "plain"), ("ddp", "train_step")])
 def test_a_connection_breaks_and_nobody_is_lost(
     plan: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +193,7 @@ def test_a_connection_breaks_and_nobody_is_lost(
     monkeypatch.setenv("SHARDWISE_SHARED_MEMORY", "0")
     cuts = ["1:3:cut3", "0:5:cut2"]
     job = started(tmp_path, with_a_record(plan, tmp_path), loop, 10, cuts, retries="0:10")
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=0)
     assert "Cause: network: Ranks 1 and 3 could not reach each other, though both are alive. The connection to" in said
     assert "The step is repeated. 4 ranks continue after step 3." in said
@@ -209,12 +204,11 @@ def test_a_connection_breaks_and_nobody_is_lost(
     ]
 
 
-@pytest.mark.timeout(360)
 def test_a_connection_that_breaks_again_and_again_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_SHARED_MEMORY", "0")
     cuts = [f"{1 + step % 2}:{step}:cut{2 - step % 2}" for step in (2, 4, 5)]
     job = started(tmp_path, with_a_record("zero2", tmp_path), "engine", 10, cuts, retries="0:600")
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode != 0, said
     assert said.count("Cause: network: Ranks 1 and 2 could not reach each other") == 3, said
     assert "That is fault 3 of this connection within 600 s. The job is stopped, because a restart would not" in said
@@ -222,17 +216,15 @@ def test_a_connection_that_breaks_again_and_again_ends_the_job(tmp_path: Path, m
     assert [line["action"] for line in faults] == ["retry", "retry", "stop"]
 
 
-@pytest.mark.timeout(360)
 def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path) -> None:
     job = started(tmp_path, "zero3", "engine", 10, ["0:3:backward"], retries="1", least=4)
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=0)
     assert "3 ranks wait after step 3" in said
     assert "1 rank joined. 4 ranks continue after step 3." in said
     assert {json.loads(path.read_text())["world"] for path in tmp_path.glob("member-*.json")} == {4}
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_stopped_rank_keeps_the_others_waiting_and_is_lost(
     retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,7 +241,7 @@ def test_a_stopped_rank_keeps_the_others_waiting_and_is_lost(
     if retries:
         await_members(job, tmp_path, 5)
     (tmp_path / "enough").touch()
-    said, _ = job.communicate(timeout=120)
+    said, _ = job.communicate(timeout=PATIENCE)
     found = [json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")]
     assert {one["world"] for one in found} == {3 + retries}, said
     check(said, job, tmp_path, max(int(step) for one in found for step in one["losses"]) + 1, most_wrong=1)
@@ -270,7 +262,6 @@ def with_experts(preset: str) -> str:
     return json.dumps({"preset": preset, "mesh": {"dp": 2, "ep": 2}})
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop", "kill"),
     [
@@ -286,14 +277,13 @@ def with_experts(preset: str) -> str:
 )
 def test_a_replica_group_leaves(plan: str, loop: str, kill: str, tmp_path: Path) -> None:
     job = started(tmp_path, plan, loop, 10, [kill], retries="0:10")
-    said, _ = job.communicate(timeout=300)
+    said, _ = job.communicate(timeout=PATIENCE)
     check(said, job, tmp_path, 10, most_wrong=1, plan=plan)
     assert "2 ranks continue after step" in said
     assert "1 rank waits as a spare until a replica group is complete." in said
     assert len(list(tmp_path.glob("member-*.json"))) == 2
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("plan", "loop"),
     [
@@ -311,7 +301,7 @@ def test_a_replica_group_comes_back(plan: str, loop: str, tmp_path: Path, monkey
     job = started(tmp_path, plan, loop, 10**6, ["2:3:backward" if loop != "train_step" else "2:3:9"], "3:600")
     await_members(job, tmp_path, 5)
     (tmp_path / "enough").touch()
-    said, _ = job.communicate(timeout=120)
+    said, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, said
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")}
     assert found.keys() == {"member-0", "member-1", "member-3", "member-4"}, said
@@ -347,7 +337,7 @@ def test_ranks_are_killed_at_random_and_come_back(tmp_path: Path) -> None:
             os.kill(int(victim.read_text()), signal.SIGKILL)
         time.sleep(draw.uniform(0.0, 1.0))
     (tmp_path / "enough").touch()
-    said, _ = job.communicate(timeout=120)
+    said, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, said
     assert len(dead) == num_kills, said
     steps = max(int(step) for path in tmp_path.glob("member-*.json") for step in json.loads(path.read_text())["losses"])
@@ -382,7 +372,7 @@ def test_hosts_are_killed_at_random_and_come_back(tmp_path: Path, monkeypatch: p
             os.kill(int(victim.read_text()), signal.SIGKILL)
         num_killed += bool(victims)
     (tmp_path / "enough").touch()
-    said, _ = job.communicate(timeout=120)
+    said, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, said
     assert num_killed == num_kills, said
     steps = max(int(step) for path in tmp_path.glob("member-*.json") for step in json.loads(path.read_text())["losses"])
@@ -412,12 +402,11 @@ def stopped_after(job: subprocess.Popen[bytes], out: Path, said: Path, num_steps
     while job.poll() is None and (not (out / "record.jsonl").exists() or len(losses_of(out)) < num_steps):
         time.sleep(0.1)
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=120) == 130, said.read_text()
+    assert job.wait(timeout=PATIENCE) == 130, said.read_text()
     assert "Stopped and saved after step" in said.read_text(), "whoever is rank 0 then says so"
     return losses_of(out)
 
 
-@pytest.mark.timeout(600)
 def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_did_not(tmp_path: Path) -> None:
     """Loaders, a scheduler, checkpoints, validation and a record, as in any script, which knows nothing of it."""
     killed, whole, said = tmp_path / "killed", tmp_path / "whole", tmp_path / "said"
@@ -436,7 +425,6 @@ def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_di
     assert len(wrong) <= 1, wrong  # a rank that dies while it tells its loss is not in the mean of it
 
 
-@pytest.mark.timeout(600)
 def test_the_main_job_loses_its_launcher_and_a_rank_and_has_the_losses_of_one_that_did_not(tmp_path: Path) -> None:
     killed, whole, said, logs = (tmp_path / name for name in ("killed", "whole", "said", "logs"))
     job = begun(killed, said, "--elastic", "1:3", "--log-dir", str(logs))

@@ -25,7 +25,7 @@ NUM_STEPS, NUM_MICRO_BATCHES = 8, 4
 
 def main(fault: str, out: Path) -> None:
     torch.set_num_threads(1)
-    world = sw.World.join(timeout_seconds=60, patience_seconds=2)
+    world = sw.World.join(patience_seconds=2)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -35,7 +35,7 @@ from tests.mutations.swapping import put_in
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
-_QUIETLY = ("-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}")
+_QUIETLY = ("-q", "--tb=no", "--timeout=120", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}")
 Verdict = Literal["caught", "survived", "slow", "gone", "unclear"]
 
 

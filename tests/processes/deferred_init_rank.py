@@ -63,7 +63,7 @@ def from_file(world: sw.World, file: Path) -> sw.Engine:
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = sw.World.join(timeout_seconds=60)
+    world = sw.World.join()
     file = Path(sys.argv[1])
     with sw.deferred_init():
         nn.Linear(4, 4)  # torch imports its rules for shapes at first use

@@ -20,7 +20,7 @@ CASES = [("zero3", "fp32"), ("zero2", "bf16"), ("ddp", "bf16"), ("zero1", "fp32"
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = sw.World.join(timeout_seconds=60, shares_memory=False)
+    world = sw.World.join(shares_memory=False)
     world.attach(TorchGroups("gloo", world.device, 60, world_group()))
     torch.manual_seed(world.rank)
     races = Races(world)

@@ -79,7 +79,7 @@ def prepare(killer: Killer, phase: str, model: nn.Module) -> None:
 def main() -> None:
     folder, scratch, num_steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     phase, number = (sys.argv[4], int(sys.argv[5])) if len(sys.argv) > 5 else ("", 0)
-    with sw.World.join(timeout_seconds=60) as world:
+    with sw.World.join() as world:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         killer = Killer(number)

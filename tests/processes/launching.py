@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import warm
+from tests.patience import PATIENCE
 
 
 def launch(
-    script: Path, num_ranks: int, *args: str, timeout_seconds: float = 90, by_forks: bool = True
+    script: Path, num_ranks: int, *args: str, timeout_seconds: float = PATIENCE, by_forks: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """`shardwise launch` of `script`, to its end; launcher and ranks are forks of a process that has imported torch.
 

@@ -68,7 +68,7 @@ def train_one(engine: sw.Engine) -> float:
 def main(folder: Path, num_steps: int, mesh: dict[str, int]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(int(folder.exists()))  # a job that resumes has other numbers, and other values, of its own
-    with sw.World.join(timeout_seconds=60) as world:
+    with sw.World.join() as world:
         model = nn.Sequential(*(Block() for _ in range(2)))
         plan: dict[str, Any] = {"preset": "zero1", "mesh": mesh, "accumulate": 2, "clip_grad_norm": 1.0}
         if "tp" in mesh:

@@ -44,7 +44,7 @@ def digest(tensor: torch.Tensor) -> str:
 def main(folder: str, num_steps: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with sw.World.join(timeout_seconds=60) as world:
+    with sw.World.join() as world:
         model = Model()
         plan = {"preset": "zero3", "mesh": {"sp": world.size}}
         with sw.shard(model, plan, optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:

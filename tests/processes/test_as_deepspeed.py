@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 
 import warm
 from shardwise.integrations.deepspeed.schedules import WarmupDecayLR
+from tests.patience import PATIENCE
 
 Finished = subprocess.CompletedProcess[str]
 SCRIPT = """
@@ -113,7 +114,7 @@ def run(folder: Path, *arguments: str, verb: tuple[str, ...] = ("launch", "--as-
     command = [warm.python(), "-m", "shardwise", *verb, *arguments]
     environment = os.environ | {"TMPDIR": str(folder)} | warm.RANKS_TOO
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
 
 

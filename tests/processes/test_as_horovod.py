@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import warm
+from tests.patience import PATIENCE
 
 SCRIPT = """
     import json
@@ -161,7 +162,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -12,7 +12,6 @@ from tests.thorough import sampled
 SCRIPT = Path(__file__).with_name("train_and_save.py")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @sampled
 def test_stopped_and_resumed_is_the_same_run(num_ranks: int, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import warm
 from shardwise.integrations.deepspeed.autotuning import MICRO, OPTIMAL
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -42,7 +43,7 @@ def test_run_trains_with_what_was_found(tmp_path: Path) -> None:
         env=os.environ | warm.RANKS_TOO,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 
 import warm
 from shardwise.integrations.deepspeed.schedules import WarmupLR
+from tests.patience import PATIENCE
 from tests.processes.deepspeed_scripts import nets
 from tests.thorough import sampled
 
@@ -36,7 +37,7 @@ def launched(folder: Path, script: str, *words: str, ranks: int = 2) -> str:
         env=os.environ | {"TMPDIR": str(folder)} | warm.RANKS_TOO,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import pytest
 import warm
 from shardwise.errors import TierError
 from shardwise.system.disk import TierFolder
+from tests.patience import PATIENCE
 
 WRITES_WITHOUT_END = """
 import os, sys
@@ -64,7 +65,7 @@ def test_states_on_a_disk_take_no_more_memory_than_their_buffers(tmp_path: Path)
     script = tmp_path / "script.py"
     script.write_text(STEPS_IN_LITTLE_MEMORY)
     command = [warm.python(), str(script), str(tmp_path / "home")]
-    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, timeout=PATIENCE, capture_output=True, text=True)
     on_disk, more, last_param, exp_avg = (float(word) for word in done.stdout.split())
     assert on_disk == 3 * 4 * 2**23
     assert more < on_disk / 8, "a few slices of 1.5 MiB, of 96 MiB"
@@ -83,7 +84,7 @@ def test_a_folder_of_a_killed_process_is_recognised_and_empty(tmp_path: Path, ca
         with pytest.raises(TierError, match=f"being used by process {pid} on"):
             TierFolder(home)
         os.kill(int(pid), signal.SIGKILL)
-        assert process.wait(30) != 0
+        assert process.wait(PATIENCE) != 0
     assert sorted(path.name for path in home.iterdir()) == ["shardwise-rank-0.half-made", "shardwise-rank-0.lock"]
     folder = TierFolder(home)
     assert folder.left_behind is not None
@@ -97,5 +98,7 @@ def test_a_folder_of_a_killed_process_is_recognised_and_empty(tmp_path: Path, ca
 def test_a_normal_end_leaves_nothing_though_nobody_closes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WRITES_WITHOUT_END.replace("while True:", "for _ in range(2):"))
-    subprocess.run([warm.python(), str(script), str(tmp_path / "home")], check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        [warm.python(), str(script), str(tmp_path / "home")], check=True, timeout=PATIENCE, capture_output=True
+    )
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["shardwise-rank-0.half-made"]

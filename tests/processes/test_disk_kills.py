@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 
 import warm
 from shardwise.checkpoint import checkpoints_in
+from tests.free_port import free_port
+from tests.patience import PATIENCE
 from tests.thorough import drawn, thorough_only, varies
 
 SCRIPT = Path(__file__).with_name("disk_training_rank.py")
@@ -35,10 +36,12 @@ class Job:
     """Ranks without a launcher, which would end the others when one dies."""
 
     def __init__(self, num_ranks: int, *words: str | Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        common = {
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "MASTER_PORT": free_port(),
+            "OMP_NUM_THREADS": 1,
+        }
         self.ranks = [
             subprocess.Popen(
                 [warm.python(), str(SCRIPT), *map(str, words)],
@@ -59,7 +62,7 @@ class Job:
         """Wait for all ranks, of which none is to read any more."""
         ended = []
         for rank in self.ranks:
-            out, errors = rank.communicate(timeout=90)
+            out, errors = rank.communicate(timeout=PATIENCE)
             ended.append(Ended(rank.returncode, out, errors))
         return ended
 
@@ -99,7 +102,6 @@ def numbers() -> range:
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @varies
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", numbers())
 def test_a_kill_leaves_the_last_checkpoint_good(number: int, whole: dict[int, list[str]], tmp_path: Path) -> None:
     num_ranks, phase, event = a_fault(number)
@@ -123,7 +125,6 @@ def test_a_kill_leaves_the_last_checkpoint_good(number: int, whole: dict[int, li
 
 
 @thorough_only("nine processes")
-@pytest.mark.timeout(240)
 def test_two_jobs_in_one_folder_and_fewer_ranks_after_a_kill(tmp_path: Path) -> None:
     """The second job is refused on all ranks, and the first does not notice. A job of one rank cleans up after the
     second of two."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 TRAINS = """
@@ -78,7 +79,7 @@ def command(script: Path, how: str, preset: str, more: int = 0, width: int = 256
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, check=False, timeout=120, capture_output=True, text=True)
+    return subprocess.run(words, check=False, timeout=PATIENCE, capture_output=True, text=True)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

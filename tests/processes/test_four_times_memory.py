@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 SCRIPT = Path(__file__).with_name("four_times_memory.py")
@@ -29,7 +30,7 @@ NO_GAPS = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 def run(preset: str, folder: Path, limit: int = 0) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "shardwise", "launch", "--nproc", "2", str(SCRIPT), preset, str(folder), str(limit)]
     return subprocess.run(
-        words, env=os.environ | ALL_PRIVATE | NO_GAPS, check=False, timeout=300, capture_output=True, text=True
+        words, env=os.environ | ALL_PRIVATE | NO_GAPS, check=False, timeout=PATIENCE, capture_output=True, text=True
     )
 
 
@@ -39,7 +40,6 @@ def told(done: subprocess.CompletedProcess[str]) -> list[str]:
     return line.partition("told")[2].split()
 
 
-@pytest.mark.timeout(600)
 @thorough_only("six processes, and some gigabytes on a disk")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits private memory, and reads /proc")
 def test_a_model_four_times_as_large_as_a_ranks_memory_trains(tmp_path: Path) -> None:

@@ -18,16 +18,17 @@ import shardwise as sw
 import warm
 from shardwise.checkpoint import checkpoints_in
 from shardwise.observe.run_view import read_run
+from tests.patience import PATIENCE
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
-PASSED_ON = "shardwise: SIGINT: passed on to the ranks, which have 10 s to end; a second signal kills them.\n"
+PASSED_ON = "shardwise: SIGINT: passed on to the ranks, which have 1000 s to end; a second signal kills them.\n"
 """The launcher's line when the first signal has come."""
 
 
 @contextmanager
 def started(folder: Path, when: str, num_ranks: int) -> Iterator[subprocess.Popen[str]]:
     """The script, alone or under a launcher of `num_ranks` ranks, once these are where Ctrl-C is to meet them."""
-    launcher = ["-m", "shardwise", "launch", "--nproc", str(num_ranks)] if num_ranks else []
+    launcher = ["-m", "shardwise", "launch", "--timeout", "1000", "--nproc", str(num_ranks)] if num_ranks else []
     temporary = folder / "temporary"
     temporary.mkdir()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
@@ -42,7 +43,7 @@ def started(folder: Path, when: str, num_ranks: int) -> Iterator[subprocess.Pope
     finally:
         signal.signal(signal.SIGINT, before)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not all((folder / f"ready-{rank}").exists() for rank in range(num_ranks or 1)):
             assert job.poll() is None, job.communicate()
             assert time.monotonic() < deadline, "the ranks do not get there"
@@ -78,14 +79,13 @@ def resumed_and_saved(folder: Path) -> int:
     return -1 if resumed is None else resumed.step
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("when", ["training", "saving"])
 @pytest.mark.parametrize("num_ranks", [2, 0], ids=["launched", "alone"])
 def test_ctrl_c(when: str, num_ranks: int, tmp_path: Path) -> None:
     """A launcher says two lines. Alone it is Python that ends, as it always does: a traceback, and by the signal."""
     with started(tmp_path, when, num_ranks) as job:
         job.send_signal(signal.SIGINT)
-        _, err = job.communicate(timeout=20)
+        _, err = job.communicate(timeout=PATIENCE)
     if num_ranks:
         assert err == f"{PASSED_ON}shardwise: ended by SIGINT; 2 of 2 ranks ended by themselves.\n"
         assert job.returncode == 130
@@ -100,14 +100,13 @@ def test_ctrl_c(when: str, num_ranks: int, tmp_path: Path) -> None:
     assert resumed_and_saved(tmp_path) == 1
 
 
-@pytest.mark.timeout(150)
 def test_ctrl_c_twice_kills_ranks_that_do_not_hear(tmp_path: Path) -> None:
     with started(tmp_path, "stubborn", 2) as job:
         job.send_signal(signal.SIGINT)
         assert job.stderr is not None
         assert job.stderr.readline() == PASSED_ON
         job.send_signal(signal.SIGINT)
-        _, err = job.communicate(timeout=9)  # of the ten that they would have had
+        _, err = job.communicate(timeout=PATIENCE)  # of the thousand that they would have had
     assert err == "shardwise: ended by SIGINT; 0 of 2 ranks ended by themselves, 2 had to be killed.\n"
     assert job.returncode == 130
     assert left_behind(tmp_path) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("larger_than_memory.py")
@@ -20,7 +21,7 @@ SCRIPT = Path(__file__).with_name("larger_than_memory.py")
 def test_deferred_init_and_generation_take_a_few_units(way: str, tier: str, tmp_path: Path) -> None:
     """On a disk under half of the model's size, with buffers and all; on the host what rests there, and a few units."""
     words = [warm.python(), str(SCRIPT), way, str(tmp_path), tier]
-    run = subprocess.run(words, check=False, timeout=120, capture_output=True, text=True)
+    run = subprocess.run(words, check=False, timeout=PATIENCE, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     model, born, used = map(float, run.stdout.split())
     resting = 0.0 if tier == "disk" else model

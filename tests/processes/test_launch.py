@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from tests.patience import PATIENCE
 from tests.thorough import sampled, soak, thorough_only
 
 
@@ -57,7 +58,7 @@ class Bench:
 
     def run(self, *arguments: str, is_warm: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, is_warm=is_warm, **variables)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def wait_for(self, *names: str) -> None:
@@ -99,8 +100,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def wait_until(is_so: Callable[[], bool], complaint: str, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(is_so: Callable[[], bool], complaint: str) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < deadline, complaint
         time.sleep(0.02)
@@ -189,7 +190,7 @@ class TestSuccess:
         launcher = bench.start("--log-dir", "logs", "train.py", is_warm=False)
         assert launcher.stdout is not None
         launcher.stdout.close()
-        assert launcher.wait(timeout=60) == 0
+        assert launcher.wait(timeout=PATIENCE) == 0
         assert launcher.stderr is not None
         assert launcher.stderr.read() == ""
         assert (bench.path / "done").exists()
@@ -453,7 +454,7 @@ class TestFailure:
             import torch, torch.distributed as dist
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            soon = timedelta(seconds=20)
+            soon = timedelta(seconds=300)
             if sys.argv[1] == "plain":
                 dist.init_process_group("gloo", timeout=soon)
             else:
@@ -511,7 +512,7 @@ class TestSignals:
         launcher = bench.start("--nproc", "2", "train.py")
         bench.wait_for("pid0", "pid1")
         launcher.send_signal(number)
-        out, err = launcher.communicate(timeout=20)
+        out, err = launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode == status
         assert out == f"saved after {passed.name}\n" * 2
         assert f"ended by {number.name}; 2 of 2 ranks ended by themselves." in err
@@ -528,7 +529,7 @@ class TestSignals:
         time.sleep(0.3)
         assert launcher.poll() is None
         launcher.send_signal(signal.SIGINT)
-        out, err = launcher.communicate(timeout=20)
+        out, err = launcher.communicate(timeout=PATIENCE)
         assert (launcher.returncode, out) == (130, "saved after SIGINT\n" * 2), err
 
     def test_ranks_that_know_nothing_of_signals_end_too(self, bench: Bench) -> None:
@@ -536,7 +537,7 @@ class TestSignals:
         launcher = bench.start("--nproc", "2", "train.py")
         bench.wait_for("pid0", "pid1")
         launcher.send_signal(signal.SIGINT)
-        _, err = launcher.communicate(timeout=20)
+        _, err = launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode == 130
         assert "Traceback" not in err
 
@@ -558,7 +559,7 @@ class TestSignals:
         launcher = bench.start("train.py")
         bench.wait_for("pid0")
         launcher.send_signal(signal.SIGTERM)
-        out, _ = launcher.communicate(timeout=20)
+        out, _ = launcher.communicate(timeout=PATIENCE)
         assert (launcher.returncode, out) == (143, "1\n")
 
     @soak("0.3 s in which nothing may happen")
@@ -574,7 +575,7 @@ class TestSignals:
         assert launcher.poll() is None
         begin = time.monotonic()
         launcher.send_signal(signal.SIGINT)
-        _, err = launcher.communicate(timeout=20)
+        _, err = launcher.communicate(timeout=PATIENCE)
         assert time.monotonic() - begin < 5  # of the ten that they would have had
         assert launcher.returncode == 130
         assert "2 had to be killed" in err
@@ -588,7 +589,7 @@ class TestSignals:
         launcher = bench.start("--timeout", "0.3", "train.py")
         bench.wait_for("pid0")
         launcher.send_signal(signal.SIGTERM)
-        _, err = launcher.communicate(timeout=20)
+        _, err = launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode == 143
         assert "1 had to be killed" in err
 
@@ -597,7 +598,7 @@ class TestSignals:
         launcher = bench.start("train.py")
         bench.wait_for("pid0")
         launcher.send_signal(signal.SIGTERM)
-        _, err = launcher.communicate(timeout=20)
+        _, err = launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode == 1
         assert "rank 0 of 1 failed first, with exit code 1: it raised OSError: disk full." in err
 
@@ -608,8 +609,8 @@ class TestSignals:
         pids = [bench.pid("pid0"), bench.pid("pid1")]
         assert all(map(is_alive, pids))
         launcher.kill()
-        wait_until(lambda: not any(map(is_alive, pids)), "ranks outlive their launcher", seconds=10)
-        launcher.wait(timeout=10)  # ranks die with its first thread, and its lock goes with its last
+        wait_until(lambda: not any(map(is_alive, pids)), "ranks outlive their launcher")
+        launcher.wait(timeout=PATIENCE)  # ranks die with its first thread, and its lock goes with its last
         (left,) = bench.path.glob("shardwise-*")
         bench.write("short.py", "import pathlib; print(len(list(pathlib.Path('.').glob('shardwise-*'))))")
         assert bench.run("short.py").stdout == "1\n"  # its own; that of the dead is gone

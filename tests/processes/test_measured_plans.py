@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import warm
+from tests.patience import PATIENCE
 from tests.pure.test_plan_command import MODEL
 from tests.thorough import thorough_only
 
@@ -23,7 +24,7 @@ def test_the_best_is_run_on_two_ranks(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)

@@ -25,7 +25,6 @@ def told_by(way: str, name: str, precision: str) -> int:
 
 @thorough_only("four processes that import transformers")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc, and sets glibc's malloc")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "precision"), [("whisper", "fp32"), ("mixtral", "bf16")])
 def test_no_more_is_held_than_was_promised(name: str, precision: str) -> None:
     pytest.importorskip("transformers")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 MESHES = [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}]
@@ -54,6 +55,6 @@ def told(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     launch = [sys.executable, "-m", "shardwise", "launch", f"--nproc={num_ranks}"]
     command = [*launch, str(SCRIPT), str(folder), json.dumps(plan)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]

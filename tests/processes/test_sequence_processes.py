@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from launching import launch
 
 from tests.thorough import thorough_only
@@ -13,7 +12,6 @@ SCRIPT = Path(__file__).with_name("split_and_save.py")
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@pytest.mark.timeout(240)
 def test_dropout_differs_by_rank_and_resumes(tmp_path: Path) -> None:
     whole = launch(SCRIPT, 2, str(tmp_path / "whole"), "4")
     assert whole.returncode == 0, whole.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -27,7 +28,7 @@ KINDS += ["adapted", "adapted recomputed", "sequence in stages", "sequence in st
 def told(folder: Path, kind: str, num_ranks: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "shardwise", "launch", f"--nproc={num_ranks}", str(SCRIPT), str(folder), kind]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 

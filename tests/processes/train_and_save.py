@@ -23,7 +23,7 @@ import shardwise as sw
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
-    with sw.World.join(timeout_seconds=60) as world:
+    with sw.World.join() as world:
         seed = 100 + world.rank
         random.seed(seed)
         np.random.seed(seed)

@@ -21,6 +21,7 @@ from shardwise.launch.elastic.job_notes import FolderNotes
 from shardwise.launch.elastic.scaling import Asking, Scaling
 from shardwise.launch.places.hosts import Host, shares
 from shardwise.launch.places.slurm_more import Allocation, MoreNodes
+from tests.patience import PATIENCE
 
 MONDAY = datetime(2026, 11, 30, tzinfo=UTC)
 
@@ -94,8 +95,8 @@ class Controller:
 
 def settled(place: MoreNodes) -> list[str]:
     for thread in threading.enumerate():
-        if thread.name.startswith("Thread") and thread is not threading.main_thread():
-            thread.join(5)
+        if "_give_back" in thread.name:
+            thread.join(PATIENCE)
     return [host.name for host in place.read()]
 
 
@@ -176,7 +177,7 @@ def test_a_refusal_is_said_once_and_asked_again() -> None:
     place, said = Refusing(3), list[str]()
     asking = Asking(place, said.append, again_seconds=0.01)
     asking.ask(8, ())
-    assert place.is_done.wait(20)
+    assert place.is_done.wait(PATIENCE)
     asking.close()
     assert set(place.asked) == {8}
     assert len(place.asked) == 4
@@ -213,7 +214,7 @@ def test_what_is_decided_is_said_recorded_and_asked_for() -> None:
     job.hear(MemberMessage("pace", 0, text=pace.to_text()), 20.0)
     for now in (20.0, 31.0, 31.5):
         job.look(now, training(2), ["a"], record)
-    assert place.is_done.wait(20)
+    assert place.is_done.wait(PATIENCE)
     job.close()
     assert place.asked == [4]
     why = "2 ranks train at 2 steps/s; with 4 each is expected to do 75% of what one would alone"

@@ -43,6 +43,7 @@ from shardwise.cli.bench import find_checkout, python_of
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.system.neighbours import Neighbours, busy_seconds, own_seconds
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,7 +266,7 @@ def test_the_floor_of_host_time_trains_as_the_engine_does() -> None:
 def test_a_run_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh, "launcher", lambda _: [sys.executable])
     with pytest.raises(RunError, match=r"No module named benchmarks\.missing"):
-        run_ranks("benchmarks.missing", [], num_ranks=1, timeout_seconds=60)
+        run_ranks("benchmarks.missing", [], num_ranks=1, timeout_seconds=PATIENCE)
 
 
 def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import shardwise
 from shardwise.cli.main import COMMANDS, main
 from shardwise.errors import ConfigError
+from tests.patience import PATIENCE
 
 HEAVY = {"torch", "numpy", "pydantic", "yaml", "rich", "psutil"}
 
@@ -154,7 +155,7 @@ def test_help_imports_nothing_heavy() -> None:
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"
         "print('imported:', *sorted({name.partition('.')[0] for name in sys.modules}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=PATIENCE, check=True)
     shown, _, imported = done.stdout.partition("imported: ")
     assert shown.startswith("usage: shardwise")
     assert not HEAVY & set(imported.split())
@@ -162,7 +163,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_it_runs_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardwise", "nosuch"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("shardwise: there is no command 'nosuch'.")
 
@@ -177,7 +178,7 @@ def test_a_reader_that_has_gone_ends_it_quietly(arguments: tuple[str, ...], tmp_
     with (tmp_path / "said").open("w") as said:
         stderr = writer if arguments[-1:] == ("x",) else said
         command = [sys.executable, "-m", "shardwise", *arguments]
-        done = subprocess.run(command, stdout=writer, stderr=stderr, timeout=60, check=False)
+        done = subprocess.run(command, stdout=writer, stderr=stderr, timeout=PATIENCE, check=False)
     os.close(writer)
     assert (done.returncode, (tmp_path / "said").read_text()) == (141, "")
 

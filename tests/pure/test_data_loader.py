@@ -7,7 +7,6 @@ import itertools
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -24,6 +23,7 @@ from shardwise.data import Loader, Mixture, Samples, Workers
 from shardwise.data.read_ahead import THREAD_NAME, abandon, run_ahead
 from shardwise.data.to_device import on_tensors
 from shardwise.errors import ConfigError, DataError
+from tests.patience import PATIENCE
 
 IN_ORDER = Samples(shuffle=False)
 
@@ -140,10 +140,8 @@ def test_resuming_reads_nothing_old_and_the_state_stays_small() -> None:
 
     with Loader(Watched(), batch_rows=4, workers=0) as loader:
         state = loader.state_dict() | {"step": 10**10}
-        started = time.perf_counter()
         loader.load_state_dict(state)
         batch = next(iter(loader)).tolist()
-        assert time.perf_counter() - started < 1
         assert read == batch == loader.draw(10**10).index.tolist()
         assert len(json.dumps(loader.state_dict())) < 300
 
@@ -257,7 +255,7 @@ def test_samples_are_read_before_they_are_asked_for_but_not_too_far() -> None:
         iterator = iter(loader)
         for num_taken in range(1, 10):
             next(iterator)
-            first = sorted(read.get(timeout=60) for _ in range(5 if num_taken == 1 else 1))
+            first = sorted(read.get(timeout=PATIENCE) for _ in range(5 if num_taken == 1 else 1))
             assert first == ([0, 1, 2, 3, 4] if num_taken == 1 else [num_taken + 3])
             assert read.empty()
 
@@ -277,7 +275,7 @@ def test_no_thread_outlives_its_loader(leave: str) -> None:
     gc.collect()
     for thread in reading_threads() - before:
         assert leave != "close"  # nobody may wait for threads while garbage is collected
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not reading_threads() - before
 
 
@@ -287,20 +285,20 @@ def test_a_loader_that_is_collected_waits_for_no_thread() -> None:
 
     def blocked(sample: int) -> int:
         begun.set()
-        assert may_end.wait(60)
+        assert may_end.wait(PATIENCE)
         return sample
 
     before = reading_threads()
     tasks = iter([lambda _: 0, lambda _: blocked(1)])
     results = run_ahead(tasks, 1, 2)
     assert next(results) == 0
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     abandon(results)
     left = reading_threads() - before
     assert len(left) == 1
     may_end.set()
     for thread in left:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not reading_threads() - before
 
 

@@ -17,6 +17,7 @@ from shardwise.optim.disk_states import DiskStates
 from shardwise.optim.host_adam import HostAdam
 from shardwise.system.disk import PAGE, BufferPool, IoQueue, SlicedFile, SystemCalls, TierFolder
 from shardwise.system.telemetry import Timeline, hidden_share, write_trace
+from tests.patience import PATIENCE
 
 Tensor = torch.Tensor
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -148,7 +149,7 @@ def test_a_timeline_shows_transfers_beside_updates(tmp_path: Path) -> None:
 
         def hold(self, verb: str, offset: int) -> None:
             if (verb, self.slice_of(offset)) in (("read", 2), ("write", 0)):
-                assert in_update.wait(30)
+                assert in_update.wait(PATIENCE)
                 done.release()
 
         def read(self, handle: int, into: memoryview, offset: int) -> int:
@@ -169,7 +170,7 @@ def test_a_timeline_shows_transfers_beside_updates(tmp_path: Path) -> None:
     def work(index: int, views: dict[str, Tensor]) -> None:
         if index == 1:
             in_update.set()
-            assert all(done.acquire(timeout=30) for _ in range(2))
+            assert all(done.acquire(timeout=PATIENCE) for _ in range(2))
 
     file.update(BufferPool(3, file.stride_bytes), work, timeline)
     events = timeline.stop()

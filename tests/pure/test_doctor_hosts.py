@@ -27,6 +27,7 @@ from shardwise.cli.several_hosts import (
 from shardwise.cli.several_hosts import probe as ask_host
 from shardwise.launch.hosts.facts import Interface, interface_of, interfaces, versions
 from shardwise.system.machine import Gpu, TorchFacts
+from tests.patience import PATIENCE
 
 GIB = 2**30
 LO, ETH = Interface("lo", "127.0.0.1", 0), Interface("eth0", "10.0.0.2", 25000)
@@ -222,7 +223,7 @@ def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
     shell = tmp_path / "shell"
     shell.write_text(GREETING_SHELL)
     shell.chmod(0o755)
-    remote = Remote((str(shell),), timeout_seconds=20)
+    remote = Remote((str(shell),), timeout_seconds=PATIENCE)
     assert ask_host("a", remote, []).facts["host"] == "a"
     rows = measure_links(["a", "b"], remote, 0)
     assert not isinstance(rows, str), rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from shardwise.cli.nccl_facts import matching_interfaces
 from shardwise.cli.remote import Remote
 from shardwise.launch.hosts.facts import Interface
 from shardwise.system.machine import TorchFacts
+from tests.patience import PATIENCE
 
 LO, ETH = Interface("lo", "127.0.0.1", 0), Interface("eth0", "10.0.0.2", 25000)
 CUDA = TorchFacts("2.13", "CUDA 12.8", ("gloo", "nccl"), nccl="2.27.3")
@@ -136,16 +136,15 @@ class TestMpirun:
     def test_what_does_not_start(
         self, body: str, found: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        facts, started = self.facts(tmp_path, body, monkeypatch), time.monotonic()
-        (check,) = examine_mpi(facts, 2.0)
+        facts = self.facts(tmp_path, body, monkeypatch)
+        (check,) = examine_mpi(facts, 2.0 if body.startswith("sleep") else PATIENCE)
         assert (check.name, check.status) == ("mpi", "warn")
         assert found in check.found
         assert cure in check.cure
-        assert time.monotonic() - started < 20
 
     def test_what_it_is_told_to_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         facts = self.facts(tmp_path, 'echo "RESULT {\\"library\\": \\"$*\\", \\"rows\\": []}"', monkeypatch, "mpiexec")
-        (check,) = examine_mpi(facts, 30.0, ["me@a", "b"])
+        (check,) = examine_mpi(facts, PATIENCE, ["me@a", "b"])
         assert check.name == "mpi between hosts"
         assert "-np 2 --host a:1,b:1 --bind-to none" in check.found
         assert f"{sys.executable} -m shardwise.cli.mpi_rank" in check.found

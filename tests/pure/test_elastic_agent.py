@@ -23,6 +23,7 @@ from shardwise.launch.job import Elastic, Job
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import Seal, new_token
+from tests.patience import PATIENCE
 from tests.pure.simulated_workers import SimulatedWorkers
 
 TOKEN = new_token()
@@ -135,7 +136,7 @@ def test_a_job_that_grows_is_asked_for_more_by_what_its_ranks_tell() -> None:
     sizes = partial(Sizes.of, 2, 8, 2)
     monday = datetime(2026, 11, 30, tzinfo=UTC)
     said_by_the_launcher(script, Scaling(Gain(0.8), sizes, asking, said.append, lambda: monday, wanted=2))
-    assert was_asked.wait(20)
+    assert was_asked.wait(PATIENCE)
     asking.close()
     assert place.asked == (4, ("",))
     why = "2 ranks train at 2 steps/s; with 4 each is expected to do 87% of what one would alone"

@@ -15,6 +15,7 @@ from shardwise.cli import explain
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
 from shardwise.plan.placement import PRESETS
 from shardwise.program import parse, shortened
+from tests.patience import PATIENCE
 
 MODEL = """
 from dataclasses import dataclass
@@ -554,7 +555,7 @@ def test_torch_is_imported_only_for_a_model() -> None:
         "assert main(['explain', '--list']) == 0; "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.transport import gloo_abort
+from tests.patience import PATIENCE
 
 
 def test_it_is_used_for_nothing_else() -> None:
@@ -34,7 +35,7 @@ def test_it_is_still_the_only_way() -> None:
     first, second = _group_of_two()
     sent, arrived = torch.ones(8), torch.zeros(8)
     sending, receiving = first.send([sent], 1, 0), second.recv([arrived], 0, 0)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not bool(arrived.all()) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert bool(arrived.all())
@@ -52,7 +53,7 @@ def _group_of_two() -> list[dist.ProcessGroupGloo]:
     """A gloo group of two ranks, both in this process."""
     store, options = dist.HashStore(), dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = datetime.timedelta(seconds=60)
+    options._timeout = datetime.timedelta(seconds=PATIENCE)
 
     def member(rank: int) -> dist.ProcessGroupGloo:
         return dist.ProcessGroupGloo(store, rank, 2, options)

@@ -162,7 +162,7 @@ def test_what_doubles_or_nests_takes_no_time(tmp_path: Path) -> None:
     doubling = b"]" + b"".join(b"q%c](h%ch%ce" % (n, n, n) for n in range(40)) + b"."
     nested = b"]" * 10**5 + b"a" * (10**5 - 1) + b"."
     circle = b"]q\x00h\x00a."
-    started = time.monotonic()
+    started = time.process_time()
     for number, content in enumerate((doubling, nested, circle)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -174,7 +174,7 @@ def test_what_doubles_or_nests_takes_no_time(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(b"\x80\x02" + content)
         with pytest.raises(CheckpointError):
             sw.inspect(folder)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
 
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from shardwise.checkpoint.formats import DTYPES, TARGETS
 from shardwise.cli import convert
 from shardwise.cli.main import main
+from tests.patience import PATIENCE
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 
@@ -32,7 +33,9 @@ def test_inspect_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
 def test_help_does_not_wait_for_torch(verb: str) -> None:
     code = "import sys; from shardwise.cli.main import main; main([sys.argv[1], '--help'])"
     code += "; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, verb], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, verb], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: shardwise" in done.stdout
     assert convert.TARGETS == TARGETS

@@ -18,6 +18,7 @@ from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.ssh import SshPlan, SshSettings
 from shardwise.launch.signals import SignalLog
+from tests.patience import PATIENCE
 
 SHARES = (Share(Host("a"), 0, 1), Share(Host("b"), 1, 1))
 
@@ -64,7 +65,7 @@ def test_a_host_lost_while_the_first_one_prepares_ends_the_job(
         answers = Answers(arrivals, lambda: False)
         thread = threading.Thread(target=lambda: statuses.append(job.run("10.0.0.1", 29500, answers)), daemon=True)
         thread.start()
-        thread.join(30)
+        thread.join(PATIENCE)
     assert statuses == [1]
     assert "b: the connection is lost (client_loop: send disconnect: Broken pipe)." in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.plan.placement import mesh_for, table_for
+from tests.patience import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -101,7 +102,9 @@ def make_train(*settings: str, dry: bool) -> subprocess.CompletedProcess[str]:
     here = f"BIN={Path(sys.executable).parent}"
     command = ["make", *(["-n"] if dry else []), "-o", ".venv/.train", "train", here, *settings]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
 
 
 def test_folders_and_plans_may_have_spaces() -> None:

@@ -204,6 +204,7 @@ def test_two_sizes_of_micro_batches_tell_of_all_others(build: type[Decoder], tol
             assert abs(mark.peak_bytes - same.peak_bytes) <= 0.02 * most, "allocators round small blocks up"
 
 
+@thorough_only("several rehearsals; test_search has bounds of candidates")
 def test_a_bound_needs_no_rehearsal_of_each_treatment() -> None:
     """Whatever is done with activations, a micro-batch computes and sends what it does when they are kept."""
     subject = ModelSubject(on_meta(Decoder, num_blocks=8), tokens(), H100, 64, WIDE, on_cpu=False)

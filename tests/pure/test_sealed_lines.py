@@ -7,7 +7,7 @@ import errno
 import os
 import random
 import socket
-import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardwise.launch.hosts.sealed_lines import (
     connect_to_launcher,
 )
 from shardwise.system.job_token import ForgedError, Seal
+from tests.patience import PATIENCE
 
 
 def ends() -> tuple[SealedLines, SealedLines]:
@@ -62,16 +63,14 @@ def server() -> Iterator[tuple[PodServer, tuple[str, int], list[str]]]:
 
 
 def call(where: tuple[str, int], name: str = "pod", token: str = "token") -> SealedConnection:
-    return connect_to_launcher(socket.create_connection(where), name, token, 5)
+    return connect_to_launcher(socket.create_connection(where), name, token, PATIENCE)
 
 
 def names(server: PodServer, *wanted: str) -> None:
-    event = threading.Event()
-    for _ in range(500):
-        if server.names() == list(wanted):
-            return
-        event.wait(0.01)
-    raise AssertionError(server.names())
+    until = time.monotonic() + PATIENCE
+    while server.names() != list(wanted):
+        assert time.monotonic() < until, server.names()
+        time.sleep(0.01)
 
 
 def test_messages_go_both_ways(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:
@@ -81,13 +80,13 @@ def test_messages_go_both_ways(server: tuple[PodServer, tuple[str, int], list[st
     caller = made.take("pod")
     Outbox(caller.stdin).send({"do": "end_member", "number": 3})
     inbox = SealedInbox(meeting.connection, meeting.to_host)
-    assert inbox.take(5) == [{"do": "end_member", "number": 3}]
+    assert inbox.take(PATIENCE) == [{"do": "end_member", "number": 3}]
     Outbox(SealedSink(meeting.connection, meeting.to_launcher)).send({"kind": "beat"})
     assert report(caller.stdout.readline(100)) == {"kind": "beat"}
     meeting.connection.sendall(packed({"kind": "beat"}))  # by somebody in between
     assert caller.stdout.readline(100) == b""
     caller.wait()
-    assert inbox.take(5) == []
+    assert inbox.take(PATIENCE) == []
     assert inbox.closed
     meeting.connection.close()
     caller.stdout.close()
@@ -100,7 +99,7 @@ def test_an_order_that_is_forged_closes_the_connection(server: tuple[PodServer, 
     caller = made.take("pod")
     caller._socket.sendall(packed({"do": "kill"}))
     inbox = SealedInbox(meeting.connection, meeting.to_host)
-    assert inbox.take(5) == []
+    assert inbox.take(PATIENCE) == []
     assert inbox.closed
     meeting.connection.close()
     caller.close()
@@ -122,7 +121,7 @@ def test_connections_without_the_token_are_refused(server: tuple[PodServer, tupl
     other, mine = socket.socketpair()
     other.sendall(b"HTTP/1.1 400\n")
     with pytest.raises(ForgedError, match="not the launcher"):
-        connect_to_launcher(mine, "pod", "token", 5)
+        connect_to_launcher(mine, "pod", "token", PATIENCE)
     for meeting in held:
         meeting.connection.close()
     other.close()
@@ -137,12 +136,12 @@ def test_a_name_counts_once_and_late_pods_get_the_last_message(
     names(made, "pod")
     second = call(where)
     inbox = SealedInbox(first.connection, first.to_host)
-    assert inbox.take(5) == []
+    assert inbox.take(PATIENCE) == []
     assert inbox.closed
     made.close_with({"do": "over", "status": 7})
     late = call(where, name="late")
     for meeting in (second, late):
-        assert SealedInbox(meeting.connection, meeting.to_host).take(5) == [{"do": "over", "status": 7}]
+        assert SealedInbox(meeting.connection, meeting.to_host).take(PATIENCE) == [{"do": "over", "status": 7}]
     for meeting in (first, second, late):
         meeting.connection.close()
 

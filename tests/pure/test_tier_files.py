@@ -36,6 +36,7 @@ from shardwise.system.disk import (
 )
 from shardwise.system.disk.align import down, requests, up
 from shardwise.system.disk.slices import steps, walk
+from tests.patience import PATIENCE
 from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
@@ -485,7 +486,7 @@ class Slow:
         self.may_end = threading.Event()
 
     def wait(self) -> None:
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(PATIENCE)
         self.log.append(f"{self.name} done")
         if self.failure is not None:
             raise self.failure

@@ -21,12 +21,12 @@ import torch
 import shardwise as sw
 from shardwise.system.devices import RankDevice
 from shardwise.testing import run_ranks
+from tests.patience import PATIENCE
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]
 When = Literal["late", "early", "random"]
 WHENS: tuple[When, ...] = ("late", "early", "random")
-HANG_SECONDS = 20
 
 
 class Race(RuntimeError):
@@ -77,7 +77,7 @@ class Devices:
         """The tensors of all ranks, by place; blocks until all have given theirs, or `groups` is aborted: `None`."""
         with self._changed:
             box = self._given.setdefault(key, {})
-            if not self._changed.wait_for(lambda: groups.is_aborted or len(box) == num_ranks, timeout=HANG_SECONDS):
+            if not self._changed.wait_for(lambda: groups.is_aborted or len(box) == num_ranks, timeout=PATIENCE):
                 raise RuntimeError(f"{sorted(box)} of {num_ranks} ranks came to {key}")
             return [box[place] for place in range(num_ranks)] if len(box) == num_ranks else None
 

@@ -15,10 +15,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE
+
 _SERVER = multiprocessing.get_context("forkserver")
 _BEGUN = "begun"
-_IMPORT_SECONDS = 100
-"""How long the server of the first child may import on a busy machine, which must not count as a hang of its item."""
 
 
 class Died(Exception):
@@ -47,37 +47,37 @@ def preload(*modules: str) -> None:
                 os.environ[name] = value
 
 
-def call_each(call: Callable[[Any], Any], items: Sequence[Any], *, seconds: float) -> list[Any]:
-    """Call `call(item)` for each item, all in one child as long as it lives, each within `seconds`.
+def call_each(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """Call `call(item)` for each item, all in one child as long as it lives, each within `PATIENCE`.
 
     If a child dies, the item's result is a `Died`, and a new child takes the remaining items.
     """
     results: list[Any] = []
     while len(results) < len(items):
-        results += _in_one_child(call, items[len(results) :], seconds)
+        results += _in_one_child(call, items[len(results) :])
     return results
 
 
-def _in_one_child(call: Callable[[Any], Any], items: Sequence[Any], seconds: float) -> list[Any]:
+def _in_one_child(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     with tempfile.NamedTemporaryFile(prefix="crash-") as trace:
-        return _results(call, items, seconds, Path(trace.name))
+        return _results(call, items, Path(trace.name))
 
 
-def _results(call: Callable[[Any], Any], items: Sequence[Any], seconds: float, trace: Path) -> list[Any]:
+def _results(call: Callable[[Any], Any], items: Sequence[Any], trace: Path) -> list[Any]:
     here, there = _SERVER.Pipe(duplex=False)
     child = _SERVER.Process(target=_work, args=(there, call, list(items), str(trace)), daemon=True)
     child.start()
     there.close()
     results: list[Any] = []
     try:
-        has_begun = here.poll(_IMPORT_SECONDS) and here.recv() == _BEGUN
+        has_begun = here.poll(PATIENCE) and here.recv() == _BEGUN
         while len(results) < len(items):
-            if not has_begun or not here.poll(seconds):
-                results.append(Died(f"hang: nothing for {seconds if has_begun else _IMPORT_SECONDS:.0f} s"))
+            if not has_begun or not here.poll(PATIENCE):
+                results.append(Died(f"hang: nothing for {PATIENCE:.0f} s"))
                 break
             results.append(here.recv())
     except EOFError:
-        child.join(10)
+        child.join(PATIENCE)
         results.append(Died(f"crash: {_ended_by(child.exitcode)}\n{trace.read_text()}".rstrip()))
     finally:
         if child.is_alive():

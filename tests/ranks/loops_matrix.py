@@ -295,7 +295,7 @@ def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Cou
         engine.close()
         return course
 
-    return run_ranks(NUM_RANKS, rank, shares_memory=shares_memory, timeout_seconds=6, patience_seconds=0.5)
+    return run_ranks(NUM_RANKS, rank, shares_memory=shares_memory, patience_seconds=0.5)
 
 
 def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

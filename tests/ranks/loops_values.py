@@ -14,6 +14,8 @@ from loops_matrix import VOCAB, WIDTH, Local, Loop, action, cross_entropy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.patience import PATIENCE
+
 READ, WRITE, LOSS, GRAD, EVAL, ERROR = (
     "Parameters read",
     "Parameters written",
@@ -699,8 +701,8 @@ class _AnomalyDetection:
             if not self._num_inside:
                 torch.autograd.set_detect_anomaly(False)
                 self._changed.notify_all()
-            elif not self._changed.wait_for(lambda: not self._num_inside, timeout=60):
-                raise TimeoutError("Another rank has stayed within detect_anomaly() for a minute.")
+            elif not self._changed.wait_for(lambda: not self._num_inside, timeout=PATIENCE):
+                raise TimeoutError("Another rank has stayed within detect_anomaly().")
 
 
 _detects_anomalies = _AnomalyDetection()

@@ -25,6 +25,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.testing import plant
 from tests import inside
+from tests.patience import PATIENCE
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,
@@ -462,7 +463,7 @@ def test_a_rank_hears_in_the_commit_that_a_step_is_undone_that_others_have_ended
             if member == 3 and engine.num_steps == 3:
                 others_are_on.set()
             if member < 2 and engine.num_steps == 3:
-                assert others_are_on.wait(20)
+                assert others_are_on.wait(PATIENCE)
                 world.membership.crowd.kill_host(0)
                 raise Killed
             is_void = asks == "if that is not void" and engine.num_void > void

@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.system.disk import page_buffers
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 
@@ -84,7 +84,7 @@ def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypa
 
     def held(path: Path, text: str) -> None:
         if path.name == "rank-00001.json":
-            assert go.wait(30)
+            assert go.wait(PATIENCE)
         plain(path, text)
         if path.name == "rank-00000.json":
             is_written.set()
@@ -96,7 +96,7 @@ def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypa
         engine.save(run, wait=False)
         engine.world.barrier()
         if engine.world.rank == 0:
-            assert is_written.wait(30)
+            assert is_written.wait(PATIENCE)
             shutil.rmtree(run)
             go.set()
         message = refused(CheckpointError, "could not be written", engine.wait_for_save)
@@ -104,9 +104,8 @@ def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypa
         engine.save(run)
         return message
 
-    started = time.monotonic()
     messages = on_ranks(2, work)
-    assert time.monotonic() - started < 20
+    assert "has not grown" not in messages[0]  # by then they would have waited for it
     assert messages[0] == messages[1]
     assert list(checkpoints_in(run)) == [2]
 
@@ -345,9 +344,7 @@ def test_a_failure_of_one_rank_is_everybodys(
         engine.wait_for_save()
         return message
 
-    started = time.monotonic()
     messages = on_ranks(2, work)
-    assert time.monotonic() - started < 20
     assert messages[0] == messages[1]
     assert list(checkpoints_in(tmp_path)) == [1]
     assert not list(tmp_path.glob(".writing-*"))
@@ -369,9 +366,7 @@ def test_a_rank_that_died_behind_a_save_is_noticed_at_once(tmp_path: Path, monke
         engine.save(tmp_path, wait=False)
         refused(CheckpointError, r"rank 1 ended \(killed\?\) before it had finished its file", engine.wait_for_save)
 
-    started = time.monotonic()
     on_ranks(2, work)
-    assert time.monotonic() - started < 10
     assert list(checkpoints_in(tmp_path)) == []
 
 

@@ -26,6 +26,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan import placement
 from shardwise.testing import run_ranks
 from tests.files import module_at
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "contributing.md"
@@ -124,7 +125,7 @@ def on_threads(transport_of: Any, preset: str, num_ranks: int = 2) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert None not in found
     return found
 

@@ -22,6 +22,7 @@ from shardwise.memory import DiskRows, disk_memory
 from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import thorough_only
 
 PLAN: dict[str, Any] = {"preset": "infinity", "precision": "bf16", "rows": {"param": {"tier": "disk"}}}
@@ -42,7 +43,7 @@ class HeldSaves:
 
         def gated(rows: DiskRows, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             if threading.current_thread().name == SAVING:
-                assert self._gates[rank_of(rows)].wait(60)
+                assert self._gates[rank_of(rows)].wait(PATIENCE)
             return read(rows, tensor, out)
 
         def noted(rows: DiskRows) -> None:

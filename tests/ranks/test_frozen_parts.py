@@ -225,7 +225,7 @@ def test_trained_below_frozen_layers(name: str, plan: str, shares_memory: bool) 
         with sw.shard(model, {**settings, **more}, optimizer=optimizer_of(model), world=world) as engine:
             return course_of(engine, data, lambda _, x: loss_of(engine(x)))
 
-    courses = run_ranks(num_ranks, rank, timeout_seconds=60, shares_memory=shares_memory)
+    courses = run_ranks(num_ranks, rank, shares_memory=shares_memory)
     assert mean_losses(courses) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for course in courses:
         assert course.working == 0

@@ -19,6 +19,7 @@ import shardwise.integrations.horovod.torch as hvd
 from shardwise.errors import ConfigError
 from shardwise.integrations.horovod.errors import InvalidCallError
 from shardwise.testing import run_ranks
+from tests.patience import PATIENCE
 from tests.ranks.horovod_ranks import on_ranks
 from tests.thorough import drawn, varies
 
@@ -190,7 +191,7 @@ def test_a_name_can_be_in_flight_once() -> None:
 
     def work() -> None:
         if hvd.rank() == 1:
-            assert has_tried_again.wait(60)
+            assert has_tried_again.wait(PATIENCE)
         first = hvd.allreduce_async(torch.ones(2), name="w")
         if hvd.rank() == 0:
             with pytest.raises(ValueError, match="Two tensors named 'w'"):
@@ -204,16 +205,16 @@ def test_a_name_can_be_in_flight_once() -> None:
 
 def test_a_stalled_rank_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "0.1")
-    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.8")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "3")
 
     together, others_failed = threading.Barrier(2), threading.Barrier(3)
 
     def work() -> str:
-        (others_failed if hvd.rank() == 1 else together).wait(30)
+        (others_failed if hvd.rank() == 1 else together).wait(PATIENCE)
         with pytest.raises(hvd.HorovodInternalError) as caught:
             hvd.allreduce(torch.ones(2), name="w")
         if hvd.rank() != 1:
-            others_failed.wait(30)
+            others_failed.wait(PATIENCE)
         hvd.barrier()
         return str(caught.value)
 
@@ -236,7 +237,7 @@ def test_a_rank_that_leaves_is_named() -> None:
             hvd.allgather(torch.ones(2), name="v")
         with pytest.raises(hvd.HorovodInternalError, match=r"join\(\) cannot end"):
             hvd.join()
-        both_have_errors.wait(timeout=60)
+        both_have_errors.wait(timeout=PATIENCE)
         return str(caught.value)
 
     results = on_ranks(3, work)

@@ -21,6 +21,7 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import drawn, sampled, thorough_only, varies
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}
@@ -104,7 +105,7 @@ def test_a_rank_that_fails_takes_the_others_along() -> None:
         with pytest.raises((ValueError, StateError)) as caught:
             answer()
         seen[world.rank] = str(caught.value)
-        done.wait(30)
+        done.wait(PATIENCE)
         with engine.inference():  # and it can be entered again
             engine.module.logits(x)
 

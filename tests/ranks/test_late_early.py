@@ -536,7 +536,6 @@ def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @varies
-@pytest.mark.timeout(600)
 @settings(
     max_examples=NUM_MODELS,
     deadline=None,
@@ -569,7 +568,6 @@ def test_drawn_models_train_as_on_the_host(
         return run(
             num_ranks,
             lambda world: drawn_course(world, replicas[world.rank], settings, data),
-            timeout_seconds=30,
         )
 
     devices = Devices(when, seed=seed)

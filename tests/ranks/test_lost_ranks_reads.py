@@ -131,7 +131,6 @@ def check(
         assert not left_there, "images of a job that has ended"
 
 
-@pytest.mark.timeout(600)
 @sampled
 @pytest.mark.parametrize("name", [*PLANS, "infinity", "params"])
 def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
@@ -140,7 +139,6 @@ def test_a_rank_dies_anywhere_in_a_read(name: str, tmp_path: Path) -> None:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@pytest.mark.timeout(600)
 @sampled
 @pytest.mark.parametrize("name", [*PLANS, "infinity", "params"])
 def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: Path) -> None:
@@ -149,7 +147,6 @@ def test_a_rank_dies_anywhere_in_the_last_read_or_in_close(name: str, tmp_path: 
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-@pytest.mark.timeout(600)
 @sampled
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "ddp"])
 def test_a_rank_dies_anywhere_in_the_first_read_by_torch_alone(name: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from shardwise.comm.generation import Regrouped
 from shardwise.elastic.layouts import Layout
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
+from tests.patience import PATIENCE
 from tests.ranks.lost_groups import AXES, NUM_STEPS, PRESETS, ROWS, DiesBefore, Layers, race, trained_alone
 from tests.ranks.test_lost_ranks import adamw, assert_same_values
 from tests.ranks.threads_as_members import ThreadMembership, run_members
@@ -45,7 +46,7 @@ def test_a_spare_lets_go_of_memory_that_others_still_read(tmp_path: Path, monkey
         return come_back(membership)
 
     def complete_late(*given: Any) -> None:
-        assert is_resting.wait(20)
+        assert is_resting.wait(PATIENCE)
         complete(*given)
 
     monkeypatch.setattr(ThreadMembership, "come_back", rest)

@@ -21,6 +21,7 @@ from shardwise.errors import DataError, StateError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder
+from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 Mesh = dict[str, int]
@@ -134,7 +135,7 @@ def refused(use: Callable[[sw.Engine, int], Any]) -> list[str]:
             with pytest.raises((StateError, DataError, ValueError)) as caught, engine.inference(0):
                 use(engine, world.rank)
             told[world.rank] = f"{type(caught.value).__name__}: {caught.value}"
-            all_are_told.wait(30)
+            all_are_told.wait(PATIENCE)
             with engine.inference(0):
                 engine.module(x)
 

@@ -1,8 +1,9 @@
 """Every operation of a plain loop is equal to the plain loop, or refused with a clear error. The docs list which.
 
-Each action of the matrix runs twice among plain steps, in a forked child, so that crashes and hangs are reported too.
-`make exhaustive` runs every preset, with shared memory and with messages; `make thorough` a third of these for each
-action, `make test` one. Random sequences of actions run as well.
+Each action of the matrix runs twice among plain steps. `make exhaustive` runs every preset, with shared memory and with
+messages; `make thorough` a third of these for each action, `make test` one of some. Random sequences of actions run as
+well. Many run in forked children, so that crashes and hangs are reported too; the few of `make test` do not, as the
+imports of the children's server would take it as long as the actions.
 """
 
 from __future__ import annotations
@@ -26,16 +27,15 @@ from tests.thorough import EXHAUSTIVE, THOROUGH, drawn, thorough_only, varies
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
 ON_HOST = [("offload", True), ("zero3-offload", False)]
-SECONDS = 40
 
 
 def in_children(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     forked.preload("loops_warm")
-    return forked.call_each(call, items, seconds=SECONDS)
+    return forked.call_each(call, items)
 
 
 def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
-    found = in_children(loops_cells.cell, scripts)
+    found = in_children(loops_cells.cell, scripts) if THOROUGH else map(loops_cells.cell, scripts)
     return [one if isinstance(one, Verdict) else Verdict("crash", str(one)) for one in found]
 
 
@@ -86,7 +86,6 @@ def marked(name: str) -> Any:
 
 
 @varies
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [marked(name) for name in TRIED])
 def test_equal_or_refused_by_a_sentence(name: str) -> None:
     script = (name, "step", name, "step", "evaluate")
@@ -133,6 +132,7 @@ def test_the_page_is_the_table() -> None:
     assert PAGE.read_text() == page(), "python tests/ranks/loops_page.py writes docs/plain-loops.md anew"
 
 
+@thorough_only("starts the server of the children")
 def test_a_crash_of_a_child_says_where() -> None:
     (found,) = in_children(faulthandler._sigsegv, [True])
     assert "SIGSEGV" in str(found)

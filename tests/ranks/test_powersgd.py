@@ -22,6 +22,7 @@ from shardwise.errors import ConfigError, ModelError, PlacementError
 from shardwise.runtime.low_rank import orthonormal
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
 
@@ -301,7 +302,7 @@ def test_trains_like_torchs_hook(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [0, 0]
     theirs = torch.load(tmp_path / "out0")
 
     def work(engine: sw.Engine) -> list[Tensor]:

@@ -24,6 +24,7 @@ from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import Killed, run_members
 
 WEIGHTS = "model.safetensors"
@@ -222,7 +223,7 @@ def test_a_version_is_written_beside_the_next_steps(
     original = pkgutil.resolve_name(WRITES[0])
 
     def write(*args: Any) -> None:
-        assert may_write.wait(60)
+        assert may_write.wait(PATIENCE)
         original(*args)
 
     monkeypatch.setattr(WRITES[0], write)

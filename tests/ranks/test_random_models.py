@@ -173,7 +173,6 @@ NUM_MODELS = drawn(4, 100)
 
 
 @varies
-@pytest.mark.timeout(600)
 @settings(
     max_examples=NUM_MODELS,
     deadline=None,
@@ -231,7 +230,7 @@ def test_drawn_models_train_like_their_twins(
     def rank(world: sw.World) -> Course:
         return drawn_course(world, replicas[world.rank], settings, data)
 
-    courses = run_ranks(num_ranks, rank, timeout_seconds=60, shares_memory=shares_memory)
+    courses = run_ranks(num_ranks, rank, shares_memory=shares_memory)
     assert mean_losses(courses) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for course in courses:
         assert course.working == 0

@@ -19,6 +19,7 @@ from shardwise.errors import CheckpointError
 from shardwise.integrations.samplers import SglangServer, VllmServer, register_with_vllm, weight_source
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.patience import PATIENCE
 
 UPDATE = [
     "/pause",
@@ -166,7 +167,7 @@ def test_a_slow_server_keeps_no_step_waiting(tmp_path: Path) -> None:
     may_load, told = threading.Event(), []
 
     def slow(found: Published) -> None:
-        assert may_load.wait(60)
+        assert may_load.wait(PATIENCE)
         told.append((found.version, found.path.is_dir()))
 
     def work(engine: sw.Engine) -> None:

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.comm import World
 from shardwise.elastic.survival import Survival
+from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import run_members
 
 
@@ -26,7 +27,7 @@ def test_a_shadow_that_follows_while_a_checkpoint_is_copied_is_no_change_by_hand
 
     def once_taken(self: Survival, step: int) -> None:
         if step == 2:
-            assert is_taken.wait(20)
+            assert is_taken.wait(PATIENCE)
         copy(self, step)
         if step == 2:
             has_followed.set()
@@ -36,7 +37,7 @@ def test_a_shadow_that_follows_while_a_checkpoint_is_copied_is_no_change_by_hand
         is_taken.set()
 
     def once_followed(self: Snapshot) -> None:
-        assert has_followed.wait(20)
+        assert has_followed.wait(PATIENCE)
         copy_rest(self)
 
     monkeypatch.setattr(Survival, "_copy", once_taken)

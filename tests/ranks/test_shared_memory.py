@@ -25,6 +25,7 @@ from shardwise.comm.transport.shm.offers import NUM_OFFERS, TO_ALL, OfferTable, 
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
+from tests.patience import PATIENCE
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -81,7 +82,7 @@ def test_parameters_are_written_when_no_other_rank_reads_them_any_more(
         has_come.clear()
         engine.world.barrier()
         if engine.world.rank == 1:
-            assert has_come.wait(60)
+            assert has_come.wait(PATIENCE)
             assert torch.equal(flat.full, before)
         step.open_params()
         flat.param.fill_(7)
@@ -355,7 +356,7 @@ def test_what_is_offered_in_place_is_overwritten_when_all_have_read_it(monkeypat
         own.fill_(world.rank)
         gathering = collectives.all_gather(full, world.everybody, "values")
         if world.rank == 1:
-            assert has_come.wait(60)
+            assert has_come.wait(PATIENCE)
         gathering.wait()
         own.fill_(7)
         has_come.set()
@@ -432,13 +433,13 @@ def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch)
 
     def wait() -> None:
         while reader.value == seen:
-            reader.wait_while(seen, 20)
+            reader.wait_while(seen, 2 * PATIENCE)
         woken.set()
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     writer.advance()
-    assert woken.wait(10)  # long before the 20 seconds are over
+    assert woken.wait(PATIENCE)  # long before its time is over
     waiting.join()
     assert reader.value == writer.value == seen + 1
     reader.wait_while(seen, 20)  # it has changed by now

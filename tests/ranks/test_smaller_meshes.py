@@ -25,6 +25,7 @@ from shardwise.parallel.outline import smaller_meshes
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
 from tests.models import Gpt
+from tests.patience import PATIENCE
 from tests.ranks.lost_groups import (
     AXES,
     BOUND,
@@ -99,7 +100,7 @@ def test_both_groups_lose_a_rank_at_once(preset: str, tmp_path: Path) -> None:
 
     class DiesWithTheOther(DiesBefore):
         def _die(self) -> None:
-            both.wait(20)
+            both.wait(PATIENCE)
             super()._die()
 
     fault, other = (DiesWithTheOther(rank, 2, "agree * verdict tp *") for rank in (0, 3))

@@ -15,6 +15,7 @@ from shardwise.comm.generation import Regrouped
 from shardwise.errors import SpareError, TurnedAwayError
 from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
 from shardwise.testing import prepare_operators
+from tests.patience import PATIENCE
 
 Result = TypeVar("Result")
 
@@ -76,7 +77,7 @@ class Crowd:
             rank,
             len(members),
             ThreadTransport(office, rank),
-            watched=Watched(office, 30, 0.2),
+            watched=Watched(office, PATIENCE, 0.2),
             host=Host(None, name, self.shares_memory),
         )
         world.hosts = tuple(self.hosts[member] for member in members) if self.hosts else ()
@@ -136,7 +137,7 @@ class Crowd:
             while self.generation == generation:
                 if self._living and self._living <= set(self._arrived) and self._announce():
                     break
-                assert self._changed.wait(20), f"{self._living} were to come, {set(self._arrived)} have"
+                assert self._changed.wait(PATIENCE), f"{self._living} were to come, {set(self._arrived)} have"
                 if member in self.doomed:
                     raise Killed
             assert self._made is not None
@@ -298,7 +299,7 @@ def run_members(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), f"{thread.name} hangs"
     if failures:
         raise failures[0]

@@ -606,20 +606,20 @@ class _Rank:
             cost, effect = self._prices.of(action), action.effect
             if effect.waits is not None:
                 self._wait(action, effect, moment)
-                self._compute(cost.computing, str(action), moment)
+                self._compute(cost.computing, self._text(action), moment)
             elif action.stream != COMPUTE or action.subject == "states":
-                self._compute(cost.computing, str(action), moment)
+                self._compute(cost.computing, self._text(action), moment)
                 self._issue(action, effect, cost, moment)
             elif action.over == PIPELINE and self._num_ranks > 1:
                 yield from self._meet(action, cost, moment)
             else:
-                self._compute(cost.computing, str(action), moment)
+                self._compute(cost.computing, self._text(action), moment)
                 self._communicate(action, cost, moment)
 
     def _wait(self, action: Action, effect: Effect, moment: str) -> None:
         flight = self._made.get((action.flat, effect.waits or ""))
         if flight is not None:
-            self._await(flight, str(action), moment)
+            self._await(flight, self._text(action), moment)
 
     def _await(self, flight: _Flight, text: str, moment: str) -> None:
         begun = self._streams.now
@@ -643,7 +643,7 @@ class _Rank:
 
     def _issue(self, action: Action, effect: Effect, cost: Cost, moment: str) -> None:
         stream = action.stream if action.stream != COMPUTE else action.verb
-        flight = _Flight(stream, str(action) if self._keeps_events else "", moment, cost)
+        flight = _Flight(stream, self._text(action), moment, cost)
         self._stream_seconds[stream] = self._stream_seconds.get(stream, 0.0) + cost.seconds
         self._streams.issue(flight)
         if effect.makes is not None:
@@ -657,7 +657,7 @@ class _Rank:
             begun = self._streams.now
             self._streams.compute(cost.seconds, cost.links or ("",))
             self._exposed[cost.axis] = self._exposed.get(cost.axis, 0.0) + self._streams.now - begun
-            self._note(COMPUTE, str(action), begun, cost.axis, moment)
+            self._note(COMPUTE, self._text(action), begun, cost.axis, moment)
 
     def _meet(self, action: Action, cost: Cost, moment: str) -> _Asked:
         begun = self._streams.now
@@ -686,6 +686,9 @@ class _Rank:
             self._streams.compute(seconds)
             self._computed += self._streams.now - begun
             self._note(COMPUTE, text, begun, "", moment)
+
+    def _text(self, action: Action) -> str:
+        return str(action) if self._keeps_events else ""
 
     def _note(self, stream: str, text: str, begun: float, axis: str = "", moment: str = "") -> None:
         if self._keeps_events:

@@ -28,7 +28,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
-from shardwise.program.schedule import SCHEDULES
+from shardwise.program.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.system.torch_private import tree_leaves, tree_map_only
 
@@ -199,14 +199,16 @@ class ModelSubject:
         return self._evaluated(candidate, plan, mesh, ranks, self._count(candidate), is_exact=True)
 
     def _ranks(self, candidate: Candidate, plan: Plan, mesh: Mesh) -> list[RankUnits]:
-        """Known for each plan but for its micro-batches and activations, unless stages depend on them."""
-        plain = replace(candidate, rows=1)
-        if candidate.size("pp") == 1:
-            plain = replace(plain, accumulate=1, policy="keep")
+        """Known for each plan but for its micro-batches, and for its activations unless stages depend on them. Of a
+        pipeline only the rows of the schedule depend on the number of micro-batches."""
+        num_stages = candidate.size("pp")
+        plain = replace(candidate, rows=1, accumulate=1, policy="keep" if num_stages == 1 else candidate.policy)
         key = plain, self.base
+        rows = None if num_stages == 1 else schedule_of(plan, num_stages).rows
         if key not in self._units:
             self._units[key] = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
-        return self._units[key]
+        units = self._units[key]
+        return units if rows is None else [replace(one, row=row) for one, row in zip(units, rows, strict=True)]
 
     def _evaluated(
         self,
@@ -229,7 +231,14 @@ class ModelSubject:
             for program, one in zip(programs, counted, strict=True)
         ]
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
-        time = step_time(programs, self.hardware, mesh, num_micro_batches=plan.accumulate, num_states=self.num_states)
+        time = step_time(
+            programs,
+            self.hardware,
+            mesh,
+            num_micro_batches=plan.accumulate,
+            num_states=self.num_states,
+            keeps_events=False,
+        )
         return Evaluated(
             seconds=time.timeline.step_seconds,
             device_bytes=max(one.total for one in held),

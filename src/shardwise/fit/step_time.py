@@ -58,8 +58,21 @@ class StepTime:
 
 
 def step_time(
-    programs: Sequence[RankProgram], hardware: Hardware, mesh: Mesh, *, num_micro_batches: int, num_states: int = 2
+    programs: Sequence[RankProgram],
+    hardware: Hardware,
+    mesh: Mesh,
+    *,
+    num_micro_batches: int,
+    num_states: int = 2,
+    keeps_events: bool = True,
 ) -> StepTime:
     """`time_ranks`, to be read."""
-    timeline = time_ranks(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
+    timeline = time_ranks(
+        programs,
+        hardware,
+        mesh,
+        num_micro_batches=num_micro_batches,
+        num_states=num_states,
+        keeps_events=keeps_events,
+    )
     return StepTime(timeline, hardware)

@@ -182,7 +182,7 @@ def _in_schedule(blocks: Sequence[Block], work: Sequence[Worked]) -> Iterator[Wo
         if moment.phase not in ("backward_input", "backward_weights"):
             yield found[place]
             continue
-        plain = replace(moment, micro_batch=None)
+        plain = Moment(moment.edge, moment.phase, moment.unit)
         if (plain, place) not in halves:
             halves[plain, place] = _half(plain, found[place])
         yield halves[plain, place]

@@ -324,31 +324,36 @@ class Needs:
 
 def _actions_between(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:
     """The moves from `source` to `target` as actions on `flat`, with the bytes they send."""
-    acted, shard = [], set(source.shard)
-    for move in moves(source, target, flat.table.order):
-        acted.append(_action(flat, subject, move, shard))
-        if move.verb in ("slice", "reduce_scatter"):
-            shard.add(move.over)
-        elif move.verb == "gather":
-            shard.remove(move.over)
-    return tuple(acted)
+    key = subject, source, target
+    if key not in flat.paths:
+        acted, shard = [], set(source.shard)
+        for move in moves(source, target, flat.table.order):
+            acted.append(_action(flat, subject, move, shard))
+            if move.verb in ("slice", "reduce_scatter"):
+                shard.add(move.over)
+            elif move.verb == "gather":
+                shard.remove(move.over)
+        flat.paths[key] = tuple(acted)
+    return flat.paths[key]
 
 
 def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) -> Action:
     action = Action(move.verb, flat.name, subject, move.over, move.dtype)
+    if not action.copies and not action.communicates:
+        return action
     numel = flat.layout.span(tuple(shard), dict.fromkeys(flat.layout.order, 0)).numel
     if action.copies:
         return replace(action, sent_bytes=numel * WIDTH[move.dtype])
-    if not action.communicates:
-        return action
     axis = flat.mesh.size(move.over)
     table = flat.table
     if move.verb == "gather":
         wire = table.param_wire_over(move.over) or Wire(move.dtype)
         if isinstance(wire, Codes) and subject == "held":  # see [Note: held ranges are sent as they are]
             wire = Wire(move.dtype)
-        sent = replace(action, sent_bytes=(axis - 1) * wire.num_bytes(numel))
-        return replace(sent, codes=str(wire)) if isinstance(wire, Codes) else replace(sent, dtype=wire.dtype)
+        sent_bytes = (axis - 1) * wire.num_bytes(numel)
+        if isinstance(wire, Codes):
+            return replace(action, sent_bytes=sent_bytes, codes=str(wire))
+        return replace(action, sent_bytes=sent_bytes, dtype=wire.dtype)
     wire = table.grad_wire_over(move.over)
     if isinstance(wire, Codes):
         way = SumOfCodes.cheapest(move.verb, wire, table.grad_wire, numel, axis)

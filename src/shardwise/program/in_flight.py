@@ -7,7 +7,7 @@ allocates is within 0.85 and 1.05 of the prediction (`tests/ranks/test_pipeline_
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwise.program.action import END_OF_BACKWARD, Moment
 from shardwise.program.activations import Activations, Mark
@@ -83,10 +83,11 @@ def _marks_of(op: Op, found: StageBytes, halved: Container[str], aside: int) -> 
             continue
         is_halved = mark.moment.unit in halved
         if op.kind == "I" and is_halved:
-            yield replace(mark, moment=replace(mark.moment, phase="backward_input"))
+            moment = Moment(mark.moment.edge, "backward_input", mark.moment.unit)
+            yield Mark(moment, mark.peak_bytes, mark.live_bytes, mark.heap_bytes)
         elif op.kind != "W":
             yield mark
         elif is_halved or not mark.moment.unit:
             made = mark.peak_bytes - max(mark.live_bytes, last.live_bytes if last is not None else 0)
             phase: Phase = "backward_weights" if is_halved else "backward"
-            yield Mark(replace(mark.moment, phase=phase), aside + max(0, made), aside)
+            yield Mark(Moment(mark.moment.edge, phase, mark.moment.unit), aside + max(0, made), aside)

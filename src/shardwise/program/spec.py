@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Span, Table, Tier
-from shardwise.program.action import Moment
-from shardwise.program.effects import Buffer
+from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Place, Span, Table, Tier
+from shardwise.program.action import Action, Moment
+from shardwise.program.effects import Buffer, Subject
 from shardwise.program.update import PlacedUpdate
 
 Trace = tuple[Moment, ...]
@@ -52,6 +52,11 @@ class FlatSpec:
     @cached_property
     def layout(self) -> Layout:
         return Layout.of(self.numel, self.table.order, self.mesh)
+
+    @cached_property
+    def paths(self) -> dict[tuple[Subject, Place, Place], tuple[Action, ...]]:
+        """The actions between two places that `build.py` has found: a schedule has them for every micro-batch."""
+        return {}
 
     @cached_property
     def split_axes(self) -> Axes:

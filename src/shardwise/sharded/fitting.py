@@ -146,7 +146,13 @@ def _timed(sharded: ShardedModel, step: RehearsedStep, hardware: Hardware) -> tu
     """Seconds of a step, and what they go into; infinitely many if it uses what nobody knows the speed of, which is
     then taken only if all else does not fit."""
     try:
-        time = step_time([step.program(sharded)], hardware, sharded.mesh, num_micro_batches=sharded.plan.accumulate)
+        time = step_time(
+            [step.program(sharded)],
+            hardware,
+            sharded.mesh,
+            num_micro_batches=sharded.plan.accumulate,
+            keeps_events=False,
+        )
     except ConfigError:
         return math.inf, {}
     return time.timeline.step_seconds, time.breakdown

@@ -34,7 +34,7 @@ _HAS_ASKED = "This rank has asked to leave, and the others continue."
 _IS_SPARE = "This rank's replica group has lost a rank, and the others continue without it until it is whole again."
 STOPPED_SECONDS = 0.5
 """After this time without an answer, a member that the system has stopped is given up."""
-DYING_SECONDS = 2
+DYING_SECONDS = 10
 """How long a member that has raised may take to end."""
 SILENT_SECONDS = 30
 """How long a running member may not answer."""

@@ -365,7 +365,7 @@ class Pipeline:
 
     def pass_over(self, part: MicroBatch, called: nn.Module) -> None:
         """A call runs none of this rank's stages: what ranks compare after watched forwards, this one does too."""
-        form = (called, None, WHOLE, self.staged.model.training, torch.is_grad_enabled(), form_of(part))
+        form = (called, None, WHOLE, self.staged.model.training, torch.is_grad_enabled(), part.form)
         with self._on_every_stage.during(0, is_first=True, is_watched=form not in self._forms):
             self._forms[form] = ()
 

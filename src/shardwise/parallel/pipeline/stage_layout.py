@@ -3,7 +3,8 @@ changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -260,10 +261,11 @@ def _is_inside(name: str, other: str) -> bool:
 def _with_parameters(model: nn.Module, pieces: Sequence[str]) -> list[list[str]]:
     """See `sequence_of`."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    num_owners = Counter(param for name in set(pieces) for param in set(modules[name].parameters()))
     groups: list[list[str]] = []
     before: list[str] = []
     for name in pieces:
-        if _numel(modules[name]) and not _is_never_called(model, name, pieces):
+        if _numel(modules[name]) and not _is_never_called(model, name, num_owners):
             groups.append([*before, name])
             before = []
         else:
@@ -273,10 +275,9 @@ def _with_parameters(model: nn.Module, pieces: Sequence[str]) -> list[list[str]]
     return groups
 
 
-def _is_never_called(model: nn.Module, name: str, pieces: Sequence[str]) -> bool:
+def _is_never_called(model: nn.Module, name: str, num_owners: Mapping[nn.Parameter, int]) -> bool:
     """Whether a module only names parameters of others, like T5's `shared`: no stage can begin with it alone."""
-    others = {param for other in pieces if other != name for param in model.get_submodule(other).parameters()}
-    if not others.issuperset(model.get_submodule(name).parameters()):
+    if any(num_owners[param] == 1 for param in model.get_submodule(name).parameters()):
         return False
     above, _, short = name.rpartition(".")
     from shardwise.parallel.pipeline.call_order import mentions  # only ranks that find stages load it

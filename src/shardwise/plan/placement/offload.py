@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
@@ -66,6 +67,7 @@ class Offloaded:
         return table if params == "device" else with_update_on_host(table, params=params, states=beside)
 
 
+@lru_cache(256)  # all parameters of a model have few tables
 def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier = "host") -> Table:
     """`table` with the update on the host and `states` there or on a disk; gradients are on the host too if they wait
     in the form that the update needs. Resting parameters go to `params`."""
