@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
