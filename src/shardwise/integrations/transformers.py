@@ -216,8 +216,9 @@ class ShardwiseTrainerMixin(_Base):
                 self.get_train_dataloader()  # to know its batches, because those of an evaluation may be smaller
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         generates = has_stages(self.plan) and getattr(self.args, "predict_with_generate", False)
-        inside = self.engine.inference() if generates and self.engine is not None else nullcontext()
-        with inside, self.accelerator.counting_batches_once():  # Seq2SeqTrainer gathers what all ranks have
+        if self.gather_function == self.accelerator.gather:  # as Seq2SeqTrainer has it
+            self.gather_function = self.accelerator.gather_once
+        with self.engine.inference() if generates and self.engine is not None else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
