@@ -44,6 +44,7 @@ class ShardwiseTrainerMixin(_Base):
 
     optimizer: Any
     lr_scheduler: Any
+    gather_function: Any
     _sections: Sections | None
     default_plan: PlanLike = "zero3"
     """The plan if `shardwise` is not given."""
