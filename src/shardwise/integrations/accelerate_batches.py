@@ -117,6 +117,11 @@ class BatchSharingAccelerator(PlainAccelerator):
             return gathered
         return recursively_apply(self._once, gathered)
 
+    def gather_once(self, tensor: Any) -> Any:
+        """As `gather`, but includes each batch once."""
+        with self.counting_batches_once():
+            return self.gather(tensor)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """See accelerate. Includes each batch once."""
         if self.ranks_per_batch == 1:

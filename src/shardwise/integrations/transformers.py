@@ -44,6 +44,7 @@ class ShardwiseTrainerMixin(_Base):
 
     optimizer: Any
     lr_scheduler: Any
+    gather_function: Any
     _sections: Sections | None
     default_plan: PlanLike = "zero3"
     """The plan if `shardwise` is not given."""
@@ -216,8 +217,9 @@ class ShardwiseTrainerMixin(_Base):
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             feed_generation(self)
         generates = has_stages(self.plan) and getattr(self.args, "predict_with_generate", False)
-        inside = self.engine.inference() if generates and self.engine is not None else nullcontext()
-        with inside, self.accelerator.counting_batches_once():  # Seq2SeqTrainer gathers what all ranks have
+        if self.gather_function == self.accelerator.gather:  # as Seq2SeqTrainer has it
+            self.gather_function = self.accelerator.gather_once
+        with self.engine.inference() if generates and self.engine is not None else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
     # -- saving -----------------------------------------------------------------------------------------
