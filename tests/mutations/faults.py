@@ -326,7 +326,7 @@ WIRES = _of(
     ),
     (
         "an overflow is not seen in what arrives",
-        "return largest.div_(self._largest)",
+        "return largest.div_(largest.new_full((), self._largest))",
         "return largest.div_(self._largest).nan_to_num_(0.0, 1.0)",
         "codes",
     ),
@@ -722,8 +722,8 @@ ELASTIC = _of(
     ),
     (
         "states that are no tensors are not written to the image",
-        "        self._write_numbers()\n        self.image.live_step = step",
-        "        self.image.live_step = step",
+        "        self._write_numbers()\n        self._write_files(self.image)",
+        "        self._write_files(self.image)",
         "lost_ranks_states",
     ),
     (
