@@ -392,7 +392,10 @@ def test_a_file_that_cannot_be_meant(write: Any, name: str, text: str, message: 
 
 def test_a_toml_value_of_the_wrong_type_below_a_list_of_tables(write: Any) -> None:
     name = write("a.toml", "[[wire]]\ngrad = 'bf16'\n")
-    assert refused(name) == "a.toml:1: wire is [{'grad': 'bf16'}]; expected a mapping with param or grad."
+    assert (
+        refused(name)
+        == "a.toml:1: wire is [{'grad': 'bf16'}]; expected a mapping with param, frozen, grad or feedback."
+    )
 
 
 def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
@@ -424,7 +427,7 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
         ("rows.grd.shard=[]", "unknown key 'grd' in rows. Did you mean 'grad'?"),
         ("units=[*]", "this is not YAML: expected alphabetic"),
         ("mesh={dp: 1, dp: 2}", "the key 'dp' is given twice"),
-        ("wire=bf16", "wire is 'bf16'; expected a mapping with param or grad."),
+        ("wire=bf16", "wire is 'bf16'; expected a mapping with param, frozen, grad or feedback."),
         ("verify=0", "verify is 0; expected a whole number of at least 1, or a mapping with every or gradients."),
         ("verify=true", "verify is True; expected a whole number of at least 1, or a mapping with every or gradients."),
         ("activations=3", "activations is 3; expected the name of a policy, or a mapping with policy, every or keep."),

@@ -150,6 +150,7 @@ OF_OTHERS = {
             "_can_set_attn_implementation",
             "_tp_plan",
             "_ep_plan",
+            "_apply_gate",
         ),
         *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_init_weights", "_is_hf_initialized"),
         *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),

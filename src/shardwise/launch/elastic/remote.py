@@ -22,9 +22,8 @@ from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost,
 from shardwise.launch.environment import Attempt
 from shardwise.launch.hosts.connection import Arrivals, Carrier, Connection
 from shardwise.launch.hosts.gather import next_arrival
-from shardwise.launch.hosts.host_messages import Message, outcome_from
+from shardwise.launch.hosts.host_messages import BEATS, Message, outcome_from
 from shardwise.launch.hosts.logs import Logs
-from shardwise.launch.hosts.members import BEATS
 from shardwise.launch.hosts.run import close_all, devices_of
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Host, Share, shares

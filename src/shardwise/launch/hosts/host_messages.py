@@ -21,6 +21,8 @@ from shardwise.system import plain_data
 from shardwise.system.plain_data import OneOf, Shape
 
 Message = dict[str, Any]
+BEATS = 5
+"""Messages that each side sends within the silence after which the other side considers it lost."""
 MAX_LINE_BYTES = 2**24
 MAX_TEXT_CHARS = 2**20
 """Output of a rank in one message, at most."""

@@ -22,7 +22,7 @@ from shardwise.launch.elastic.job_notes import FolderNotes, OomKills
 from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.hosts import facts
 from shardwise.launch.hosts.agreement import Agreement, Kept, Presence
-from shardwise.launch.hosts.host_messages import Inbox, Message, Outbox, outcome_as_message
+from shardwise.launch.hosts.host_messages import BEATS, Inbox, Message, Outbox, outcome_as_message
 from shardwise.launch.hosts.sealed_lines import SealedSink
 from shardwise.launch.hosts.server import HostServer
 from shardwise.launch.log_folder import Folder
@@ -33,8 +33,6 @@ from shardwise.system.job_folder import ENDING
 from shardwise.system.launcher_address import LauncherAddress
 from shardwise.system.machine import is_stopped
 
-BEATS = 5
-"""Messages that each side sends within the silence after which the other side considers it lost."""
 HEIR = "shardwise.launch.elastic.heir"
 """The module of a launcher that takes over on a host."""
 LAUNCHER_LOG = "shardwise-launcher.log"
