@@ -23,6 +23,7 @@ from torch import nn
 from shardwise.checkpoint import Begun, Keep, Saver, encode, formats, step_name
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
+from shardwise.comm.line import LEDGER_OF_COPIES
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.init import Init, Wishes, end_recording
 from shardwise.optim.precision import LossScaler, Norm
@@ -1163,7 +1164,9 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        if id(LEDGER_OF_COPIES) in memo:
+            return self  # a model that is rehearsed refers to it, as Lightning's modules do through their trainer
         raise StateError(
             "An engine cannot be copied: it owns its model's memory and its place among the ranks. "
             "Copy the values with engine.state_dict(), or the model before it is sharded."

@@ -40,7 +40,8 @@ OF_TRL = [name for name in SCRIPTS if name.startswith(("sft", "dpo"))]
 
 def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5) -> None:
     for name in ("losses", "norms", "rates", "evaluations", "by_token"):
-        assert run[name] == pytest.approx(plain[name], abs=within), name
+        rel = 1e-4 if name == "norms" else 1e-6  # which amplify that tp adds up in another order
+        assert run[name] == pytest.approx(plain[name], abs=within, rel=rel), name
     for name in ("generated", "predicted", "best"):
         assert run.get(name) == plain.get(name), name
     assert run["state"].keys() == plain["state"].keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,6 +275,7 @@ def test_a_live_engine_is_asked_and_stays_as_it_is(preset: str, kind: type[Trans
         replica = replicas[2 * asks + world.rank]
         engine = sw.shard(replica, preset, optimizer=adamw(replica), world=world)
         before = engine.rehearse(data[0]) if asks else None
+        replica.trainer = SimpleNamespace(engine=engine)  # as a module of Lightning refers to it
         losses = [engine_step(engine, inside.member(engine), batch).item() for batch in data[:3]]
         if asks:
             footprint = engine.rehearse(data[0])
