@@ -53,13 +53,16 @@ class Races:
     """Rows of a shape and of links with a delay in seconds."""
     faults_of: Callable[[Sequence[Row], bool], Sequence[str]]
     """Sentences for rows, which may be of a quick run."""
+    size: str = "hosts"
+    block_seconds: float = BLOCK_SECONDS
+    """That a block's forward and backward take, so that messages have something to go on behind."""
 
     def run(self, args: argparse.Namespace, console: Console) -> int:
         """0; 1 if there are faults. Raises `RunError`."""
         why = obstacle()
         if why:
             raise RunError(f"hosts as network namespaces: {why}")
-        size, rates, shapes, num_steps, seconds = "hosts", RATES, self.shapes, 3, BLOCK_SECONDS
+        size, rates, shapes, num_steps, seconds = self.size, RATES, self.shapes, 3, self.block_seconds
         if args.quick:
             size, rates, shapes, num_steps, seconds = "tiny", (FREE, 0.1e9), (self.quick_shape,), 2, 0.01
         rates = (FREE, *(gbit * 1e9 for gbit in args.gbit)) if args.gbit else rates

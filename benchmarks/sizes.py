@@ -34,6 +34,7 @@ SIZES = {
     "tall": Size(num_blocks=48, dim=256),
     "few-tokens": Size(num_blocks=8, dim=512, seq=64, micro_batch=1),
     "tall-few-tokens": Size(num_blocks=48, dim=256, seq=64, micro_batch=1),
+    "wires": Size(num_blocks=8, dim=512, vocab=256, seq=16, micro_batch=1),
     "hosts": Size(num_blocks=6, dim=192, vocab=256, seq=16, micro_batch=1),
     "ranks4": Size(num_blocks=8, dim=512, num_ranks=4),
 }

@@ -1,6 +1,8 @@
 """Codes between hosts: steps with int8 parameters and int4 gradients over those with both in bf16, and the bytes.
 
-Hosts, links and the model are those of `hosts.py`. Losses are shown and not compared: they are of different roundings.
+Hosts and links are those of `hosts.py`. The model is larger, so that embeddings and norms, which are sent whole, count
+less, and computes as fast as it can: where computing hides messages, smaller ones save nothing. Losses are shown and
+not compared: they are of different roundings.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ def main(args: argparse.Namespace, console: Console) -> int:
         compared=lambda _: {},
         show=_show,
         faults_of=lambda rows, is_quick: faults_of(rows, with_bars=not is_quick),
+        size="wires",
+        block_seconds=0.0,
     ).run(args, console)
 
 
