@@ -39,6 +39,8 @@ OF_TRL = [name for name in SCRIPTS if name.startswith(("sft", "dpo"))]
 
 
 def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5) -> None:
+    """With AdamW as Trainer makes it, whose `eps` is small: where a gradient is nearly zero, rounding decides how long an
+    update is, so parameters may be further away than losses."""
     for name in ("losses", "norms", "rates", "evaluations", "by_token"):
         rel = 1e-4 if name == "norms" else 1e-6  # which amplify that tp adds up in another order
         assert run[name] == pytest.approx(plain[name], abs=within, rel=rel), name
@@ -46,7 +48,7 @@ def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5
         assert run.get(name) == plain.get(name), name
     assert run["state"].keys() == plain["state"].keys()
     for name, value in plain["state"].items():
-        torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=within, atol=within)
+        torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=within, atol=10 * within)
 
 
 @sampled
