@@ -39,8 +39,8 @@ OF_TRL = [name for name in SCRIPTS if name.startswith(("sft", "dpo"))]
 
 
 def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5) -> None:
-    """With AdamW as Trainer makes it, whose `eps` is small: where a gradient is nearly zero, rounding decides how long an
-    update is, so parameters may be further away than losses."""
+    """With AdamW as Trainer makes it, whose `eps` is small: where a gradient is nearly zero, rounding decides how long
+    an update is, so parameters may be further away than losses."""
     for name in ("losses", "norms", "rates", "evaluations", "by_token"):
         rel = 1e-4 if name == "norms" else 1e-6  # which amplify that tp adds up in another order
         assert run[name] == pytest.approx(plain[name], abs=within, rel=rel), name
