@@ -16,7 +16,7 @@ from torch import nn
 from twins import MakeOptimizer, Run, adamw, assert_same, batches, plain_run, sharded_run, train
 
 import shardwise as sw
-from shardwise.memory import disk_memory
+from shardwise.memory import disk_rows
 from shardwise.testing import run_ranks
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
@@ -181,7 +181,7 @@ def test_everything_that_reads_and_writes_states(
 
     No file is accessed through its memory mapping: these mappings are protected, and an access would end the process.
     """
-    monkeypatch.setattr(disk_memory, "mmap", SimpleNamespace(mmap=locked))
+    monkeypatch.setattr(disk_rows, "mmap", SimpleNamespace(mmap=locked))
     found = {}
     for name, first in (("host", "zero3-offload"), ("disk", "infinity")):
         folders = {"disk": str(tmp_path / "scratch"), "rows": rows} if name == "disk" else {}
