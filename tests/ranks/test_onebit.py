@@ -458,8 +458,10 @@ def test_rows_without_gradients_stay_and_a_branch_of_one_rank_is_averaged(masked
 
 
 def test_plain_loops_and_loaded_states_change_the_program_too() -> None:
+    models = [small(), small()]  # here, as threads share the numbers that are drawn
+
     def plain(world: sw.World) -> tuple[str, list[Tensor], dict[str, Any]]:
-        model = small()
+        model = models[world.rank]
         optimizer = MAKE["lamb"](model)
         with sw.shard(model, "ddp", optimizer=optimizer, world=world) as engine:
             for x in data(6):
