@@ -47,7 +47,7 @@ class Job:
             str(out / "logs"),
         ]
         script = [str(RANK), str(out), str(num_steps), "0"]
-        words = ["--elastic", "1:3", "--retries", "1000"]
+        words = ["--elastic", "1:3", "--retries", "1000", "--launcher-timeout", "60"]
         command = [sys.executable, "-m", "shardwise", "launch", *where, *words, *options, *script]
         environment = {
             **os.environ,

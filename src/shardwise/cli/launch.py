@@ -110,7 +110,7 @@ def _add_elastic_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="on this machine: if the launcher and the process that takes over from it are killed, ranks end after S "
-        "seconds (default: 60); on hosts: how long they look for another launcher (0: they end with it)",
+        "seconds (default: 60); on hosts: how long they look for another launcher (default: 0, they end with it)",
     )
     option(
         "--takeover",
@@ -274,8 +274,11 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     retries = re.fullmatch(r"(\d+)(?::(\d+(?:\.\d+)?))?", "3:600" if args.retries is None else args.retries)
     if retries is None:
         raise LaunchError(f"--retries {args.retries}: give a number, or a number and seconds, such as 3:600.")
-    seconds = 60.0 if args.launcher_timeout is None else args.launcher_timeout
-    is_off = seconds == 0 and launch_places.place_of(args) != "local"
+    is_on_hosts = launch_places.place_of(args) == "ssh"
+    seconds = args.launcher_timeout
+    if seconds is None:
+        seconds = 0.0 if is_on_hosts else 60.0
+    is_off = seconds == 0 and is_on_hosts
     if not (is_off or 1 <= seconds < 1e6):
         raise LaunchError(f"--launcher-timeout is {seconds:g}: give 1 second or more.")
     return Elastic(

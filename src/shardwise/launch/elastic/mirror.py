@@ -139,6 +139,6 @@ def _cut_off(num_left: int, num_hosts: int) -> str:
     return (
         f"This launcher reaches {num_left} of {num_hosts} hosts. The others may have agreed on another one by now, so "
         f"it ends, with the ranks that it reaches. If it was the others that were lost, start the job again: it "
-        f"continues from its last checkpoint. (With --launcher-timeout 0 no other launcher takes over, and this one "
+        f"continues from its last checkpoint. (Without --launcher-timeout no other launcher takes over, and this one "
         f"would go on.)"
     )
