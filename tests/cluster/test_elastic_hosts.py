@@ -229,8 +229,7 @@ def test_hosts_agree_on_another_launcher_when_theirs_is_killed(site: Site) -> No
     site.hosts.link("one", "down")
     said = f"on {net}.2 has taken over, with 2 of 3 hosts."
     wait_until(lambda: said in log.read_text(), "nobody takes over again", SOON_SECONDS)
-    # A rank that is connecting to the store of the host which is gone may come too late, and is replaced.
-    wait_until(lambda: any(0 in one["lost"] for one in job.facts("regrouped")), "no loss", SOON_SECONDS)
+    wait_until(lambda: [one["lost"] for one in job.facts("regrouped")] == [[0], [0]], "no loss", SOON_SECONDS)
     site.hosts.link("one", "up")
     (site.folder / "enough").write_text("")
     wait_until(lambda: "the job has ended with status 0." in log.read_text(), "it does not end", SOON_SECONDS)

@@ -38,17 +38,16 @@ SCRIPTS: dict[str, tuple[Any, dict[str, Any]]] = {
 OF_TRL = [name for name in SCRIPTS if name.startswith(("sft", "dpo"))]
 
 
-def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5) -> None:
-    """With AdamW as Trainer makes it, whose `eps` is small: where a gradient is nearly zero, rounding decides how long
-    an update is, so parameters may be further away than losses."""
+def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5, further: float = 1e-5) -> None:
+    """`further`: how far norms, relatively, and parameters may be from plain ones."""
     for name in ("losses", "norms", "rates", "evaluations", "by_token"):
-        rel = 1e-4 if name == "norms" else 1e-6  # which amplify that tp adds up in another order
+        rel = further if name == "norms" else None
         assert run[name] == pytest.approx(plain[name], abs=within, rel=rel), name
     for name in ("generated", "predicted", "best"):
         assert run.get(name) == plain.get(name), name
     assert run["state"].keys() == plain["state"].keys()
     for name, value in plain["state"].items():
-        torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=within, atol=10 * within)
+        torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=within, atol=further)
 
 
 @sampled
@@ -92,7 +91,8 @@ def test_the_best_checkpoint_is_loaded_and_others_resumed(mesh: str, then: tuple
     ours = on_ranks(ranks, jobs.saved, {"preset": "zero2", "mesh": axes}, str(tmp_path / "ours"))
     expected = plain()[0]
     for run in ours:
-        assert_same(run, expected)
+        # Trainer's AdamW has a small `eps`: where a gradient is nearly zero, rounding decides how long an update is.
+        assert_same(run, expected, further=1e-4)
         assert run["bests_loss"] == pytest.approx(expected["bests_loss"], abs=1e-5)
     num_ranks, others = then
     rows = {"per_device_train_batch_size": 2 * peers}  # of all batches
