@@ -21,6 +21,7 @@ from shardwise.parallel.experts import MoE
 from shardwise.plan import Islands
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.drawing import drawing
 from tests.thorough import sampled, soak, thorough_only
 
 Tensor = torch.Tensor
@@ -394,7 +395,8 @@ def test_a_run_that_resumes_is_the_same_to_the_bit(preset: str, after: str, num_
             return values_of(engine)
 
     def resumed(world: World) -> tuple[Values, Values]:
-        mine = start()
+        with drawing():
+            mine = start()
         with sw.shard(mine, plan_of(after, **STREAMING), optimizer=adamw(mine.parameters()), world=world) as engine:
             loaded = engine.resume(tmp_path)
             assert loaded is not None
@@ -628,7 +630,8 @@ def test_what_islands_exclude(change: dict[str, Any], says: str) -> None:
 
 def test_reshard_keeps_islands() -> None:
     def work(world: World) -> None:
-        model = start()
+        with drawing():
+            model = start()
         with sw.shard(model, plan_of("zero1"), optimizer=adamw(model.parameters()), world=world) as engine:
             for other in (plan_of("zero1", every=7), {"preset": "zero1", "mesh": {"dp": 4}, "precision": "fp64"}):
                 with pytest.raises(ConfigError, match="keeps these and how they come together"):
