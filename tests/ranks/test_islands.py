@@ -41,8 +41,9 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def start(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)]
+    with drawing():
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)]
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -395,8 +396,7 @@ def test_a_run_that_resumes_is_the_same_to_the_bit(preset: str, after: str, num_
             return values_of(engine)
 
     def resumed(world: World) -> tuple[Values, Values]:
-        with drawing():
-            mine = start()
+        mine = start()
         with sw.shard(mine, plan_of(after, **STREAMING), optimizer=adamw(mine.parameters()), world=world) as engine:
             loaded = engine.resume(tmp_path)
             assert loaded is not None
@@ -630,8 +630,7 @@ def test_what_islands_exclude(change: dict[str, Any], says: str) -> None:
 
 def test_reshard_keeps_islands() -> None:
     def work(world: World) -> None:
-        with drawing():
-            model = start()
+        model = start()
         with sw.shard(model, plan_of("zero1"), optimizer=adamw(model.parameters()), world=world) as engine:
             for other in (plan_of("zero1", every=7), {"preset": "zero1", "mesh": {"dp": 4}, "precision": "fp64"}):
                 with pytest.raises(ConfigError, match="keeps these and how they come together"):
