@@ -6,8 +6,9 @@ A candidate is light: 100,000 of them are bounded in seconds, and only those tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -89,15 +90,24 @@ class Candidate:
     disk: str | None = None
 
     def size(self, axis: str) -> int:
-        return dict(self.sizes).get(axis, 1)
+        return self._size_of.get(axis, 1)
 
-    @property
+    @cached_property
+    def _size_of(self) -> Mapping[str, int]:
+        return dict(self.sizes)
+
+    @cached_property
     def mesh(self) -> Mesh:
         return Mesh(tuple(axis for axis, _ in self.sizes), tuple(size for _, size in self.sizes))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return math.prod(size for _, size in self.sizes)
+
+    @cached_property
+    def split(self) -> tuple[int, ...]:
+        """How many ranks there are, and how they split the model: by `SPLITTING`."""
+        return (self.world_size, *map(self.size, SPLITTING))
 
     def plan(self, base: Plan) -> Plan:
         """`base` with what the candidate says."""

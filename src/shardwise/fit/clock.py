@@ -576,14 +576,19 @@ class _Rank:
         hardware, prices = self.hardware, self._prices
         computing = [one for one in worked.operations if not one.communicates and not one.copies]
         by_axis: dict[str, float] = {}
+        beside: dict[str, float] = {}
         for one in worked.operations:
             if one.communicates:
-                ranks = prices.ranks_along(one.axis)
-                by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
+                sums, ranks = beside if one.overlaps else by_axis, prices.ranks_along(one.axis)
+                sums[one.axis] = sums.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
                     one.kind, one.num_bytes, ranks
                 )
         launched = sum(one.kernels for one in worked.operations if one.communicates)
         seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
+        for axis, moved in beside.items():
+            hidden = min(seconds, moved)
+            seconds += hidden * (hardware.contention - 1)
+            by_axis[axis] = by_axis.get(axis, 0.0) + moved - hidden
         if moment.edge == "after" and moment.unit and moment.leaves_gradients:
             seconds += prices.gradients_left(self._by_unit[moment.unit].flats)
         parts: list[tuple[float, tuple[str, ...], str]] = [(seconds, (), "")] if seconds else []

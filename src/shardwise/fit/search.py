@@ -281,7 +281,7 @@ class _Search:
     def why_unsplit(self, candidate: Candidate) -> ShardwiseError | None:
         """Why the model cannot be split as `candidate` splits it; asked once of each way to do so. What cannot be split
         along one axis cannot be split along several."""
-        split = _split(candidate)
+        split = candidate.split
         if split not in self.splits:
             reasons = filter(None, map(self.why_unsplit, _axis_by_axis(candidate)))
             self.splits[split] = next(reasons, None) or self._checked(candidate)
@@ -373,7 +373,7 @@ class _Search:
         queue = sorted(bounded, key=lambda one: self._guess(*one))
         by_split: dict[object, tuple[Candidate, Bound]] = {}
         for candidate, bound in queue:
-            by_split.setdefault(_split(candidate), (candidate, bound))
+            by_split.setdefault(candidate.split, (candidate, bound))
         climb = _Climb(self)
         for candidate, found in self.known.items():
             climb.take(candidate, found)
@@ -548,10 +548,6 @@ class _Climb:
             self.best = sorted(every, key=lambda one: one.cost(self.owner.objective))[:NUM_BEST]
 
 
-def _split(candidate: Candidate) -> tuple[int, ...]:
-    return (candidate.world_size, *(candidate.size(axis) for axis in SPLITTING))
-
-
 def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
     """If the model is split along several axes, what splits it along each of them alone."""
     sizes = {axis: candidate.size(axis) for axis in SPLITTING if candidate.size(axis) > 1}
@@ -563,7 +559,7 @@ def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
 
 def _num_differences(one: Candidate, other: Candidate) -> int:
     """In how many things they differ; a schedule and micro-batches come with the split."""
-    is_other_split = _split(one) != _split(other)
+    is_other_split = one.split != other.split
     things = [
         is_other_split,
         one.preset != other.preset,
