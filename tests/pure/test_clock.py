@@ -188,6 +188,21 @@ def test_communication_of_the_model_itself_is_waited_for() -> None:
     assert timeline.exposed["tp"] == pytest.approx(2, rel=1e-5)
 
 
+@pytest.mark.parametrize(("computed", "step"), [(5, 5 + 2 * 0.5), (1, 1 * 1.5 + (2 - 1) + 2)])
+def test_messages_that_overlap_are_waited_for_where_they_take_longer_than_what_is_computed(
+    computed: float, step: float
+) -> None:
+    """A message of two seconds in the forward; both take half as long again while both go on."""
+    mesh = Mesh.of({"dp": 1, "tp": 2}, 2)
+    sent = Operation("all_reduce", num_bytes=GATHERED, axis="tp", overlaps=True)
+    busy = TOY.model_copy(update={"contention": 1.5})
+    program = plan_step(units("a", mesh), straight_trace(units("a", mesh)))
+    work = {"a": UnitWork((*computing(computed).forward, sent), computing(1 if computed < 2 else 0).backward)}
+    timeline = time_step(program, work, busy, mesh)
+    assert timeline.step_seconds == pytest.approx(step, rel=1e-5)
+    assert timeline.exposed.get("tp", 0.0) == pytest.approx(max(0, 2 - computed), abs=1e-5)
+
+
 def test_offloaded_activations_leave_and_come_beside_the_computation() -> None:
     """Each copy takes a second, each computation one: what `b` leaves is fetched first, and nothing hides it."""
     moved = GATHERED / 2

@@ -38,7 +38,8 @@ def test_every_profile_is_complete_and_says_where_its_figures_come_from(name: st
 
 
 def test_the_issue_s_profiles_are_there() -> None:
-    expected = {"h100-sxm", "h200", "b200", "a100-40", "a100-80", "l40s", "4090", "mi300x", "v100-32", "cpu"}
+    expected = {"h100-sxm", "h200", "b200", "b300", "gb200", "gb300", "a100-40", "a100-80", "l40s", "4090", "mi300x"}
+    expected |= {"v100-32", "cpu"}
     assert expected <= set(profiles())
 
 

@@ -388,7 +388,7 @@ class _Search:
             top = next((one.candidate for one in climb.best if one.candidate not in done), None)
             if top is not None:
                 done.add(top)
-                near = [one for one in queue if _num_differences(one[0], top) == 1]
+                near = [one for one in queue if _differ_in_one(one[0], top)]
             else:  # nothing near the best ones is better: whatever comes first
                 near = [one for one in [next(rest, None)] if one is not None]
                 if not near:
@@ -557,20 +557,20 @@ def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
         yield replace(candidate, preset=ON_DEVICE[0], sizes=order)
 
 
-def _num_differences(one: Candidate, other: Candidate) -> int:
-    """In how many things they differ; a schedule and micro-batches come with the split."""
-    is_other_split = one.split != other.split
-    things = [
-        is_other_split,
-        one.preset != other.preset,
-        not is_other_split and one.rows != other.rows,
-        one.policy != other.policy,
-        not is_other_split and (one.schedule, one.chunks) != (other.schedule, other.chunks),
-        one.precision != other.precision,
-        one.wire != other.wire,
-        one.offload != other.offload,
-    ]
-    return sum(things)
+def _differ_in_one(one: Candidate, other: Candidate) -> bool:
+    """Whether they differ in one thing; a schedule and micro-batches come with the split."""
+    num = (
+        (one.preset != other.preset)
+        + (one.policy != other.policy)
+        + (one.precision != other.precision)
+        + (one.wire != other.wire)
+        + (one.offload != other.offload)
+    )
+    if num > 1:  # most of many thousands
+        return False
+    if one.split != other.split:
+        return num == 0
+    return num + (one.rows != other.rows) + ((one.schedule, one.chunks) != (other.schedule, other.chunks)) == 1
 
 
 class _KnownSizes:
