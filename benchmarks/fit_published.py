@@ -38,10 +38,11 @@ GENERATIONS = {
     "a100": ("a100-80", "a100-40"),
     "v100": ("v100-32",),
     "h100": ("h100-sxm", "h200"),
-    "b200": ("b200", "b300", "gb200", "gb300"),
+    "gb200": ("b200", "b300", "gb200"),
+    "gb300": ("gb300",),
 }
 PER_SOURCE = 40
-MAX_STAGES = 16
+MAX_STAGES = 40
 """Of the pipelines that are fitted: timing grows with them."""
 LINEAR = 0.1
 PULL = 0.0005

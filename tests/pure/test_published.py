@@ -95,7 +95,7 @@ def test_flops_of_latent_attention_and_of_further_tokens(name: str, each: float)
     dense = model.num_layers - model.num_expert_layers
     found = dense * layers.layer().flops + model.num_expert_layers * layers.layer(with_experts=True).flops
     found += layers.head().flops + model.predicts_more * layers.predicting_more().flops
-    assert found / layers.tokens == pytest.approx(each, rel=0.02)
+    assert found / layers.tokens == pytest.approx(each, rel=0.025)
 
 
 def test_every_other_layer_attends_to_a_window() -> None:
@@ -175,9 +175,9 @@ def test_layers_that_do_not_divide_count_the_ends_as_layers() -> None:
     assert sum(one.num_layers for one in stages) == 126
 
 
-def test_what_is_behind_layers_that_do_not_divide_counts_as_layers() -> None:
+def test_the_head_behind_layers_that_do_not_divide_counts_as_layers() -> None:
     """`Et*4|(t*4|)*14tmL` in the recipes of Megatron-Bridge for DeepSeek-V3, and the same for Kimi K2."""
-    for name in ("DeepSeekV3", "Kimi_K2"):
+    for name in ("DeepSeekV3", "DeepSeekV3 (w/o MTP)", "Kimi_K2"):
         stages = stages_of(read_run({**NAMED, "model": name}).job)
         assert [one.num_layers for one in stages] == [4] * 15 + [1]
 

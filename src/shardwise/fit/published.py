@@ -205,7 +205,7 @@ def read_run(row: Row) -> Run:
         sequence_parallel=sizes.tp > 1 and _has_sequence_parallel(cells.about, modern),
         cp=sizes.cp,
         ep=sizes.ep,
-        expert_axis="ep" if sizes.dp % sizes.ep == 0 else "ep+tp",
+        expert_axis=sizes.expert_axis,
         expert_tp=sizes.expert_tp,
         recompute=_recompute(recompute),
         attention=_attention(cells, modern, gpu, software),
@@ -333,6 +333,18 @@ class _Sizes:
     num_chunks: int
     micro_batch: int
     num_micro_batches: int
+
+    @property
+    def expert_axis(self) -> str:
+        """Where no expert is split, experts lie next to each other on the ranks that share a sample, as in Megatron
+        (Liu et al., arXiv:2504.14960), so that tokens seldom leave a node."""
+        rest, axes = self.ep, ["ep"]
+        for axis, size in (("tp", self.tp), ("sp", self.cp)) if self.expert_tp == 1 else ():
+            if rest % size:
+                break
+            rest //= size
+            axes += [axis] if size > 1 else []
+        return "+".join(axes) if self.dp % rest == 0 else "ep" if self.dp % self.ep == 0 else "ep+tp"
 
     @classmethod
     def of(cls, cells: _Cells, model: Transformer) -> _Sizes:

@@ -523,7 +523,7 @@ class Layers:
 
     def _collective(self, kind: str, num_bytes: float, axis: str) -> Operation:
         how = self.how
-        overlaps = axis.partition("+")[0] in how.overlaps
+        overlaps = ("ep" if kind == "all_to_all" else axis) in how.overlaps
         return Operation(kind, dtype=how.dtype, num_bytes=num_bytes, axis=axis, overlaps=overlaps)  # type: ignore[arg-type]
 
     def _of_rows(self, kind: str) -> Operations:

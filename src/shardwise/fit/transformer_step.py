@@ -61,8 +61,10 @@ class Job:
 
     @property
     def ep(self) -> int:
-        """The data-parallel part of `how.ep`: experts may be spread over the ranks of tp too (Megatron)."""
-        return math.gcd(self.how.ep, self.dp)
+        """The data-parallel part of `how.ep`: experts may be spread over the ranks of tp and sp too (Megatron)."""
+        within = {"tp": self.how.tp, "sp": self.how.cp}
+        others = math.prod(within.get(axis, 1) for axis in self.how.expert_axis.split("+"))
+        return max(1, self.how.ep // others)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -118,14 +120,14 @@ def stages_of(job: Job) -> list[Stage]:
 
     Where layers do not divide but would with the embedding and the head as two more, these count as layers (Megatron's
     account_for_embedding_in_pipeline_split and its counterpart for the loss; Llama 3, arXiv:2407.21783, section 3.3.2).
-    Where they do not either, what comes behind them counts as so many layers as compute as much: 61 layers of
-    DeepSeek-V3 lie on 16 stages as 15 times 4 and 1 (Megatron-Bridge's layout `Et*4|(t*4|)*14tmL`).
+    Where they do not either, the head counts as so many layers as compute as much: 61 layers of DeepSeek-V3 lie on 16
+    stages as 15 times 4 and 1 (`Et*4|(t*4|)*14tmL` in Megatron-Bridge's recipes).
     """
     model, count = job.model, job.pp * job.num_chunks
     before = behind = 0
     if model.num_layers % count:
         before = int((model.num_layers + 2) % count == 0)
-        behind = before or _layers_behind(job)
+        behind = before or _layers_of_head(job)
     places = before + model.num_layers + behind
     if count > places:
         raise ConfigError(f"{count} stages need as many layers, but the model has {model.num_layers}.")
@@ -140,11 +142,9 @@ def stages_of(job: Job) -> list[Stage]:
     return stages
 
 
-def _layers_behind(job: Job) -> int:
-    """As how many layers count what predicts further tokens, and the heads."""
-    model, layers = job.model, job.layers
-    behind = model.predicts_more * layers.predicting_more().flops + layers.head().flops
-    return round(behind / layers.layer(with_experts=model.experts is not None).flops)
+def _layers_of_head(job: Job) -> int:
+    layer = job.layers.layer(with_experts=job.model.experts is not None)
+    return math.ceil(job.layers.head().flops / layer.flops)
 
 
 class Parts:
@@ -159,7 +159,10 @@ class Parts:
     def add(self, stage: int, name: str, shared: int, expert: int, work: UnitWork) -> None:
         flats = [self._flat(name, shared, self.job.table)] if shared else []
         if expert:
-            flats.append(self._flat(f"{name}:experts", expert, self.job.table.without("ep")))
+            table = self.job.table
+            for axis in self.job.how.expert_axis.split("+"):
+                table = table.without(axis)
+            flats.append(self._flat(f"{name}:experts", expert, table))
         unit = UnitSpec(name, tuple(flats))
         self.units.append(unit)
         self.of_stage.setdefault(stage, []).append(unit)
