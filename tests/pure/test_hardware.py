@@ -77,7 +77,9 @@ def test_collectives_within_a_node_between_nodes_and_over_both() -> None:
     # four ranks of a node have all of its cards
     assert PLAIN.collective_seconds("all_gather", 400, both) == pytest.approx(400 / 2 / 20 + 6 + 10), "a flat ring"
     assert PLAIN.collective_seconds("send", 400, (3, 4)) == pytest.approx(400 / 5 + 10)
-    assert PLAIN.collective_seconds("all_reduce", 400, within) == pytest.approx(2 * (400 / 100 + 2))  # the tree
+    assert PLAIN.collective_seconds("all_reduce", 400, within) == pytest.approx(2 * (400 * 3 / 4 / 100 + 3)), "a ring"
+    many = PLAIN.collective_seconds("all_reduce", 400, range(32))
+    assert many == pytest.approx(2 * (400 / 20 + 3 + 3 * 10)), "a tree of eight nodes, chains within"
     assert PLAIN.collective_seconds("all_gather", 400, range(1)) == 0
     assert PLAIN.links_of(both) == ("local", "network")
     assert PLAIN.links_of(between) == ("network",)

@@ -62,8 +62,8 @@ class Software:
     precision, with spaces between and at the ends.
 
     `launches`: how many times as long its host needs for each kernel as the profile says. The other fields are those of
-    `Execution` and `Job`; `flash1` means the first version of FlashAttention, `plain_attention` a kernel for each step
-    of it, and `zero` the stage where none is given.
+    `Execution` and `Job`; `flash1` means the first version of FlashAttention, `flash2` the second on devices that have a
+    newer one, `plain_attention` a kernel for each step of it, and `zero` the stage where none is given.
     """
 
     match: str = ""
@@ -75,6 +75,7 @@ class Software:
     narrow_grads: bool = False
     logit_bytes: float = 10.0
     flash1: bool = False
+    flash2: bool = False
     plain_attention: bool = False
     sends_once: bool = False
     overlaps: tuple[str, ...] = ()
@@ -402,7 +403,9 @@ def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Att
     if "kernel=fused" in about:
         return "fused"
     if "flash" in about or ((cells.is_gated or cells.is_mpt or modern) and gpu != "v100-32"):
-        return "flash1" if software.flash1 or "flash_attentionv1" in about else "flash"
+        if software.flash1 or "flash_attentionv1" in about:
+            return "flash1"
+        return "flash2" if software.flash2 and modern else "flash"
     return "fused"
 
 

@@ -17,11 +17,12 @@ from shardwise.fit.work import Operation, Operations, UnitWork, memory_pass, pro
 from shardwise.plan.placement import WIDTH, Dtype
 
 Recompute = Literal["none", "selective", "full"]
-Attention = Literal["plain", "fused", "flash1", "flash"]
+Attention = Literal["plain", "fused", "flash1", "flash2", "flash"]
 
 
-FLASH_1 = 1.7
-"""How many times as long the first version of FlashAttention takes as the second (arXiv:2307.08691, section 4.1)."""
+SLOWER = {"flash1": 1.7, "flash2": 1.5}
+"""How many times as long earlier versions of FlashAttention take as the one for the device: the first beside the second
+(arXiv:2307.08691, section 4.1), the second beside the third on Hopper, 1.5 to 2 times (arXiv:2407.08608)."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Execution:
     """How one micro-batch of `micro_batch` sequences is computed on one rank.
 
     - `attention`: `plain` keeps the scores and has a kernel for each of its steps, `fused` has one kernel for scaling,
-      masking and softmax; `flash1` and `flash` keep no scores (arXiv:2205.14135, arXiv:2307.08691).
+      masking and softmax; `flash1`, `flash2` and `flash` keep no scores (arXiv:2205.14135; see `SLOWER`).
     - `passes`: how many times as often element-wise operations go over memory as where chains of them are one kernel;
       `fused_norm`: whether a norm is one kernel; `dropout`: whether there is dropout, whose masks are kept.
     - `product_dtype`: that of matrix products where it is narrower (fp8); `casts_weights`: the share of micro-batches in
@@ -166,7 +167,7 @@ class Execution:
 
     @property
     def keeps_no_scores(self) -> bool:
-        return self.attention in ("flash", "flash1")
+        return self.attention.startswith("flash")
 
 
 class Layers:
@@ -292,7 +293,7 @@ class Layers:
             exchanged = (self._keys + self._values) * self.tokens * how.cp * self.width
             exchange = (self._collective("all_gather", exchanged, "sp"),)
         if how.keeps_no_scores:
-            slower = FLASH_1 if how.attention == "flash1" else 1.0
+            slower = SLOWER.get(how.attention, 1.0)
             flops = slower * 2.0 * batch * self._pairs(queries, keys) * (size + model.size_of_head)
             read = (self._queries + self._keys + self._values + self._mixed) * self.tokens * self.width
             shape = (batch, queries, keys, size)
