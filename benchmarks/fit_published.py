@@ -163,9 +163,7 @@ def left_out(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[t
     for source in dict.fromkeys(case.published.source for case in cases):
         own = [case for case in cases if case.published.source == source]
         others = [case for case in cases if case.published.source != source]
-        found = start
-        for found in fit(others, start, steps) if others else ():
-            pass
+        *_, found = [start, *(fit(others, start, steps) if others else ())]
         yield source, found, errors(own, found)
 
 
@@ -200,7 +198,9 @@ def main() -> None:
     if given.leave_out:
         for source, found, error in left_out(cases, start, given.steps):
             sizes = 100 * np.abs(np.exp(error) - 1)
-            print(f"without {source[:60]}: {_rounded(found)}: median {np.median(sizes):.1f} % mean {sizes.mean():.1f} %")
+            print(
+                f"without {source[:60]}: {_rounded(found)}: median {np.median(sizes):.1f} % mean {sizes.mean():.1f} %"
+            )
         return
     found = start
     for found in fit(cases, start, given.steps):

@@ -203,11 +203,12 @@ def time_ranks(
     """
     # what a step leaves in flight the next one begins with, so that the second is as all later ones
     num_steps = 1 + any(_leaves_in_flight(one.step) for one in programs)
-    alone: dict[object, _Alone] = {}
     ranks = [
-        _Rank(one, hardware, mesh, len(programs), num_micro_batches, num_states, num_steps, alone, keeps_events)
+        _Rank(one, hardware, mesh, len(programs), num_micro_batches, num_states, num_steps, keeps_events)
         for one in programs
     ]
+    for rank in ranks:
+        rank.alone = ranks[0].alone
     _run_together(ranks, [one.rank for one in programs], hardware)
     return Timeline(tuple(one.result() for one in ranks))
 
@@ -396,7 +397,6 @@ class _Rank:
         num_micro_batches: int,
         num_states: int,
         num_steps: int,
-        alone: dict[object, _Alone],
         keeps_events: bool,
     ) -> None:
         self.program, self.hardware, self.number = program, hardware, program.rank
@@ -417,9 +417,9 @@ class _Rank:
         self._work = work_of_blocks(program.step.micro_batch, program.work)
         self._timed: dict[int, _Timed] = {}
         """By the identity of what is in `_work`, which lives as long as this."""
-        self._alone = alone
-        """By the identity of operations, which all ranks that are timed together keep alive: equal blocks have the
-        same."""
+        self.alone: dict[object, _Alone] = {}
+        """By the identity of operations, which all ranks that are timed together, and have this in common, keep alive:
+        equal blocks have the same."""
         self._by_unit = {unit.name: unit for unit in program.step.units}
         stages = max((op.stage for op in program.row), default=0) // num_ranks + 1
         self._last_stage = stages * num_ranks - 1
@@ -582,9 +582,9 @@ class _Rank:
         axes = sorted({one.axis for one in worked.operations if one.communicates})
         spread = [self.hardware.spread_of(prices.ranks_along(axis)) for axis in axes]
         key = id(worked.operations), id(worked.recomputed), *axes, *spread
-        alone = self._alone.get(key)
+        alone = self.alone.get(key)
         if alone is None:
-            alone = self._alone[key] = self._time_alone(worked)
+            alone = self.alone[key] = self._time_alone(worked)
         seconds = alone.seconds
         if moment.edge == "after" and moment.unit and moment.leaves_gradients:
             seconds += prices.gradients_left(self._by_unit[moment.unit].flats)

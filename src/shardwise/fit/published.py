@@ -62,8 +62,8 @@ class Software:
     precision, with spaces between and at the ends.
 
     `launches`: how many times as long its host needs for each kernel as the profile says. The other fields are those of
-    `Execution` and `Job`; `flash1` means the first version of FlashAttention, `flash2` the second on devices that have a
-    newer one, `plain_attention` a kernel for each step of it, and `zero` the stage where none is given.
+    `Execution` and `Job`; `flash1` means the first version of FlashAttention, `flash2` the second on devices that have
+    a newer one, `plain_attention` a kernel for each step of it, and `zero` the stage where none is given.
     """
 
     match: str = ""

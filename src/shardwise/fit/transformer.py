@@ -129,8 +129,8 @@ class Execution:
       masking and softmax; `flash1`, `flash2` and `flash` keep no scores (arXiv:2205.14135; see `SLOWER`).
     - `passes`: how many times as often element-wise operations go over memory as where chains of them are one kernel;
       `fused_norm`: whether a norm is one kernel; `dropout`: whether there is dropout, whose masks are kept.
-    - `product_dtype`: that of matrix products where it is narrower (fp8); `casts_weights`: the share of micro-batches in
-      which weights are converted to it, where what was converted is kept for a step.
+    - `product_dtype`: that of matrix products where it is narrower (fp8); `casts_weights`: the share of micro-batches
+      in which weights are converted to it, where what was converted is kept for a step.
     - `wide_exchanges`: tensor parallelism sums in fp32. `expert_axis`: the axes along which tokens go to experts;
       `expert_tp`: the ranks that split each expert. `sends_once`: a token is sent once to each rank that has experts of
       its choice, and copied for each of them there (DeepEP), instead of once for each expert.
