@@ -117,7 +117,8 @@ class Hardware(_Section):
     memory_share_in: dict[str, Share] = {}
     """By dtype, where it differs from `memory_share`: processors convert bf16 to compute."""
     flat_share: Share | None = None
-    """As `memory_share`, of copies, sums and updates of flat buffers, which are long; None: no more than others get."""
+    """As `memory_share`, of copies, sums and updates of flat buffers, which are long, and in no cache of a processor;
+    None: no more than others get."""
     fresh_blocks: FreshBlocks = ()
     """(bytes, seconds): what a block of that size costs to allocate and to return where its pages are new each time, as
     in [Note: glibc and large blocks]; in between by interpolation. Empty where allocations are kept for the next."""
