@@ -142,6 +142,32 @@ def test_codes_take_the_time_of_their_bytes_and_computation(verb: str, codes: Co
     assert cost.seconds == pytest.approx(sent_bytes / (GATHERED / 2))
 
 
+PROCESSOR = TOY.model_copy(
+    update={
+        "memory_bytes_per_second": 8.0,
+        "host": Host(memory_bytes=1, memory_bytes_per_second=FAST, adam_elements_per_second=FAST),
+    }
+)
+
+
+@pytest.mark.parametrize(("verb", "rounds"), [("reduce_scatter", 1), ("all_reduce", 2)])
+def test_processors_add_up_what_they_receive(verb: str, rounds: int) -> None:
+    """The half of the other rank is read, and the sum read and written; devices add while they receive."""
+    action = Action(verb, "a", "grad", "dp", "fp32", rounds * GATHERED // 2)  # type: ignore[arg-type]
+    step = StepProgram(units("a", TWO), (), ())
+    assert Prices(step, PROCESSOR, TWO).of(action).computing == pytest.approx(NUMEL / 2 * 3 * 4 / 8.0)
+    assert Prices(step, TOY, TWO).of(action).computing == 0
+
+
+def test_gradients_that_wait_on_the_host_are_added_there() -> None:
+    step = StepProgram(units("a", TWO, "offload"), (), ())
+    action = Action("wait", "a", "grad")
+    for on, computing in ((PROCESSOR, 3 * GATHERED / 2 / 8.0), (TOY, 0.0)):
+        prices = Prices(step, on, TWO, accumulates=True)
+        assert prices.of(action).computing == pytest.approx(computing)
+        assert Prices(step, on, TWO).of(action).computing == 0
+
+
 def test_what_overlaps_is_slowed_by_the_contention_of_the_hardware() -> None:
     timeline = timed_program(GATHERS_AHEAD, {"a": 3, "b": 3}, TOY.model_copy(update={"contention": 2.0}))
     gathered = next(event for event in timeline.events if event.text.startswith("gather b"))

@@ -50,8 +50,8 @@ LARGE_ATTENTION = ((256, 512, 128), (64, 1024, 128), (64, 2048, 128), (32, 4096,
 ELEMENTS, LARGE_ELEMENTS = (2**18, 2**20), (2**24, 2**26)
 CACHED_COPY, FLAT_COPY, LARGE_COPY = 2**22, 2**24, 2**26
 """Elements of a copy: what fits into the caches of a processor, as between two operators, and what does not, as flat
-buffers, which were last touched a whole pass ago. One core of an EPYC with 32 MiB of cache read and wrote 26 GB/s of
-the first and 12 GB/s of the second."""
+buffers, which were last touched a whole pass ago. Two cores of an EPYC with 32 MiB of cache read and wrote 26 GB/s each
+of the first, and 24 GB/s together of the second."""
 MESSAGES = (2**12, 2**16, 2**24)
 SECONDS = 0.15
 """For each setting, at least; a few repeats in any case."""
