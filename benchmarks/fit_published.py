@@ -198,9 +198,8 @@ def main() -> None:
     if given.leave_out:
         for source, found, error in left_out(cases, start, given.steps):
             sizes = 100 * np.abs(np.exp(error) - 1)
-            print(
-                f"without {source[:60]}: {_rounded(found)}: median {np.median(sizes):.1f} % mean {sizes.mean():.1f} %"
-            )
+            figures = f"median {np.median(sizes):.1f} % mean {sizes.mean():.1f} %"
+            print(f"without {source}: {len(sizes)} rows, {_rounded(found)}: {figures}", flush=True)
         return
     found = start
     for found in fit(cases, start, given.steps):
