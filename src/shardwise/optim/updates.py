@@ -86,7 +86,7 @@ def _offer(pieces: Sequence[Piece]) -> bool:
     """Give pieces the gradients that are due. Returns whether any has one."""
     for piece in pieces:
         grads = piece.flat.grads
-        if grads.due is None and grads.touched_anywhere[piece.index]:  # a summand, of a backward on other ranks only
+        if not grads.has_due and grads.touched_anywhere[piece.index]:  # a summand, of a backward on other ranks only
             grads.make_due()
         due = grads.due_piece(piece.index) if grads.touched_anywhere[piece.index] else None
         piece.tensor.grad = None if due is None else due.view(piece.tensor.shape)

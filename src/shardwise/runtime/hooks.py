@@ -346,7 +346,9 @@ class Hooks:
         if self._uses[unit.name].open_in(graph_task()):
             for flat in unit.flats:
                 flat.grads.expect_all()
-        self._open_backward(unit)
+        if not self._awaits_end:
+            self._await_end()
+        self._listener.before_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
         guard, arrive, use, halves = flat.guard, flat.grads.arrive, self._uses[unit.name], self._halves

@@ -63,8 +63,9 @@ class PostBackward:
         current.open.discard(unit.name)
         current.kept.discard(unit.name)
         current.ended[unit.name] = unit
-        while (closing := current.script.closing()) in current.ended:
-            self._close_as_planned(closing)
+        while (block := current.script.advance_to_end(current.ended)) is not None:
+            self._end(self._by_name[block.closes])  # it has finished here, and is freed
+            block.run()
 
     def arrive_at(self, moment: Moment, unit: Unit | None = None) -> BoundBlock | None:
         """Close every backward that is due before `moment`, which is one of `unit`, if given. Returns the program's

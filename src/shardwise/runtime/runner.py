@@ -150,8 +150,12 @@ class Runner:
                 self.passes.begin()
             current.called.add(unit.name)
         moment = (current.moments(unit) if training else unit.moments).before_forward
-        block = self._ways.come_to(moment, unit, training=training)
-        self.gathering.run(block, moment, unit, self.passes.current, training=training)
+        script = current.script if training else self._evaluation.script
+        block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
+        if block is not None and self.gathering.watcher is None:  # here and below: see [Note: once for each event]
+            block.run()
+        else:
+            self.gathering.run(block, moment, unit, self.passes.current, training=training)
         self.gathering.open(unit)
         if self.verifies and training:
             self._verify(unit.moments.before_forward)
@@ -169,12 +173,18 @@ class Runner:
             current.kept.add(unit.name)
         training = self._is_training()
         moment = (current.moments(unit) if training else unit.moments).after_forward
-        block = self._ways.come_to(moment, unit, training=training)
-        if not (training and unit.name in current.kept):
+        script = current.script if training else self._evaluation.script
+        block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
+        if training and unit.name in current.kept:
+            pass
+        elif block is not None and self.gathering.watcher is None:
+            block.run()
+        else:
             self.gathering.run(block, moment, unit, current, training=training)
         for flat in unit.flats:
             flat.guard.rest()
-            flat.relax()  # pages of what stays whole until its backward: the loss comes first, when activations peak
+            if flat.shared is not None:
+                flat.relax()  # pages of what stays whole until its backward: the loss comes first, when activations peak
 
     def _is_training(self) -> bool:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
@@ -193,8 +203,11 @@ class Runner:
         current.open.add(unit.name)
         current.opened.add(unit.name)
         moment = current.moments(unit).before_backward
-        block = self._post_backward.arrive_at(moment, unit)
-        self.gathering.run(block, moment, unit, current)
+        block = current.script.advance(moment) or self._post_backward.arrive_at(moment, unit)
+        if block is not None and self.gathering.watcher is None:
+            block.run()
+        else:
+            self.gathering.run(block, moment, unit, current)
         self.gathering.open(unit)
         if self.verifies:
             self._verify(unit.moments.before_backward)
