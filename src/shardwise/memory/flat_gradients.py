@@ -21,8 +21,8 @@ class FlatGradients:
     """Holds gradients from a backward to the call that zeroes them.
 
     A backward leaves them in `fresh`, which is as long as the flat buffer. Once reduced they wait in `grad`, and for
-    the update in `due`: this rank's ranges of those two rows. Where nothing sums or moves them they are `LooseGradients`
-    from the backward to the update, unless somebody asks for the tensor `due`.
+    the update in `due`: this rank's ranges of those two rows. Where nothing sums or moves them they are
+    `LooseGradients` from the backward to the update, unless somebody asks for the tensor `due`.
     """
 
     def __init__(

@@ -183,8 +183,8 @@ class Runner:
             self.gathering.run(block, moment, unit, current, training=training)
         for flat in unit.flats:
             flat.guard.rest()
-            if flat.shared is not None:
-                flat.relax()  # pages of what stays whole until its backward: the loss comes first, when activations peak
+            if flat.shared is not None:  # pages of what stays whole until its backward: activations peak at the loss
+                flat.relax()
 
     def _is_training(self) -> bool:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
