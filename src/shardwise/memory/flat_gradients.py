@@ -62,7 +62,8 @@ class FlatGradients:
         """The number of parameters, and of those whose gradient is still to come in the running backward."""
         self._has_come = [False] * len(slots)
         """Which parameters' gradients have come in it."""
-        self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
+        self._copies = [spec.copies_of_due * (1 if slot.box is None else slot.box.copies) for slot in self._slots]
+        self.copies_of_due = _copies_of(self._copies, self._slots, self._due_span)
         """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements. Of summands, see
         [Note: norms of summands] in `program/spec.py`."""
         self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
@@ -290,9 +291,9 @@ class FlatGradients:
         if not isinstance(due, LooseGradients):
             return [] if due is None else [([_part(due, span)], copies) for span, copies in self.copies_of_due]
         ranges: dict[float, list[Tensor]] = {}
-        for slot, own in zip(self._slots, due.views, strict=True):
+        for copies, own in zip(self._copies, due.views, strict=True):
             if own is not None:
-                ranges.setdefault(_copies(self.spec, slot), []).append(own)
+                ranges.setdefault(copies, []).append(own)
         return [(tensors, copies) for copies, tensors in ranges.items()]
 
     @property
@@ -363,7 +364,8 @@ class FlatGradients:
         none."""
         due = self._due
         if isinstance(due, LooseGradients):
-            return due.flat(index)
+            own = due.views[index]
+            return due.made(index).view(-1) if own is None else own.view(-1)
         return None if due is None else _part(due, self._due_spans[index])
 
     def note(self, index: int, *, has_one: bool) -> None:
@@ -398,17 +400,11 @@ def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
 
 
-def _copies(spec: FlatSpec, slot: Slot) -> float:
-    """The number of ranks of the whole mesh that hold each element of `due`, of one parameter."""
-    return spec.copies_of_due * (1 if slot.box is None else slot.box.copies)
-
-
-def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, float], ...]:
+def _copies_of(copies_of_slots: Sequence[float], slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, float], ...]:
     """Neighbouring slots that lie on equally many ranks form one range; the zeros between parameters may fall in
     either."""
     found: list[tuple[Span, float]] = []
-    for slot in slots:
-        copies = _copies(spec, slot)
+    for slot, copies in zip(slots, copies_of_slots, strict=True):
         mine = slot.span.overlap(due).within(due)
         if found and found[-1][1] == copies:
             found[-1] = (Span(found[-1][0].start, max(found[-1][0].stop, mine.stop)), copies)

@@ -73,13 +73,11 @@ class LooseGradients:
     def zero(self, span: Span) -> None:
         """Nothing lies there."""
 
-    def flat(self, index: int) -> Tensor:
-        """The elements of one parameter's gradient, which has zeros from here on if none has come."""
-        own = self.views[index]
-        if own is None:
-            shape, _, _ = self._places[index]
-            own = self.views[index] = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        return own.view(-1)
+    def made(self, index: int) -> Tensor:
+        """A gradient of zeros, from here on, for a parameter that has none."""
+        shape, _, _ = self._places[index]
+        own = self.views[index] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return own
 
     def joined(self) -> Tensor:
         """All in one memory, as long as the flat buffer, with zeros between them. Each is freed once it is copied."""

@@ -413,7 +413,8 @@ class Hooks:
                 use.close()
         for unit in self._units:
             for flat in unit.flats:
-                flat.grads.expect_all()
+                if flat.grads.num_to_come < len(flat.slots):
+                    flat.grads.expect_all()
         self._listener.end_of_backward()
 
     def forget(self) -> None:

@@ -109,7 +109,7 @@ class PostBackward:
         current = self._passes.current
         assert current.op is not None
         for unit, arrived in self._halves.take(current.op.micro_batch):
-            before, after = current.moments(unit).before_backward, current.moments(unit).after_backward
+            before, after = current.moments[unit.name].before_backward, current.moments[unit.name].after_backward
             self.gathering.run(self.arrive_at(before, unit), before, unit, current)
             with timeline.during(UNITS, f"weights {unit.name}"), self._halves.second():
                 arrived()
@@ -132,7 +132,7 @@ class PostBackward:
     def _close_as_planned(self, name: str) -> None:
         unit = self._by_name[name]
         current = self._passes.current
-        moment = current.moments(unit).after_backward
+        moment = current.moments[unit.name].after_backward
         block = current.script.advance(moment) or current.script.take(moment)
         has_ended = self._end(unit)
         if block is not None:
@@ -169,7 +169,7 @@ class PostBackward:
             if is_left[number] and unit.name not in self._known_left:
                 self._known_left.add(unit.name)
                 current.must_record_again = True
-            moment = current.moments(unit).after_backward
+            moment = current.moments[unit.name].after_backward
             self.gathering.run(current.script.take(moment), moment, unit, current)
 
     def _is_left(self, unit: Unit) -> bool:

@@ -144,12 +144,14 @@ class Runner:
         if self._inference is not None:
             self._inference.before_forward(unit)
             return
-        training, current = self._is_training(), self.passes.current
+        current, training = self.passes.current, self._is_training_root
+        if training is None:  # else as the root was called, whatever is recomputed inside it
+            training = torch.is_grad_enabled()
         if training:
             if not current.is_running:
                 self.passes.begin()
             current.called.add(unit.name)
-        moment = (current.moments(unit) if training else unit.moments).before_forward
+        moment = (current.moments[unit.name] if training else unit.moments).before_forward
         script = current.script if training else self._evaluation.script
         block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
         if block is not None and self.gathering.watcher is None:  # here and below: see [Note: once for each event]
@@ -171,8 +173,10 @@ class Runner:
         current = self.passes.current
         if opaque:  # no output could be watched, so the start of its backward will not be seen: keep it whole
             current.kept.add(unit.name)
-        training = self._is_training()
-        moment = (current.moments(unit) if training else unit.moments).after_forward
+        training = self._is_training_root
+        if training is None:
+            training = torch.is_grad_enabled()
+        moment = (current.moments[unit.name] if training else unit.moments).after_forward
         script = current.script if training else self._evaluation.script
         block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
         if training and unit.name in current.kept:
@@ -186,10 +190,6 @@ class Runner:
             if flat.shared is not None:  # pages of what stays whole until its backward: activations peak at the loss
                 flat.relax()
 
-    def _is_training(self) -> bool:
-        """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
-        return torch.is_grad_enabled() if self._is_training_root is None else self._is_training_root
-
     # -- events: a backward -----------------------------------------------------------------------------
 
     def before_backward(self, unit: Unit) -> None:
@@ -202,7 +202,7 @@ class Runner:
             self.passes.begin()
         current.open.add(unit.name)
         current.opened.add(unit.name)
-        moment = current.moments(unit).before_backward
+        moment = current.moments[unit.name].before_backward
         block = current.script.advance(moment) or self._post_backward.arrive_at(moment, unit)
         if block is not None and self.gathering.watcher is None:
             block.run()
