@@ -261,11 +261,11 @@ class FlatGradients:
                 self.keep_due(grad)
             return
         fresh = self.close_fresh()
-        if fresh is None:
+        if not isinstance(fresh, LooseGradients):
             return
         if self._due is None:
             self._due = fresh
-            self._meter.hold(self._kind_of_due, self._bytes_of(fresh))
+            self._meter.hold(self._kind_of_due, fresh.nbytes)
             return
         for index, view in enumerate(fresh.views):
             if view is not None and (own := self.due_piece(index)) is not None:

@@ -91,5 +91,5 @@ def _offer(pieces: Sequence[Piece]) -> bool:
         if due is None and is_touched:  # a summand, of a backward on other ranks only
             grads.make_due()
             due = grads.due_piece(piece.index)
-        piece.tensor.grad = None if due is None else due.view(piece.tensor.shape)
+        piece.tensor.grad = due if due is None or piece.tensor.dim() == 1 else due.view(piece.tensor.shape)
     return any(piece.tensor.grad is not None for piece in pieces)

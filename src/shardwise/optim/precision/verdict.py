@@ -209,7 +209,7 @@ class Verdict:
         return together
 
 
-def sum_of_all_squares(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def sum_of_all_squares(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """In `dtype`, of tensors of one dtype on one device; they are not none."""
     if len(parts) == 1:
         return sum_of_squares(parts[0], dtype)
