@@ -78,8 +78,9 @@ class FlatGradients:
         self._waits_as_fresh = not reduce_due(spec)
         self._wire = torch_dtype(table.grad_wire.dtype)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
-        is_alone = not table.axes and self._waits_as_fresh and not step_gradients(spec)
-        self._is_loose = is_alone and self._fresh_dtype == torch_dtype(table.compute)
+        are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
+        is_as_computed = self._fresh_dtype == torch_dtype(table.compute)
+        self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
         self._unweighed = 1.0
         for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `split_axes`
             self._unweighed /= spec.mesh.size(axis)
