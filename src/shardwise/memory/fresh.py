@@ -8,8 +8,8 @@ share cannot be resized, and is allocated anew.
 
 [Note: gradients that stay] Where nothing moves gradients between a backward and the update, as in a pipeline without
 data parallelism or on one rank, they need not lie side by side. On a CPU the first gradient of a parameter stays in the
-tensor that autograd has made, as in plain PyTorch, and later ones are added to it. Not so on devices: it is not measured
-there, and a CUDA graph would write again to the gradients that it has returned.
+tensor that autograd has made, as in plain PyTorch, and later ones are added to it. Not on devices: it is not
+measured there, and a CUDA graph would write again to the gradients that it has returned.
 """
 
 from __future__ import annotations
