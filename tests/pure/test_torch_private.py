@@ -93,6 +93,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_overloadpacket": (OPERATOR, "an operator is recognised in all of its overloads"),
     "_foreach_copy_": (torch, "many small copies are one call"),
     "_foreach_mul_": (torch, "gradients are clipped in one call"),
+    "_foreach_norm": (torch, "the squares of many gradients are one call"),
     "_amp_foreach_non_finite_check_and_unscale_": (torch, "GradScaler's; writes without counting a version"),
     "_fused_adam_": (torch, "Adam on the host in one pass over memory; writes without counting a version"),
     "_fused_adamw_": (torch, "AdamW on the host in one pass over memory; writes without counting a version"),

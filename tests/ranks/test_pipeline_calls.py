@@ -17,7 +17,7 @@ from tests.models import Decoder
 
 PACKAGE = str(Path(sw.__file__).parent)
 MICRO_BATCHES, MORE_BLOCKS = 4, 2
-MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 110, 380
+MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 80, 310
 """Of these, 22 take in the gradients of a block's eleven parameters. They were 169 and 463 before each event of a unit
 that comes next in the program was taken first."""
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardwise.memory.dtypes import torch_dtype
-from shardwise.memory.fresh import FreshGradients, place
+from shardwise.memory.fresh import FreshGradients, LooseGradients, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
-from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due
+from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due, step_gradients
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -21,7 +21,8 @@ class FlatGradients:
     """Holds gradients from a backward to the call that zeroes them.
 
     A backward leaves them in `fresh`, which is as long as the flat buffer. Once reduced they wait in `grad`, and for
-    the update in `due`: this rank's ranges of those two rows.
+    the update in `due`: this rank's ranges of those two rows. Where nothing sums or moves them they are
+    `LooseGradients` from the backward to the update, unless somebody asks for the tensor `due`.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class FlatGradients:
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
         """Memory for what is sent in place."""
-        self.fresh: FreshGradients | None = None
+        self.fresh: FreshGradients | LooseGradients | None = None
         self.grad: Tensor | None = None
-        self.due: Tensor | None = None
+        self._due: Tensor | LooseGradients | None = None
         self.touched_here = [False] * len(slots)
         """Which parameters have a gradient on this rank."""
         self.touched_anywhere = [False] * len(slots)
@@ -61,7 +62,8 @@ class FlatGradients:
         """The number of parameters, and of those whose gradient is still to come in the running backward."""
         self._has_come = [False] * len(slots)
         """Which parameters' gradients have come in it."""
-        self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
+        self._copies = [spec.copies_of_due * (1 if slot.box is None else slot.box.copies) for slot in self._slots]
+        self.copies_of_due = _copies_of(self._copies, self._slots, self._due_span)
         """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements. Of summands, see
         [Note: norms of summands] in `program/spec.py`."""
         self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
@@ -76,6 +78,9 @@ class FlatGradients:
         self._waits_as_fresh = not reduce_due(spec)
         self._wire = torch_dtype(table.grad_wire.dtype)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
+        are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
+        is_as_computed = self._fresh_dtype == torch_dtype(table.compute)
+        self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
         self._unweighed = 1.0
         for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `split_axes`
             self._unweighed /= spec.mesh.size(axis)
@@ -108,9 +113,11 @@ class FlatGradients:
         this calls nothing but the one operation, of which the plainest is taken: 0.7 us for a copy of 64 elements and
         1.1 for a product, 1.0 for a sum and 1.3 for one with a factor.
         """
-        view = (self.fresh or self._opened_fresh()).views[index]
-        scale = self._scale
-        if scale == 1.0:
+        fresh, scale = self.fresh or self._opened_fresh(), self._scale
+        view = fresh.views[index]
+        if view is None:
+            fresh.views[index] = self._left(grad)
+        elif scale == 1.0:
             if self._in_fresh[index]:
                 view.add_(grad)
             else:
@@ -128,17 +135,30 @@ class FlatGradients:
             self.num_to_come -= 1
         return not self.num_to_come
 
-    def _opened_fresh(self) -> FreshGradients:
-        """Memory for fresh gradients. New memory is undefined, but zero between parameters."""
+    def _left(self, grad: Tensor) -> Tensor:
+        """`grad` itself, as [Note: gradients that stay] has it, unless it has to be another one."""
+        if self._scale == 0.0:
+            grad = torch.zeros_like(grad)
+        elif self._scale != 1.0:
+            grad = grad * self._factor
+        return grad.to(self._fresh_dtype).contiguous()
+
+    def _opened_fresh(self) -> FreshGradients | LooseGradients:
+        """A place for fresh gradients. New memory is undefined, but zero between parameters."""
         if self.fresh is None:
-            self.fresh = self._new_fresh()
-            memory = self.fresh.memory
+            self.fresh = fresh = self._new_fresh()
             for gap in self._gaps:
-                _part(memory, gap).zero_()
-            self._meter.hold("grad" if self._waits_as_fresh else "working", self.bytes_beside_grad_buffer(memory))
+                fresh.zero(gap)
+            self._meter.hold("grad" if self._waits_as_fresh else "working", self._bytes_of(fresh))
         return self.fresh
 
-    def _new_fresh(self) -> FreshGradients:
+    def _bytes_of(self, fresh: FreshGradients | LooseGradients) -> int:
+        """Those that are not in the gradient buffer."""
+        return fresh.nbytes if isinstance(fresh, LooseGradients) else self.bytes_beside_grad_buffer(fresh.memory)
+
+    def _new_fresh(self) -> FreshGradients | LooseGradients:
+        if self._is_loose:
+            return LooseGradients(self._places, self.spec.numel, self._fresh_dtype, self._device)
         if self._grad_buffer is not None and self._fills_grad:
             kept = self._grad_buffer.take(self.memory if self._fresh_dtype == self._wire else self.own_memory)
             if kept is not None:
@@ -170,7 +190,7 @@ class FlatGradients:
         """What the backward left, ready to be reduced; zeros if it left nothing here."""
         self._opened_fresh()
         fresh = self.close_fresh()
-        assert fresh is not None
+        assert isinstance(fresh, FreshGradients)
         return fresh
 
     def fresh_gradients(self) -> list[tuple[Slot, Tensor]]:
@@ -178,18 +198,18 @@ class FlatGradients:
         if self.fresh is None:
             return []
         views = zip(self._slots, self.fresh.views, self._in_fresh, strict=True)
-        return [(slot, view) for slot, view, has_come in views if has_come]
+        return [(slot, view) for slot, view, has_come in views if has_come and view is not None]
 
-    def close_fresh(self) -> FreshGradients | None:
+    def close_fresh(self) -> FreshGradients | LooseGradients | None:
         """What the backward left, with zeros for parameters that it did not reach."""
         fresh, self.fresh = self.fresh, None
         if fresh is None:
             return None
         for slot, arrived in zip(self._slots, self._in_fresh, strict=True):
             if not arrived:
-                _part(fresh.memory, slot.span).zero_()
+                fresh.zero(slot.span)
         self._in_fresh = [False] * len(self._slots)
-        self._meter.drop("grad" if self._waits_as_fresh else "working", self.bytes_beside_grad_buffer(fresh.memory))
+        self._meter.drop("grad" if self._waits_as_fresh else "working", self._bytes_of(fresh))
         return fresh
 
     # -- where they wait --------------------------------------------------------------------------------
@@ -228,12 +248,54 @@ class FlatGradients:
         """Hand over what has waited for the step; it is the caller's from here on."""
         if self._waits_as_fresh:
             fresh = self.close_fresh()
-            return fresh.memory if fresh is not None else None
+            return fresh.memory if isinstance(fresh, FreshGradients) else None
         grad, self.grad = self.grad, None
         if grad is not None:
             self._landing.land()
             self._drop("grad", "grad", grad)
         return grad
+
+    def hand_over(self) -> None:
+        """What waits has the form that the update needs: it is due from here on."""
+        if not self._is_loose:
+            if (grad := self.take_grad()) is not None:
+                self.keep_due(grad)
+            return
+        fresh = self.close_fresh()
+        if not isinstance(fresh, LooseGradients):
+            return
+        if self._due is None:
+            self._due = fresh
+            self._meter.hold(self._kind_of_due, fresh.nbytes)
+            return
+        for index, view in enumerate(fresh.views):
+            if view is not None and (own := self.due_piece(index)) is not None:
+                own.add_(view.view(-1))
+
+    @property
+    def has_due(self) -> bool:
+        """Whether the update has something to read."""
+        return self._due is not None
+
+    @property
+    def due(self) -> Tensor | None:
+        """What the update reads, in one tensor; `None` if there is nothing. Loose gradients are joined, and what
+        `due_piece` has returned of them does not belong to it."""
+        if isinstance(self._due, LooseGradients):
+            self._due = self._due.joined()
+        return self._due
+
+    def due_ranges(self) -> list[tuple[list[Tensor], float]]:
+        """What the update reads, apart from zeros between parameters, each with the number of ranks of the whole mesh
+        that hold its elements."""
+        due = self._due
+        if not isinstance(due, LooseGradients):
+            return [] if due is None else [([_part(due, span)], copies) for span, copies in self.copies_of_due]
+        ranges: dict[float, list[Tensor]] = {}
+        for copies, own in zip(self._copies, due.views, strict=True):
+            if own is not None:
+                ranges.setdefault(copies, []).append(own)
+        return [(tensors, copies) for copies, tensors in ranges.items()]
 
     @property
     def _kind_of_due(self) -> str:
@@ -242,11 +304,11 @@ class FlatGradients:
 
     def keep_due(self, due: Tensor) -> None:
         """Store what the update will read; a second one before the update is added to the first."""
-        if self.due is None:
-            self.due = due
+        if self._due is None:
+            self._due = due
             self._hold("due", self._kind_of_due, due)
-        else:
-            self.due.add_(due)
+        elif (own := self.due) is not None:
+            own.add_(due)
             self._give_back("due", due)
 
     def note_squares(self, copy: Tensor, source: Tensor) -> None:
@@ -266,7 +328,7 @@ class FlatGradients:
         if self._squares is None:
             return None
         copy, version, squares = self._squares
-        return squares if copy is self.due and copy._version == version else None
+        return squares if copy is self._due and copy._version == version else None
 
     def make_due(self) -> None:
         """Make a gradient of zeros for the update to read."""
@@ -301,10 +363,11 @@ class FlatGradients:
     def due_piece(self, index: int) -> Tensor | None:
         """This rank's elements of the gradient of parameter `index`, as the update reads them; `None` if there is
         none."""
-        if self.due is None:
-            return None
-        span = self._due_spans[index]
-        return self.due[span.start : span.stop]
+        due = self._due
+        if isinstance(due, LooseGradients):
+            own = due.views[index]
+            return due.made(index).view(-1) if own is None else own.view(-1)
+        return None if due is None else _part(due, self._due_spans[index])
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
@@ -316,10 +379,12 @@ class FlatGradients:
         grad = self.take_grad()
         if grad is not None:
             self._give_back("grad", grad)
-        if self.due is not None:
-            self._drop("due", self._kind_of_due, self.due)
-            self._give_back("due", self.due)
-            self.due = None
+        if isinstance(self._due, LooseGradients):
+            self._meter.drop(self._kind_of_due, self._due.nbytes)
+        elif self._due is not None:
+            self._drop("due", self._kind_of_due, self._due)
+            self._give_back("due", self._due)
+        self._due = None
         self._squares = None
         if self._grad_buffer is not None:
             self._grad_buffer.leave()
@@ -336,12 +401,11 @@ def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
 
 
-def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, float], ...]:
+def _copies_of(copies_of_slots: Sequence[float], slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, float], ...]:
     """Neighbouring slots that lie on equally many ranks form one range; the zeros between parameters may fall in
     either."""
     found: list[tuple[Span, float]] = []
-    for slot in slots:
-        copies = spec.copies_of_due * (1 if slot.box is None else slot.box.copies)
+    for slot, copies in zip(slots, copies_of_slots, strict=True):
         mine = slot.span.overlap(due).within(due)
         if found and found[-1][1] == copies:
             found[-1] = (Span(found[-1][0].start, max(found[-1][0].stop, mine.stop)), copies)

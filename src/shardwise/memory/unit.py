@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -32,8 +32,6 @@ class Unit:
     spec: UnitSpec
     flats: tuple[Flat, ...]
     sites: list[nn.Module]
-    moments_of_ops: dict[Hashable, UnitMoments] = field(default_factory=dict)
-    """Its moments in the ops of a pipeline's schedule, which whoever knows the ops puts here."""
 
     @cached_property
     def name(self) -> str:

@@ -86,8 +86,10 @@ def _offer(pieces: Sequence[Piece]) -> bool:
     """Give pieces the gradients that are due. Returns whether any has one."""
     for piece in pieces:
         grads = piece.flat.grads
-        if grads.due is None and grads.touched_anywhere[piece.index]:  # a summand, of a backward on other ranks only
+        is_touched = grads.touched_anywhere[piece.index]
+        due = grads.due_piece(piece.index) if is_touched else None
+        if due is None and is_touched:  # a summand, of a backward on other ranks only
             grads.make_due()
-        due = grads.due_piece(piece.index) if grads.touched_anywhere[piece.index] else None
-        piece.tensor.grad = None if due is None else due.view(piece.tensor.shape)
+            due = grads.due_piece(piece.index)
+        piece.tensor.grad = due if due is None or piece.tensor.dim() == 1 else due.view(piece.tensor.shape)
     return any(piece.tensor.grad is not None for piece in pieces)

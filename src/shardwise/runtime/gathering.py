@@ -219,7 +219,8 @@ class Gathering:
         stays."""
         for unit in self.units:
             for flat in unit.flats:
-                flat.guard.rest()
+                if not flat.guard.is_resting:
+                    flat.guard.rest()
                 flat.lasts = False
                 if flat.owes_free:
                     flat.free_full()

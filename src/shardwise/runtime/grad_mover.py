@@ -202,9 +202,7 @@ class GradMover:
 
     def keep_due(self) -> None:
         """Hand over gradients that wait in the form that the update needs."""
-        grad = self.flat.grads.take_grad()
-        if grad is not None:
-            self.flat.grads.keep_due(grad)
+        self.flat.grads.hand_over()
 
     def abandon(self) -> None:
         """Wait for the reduction under way and forget it. A `CommError` has been reported already."""

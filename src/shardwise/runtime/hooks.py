@@ -346,7 +346,9 @@ class Hooks:
         if self._uses[unit.name].open_in(graph_task()):
             for flat in unit.flats:
                 flat.grads.expect_all()
-        self._open_backward(unit)
+        if not self._awaits_end:
+            self._await_end()
+        self._listener.before_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
         guard, arrive, use, halves = flat.guard, flat.grads.arrive, self._uses[unit.name], self._halves
@@ -411,7 +413,8 @@ class Hooks:
                 use.close()
         for unit in self._units:
             for flat in unit.flats:
-                flat.grads.expect_all()
+                if flat.grads.num_to_come < len(flat.slots):
+                    flat.grads.expect_all()
         self._listener.end_of_backward()
 
     def forget(self) -> None:

@@ -94,6 +94,8 @@ class MicroBatch:
         but those on which models are known to branch."""
 
         def looks(value: Any) -> Hashable:
+            if isinstance(value, Tensor):
+                return type(value), ((value.dim(), value.dtype),)
             plain = value if isinstance(value, bool | str) or value is None else type(value)
             return plain, tuple((one.dim(), one.dtype) for one in tensors_in(value))
 

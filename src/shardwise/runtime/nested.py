@@ -12,7 +12,7 @@ def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[
     """Every tensor in the arguments of a call, by the argument's name, numbered if an argument has several."""
     named = {}
     for name, value in {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}.items():
-        found = list(tensors_in(value))
+        found = [value] if isinstance(value, Tensor) else list(tensors_in(value))
         for number, tensor in enumerate(found):
             named[name if len(found) == 1 else f"{name}[{number}]"] = tensor
     return named

@@ -24,8 +24,10 @@ from shardwise.runtime.script import Script
 class Pass:
     """One training pass: the running one, or the next."""
 
-    def __init__(self, script: Script, *, reduces: bool) -> None:
+    def __init__(self, script: Script, moments: MomentsByUnit, *, reduces: bool) -> None:
         self.script = script
+        self.moments = moments
+        """Those of the running op."""
         self.reduces = reduces
         """Whether its gradients are reduced; not inside `no_sync`."""
         self.op: Op | None = None
@@ -54,14 +56,6 @@ class Pass:
         self.lasting: set[str] = set()
         """Units that stay whole until the pass ends, because not all uses of them are known."""
 
-    def moments(self, unit: Unit) -> UnitMoments:
-        """The moments of `unit` in the running op."""
-        op = self.op
-        if op is None:
-            return unit.moments
-        is_halved = unit.name in self.halved
-        return unit.moments_of_ops.get((op, is_halved)) or _made_moments(unit, op, is_halved=is_halved)
-
     @property
     def end_of_backward(self) -> Moment:
         """The end of the running backward."""
@@ -86,14 +80,23 @@ class Pass:
         return any(unit.name in some for some in (self.called, self.opened, self.kept, self.lasting))
 
 
-def _made_moments(unit: Unit, op: Op, *, is_halved: bool) -> UnitMoments:
-    phase: Phase = "backward"
-    if op.kind == "W":
-        phase = "backward_weights"
-    elif op.kind == "I" and is_halved:
-        phase = "backward_input"
-    made = unit.moments_of_ops[op, is_halved] = UnitMoments.of(unit.name, op.micro_batch, phase)
-    return made
+class MomentsByUnit(dict[str, UnitMoments]):
+    """The moments of units, by the names of these, in one op of a schedule, or without one. They are made when first
+    asked for, because every event does: see [Note: once for each event] in `script.py`."""
+
+    def __init__(self, op: Op | None = None, halved: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._op = op
+        self._halved = halved
+
+    def __missing__(self, unit: str) -> UnitMoments:
+        phase: Phase = "backward"
+        if self._op is not None and self._op.kind == "W":
+            phase = "backward_weights"
+        elif self._op is not None and self._op.kind == "I" and unit in self._halved:
+            phase = "backward_input"
+        made = self[unit] = UnitMoments.of(unit, None if self._op is None else self._op.micro_batch, phase)
+        return made
 
 
 class Passes:
@@ -125,7 +128,10 @@ class Passes:
         self._journal = journal
         self._scripts: dict[tuple[str, bool], Script] = {}
         """By kind of pass, and whether gradients are reduced."""
-        self.current = Pass(self._script(reduces=True), reduces=True)
+        self._moments = MomentsByUnit()
+        self._moments_of_ops: dict[tuple[Op, frozenset[str]], MomentsByUnit] = {}
+        """By op, and the units whose backwards are halved."""
+        self.current = Pass(self._script(reduces=True), self._moments, reduces=True)
 
     def begin(self) -> None:
         """Called before every forward or backward: start a pass if none is running."""
@@ -139,15 +145,19 @@ class Passes:
     def begin_schedule(self, halved: frozenset[str], kind: str = "schedule") -> None:
         """The ops until `abandon` are one pass, of some kind. For `halved` see `Pass`."""
         script = self._scripts.setdefault((kind, self.reduces), Script(self._journal))
-        self.current = Pass(script, reduces=self.reduces)
+        self.current = Pass(script, self._moments, reduces=self.reduces)
         self.current.halved = halved
         self.current.is_running = True
         script.begin()
 
     def begin_op(self, op: Op, *, reduces: bool) -> None:
         """`op` runs from here on, and reduces gradients or not."""
-        self.current.op, self.current.reduces = op, reduces
-        self.current.script.begin_op(op)
+        current = self.current
+        moments = self._moments_of_ops.get((op, current.halved))
+        if moments is None:
+            moments = self._moments_of_ops[op, current.halved] = MomentsByUnit(op, current.halved)
+        current.op, current.moments, current.reduces = op, moments, reduces
+        current.script.begin_op(op)
 
     def begin_call(self, num: int) -> int:
         """A call with `num` micro-batches begins, in the running pass over calls or in a new one; the number of its
@@ -177,7 +187,7 @@ class Passes:
 
     def abandon(self) -> None:
         """Drop the state of the running pass."""
-        self.current = Pass(self._script(reduces=self.reduces), reduces=self.reduces)
+        self.current = Pass(self._script(reduces=self.reduces), self._moments, reduces=self.reduces)
 
     def note_scaled(self) -> None:
         """The running backward is that of a scaled loss."""

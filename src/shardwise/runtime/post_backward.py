@@ -63,8 +63,9 @@ class PostBackward:
         current.open.discard(unit.name)
         current.kept.discard(unit.name)
         current.ended[unit.name] = unit
-        while (closing := current.script.closing()) in current.ended:
-            self._close_as_planned(closing)
+        while (block := current.script.advance_to_end(current.ended)) is not None:
+            self._end(self._by_name[block.closes])  # it has finished here, and is freed
+            block.run()
 
     def arrive_at(self, moment: Moment, unit: Unit | None = None) -> BoundBlock | None:
         """Close every backward that is due before `moment`, which is one of `unit`, if given. Returns the program's
@@ -108,7 +109,7 @@ class PostBackward:
         current = self._passes.current
         assert current.op is not None
         for unit, arrived in self._halves.take(current.op.micro_batch):
-            before, after = current.moments(unit).before_backward, current.moments(unit).after_backward
+            before, after = current.moments[unit.name].before_backward, current.moments[unit.name].after_backward
             self.gathering.run(self.arrive_at(before, unit), before, unit, current)
             with timeline.during(UNITS, f"weights {unit.name}"), self._halves.second():
                 arrived()
@@ -131,7 +132,7 @@ class PostBackward:
     def _close_as_planned(self, name: str) -> None:
         unit = self._by_name[name]
         current = self._passes.current
-        moment = current.moments(unit).after_backward
+        moment = current.moments[unit.name].after_backward
         block = current.script.advance(moment) or current.script.take(moment)
         has_ended = self._end(unit)
         if block is not None:
@@ -168,7 +169,7 @@ class PostBackward:
             if is_left[number] and unit.name not in self._known_left:
                 self._known_left.add(unit.name)
                 current.must_record_again = True
-            moment = current.moments(unit).after_backward
+            moment = current.moments[unit.name].after_backward
             self.gathering.run(current.script.take(moment), moment, unit, current)
 
     def _is_left(self, unit: Unit) -> bool:

@@ -144,14 +144,20 @@ class Runner:
         if self._inference is not None:
             self._inference.before_forward(unit)
             return
-        training, current = self._is_training(), self.passes.current
+        current, training = self.passes.current, self._is_training_root
+        if training is None:  # else as the root was called, whatever is recomputed inside it
+            training = torch.is_grad_enabled()
         if training:
             if not current.is_running:
                 self.passes.begin()
             current.called.add(unit.name)
-        moment = (current.moments(unit) if training else unit.moments).before_forward
-        block = self._ways.come_to(moment, unit, training=training)
-        self.gathering.run(block, moment, unit, self.passes.current, training=training)
+        moment = (current.moments[unit.name] if training else unit.moments).before_forward
+        script = current.script if training else self._evaluation.script
+        block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
+        if block is not None and self.gathering.watcher is None:  # here and below: see [Note: once for each event]
+            block.run()
+        else:
+            self.gathering.run(block, moment, unit, self.passes.current, training=training)
         self.gathering.open(unit)
         if self.verifies and training:
             self._verify(unit.moments.before_forward)
@@ -167,18 +173,22 @@ class Runner:
         current = self.passes.current
         if opaque:  # no output could be watched, so the start of its backward will not be seen: keep it whole
             current.kept.add(unit.name)
-        training = self._is_training()
-        moment = (current.moments(unit) if training else unit.moments).after_forward
-        block = self._ways.come_to(moment, unit, training=training)
-        if not (training and unit.name in current.kept):
+        training = self._is_training_root
+        if training is None:
+            training = torch.is_grad_enabled()
+        moment = (current.moments[unit.name] if training else unit.moments).after_forward
+        script = current.script if training else self._evaluation.script
+        block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
+        if training and unit.name in current.kept:
+            pass
+        elif block is not None and self.gathering.watcher is None:
+            block.run()
+        else:
             self.gathering.run(block, moment, unit, current, training=training)
         for flat in unit.flats:
             flat.guard.rest()
-            flat.relax()  # pages of what stays whole until its backward: the loss comes first, when activations peak
-
-    def _is_training(self) -> bool:
-        """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
-        return torch.is_grad_enabled() if self._is_training_root is None else self._is_training_root
+            if flat.shared is not None:  # pages of what stays whole until its backward: activations peak at the loss
+                flat.relax()
 
     # -- events: a backward -----------------------------------------------------------------------------
 
@@ -191,10 +201,13 @@ class Runner:
         if not current.is_running:
             self.passes.begin()
         current.opened.add(unit.name)
-        moment = current.moments(unit).before_backward
-        block = self._post_backward.arrive_at(moment, unit)
+        moment = current.moments[unit.name].before_backward
+        block = current.script.advance(moment) or self._post_backward.arrive_at(moment, unit)
         current.open.add(unit.name)  # only now: its use before this one may have been closed just above
-        self.gathering.run(block, moment, unit, current)
+        if block is not None and self.gathering.watcher is None:
+            block.run()
+        else:
+            self.gathering.run(block, moment, unit, current)
         self.gathering.open(unit)
         if self.verifies:
             self._verify(unit.moments.before_backward)

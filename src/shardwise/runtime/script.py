@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -61,6 +61,20 @@ class Script:
         if self.is_followed and self._next < len(self.blocks):
             return self.blocks[self._next].closes
         return ""
+
+    def advance_to_end(self, ended: Container[str]) -> BoundBlock | None:
+        """The next block, if the backward of one of the units `ended` ends there; else None, and nothing has changed.
+
+        Its moment is of the running op, for each op ends with a moment of its own.
+        """
+        if not self.is_followed or self._next == len(self.blocks):
+            return None
+        block = self.blocks[self._next]
+        if block.closes not in ended:
+            return None
+        self._next += 1
+        self.trace.append(block.moment)
+        return block
 
     def expects(self, moment: Moment) -> bool:
         """Whether `moment` comes next in the program."""

@@ -228,7 +228,7 @@ class Gradients:
 
     def piece(self, flat: Flat, index: int) -> Tensor:
         """This rank's elements of an existing gradient. Call `changed` after writing to them."""
-        if flat.grads.due is None:
+        if not flat.grads.has_due:
             flat.grads.make_due()
         piece = flat.grads.due_piece(index)
         assert piece is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from shardwise.errors import ModelError
 Tensor = torch.Tensor
 _SMALL_BYTES = 4096
 """Buffers up to this size are copied before each forward, larger ones only if a watched forward changed them."""
+_NOTHING = nullcontext()
 
 
 class _Key(NamedTuple):
@@ -63,7 +64,12 @@ class OnEveryStage:
     def during(self, micro_batch: int, *, is_first: bool, is_watched: bool) -> AbstractContextManager[None]:
         """A context for the forward of a micro-batch in the first stage of this rank, or in another one."""
         self._is_watched |= is_watched
-        return self._in_first(micro_batch, is_watched) if is_first else self._in_other(micro_batch, is_watched)
+        before = self._read(everything=is_watched)
+        if not before:  # nor is anything kept of the micro-batch
+            return _NOTHING
+        if is_first:
+            return self._in_first(micro_batch, before, is_watched=is_watched)
+        return self._in_other(micro_batch, before, is_watched=is_watched)
 
     def compare(self, exchange: Callable[[bytes], list[bytes]]) -> None:
         """After a step: if forwards were watched, raise `ModelError` unless all ranks have changed buffers alike."""
@@ -80,8 +86,7 @@ class OnEveryStage:
         self._before.clear()
 
     @contextmanager
-    def _in_first(self, micro_batch: int, is_watched: bool) -> Iterator[None]:
-        before = self._read(everything=is_watched)
+    def _in_first(self, micro_batch: int, before: dict[_Key, _Value], *, is_watched: bool) -> Iterator[None]:
         yield
         changed = self._changed(before)
         self._changing |= changed.keys()
@@ -90,8 +95,7 @@ class OnEveryStage:
             self._changes |= {str(key): _digest(now) for key, now in changed.items() if isinstance(now, Tensor)}
 
     @contextmanager
-    def _in_other(self, micro_batch: int, is_watched: bool) -> Iterator[None]:
-        now = self._read(everything=is_watched)
+    def _in_other(self, micro_batch: int, now: dict[_Key, _Value], *, is_watched: bool) -> Iterator[None]:
         found = {key: value for key, value in self._before.get(micro_batch, {}).items() if value is not None}
         for key, value in found.items():
             self._put(key, value.clone() if isinstance(value, Tensor) else value)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.pipeline.survey import Surveyor
 
 Tensor = torch.Tensor
+_NOTHING = nullcontext()
 
 
 class Trainer(Protocol):
@@ -339,18 +340,18 @@ class Pipeline:
         called = called or self.staged.model
         span = share.span
         form = (called, stage, *share[:3], self.staged.model.training, torch.is_grad_enabled(), part.form)
+        sends = self._forms.get(form)
         first, last = self.staged.span_of(stage) if span is None else span
-        is_new, is_last = form not in self._forms, self.staged.ends(called, last)
-        _, (first_here, _) = self.staged.shares_here(called)[0]
+        is_new, is_last = sends is None, self.staged.ends(called, last)
         losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
         with (
-            self._on_every_stage.during(number, is_first=first == first_here, is_watched=is_new),
+            self._on_every_stage.during(number, is_first=first == self.staged.first_here(called), is_watched=is_new),
             self.staged.running(
                 stage,
                 arrived,
                 called=called,
                 is_watched=is_new,
-                passing=Passing(self._forms.get(form), share.sends_others, carried, is_known=share.is_known),
+                passing=Passing(sends, share.sends_others, carried, is_known=share.is_known),
                 span=span,
             ),
         ):
@@ -360,7 +361,8 @@ class Pipeline:
             if losses is not None:
                 losses.require_none(outputs)
             sent = None if is_last else self.staged.handed_over
-        self._forms.setdefault(form, () if sent is None else sent.arguments)
+        if is_new:
+            self._forms[form] = () if sent is None else sent.arguments
         return outputs, sent
 
     def pass_over(self, part: MicroBatch, called: nn.Module) -> None:
@@ -391,12 +393,14 @@ class Pipeline:
 
     def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
         """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
+        if not step.timeline.is_on:
+            return _NOTHING
         return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
 
     def _halved(self, op: Op, step: _Step, trainer: Trainer) -> AbstractContextManager[None]:
         """A context in which the backward is a first half if `op` is one."""
         if op.kind != "I" or self._weights is None:
-            return nullcontext()
+            return _NOTHING
         return self._first_half(op, step, trainer, self._weights)
 
     @contextmanager
@@ -498,6 +502,8 @@ def _looks_of(part: MicroBatch) -> Hashable:
     """A key that is equal for micro-batches with inputs of equal shapes and dtypes."""
 
     def looks(value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            return ((tuple(value.shape), value.dtype),)
         return tuple((tuple(one.shape), one.dtype) for one in tensors_in(value))
 
     return looks(part.args), tuple((key, looks(value)) for key, value in part.kwargs.items())

@@ -9,7 +9,7 @@ different, so that the gradient of a penalty on them is not zero by chance. Wher
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -64,7 +64,7 @@ class Placeholders:
         self._arrived = arrived
         self._sequence_parts = sequence_parts
         self._why_unknown = why_unknown
-        self._num_calls: Counter[str] = Counter()
+        self._num_calls: defaultdict[str, int] = defaultdict(int)
         self._made: dict[Layout, Tensor] = {}
         self._params: dict[str, Tensor] = {}
 

@@ -161,6 +161,8 @@ class StageMessage:
     def within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """The arguments of a call of a later module, with received tensors instead of the ones that `entering`
         replaced; `None` if there are no such."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and id(args[0]) not in self.replaced:
+            return None
         leaves, rebuilt = flattened(args, kwargs)
         if self.replaced.keys().isdisjoint(map(id, leaves)):
             return None

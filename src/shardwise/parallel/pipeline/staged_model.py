@@ -203,6 +203,7 @@ class StagedModel:
         self.extents = {**_parts_of(model, self._names, layout.guests), **dict.fromkeys(self.wholes, layout.span)}
         """What answers calls, with the numbers of its first and last module in the stages: these, and inside
         `engine.inference()` others, such as an encoder or a head."""
+        self._first_here: dict[nn.Module, int] = {}
         self._handles: list[RemovableHandle] = []
         self._forwards = [one.forward for one in self.wholes]
 
@@ -248,6 +249,12 @@ class StagedModel:
     def shares_here(self, called: nn.Module) -> list[tuple[int, Span]]:
         """What a call of `called` runs of this rank's stages."""
         return [share for share in self.layout.shares(self.extents[called]) if share[0] in self.stages]
+
+    def first_here(self, called: nn.Module) -> int:
+        """The number of the first module of this rank's stages that a call of `called` runs."""
+        if called not in self._first_here:
+            _, (self._first_here[called], _) = self.shares_here(called)[0]
+        return self._first_here[called]
 
     def ends(self, called: nn.Module, last: int) -> bool:
         """Whether what ends with module `last` ends a call of `called`."""
@@ -430,7 +437,10 @@ class StagedModel:
             one.holder[one.key] = one.absent
         self._running_stage = now
         try:
-            with _same_hooks(others and self._slots), stand_ins.watched() if is_watched else nullcontext():
+            if others or is_watched:
+                with _same_hooks(others and self._slots), stand_ins.watched() if is_watched else nullcontext():
+                    yield
+            else:
                 yield
         finally:
             self._running_stage = None
