@@ -94,6 +94,8 @@ def test_codes_follow_the_axis_between_hosts() -> None:
         ({"grad": {"dtype": "int4", "axes": ["tp"]}}, "wire.grad.axes names tp, along which ranks hold different"),
         ({"grad": {"dtype": "bf16", "block": 64}}, "wire.grad.block is given, but wire.grad.dtype is bf16"),
         ({"param": {"axes": "everywhere"}}, "wire.param.axes is given, but wire.param.dtype is not"),
+        ({"param": {"rest": "bf16"}}, "wire.param.rest is given, but wire.param.dtype is not"),
+        ({"grad": {"dtype": "int4", "rest": "fp32"}}, "wire.grad.rest is fp32, which is not narrower than fp32"),
     ],
 )
 def test_refused(wire: Any, why: str) -> None:

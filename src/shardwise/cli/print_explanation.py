@@ -247,7 +247,7 @@ def _below_rows(explained: Explanation) -> Text:
     if table.outer is not None:
         sent = f"{sent}, outer gradients in {table.outer.codes or table.outer.wire}"
     if table.sends_codes or table.frozen_codes is not None:
-        sent = f"{sent}; vectors, embeddings and routers are sent without codes"
+        sent = f"{sent}; vectors, embeddings and routers are sent without codes{_rest_words(table)}"
     text = f"computes in {table.compute}; sends {sent}"
     if table.low_rank is not None:
         later = "" if table.low_rank.has_begun else "later "
@@ -256,6 +256,12 @@ def _below_rows(explained: Explanation) -> Text:
     if alone:
         text += f"; nothing is split over {' and '.join(alone)}, which has one rank"
     return Text(text)
+
+
+def _rest_words(table: Table) -> str:
+    """`, parameters in bf16`, where the plan says so."""
+    every = {"parameters": table.param_codes, "frozen parameters": table.frozen_codes, "gradients": table.grad_codes}
+    return "".join(f", {kind} in {one.rest}" for kind, one in every.items() if one is not None and one.rest is not None)
 
 
 def _codes_words(codes: Codes | None, table: Table) -> str:

@@ -194,6 +194,10 @@ class WireFormat(Strict):
         description="mesh axes along which codes are sent; everywhere: all; default: node, if the mesh has it, "
         "else all",
     )
+    rest: DtypeName | None = Field(
+        default=None,
+        description="beside codes: dtype in which vectors, embeddings and routers are sent; default: as without codes",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -146,7 +146,16 @@ class Table:
     def without_codes(self) -> Table:
         """The same table for parameters that are sent whole, and whose gradients are."""
         outer = self.outer and replace(self.outer, codes=None)
-        return replace(self, grad_codes=None, param_codes=None, frozen_codes=None, outer=outer)
+        param, grad = (codes and codes.rest for codes in (self.param_codes, self.grad_codes))
+        return replace(
+            self,
+            param_wire=param if param is not None and narrows(param, self.param.dtype) else self.param_wire,
+            grad_wire=grad or self.grad_wire,
+            grad_codes=None,
+            param_codes=None,
+            frozen_codes=None,
+            outer=outer,
+        )
 
     def for_frozen(self) -> Table:
         """The same table for frozen parameters."""

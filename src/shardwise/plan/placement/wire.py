@@ -64,6 +64,8 @@ class Codes:
     axes: Axes = ()
     """The axes along which elements are sent so; along others they are sent as the plain `Wire` says."""
     feedback: Feedback | None = None
+    rest: Wire | None = None
+    """In which parameters of the same row are sent that are not made codes; `None`: as without codes."""
 
     def num_bytes(self, numel: int) -> int:
         return numel * BITS[self.dtype] // 8 + numel // self.block * SCALE_BYTES
