@@ -270,7 +270,8 @@ def _codes_words(codes: Codes | None, table: Table) -> str:
         return ""
     along = "" if codes.axes == table.axes else f" along {'+'.join(codes.axes)}"
     fed_back = "" if codes.feedback is None else f", with error feedback ({codes.feedback})"
-    return f" as {codes}{along}{fed_back}"
+    rests = ", as which they also rest" if codes.rests else ""
+    return f" as {codes}{along}{fed_back}{rests}"
 
 
 def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:

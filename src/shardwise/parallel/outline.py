@@ -57,7 +57,7 @@ def outline(
     tables = [table.on(mesh) for table in {row.table for row in rows.values()}]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
-    check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
+    check_backend(plan.compile, stays_whole=all(table.stays_whole for table in tables))
     split = split_of(model, plan, mesh, rank, experts) if parts is None else None
     if parts is None:
         boxes = boxes_for(model, mesh, rank, split, experts)

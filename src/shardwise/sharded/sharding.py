@@ -53,6 +53,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime.activations import Treatments
+from shardwise.runtime.codec import codec_for
 from shardwise.system.calibration import readable_calibration
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.telemetry import ByteMeter
@@ -234,6 +235,8 @@ class Design(Outline):
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
         for flat in flats:
             flat.keep_below(host, disk)
+            if (codes := flat.spec.table.rests_as) is not None:
+                flat.rest_by(codec_for(codes, device))
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
         stage_design = None if self.staged is None else self
@@ -422,6 +425,12 @@ def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
             f"wire.feedback is {plan.wire.feedback.beta:g}. What the codes of each rank have lost would be "
             f"lost with it, so it does not work in an elastic job in this version. Launch the job without --elastic, "
             f"or leave out feedback."
+        )
+    if world.membership is not None and plan.storage.frozen.dtype is not None:
+        raise ConfigError(
+            f"storage.frozen is {plan.storage.frozen.dtype}, and what survives a lost rank are elements and not codes, so "
+            f"it does not work in an elastic job in this version. Launch the job without --elastic, or send frozen "
+            f"parameters as codes instead: wire: {{frozen: {plan.storage.frozen.dtype}}}."
         )
     if world.membership is not None and any(update.sends_signs for update in updates.values()):
         raise ModelError(

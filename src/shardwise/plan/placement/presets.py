@@ -154,7 +154,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         outer = _outer(plan, optim)
     _check_tiers(param, held, grad, optim, what)
     param_wire, param_codes = _wires(plan.wire.param, "param", mesh)
-    frozen_codes = _frozen_codes(plan, mesh)
+    frozen_codes = _stored_codes(plan, mesh, compute) or _frozen_codes(plan, mesh)
     grad_wire, grad_codes = _wires(plan.wire.grad, "grad", mesh)
     if rule is None:
         _check_rests(compute, param=param_codes, frozen=frozen_codes, grad=grad_codes)
@@ -162,7 +162,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         grad_codes = _with_feedback(grad_codes, plan, mesh)
     if param_codes is not None and rule is None and (param.shard or optim.shard):
         _check_codes_are_sent("param", param_codes, optim.shard, plan)
-    if frozen_codes is not None and rule is None:
+    if frozen_codes is not None and rule is None and not frozen_codes.rests:
         _check_codes_are_sent("frozen", frozen_codes, param.shard, plan)
     if rule is None and plan.wire.param.dtype is not None and not (param.shard or optim.shard):
         raise PlacementError(
@@ -295,6 +295,26 @@ def _frozen_codes(plan: Plan, mesh: Mesh) -> Codes | None:
             f"fp8, or leave it out."
         )
     return codes
+
+
+def _stored_codes(plan: Plan, mesh: Mesh, compute: Dtype) -> Codes | None:
+    """The codes as which frozen parameters rest, and are sent."""
+    asked, sent = plan.storage.frozen, plan.wire.frozen
+    if asked.dtype is None:
+        if asked.block is not None:
+            raise PlacementError("storage.frozen.block is given, but no dtype. Choose int8, int4 or fp8.")
+        return None
+    if sent != WireFormat():
+        raise PlacementError(
+            f"storage.frozen is {asked.dtype}, and wire.frozen {sent.dtype}. What rests as codes is sent as these, so "
+            f"leave out wire.frozen."
+        )
+    if compute == "fp64":
+        raise PlacementError(
+            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64. Leave it "
+            f"out: frozen parameters then rest as they are."
+        )
+    return Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], mesh.replica_axes, rests=True)
 
 
 def _check_rests(compute: Dtype, **codes: Codes | None) -> None:

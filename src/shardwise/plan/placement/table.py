@@ -80,6 +80,11 @@ class Table:
         ):
             if codes is not None:
                 check_codes(codes, dtype, kind)
+        if self.rests_as is not None and self.param.tier != "device":
+            raise PlacementError(
+                f"storage.frozen is {self.rests_as}, and frozen parameters rest on the {self.param.tier}, where codes do "
+                f"not. Keep them on the device (offload.param: 0), or leave out storage.frozen."
+            )
         if self.param_wire is not None and not narrows(self.param_wire, self.param.dtype):
             raise PlacementError(
                 f"wire.param is {self.param_wire}, which is not narrower than parameters in {self.param.dtype}, so "
@@ -94,6 +99,16 @@ class Table:
     def full(self) -> Place:
         """What forward and backward need: everything, on the device, in the compute dtype."""
         return Place(dtype=self.compute, varying=self.param.varying)
+
+    @property
+    def rests_as(self) -> Codes | None:
+        """The codes as which parameters lie between computations, if they do."""
+        return self.param_codes if self.param_codes is not None and self.param_codes.rests else None
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether parameters lie between computations as these need them: there is nothing to gather or free."""
+        return self.param == self.full and self.rests_as is None
 
     @property
     def fresh(self) -> Place:
