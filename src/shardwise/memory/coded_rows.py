@@ -1,15 +1,15 @@
 """Frozen parameters that rest as codes, and their addresses.
 
 [Note: resting codes] Each matrix of a frozen flat buffer lies as integers with a scale for each block, and is decoded
-where it is computed with: as it arrives from other ranks, which are sent the codes that lie here, or from the rank's own
-if it has all. Whatever else reads or writes a parameter between computations (first values, checkpoints, exports, moves
-to another layout) has elements in the dtype of the parameter. So between computations a tensor of these parameters is an
-address, as on a disk (`disk_memory.py`), and this finds the codes by it.
+where it is computed with: as it arrives from other ranks, which are sent the codes that lie here, or from the rank's
+own if it has all. Whatever else reads or writes a parameter between computations (first values, checkpoints, exports,
+moves to another layout) has elements in the dtype of the parameter. So between computations a tensor of these
+parameters is an address, as on a disk (`disk_memory.py`), and this finds the codes by it.
 
 Elements that were decoded and are made codes again, on any number of ranks, are the same elements: scales have so few
 bits that an integer times its scale is exact in bf16, whose significand has eight, and are rounded up, so that the
-largest integer of a block gives the same scale again (`ExactBlocks` in `runtime/codec.py`). So a run that goes on from a
-checkpoint in bf16 has the same values to the bit.
+largest integer of a block gives the same scale again (`ExactBlocks` in `runtime/codec.py`). So a run that goes on from
+a checkpoint in bf16 has the same values to the bit.
 """
 
 from __future__ import annotations

@@ -428,8 +428,8 @@ def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
         )
     if world.membership is not None and plan.storage.frozen.dtype is not None:
         raise ConfigError(
-            f"storage.frozen is {plan.storage.frozen.dtype}, and what survives a lost rank are elements and not codes, so "
-            f"it does not work in an elastic job in this version. Launch the job without --elastic, or send frozen "
+            f"storage.frozen is {plan.storage.frozen.dtype}, and what survives a lost rank are elements and not codes, "
+            f"so it does not work in an elastic job in this version. Launch the job without --elastic, or send frozen "
             f"parameters as codes instead: wire: {{frozen: {plan.storage.frozen.dtype}}}."
         )
     if world.membership is not None and any(update.sends_signs for update in updates.values()):

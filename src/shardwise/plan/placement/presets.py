@@ -311,8 +311,8 @@ def _stored_codes(plan: Plan, mesh: Mesh, compute: Dtype) -> Codes | None:
         )
     if compute == "fp64":
         raise PlacementError(
-            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64. Leave it "
-            f"out: frozen parameters then rest as they are."
+            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64. Leave "
+            f"it out: frozen parameters then rest as they are."
         )
     return Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], mesh.replica_axes, rests=True)
 
@@ -321,8 +321,8 @@ def _check_rests(compute: Dtype, **codes: Codes | None) -> None:
     for kind, one in codes.items():
         if one is not None and one.rest is not None and not narrows(one.rest, compute):
             raise PlacementError(
-                f"wire.{kind}.rest is {one.rest}, which is not narrower than {compute}, the precision, so sending would "
-                f"gain nothing. Leave it out: what is not made codes is then sent as it is."
+                f"wire.{kind}.rest is {one.rest}, which is not narrower than {compute}, the precision, so sending "
+                f"would gain nothing. Leave it out: what is not made codes is then sent as it is."
             )
 
 

@@ -82,8 +82,8 @@ class Table:
                 check_codes(codes, dtype, kind)
         if self.rests_as is not None and self.param.tier != "device":
             raise PlacementError(
-                f"storage.frozen is {self.rests_as}, and frozen parameters rest on the {self.param.tier}, where codes do "
-                f"not. Keep them on the device (offload.param: 0), or leave out storage.frozen."
+                f"storage.frozen is {self.rests_as}, and frozen parameters rest on the {self.param.tier}, where codes "
+                f"do not. Keep them on the device (offload.param: 0), or leave out storage.frozen."
             )
         if self.param_wire is not None and not narrows(self.param_wire, self.param.dtype):
             raise PlacementError(
