@@ -311,8 +311,8 @@ def _stored_codes(plan: Plan, mesh: Mesh, compute: Dtype) -> Codes | None:
         )
     if compute == "fp64":
         raise PlacementError(
-            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64. Leave "
-            f"it out: frozen parameters then rest as they are."
+            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64. "
+            f"Leave it out: frozen parameters then rest as they are."
         )
     return Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], mesh.replica_axes, rests=True)
 
