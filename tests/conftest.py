@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import drawing
 from tests.thorough import SOAK, divided, drawn
 
 torch.set_num_threads(1)
@@ -35,6 +36,7 @@ IN_ORDER = pytest.StashKey[dict[Path, int]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    drawing.guard()
     _forget_measurements()
     _begin_elsewhere(config)
 

@@ -27,7 +27,7 @@ from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
 TIMEOUT_SECONDS = 47
-RANKS = Path(__file__).parents[1] / "ranks"
+TESTS = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,8 @@ def environment_of(port: int) -> dict[str, str]:
     """Of the only rank of a job."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     host = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_FR_BUFFER_SIZE": "10000"}
-    paths = os.pathsep.join(filter(None, (str(RANKS), os.environ.get("PYTHONPATH", ""))))
+    folders = (str(TESTS / "ranks"), str(TESTS.parent), os.environ.get("PYTHONPATH", ""))  # as pytest has them
+    paths = os.pathsep.join(filter(None, folders))
     return {**os.environ, **rank, **host, "PYTHONPATH": paths}
 
 

@@ -303,7 +303,10 @@ def test_the_verb_hands_on_what_it_is_given() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "'huge' is not a list of tiny, small, large, tall, few-tokens, tall-few-tokens, hosts, ranks4" in done.stderr
+    assert (
+        "'huge' is not a list of tiny, small, large, tall, few-tokens, tall-few-tokens, wires, hosts, ranks4"
+        in done.stderr
+    )
 
 
 def test_compiled_runs_are_compared_with_the_same_engine_of_the_same_round() -> None:

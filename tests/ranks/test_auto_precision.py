@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.optim.precision import auto
 from shardwise.testing import run_ranks
+from tests.drawing import drawing
 
 CPU = torch.device("cpu")
 FAST, SLOW = 0.2, 45.0
@@ -89,11 +91,8 @@ def test_an_engine_and_a_changed_plan_compute_in_it(
     monkeypatch.setattr(auto, "bf16_ratio", lambda: ratio)
 
     def rank(world: sw.World) -> None:
-        torch.manual_seed(0)
-        if deferred:
-            with sw.deferred_init():
-                model = nn.Linear(4, 4)
-        else:
+        with drawing(), sw.deferred_init() if deferred else contextlib.nullcontext():
+            torch.manual_seed(0)
             model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = sw.shard(model, {"preset": "zero3", "precision": "auto"}, optimizer=optimizer, world=world)

@@ -22,6 +22,7 @@ from shardwise.integrations.deepspeed.accelerator import Accelerator
 from shardwise.integrations.deepspeed.config import ComponentConfig
 from shardwise.integrations.deepspeed.initialization import make_optimizer
 from shardwise.testing import run_ranks
+from tests.drawing import drawing
 from tests.models import VOCAB, Transformer
 
 Tensor = torch.Tensor
@@ -94,8 +95,8 @@ def test_weights_of_a_checkpoint_are_converted(
 
 def test_a_model_built_on_a_device() -> None:
     def rank_of(world: sw.World) -> Tensor:
-        torch.manual_seed(3)
-        with zero.OnDevice(torch.float64):
+        with drawing(), zero.OnDevice(torch.float64):
+            torch.manual_seed(3)
             model = Transformer()
         assert {param.dtype for param in model.parameters()} == {torch.float64}
         assert model.head.weight.untyped_storage().size() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.parallel.experts import MoE, auxiliary_loss, update_biases
 from shardwise.testing import run_ranks
+from tests.drawing import drawing
 from tests.models import VOCAB, WIDTH, Decoder, ExpertBlock, Mixture
 from tests.thorough import drawn, sampled, thorough_only, varies
 
@@ -481,10 +481,9 @@ def test_whole_tensors_are_read_and_written() -> None:
 
 def test_a_model_that_never_is_whole_has_the_first_values_of_its_constructor() -> None:
     expected = mixture(num_experts=5).state_dict()
-    one_at_a_time = threading.Lock()
 
     def rank(world: sw.World) -> dict[str, Tensor]:
-        with one_at_a_time, sw.deferred_init():
+        with drawing(), sw.deferred_init():
             mine = mixture(num_experts=5)
         with sw.shard(mine, {"preset": "zero3", "mesh": {"ep": 2}}, world=world) as engine:
             return engine.state_dict()

@@ -21,6 +21,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.views import View, difference
 from shardwise.testing import run_ranks
+from tests.drawing import drawing
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -199,7 +200,7 @@ def test_so_are_those_of_models_that_are_whole_nowhere(is_on_meta: bool, is_righ
     heads = fused_by_width if is_right else fused_by_literal
 
     def rank(world: sw.World) -> float:
-        with torch.device("meta") if is_on_meta else sw.deferred_init():
+        with drawing(), torch.device("meta") if is_on_meta else sw.deferred_init():
             mine = model(heads)
         with sw.shard(mine, {"preset": "zero3", "mesh": {"tp": 2}, "tensor": UNDIVIDED}, world=world) as engine:
             return engine(tokens(0)).item()

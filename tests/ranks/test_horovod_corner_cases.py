@@ -173,7 +173,7 @@ def test_a_step_that_is_left_out_after_synchronize() -> None:
     """`torch.amp.GradScaler` does this after an overflow."""
 
     def work() -> None:
-        model = two_layers()
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         loss_of(model, torch.ones(4, 3)).backward()

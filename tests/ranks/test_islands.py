@@ -21,6 +21,7 @@ from shardwise.parallel.experts import MoE
 from shardwise.plan import Islands
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.drawing import drawing
 from tests.thorough import sampled, soak, thorough_only
 
 Tensor = torch.Tensor
@@ -40,8 +41,9 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def start(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)]
+    with drawing():
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)]
     return nn.Sequential(*layers).to(dtype)
 
 

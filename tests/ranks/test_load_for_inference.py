@@ -18,6 +18,7 @@ from shardwise.checkpoint import formats
 from shardwise.errors import CheckpointError, ConfigError, ModelError
 from shardwise.init.quantized import QuantizedWeight, linear_weights, quantized
 from shardwise.testing import run_ranks
+from tests.drawing import drawing
 from tests.fixtures.deepspeed import model as fixture_model
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
@@ -221,7 +222,7 @@ def test_a_checkpoint_of_deepspeed(name: str) -> None:
     source = formats.open_checkpoint(THEIRS / name)
 
     def rank_of(world: sw.World) -> None:
-        with sw.deferred_init():
+        with drawing(), sw.deferred_init():
             given = fixture_model.build()
         model = sw.load_for_inference(THEIRS / name, model=given, world=world, dtype=torch.bfloat16)
         found = model.state_dict()

@@ -24,6 +24,7 @@ from shardwise.program import DURING_STEP
 from shardwise.program.walk import Walk
 from shardwise.testing import fail_at, run_ranks
 from tests import inside
+from tests.drawing import drawing
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
 
@@ -372,7 +373,7 @@ def test_norms_and_clipping_go_by_the_ranks_own_gradients() -> None:
     def work(engine: sw.Engine) -> tuple[float, float, float]:
         fed(engine, range(FREEZE + 1))
         x = data(FREEZE + 2)[-1].chunk(2)[engine.world.rank]
-        twin = small()
+        twin = Small()
         twin.load_state_dict(engine.state_dict())
         loss_of(twin, x).backward()
         own = float(torch.linalg.vector_norm(torch.cat([param.grad.view(-1) for param in twin.parameters()])))
@@ -540,7 +541,8 @@ def test_beside_an_elementwise_optimizer_only_its_own_parameters_are_averaged() 
         ]
 
     def work(world: sw.World) -> str:
-        model = small()
+        with drawing():
+            model = small()
         with sw.shard(model, "ddp", optimizer=make(model), world=world) as engine:
             fed(engine, range(5))
             return engine.program()
@@ -572,8 +574,10 @@ def test_deepspeeds_names_make_the_same() -> None:
     params = {**SETTINGS, "betas": list(BETAS), "cuda_aware": False, "comm_backend_name": "nccl"}
     config = {"train_micro_batch_size_per_gpu": 12, "optimizer": {"type": "OneBitAdam", "params": params}}
 
+    replicas = [small(), small()]
+
     def theirs(world: sw.World) -> list[Tensor]:
-        engine, optimizer, *_ = deepspeed.initialize(model=small(), config=config, world=world)
+        engine, optimizer, *_ = deepspeed.initialize(model=replicas[world.rank], config=config, world=world)
         assert type(optimizer) is OneBitAdam
         for x in data(6):
             engine.backward(loss_of(engine, x.chunk(2)[world.rank]))

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from pipelined import batches
 from twins import adamw
 
@@ -37,7 +36,6 @@ def calls_of_a_step(num_blocks: int, num_micro_batches: int) -> list[int]:
     """By rank, how many functions of this library a step of two stages calls, once it follows its program."""
 
     def rank(world: sw.World) -> int:
-        torch.manual_seed(0)
         model = Decoder(num_blocks=num_blocks)
         plan = {"preset": "ddp", "mesh": {"pp": 2}, "accumulate": num_micro_batches}
         with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:

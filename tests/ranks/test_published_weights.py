@@ -23,6 +23,7 @@ from shardwise.checkpoint.published import Published, Version, folder_of
 from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
+from tests.drawing import drawing
 from tests.models import Transformer
 from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import Killed, run_members
@@ -300,8 +301,9 @@ def test_the_others_publish_when_a_rank_is_lost(victim: int, tmp_path: Path, mon
     images.mkdir()
 
     def work(world: sw.World, member: int) -> None:
-        torch.manual_seed(0)
-        model = Transformer()
+        with drawing():
+            torch.manual_seed(0)
+            model = Transformer()
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             train(engine)
             if member == victim:

@@ -202,6 +202,19 @@ NUM_MODELS = drawn(4, 100)
     shares_memory=False,
     sketch=reread(Call(0, "call"), Call(0, "run again"), Call(0, "read"), kind="mlp"),
 )
+@example(  # frozen layers that are recomputed between two of their calls
+    plan=PLANS[0],
+    seed=0,
+    shares_memory=False,
+    sketch=Sketch(
+        kinds=("linear", "linear"),
+        nested=(2,),
+        ties=(),
+        frozen=frozenset({0, 1}),
+        calls=(Call(1, "read"), Call(0, "call"), Call(1, "recompute"), Call(0, "run again"), Call(0, "call")),
+        every_other=frozenset(),
+    ),
+)
 @given(sketch=sketches(), plan=st.sampled_from(PLANS), seed=st.integers(0, 99), shares_memory=st.booleans())
 def test_drawn_models_train_like_their_twins(
     sketch: Sketch, plan: tuple[int, dict[str, Any]], seed: int, *, shares_memory: bool

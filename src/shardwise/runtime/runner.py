@@ -190,10 +190,10 @@ class Runner:
             return
         if not current.is_running:
             self.passes.begin()
-        current.open.add(unit.name)
         current.opened.add(unit.name)
         moment = current.moments(unit).before_backward
         block = self._post_backward.arrive_at(moment, unit)
+        current.open.add(unit.name)  # only now: its use before this one may have been closed just above
         self.gathering.run(block, moment, unit, current)
         self.gathering.open(unit)
         if self.verifies:
