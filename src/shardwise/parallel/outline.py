@@ -86,10 +86,10 @@ def outline(
 def _check_fragments_of_stages(model: nn.Module, plan: Plan, stages: StageLayout) -> None:
     """Raise `ConfigError` for a trained parameter of several stages, each of which deals out its own units."""
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    shared = next((name for name, ranks in holders_of(model, stages).items() if len(ranks) > 1 and name in trained), None)
-    if shared is not None:
+    shared = [name for name, ranks in holders_of(model, stages).items() if len(ranks) > 1 and name in trained]
+    if shared:
         raise ConfigError(
-            f"islands.fragments is {plan.islands.fragments}, and stages share {shared}. Each stage deals out its own "
+            f"islands.fragments is {plan.islands.fragments}, and stages share {shared[0]}. Each stage deals out its own "
             f"units, so its outer step would come at one time in one stage and at another in the other. Leave "
             f"fragments out, or do not tie it."
         )
