@@ -16,7 +16,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.thorough import sampled
+from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
 INT8, INT4 = {"dtype": "int8", "block": 32}, {"dtype": "int4", "block": 16}
@@ -112,6 +112,7 @@ def test_what_is_saved_is_plain_and_comes_back(model: Transformer, tmp_path: Any
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)
 
 
+@thorough_only("moves that tests of reshard make, and edits")
 def test_changes_of_plan_and_what_is_set(model: Transformer) -> None:
     """Parts of blocks that come from several ranks are made codes once, together."""
     stored = {"preset": "zero3", "storage": {"frozen": INT4}}
@@ -133,6 +134,7 @@ def test_changes_of_plan_and_what_is_set(model: Transformer) -> None:
     work_on_ranks(3, work, {"preset": "zero3"}, lambda: copy.deepcopy(model))
 
 
+@thorough_only("parameters that are unfrozen later")
 def test_what_is_unfrozen_trains_on_from_there(model: Transformer) -> None:
     def work(engine: sw.Engine) -> None:
         train_steps(engine, range(1))

@@ -161,7 +161,8 @@ class Table:
     def without_codes(self) -> Table:
         """The same table for parameters that are sent whole, and whose gradients are."""
         outer = self.outer and replace(self.outer, codes=None)
-        param, grad = (codes and codes.rest for codes in (self.param_codes, self.grad_codes))
+        param = None if self.param_codes is None else self.param_codes.rest
+        grad = None if self.grad_codes is None else self.grad_codes.rest
         return replace(
             self,
             param_wire=param if param is not None and narrows(param, self.param.dtype) else self.param_wire,
