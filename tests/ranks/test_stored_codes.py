@@ -15,7 +15,8 @@ import shardwise as sw
 from shardwise.errors import ShardwiseError
 from shardwise.testing import run_ranks
 from tests import inside
-from tests.models import Transformer
+from tests.drawing import drawing
+from tests.models import Lora, Transformer
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -26,11 +27,14 @@ ROWS = 12
 
 
 def frozen_model() -> Transformer:
-    """A base that is frozen but for its first block and what is around it."""
-    torch.manual_seed(0)
-    model = Transformer()
-    for block in model.blocks[1:]:
-        block.requires_grad_(False)
+    """A base that is frozen but for its first block and what is around it, with adapters in its last one."""
+    with drawing():
+        torch.manual_seed(0)
+        model = Transformer()
+        for block in model.blocks[1:]:
+            block.requires_grad_(False)
+        model.blocks[-1].up = Lora(model.blocks[-1].up)
+        model.blocks[-1].qkv = Lora(model.blocks[-1].qkv)
     return model
 
 
@@ -138,13 +142,13 @@ def test_changes_of_plan_and_what_is_set(model: Transformer) -> None:
 def test_what_is_unfrozen_trains_on_from_there(model: Transformer) -> None:
     def work(engine: sw.Engine) -> None:
         train_steps(engine, range(1))
-        name, before = "blocks.2.up.weight", engine.get("blocks.2.up.weight")
-        engine.module.blocks[2].requires_grad_(True)
+        name, before = "blocks.1.up.weight", engine.get("blocks.1.up.weight")
+        engine.module.blocks[1].requires_grad_(True)
         train_steps(engine, range(1, 2))
         moved = (engine.get(name) - before).abs().max()
         assert 0 < moved <= 2 * 3e-3  # of AdamW, in one step
         planned = inside.program(engine).micro_batch
-        assert {action.flat for block in planned for action in block.actions if action.codes} == {"blocks.1:frozen"}
+        assert {action.flat for block in planned for action in block.actions if action.codes} == {"blocks.2:frozen"}
 
     work_on_ranks(2, work, {"preset": "zero3", "storage": {"frozen": INT8}}, lambda: copy.deepcopy(model))
 
