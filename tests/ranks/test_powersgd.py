@@ -242,8 +242,10 @@ def test_what_cannot_be_sent_as_factors_is_refused(plan: dict[str, Any], num_ran
 def test_elastic_jobs_are_refused(tmp_path: Path) -> None:
     """A rank's unsent gradients would be lost with it."""
 
-    def rank_of(world: sw.World, _: int) -> None:
-        model = Small()
+    replicas = [Small(), Small()]
+
+    def rank_of(world: sw.World, member: int) -> None:
+        model = replicas[member]
         with pytest.raises(ConfigError, match=r"powersgd\.rank is 1\. .* --elastic"):
             sw.shard(model, plan_of(rank=1), optimizer=sgd(model), world=world)
         onebit = sw.optim.OneBitAdam(model.parameters(), freeze_step=2)
