@@ -89,9 +89,9 @@ def _check_fragments_of_stages(model: nn.Module, plan: Plan, stages: StageLayout
     shared = [name for name, ranks in holders_of(model, stages).items() if len(ranks) > 1 and name in trained]
     if shared:
         raise ConfigError(
-            f"islands.fragments is {plan.islands.fragments}, and stages share {shared[0]}. Each stage deals out its own "
-            f"units, so its outer step would come at one time in one stage and at another in the other. Leave "
-            f"fragments out, or do not tie it."
+            f"islands.fragments is {plan.islands.fragments}, and stages share {shared[0]}. Each stage deals out its "
+            f"own units, so the outer step of what they share would come at another time in each. Leave fragments out, "
+            f"or do not tie it."
         )
 
 
