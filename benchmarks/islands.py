@@ -20,7 +20,7 @@ from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 
 ENGINES = ("zero1", "islands", "streaming")
-RATE, EVERY, BEFORE, STEPS = 50e6, 100, 400, 400
+RATE, EVERY, BEFORE, STEPS = 50e6, 50, 400, 200
 """Of the link in bit/s; between outer steps; together, before islands part; and then."""
 APART, FASTER = 0.02, 10
 """How much larger the loss may be, and how many times the tokens a second that are to be reached."""
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
     columns = ["engine", "tokens/s", "beside zero1", "ms/step", "KB over the link a step", "loss", "beside zero1"]
     rows = [_line(turn, plain) for turn in turns]
     title = f"2 hosts x {num_local}, a link of {rate / 1e6:g} Mbit/s, outer steps every {every}"
-    title += f", loss after {num_before} + {num_steps}"
+    title += f", loss after {num_before} + {num_steps} ({ranks[0]['before']:.4f} before)"
     show_figures(title, columns, rows, console)
     console.print(f"\n{file}", markup=False)
     wrong = [sentence for turn in turns[1:] for sentence in _faults(turn, plain)] if not args.quick else []

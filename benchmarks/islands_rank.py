@@ -37,10 +37,11 @@ _CHECKPOINTS = "checkpoints"
 
 
 def plan_of(name: str, every: int) -> dict[str, Any]:
-    """Two islands, one on each host; or all ranks as one."""
+    """Two islands, one on each host; or all ranks as one. In as few outer steps as there are here, momentum that lasts
+    for ten of them overshoots: anchors are plain averages."""
     if name == "zero1":
         return {"preset": "zero1"}
-    settings: dict[str, Any] = {"every": every}
+    settings: dict[str, Any] = {"every": every, "optimizer": {"lr": 1.0, "momentum": 0.0}}
     if name == "streaming":
         settings |= {"fragments": 2, "overlap": max(1, every // 10), "mix": 0.5, "wire": "bf16"}
     return {"preset": "zero1", "mesh": {"island": 2, "dp": -1}, "islands": settings}
@@ -93,9 +94,9 @@ class Training:
         self.place, self.num = self.engine.data_ranks
 
     def step(self) -> None:
-        """The next one. The rate falls to zero, as a cosine, in the steps after those of `_train_before`."""
-        number, before = self.engine.num_steps + 1, self._args.before
-        done = min(1.0, max(0, number - before) / self._args.steps)
+        """The next one. The rate falls to zero as a cosine, over the steps of `_train_before` and those after."""
+        number, last = self.engine.num_steps + 1, self._args.before + self._args.steps
+        done = min(1.0, number / last)
         for group in self._optimizer.param_groups:
             group["lr"] = LR * min(1.0, number / 20) * 0.5 * (1 + math.cos(math.pi * done))
         self.engine.backward(self.engine(self._text.batch(number, self.place, self.num)))
