@@ -1,11 +1,15 @@
 """Fit what a profile cannot say by published figures: shares of peaks, and what frameworks do, by the clock itself.
 
-    python -m benchmarks.fit_published rows.csv --gpu a100 [--steps 4]
+    python -m benchmarks.fit_published rows.csv --gpu a100 --free products.share=0.8 local.share=0.8 [--leave-out]
 
 Fits on rows of `FITTED` (published_rows.py) only, of which it takes a few of each source, so that no source outweighs
 the others. Damped Gauss-Newton on the logarithms of parameters and of times, with a loss that grows linearly for
 outliers, and a weak pull to where it begins. Prints the parameters, which belong into src/shardwise/fit/profiles and
 published_software.yaml.
+
+With `--leave-out` it is fitted once more for each source, on the rows of all others, and the errors of the source that
+was left out are printed: what a fit is worth for a source that it has not seen. What frameworks do is not fitted then,
+and stays as it is in published_software.yaml.
 """
 
 from __future__ import annotations
@@ -30,9 +34,15 @@ from shardwise.fit.transformer_step import Job, parts_of_ranks, rank_programs, s
 
 Parameters = dict[str, float]
 Array = npt.NDArray[np.float64]
-GENERATIONS = {"a100": ("a100-80", "a100-40"), "v100": ("v100-32",), "h100": ("h100-sxm", "h200"), "b200": ("b200",)}
+GENERATIONS = {
+    "a100": ("a100-80", "a100-40"),
+    "v100": ("v100-32",),
+    "h100": ("h100-sxm", "h200"),
+    "gb200": ("b200", "b300", "gb200"),
+    "gb300": ("gb300",),
+}
 PER_SOURCE = 40
-MAX_STAGES = 16
+MAX_STAGES = 40
 """Of the pipelines that are fitted: timing grows with them."""
 LINEAR = 0.1
 PULL = 0.0005
@@ -68,18 +78,22 @@ class Case:
 
 
 def with_parameters(profile: Hardware, parameters: Mapping[str, float]) -> Hardware:
-    """Parameters are named by the path of their field, such as `products.share`."""
-    changed: dict[str, object] = {}
+    """Parameters are named by the path of their field, such as `products.share` and `products_in.fp8.share`."""
+    changed: dict[str, Any] = {}
     for path, value in parameters.items():
-        section, _, part = path.partition(".")
         if " " in path:
             continue
         bounded = min(1.0, value) if path.endswith("share") else value
-        if part:
-            inner: Any = changed.get(section) or getattr(profile, section)
-            changed[section] = inner.model_copy(update={part: bounded})
-        else:
+        section, *keys = path.split(".")
+        inner: Any = changed.get(section) or getattr(profile, section)
+        if not keys:
             changed[section] = bounded
+        elif len(keys) == 1:
+            changed[section] = inner.model_copy(update={keys[0]: bounded})
+        else:
+            dtype, part = keys
+            one = inner.get(dtype) or changed.get("products") or profile.products
+            changed[section] = {**inner, dtype: one.model_copy(update={part: bounded})}
     return profile.model_copy(update=changed)
 
 
@@ -144,6 +158,15 @@ def fit(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[Parame
         yield named(at)
 
 
+def left_out(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[tuple[str, Parameters, Array]]:
+    """Each source, what a fit on all others finds, and the errors that the rows of this one have with it."""
+    for source in dict.fromkeys(case.published.source for case in cases):
+        own = [case for case in cases if case.published.source == source]
+        others = [case for case in cases if case.published.source != source]
+        found = [start, *fit(others, start, steps)][-1] if others else start
+        yield source, found, errors(own, found)
+
+
 def by_source(cases: Sequence[Case], error: Array) -> str:
     found: dict[str, list[float]] = {}
     for case, one in zip(cases, error, strict=True):
@@ -155,6 +178,10 @@ def by_source(cases: Sequence[Case], error: Array) -> str:
     )
 
 
+def _rounded(found: Parameters) -> str:
+    return json.dumps({name: float(f"{value:.4g}") for name, value in found.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path)
@@ -162,14 +189,21 @@ def main() -> None:
     parser.add_argument("--free", nargs="+", required=True, help="names of parameters, each with =START or not")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--per-source", type=int, default=PER_SOURCE)
+    parser.add_argument("--leave-out", action="store_true", help="cross-validate instead, by source")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     cases = cases_of(given.rows, GENERATIONS[given.gpu], per_source=given.per_source)
     start = {name: float(value) for name, _, value in (one.rpartition("=") for one in given.free)}
     print(f"{len(cases)} rows\n{by_source(cases, errors(cases, start))}", flush=True)
+    if given.leave_out:
+        for source, found, error in left_out(cases, start, given.steps):
+            sizes = 100 * np.abs(np.exp(error) - 1)
+            figures = f"median {np.median(sizes):.1f} % mean {sizes.mean():.1f} %"
+            print(f"without {source}: {len(sizes)} rows, {_rounded(found)}: {figures}", flush=True)
+        return
     found = start
     for found in fit(cases, start, given.steps):
-        print(json.dumps({name: float(f"{value:.4g}") for name, value in found.items()}), flush=True)
+        print(_rounded(found), flush=True)
         if given.out:
             given.out.write_text(json.dumps(found))
     print(by_source(cases, errors(cases, found)))

@@ -142,6 +142,32 @@ def test_codes_take_the_time_of_their_bytes_and_computation(verb: str, codes: Co
     assert cost.seconds == pytest.approx(sent_bytes / (GATHERED / 2))
 
 
+PROCESSOR = TOY.model_copy(
+    update={
+        "memory_bytes_per_second": 8.0,
+        "host": Host(memory_bytes=1, memory_bytes_per_second=FAST, adam_elements_per_second=FAST),
+    }
+)
+
+
+@pytest.mark.parametrize(("verb", "rounds"), [("reduce_scatter", 1), ("all_reduce", 2)])
+def test_processors_add_up_what_they_receive(verb: str, rounds: int) -> None:
+    """The half of the other rank is read, and the sum read and written; devices add while they receive."""
+    action = Action(verb, "a", "grad", "dp", "fp32", rounds * GATHERED // 2)  # type: ignore[arg-type]
+    step = StepProgram(units("a", TWO), (), ())
+    assert Prices(step, PROCESSOR, TWO).of(action).computing == pytest.approx(NUMEL / 2 * 3 * 4 / 8.0)
+    assert Prices(step, TOY, TWO).of(action).computing == 0
+
+
+def test_gradients_that_wait_on_the_host_are_added_there() -> None:
+    step = StepProgram(units("a", TWO, "offload"), (), ())
+    action = Action("wait", "a", "grad")
+    for on, computing in ((PROCESSOR, 3 * GATHERED / 2 / 8.0), (TOY, 0.0)):
+        prices = Prices(step, on, TWO, accumulates=True)
+        assert prices.of(action).computing == pytest.approx(computing)
+        assert Prices(step, on, TWO).of(action).computing == 0
+
+
 def test_what_overlaps_is_slowed_by_the_contention_of_the_hardware() -> None:
     timeline = timed_program(GATHERS_AHEAD, {"a": 3, "b": 3}, TOY.model_copy(update={"contention": 2.0}))
     gathered = next(event for event in timeline.events if event.text.startswith("gather b"))
@@ -186,6 +212,21 @@ def test_communication_of_the_model_itself_is_waited_for() -> None:
     timeline = time_step(step, {"a": UnitWork((*computing(2).forward, summed))}, TOY, mesh)
     assert timeline.step_seconds == pytest.approx(2 + 2, rel=1e-5)
     assert timeline.exposed["tp"] == pytest.approx(2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("computed", "step"), [(5, 5 + 2 * 0.5), (1, 1 * 1.5 + (2 - 1) + 2)])
+def test_messages_that_overlap_are_waited_for_where_they_take_longer_than_what_is_computed(
+    computed: float, step: float
+) -> None:
+    """A message of two seconds in the forward; both take half as long again while both go on."""
+    mesh = Mesh.of({"dp": 1, "tp": 2}, 2)
+    sent = Operation("all_reduce", num_bytes=GATHERED, axis="tp", overlaps=True)
+    busy = TOY.model_copy(update={"contention": 1.5})
+    program = plan_step(units("a", mesh), straight_trace(units("a", mesh)))
+    work = {"a": UnitWork((*computing(computed).forward, sent), computing(1 if computed < 2 else 0).backward)}
+    timeline = time_step(program, work, busy, mesh)
+    assert timeline.step_seconds == pytest.approx(step, rel=1e-5)
+    assert timeline.exposed.get("tp", 0.0) == pytest.approx(max(0, 2 - computed), abs=1e-5)
 
 
 def test_offloaded_activations_leave_and_come_beside_the_computation() -> None:

@@ -123,5 +123,13 @@ def test_explain_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "one rank: the others stand for 1.1 s, and 1 step again; each reads up to 16.0 MiB from a disk;" in shown
     explained("zero3", "--world", "1")
     assert "what a loss costs" not in capsys.readouterr().out
+    explained("ddp", "--world", "4", "--optimizer", "onebit-adam")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "if a rank is lost The optimizer sends one bit per element" in shown
+    assert "what a loss costs" not in shown
+    explained("ddp", "--world", "4", "--set", "powersgd.rank=2", "--json")
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["not_elastic_because"].startswith("powersgd.rank is 2.")
+    assert "losses" not in shown
     with pytest.raises(ConfigError, match="--checkpoint-every takes seconds, more than 0, and --time"):
         explained("zero3", "--world", "4", "--checkpoint-every", "60")

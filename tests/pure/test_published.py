@@ -62,6 +62,49 @@ def test_parameters_are_those_of_the_papers() -> None:
     assert qwen.num_params == pytest.approx(235.1e9, rel=0.005)
 
 
+NAMED = {
+    **KORTHIKANTI,
+    "source": "Megatron-Bridge",
+    **dict.fromkeys(("layers", "hidden", "heads", "recompute", "dp"), ""),
+    "gpu": "GB300",
+    "gpus": "256",
+    "tp": "1",
+    "pp": "2",
+    "vpp": "8",
+    "seq_len": "4096",
+    "global_batch_seqs": "4096",
+    "precision": "bf16",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("DeepSeekV3", 671.0e9), ("Kimi_K2", 1027e9), ("GPT OSS 120B", 116.8e9), ("Qwen3_30B_a3B", 30.5e9)],
+)
+def test_names_of_models_with_experts_stand_for_their_parameters(name: str, params: float) -> None:
+    """Those of the papers; modules that predict further tokens are not among them."""
+    chunks = {"DeepSeekV3": "8", "Kimi_K2": "8"}.get(name, "1")
+    assert read_run({**NAMED, "model": name, "vpp": chunks}).job.model.num_params == pytest.approx(params, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "each"), [("DeepSeekV3 (w/o MTP)", 961e12 / 3848), ("DeepSeekV3", 1635e12 / 6288)])
+def test_flops_of_latent_attention_and_of_further_tokens(name: str, each: float) -> None:
+    """FLOPs of a token as Megatron-Bridge counts them: its rates of FLOPs by those of tokens, of one run each."""
+    job = read_run({**NAMED, "model": name}).job
+    model, layers = job.model, job.layers
+    dense = model.num_layers - model.num_expert_layers
+    found = dense * layers.layer().flops + model.num_expert_layers * layers.layer(with_experts=True).flops
+    found += layers.head().flops + model.predicts_more * layers.predicting_more().flops
+    assert found / layers.tokens == pytest.approx(each, rel=0.025)
+
+
+def test_every_other_layer_attends_to_a_window() -> None:
+    job = read_run({**NAMED, "model": "GPT OSS 120B", "vpp": "1"}).job
+    whole, half = (Layers(one, job.how) for one in (replace(job.model, window=0), job.model))
+    attended = [sum(one.flops for one in layers.layer().forward if one.kind == "attention") for layers in (whole, half)]
+    assert attended[1] == pytest.approx(attended[0] * (1 + 128 / 2048) / 2)
+
+
 def test_flops_are_those_of_narayanan() -> None:
     """arXiv:2104.04473, equation 2, without recomputation, whose attention is not halved for the causal mask."""
     model, how = GPT_175B, Execution(1, attention="plain", dropout=True)
@@ -102,6 +145,22 @@ def test_experts_compute_what_their_tokens_need() -> None:
     assert same[0] == pytest.approx(same[1])
     exchanged = [one for one in spread.layer(with_experts=True).forward if one.kind == "all_to_all"]
     assert [one.num_bytes for one in exchanged] == [2 * 128 * 2 * 256 * 2] * 2
+    once = Layers(model, Execution(2, ep=4, sends_once=True)).layer(with_experts=True)
+    sent = [one.num_bytes for one in once.forward if one.kind == "all_to_all"]
+    assert sent == [2 * 128 * (1 + 3 / 4) * 256 * 2] * 2  # of two choices, three in four are on another rank
+
+
+def test_weights_are_converted_once_a_step() -> None:
+    each, once = (Layers(SMALL, Execution(2, product_dtype="fp8", casts_weights=share)) for share in (1.0, 0.25))
+    more = sum(one.num_bytes for one in each.layer().forward) - sum(one.num_bytes for one in once.layer().forward)
+    assert more == pytest.approx(0.75 * (2 + 2) * 12 * SMALL.hidden**2)
+
+
+def test_what_overlaps_is_named_by_its_axis() -> None:
+    model = replace(SMALL, experts=Experts(count=8, active=2, ffn=512))
+    layers = Layers(model, Execution(2, tp=2, ep=4, sequence_parallel=True, overlaps=("ep",)))
+    sent = {one.axis: one.overlaps for one in layers.layer(with_experts=True).forward if one.communicates}
+    assert sent == {"tp": False, "ep": True}
 
 
 # -- steps --------------------------------------------------------------------------------------------------
@@ -114,6 +173,13 @@ def test_layers_that_do_not_divide_count_the_ends_as_layers() -> None:
     assert (stages[0].num_layers, stages[0].has_embedding) == (0, True)
     assert (stages[-1].num_layers, stages[-1].has_head) == (0, True)
     assert sum(one.num_layers for one in stages) == 126
+
+
+def test_the_head_behind_layers_that_do_not_divide_counts_as_layers() -> None:
+    """`Et*4|(t*4|)*14tmL` in the recipes of Megatron-Bridge for DeepSeek-V3, and the same for Kimi K2."""
+    for name in ("DeepSeekV3", "DeepSeekV3 (w/o MTP)", "Kimi_K2"):
+        stages = stages_of(read_run({**NAMED, "model": name}).job)
+        assert [one.num_layers for one in stages] == [4] * 15 + [1]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -206,6 +272,28 @@ def test_names_stand_for_shapes_and_a_rows_own_figures_win() -> None:
     assert named.no_memory
     own = read_run(row(layers="4", model="Llama 3.1 405B", vpp="1", pp="4", dp="2", vocab="7"))
     assert (own.job.model.num_layers, own.job.model.vocab) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "gpu", "precision", "found"),
+    [
+        ("[26.06 NeMo Container]", "DeepSeekV3", "GB300", "MXFP8", (True, ("ep", "tp", "sp"), 0.0)),
+        ("[26.02 NeMo Container]", "DeepSeekV3", "GB300", "MXFP8", (True, ("tp", "sp"), 1.0)),
+        ("[26.04 NeMo Container]", "Qwen3_235B_a22B", "H100", "FP8", (False, ("ep", "tp", "sp"), 1.0)),
+        ("[26.04.01 NeMo Container]", "Qwen3_235B_a22B", "B200", "MXFP8", (False, (), 1.0)),
+        ("[26.02 NeMo Container]", "GPT OSS 120B", "B300", "BF16", (False, (), 1.0)),
+        ("[26.04 NeMo Container]", "LLAMA3_70B", "GB300", "NVFP4", (False, ("sp",), 1.0)),
+        ("[26.04 NeMo Container]", "LLAMA3_70B", "H100", "FP8", (False, ("tp", "sp"), 1.0)),
+    ],
+)
+def test_recipes_of_megatron_bridge(
+    source: str, name: str, gpu: str, precision: str, found: tuple[bool, tuple[str, ...], float]
+) -> None:
+    notes = "" if "LLAMA" in name else "MoE: forced balance, dropless"
+    changed = {"source": f"NVIDIA-NeMo/Megatron-Bridge {source}", "model": name, "notes": notes}
+    run = read_run({**NAMED, **changed, "gpu": gpu, "precision": precision, "pp": "1", "vpp": "1"})
+    assert (run.job.how.sends_once, run.job.how.overlaps, run.software.launches) == found
+    assert run.gpu == {"H100": "h100-sxm"}.get(gpu, gpu.lower())
 
 
 def test_eager_models_have_a_kernel_for_each_step_of_attention() -> None:

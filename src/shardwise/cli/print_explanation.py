@@ -90,7 +90,9 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *beside)
     if explained.outer_steps:
         _section(console, "outer steps, between islands", Text(explained.outer_steps.rstrip()))
-    if explained.why_restarted:
+    if explained.why_not_elastic:
+        _section(console, "if a rank is lost", Text(explained.why_not_elastic))
+    elif explained.why_restarted:
         text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
     elif explained.subject.smaller and num_groups(explained.mesh) == 1:

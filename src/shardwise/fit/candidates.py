@@ -6,8 +6,9 @@ A candidate is light: 100,000 of them are bounded in seconds, and only those tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -89,15 +90,24 @@ class Candidate:
     disk: str | None = None
 
     def size(self, axis: str) -> int:
-        return dict(self.sizes).get(axis, 1)
+        return self._size_of.get(axis, 1)
 
-    @property
+    @cached_property
+    def _size_of(self) -> Mapping[str, int]:
+        return dict(self.sizes)
+
+    @cached_property
     def mesh(self) -> Mesh:
         return Mesh(tuple(axis for axis, _ in self.sizes), tuple(size for _, size in self.sizes))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return math.prod(size for _, size in self.sizes)
+
+    @cached_property
+    def split(self) -> tuple[int, ...]:
+        """How many ranks there are, and how they split the model: by `SPLITTING`."""
+        return (self.world_size, *map(self.size, SPLITTING))
 
     def plan(self, base: Plan) -> Plan:
         """`base` with what the candidate says."""
@@ -230,6 +240,21 @@ class Bound:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """What of a bound does not depend on micro-batches: bytes that rest on a device, of gradients, of what is gathered,
+    and on a host; seconds of an update there, and of messages of each micro-batch: so many gathers, and a sum."""
+
+    resting: float
+    grad: float
+    gathered: float
+    host: float
+    updating: float
+    num_gathers: int
+    gathering: float
+    reducing: float
+
+
 @dataclass
 class Bounds:
     """Computes bounds of candidates. None is above what an exact evaluation finds, as far as parts of a model are never
@@ -238,29 +263,39 @@ class Bounds:
     base: Plan
     hardware: Hardware
     size_of: dict[tuple[PolicyName, PrecisionName | None], Size]
-    _tables: dict[tuple[str, tuple[tuple[str, int], ...], PrecisionName | None], Table | ShardwiseError] = field(
-        default_factory=dict
-    )
+    _apart: dict[object, _Apart | ShardwiseError] = field(default_factory=dict)
+    """By what differs between candidates beside their micro-batches."""
     _prices: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
-
-    def table(self, candidate: Candidate) -> Table:
-        """Raises `ShardwiseError` where `shard` would."""
-        key = candidate.preset, candidate.sizes, candidate.precision
-        if key not in self._tables:
-            plan = replace(candidate, accumulate=1, policy="keep", wire=None).plan(self.base)
-            try:
-                self._tables[key] = table_for(plan, candidate.mesh).on(candidate.mesh)
-            except ShardwiseError as error:
-                self._tables[key] = error
-        found = self._tables[key]
-        if isinstance(found, ShardwiseError):
-            raise found
-        return found
 
     def of(self, candidate: Candidate) -> Bound:
         """Raises `ShardwiseError` for a plan that is impossible."""
-        table, size = self.table(candidate), self.size_of[candidate.policy, candidate.precision]
+        size = self.size_of[candidate.policy, candidate.precision]
+        key = candidate.preset, candidate.sizes, candidate.policy, candidate.precision
+        apart = self._apart.get(key)
+        if apart is None:
+            try:
+                apart = self._found_apart(candidate, size)
+            except ShardwiseError as error:
+                apart = error
+            self._apart[key] = apart
+        if isinstance(apart, ShardwiseError):
+            raise apart
+        in_flight = min(candidate.size("pp"), candidate.accumulate)
+        spread = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
+        activations = size.row_bytes * candidate.rows * in_flight / spread
+        communicating = apart.num_gathers * candidate.accumulate * apart.gathering
+        communicating += candidate.accumulate * apart.reducing
+        return Bound(
+            apart.resting + max(apart.grad, activations, apart.gathered),
+            apart.host,
+            max(self._computing(candidate, size), communicating, apart.updating),
+        )
+
+    def _found_apart(self, candidate: Candidate, size: Size) -> _Apart:
+        """Raises `ShardwiseError` where `shard` would."""
         mesh = candidate.mesh
+        plan = replace(candidate, accumulate=1, policy="keep", wire=None).plan(self.base)
+        table = table_for(plan, mesh).on(mesh)
         parts = candidate.size("tp") * candidate.size("pp") * candidate.size("ep")
         numel, trained = size.numel / parts, size.trained_numel / parts
         width = WIDTH[table.compute]
@@ -275,22 +310,23 @@ class Bounds:
             param = on(tier, table.param.tier, numel * width, table.param.shard)
             return param + on(tier, table.optim.tier, state_bytes, table.optim.shard)
 
-        grad = on("device", table.grad.tier, trained * WIDTH[table.grad.dtype], table.grad.shard)
-        in_flight = min(candidate.size("pp"), candidate.accumulate)
-        spread = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
-        activations = size.row_bytes * candidate.rows * in_flight / spread
         gathered = size.largest_unit_numel * width / (candidate.size("tp") * candidate.size("ep"))
-        working = gathered if table.param.shard else 0.0
-        device = resting("device") + max(grad, activations, working)
-        host = (resting("host") + on("host", table.grad.tier, trained * 4, table.grad.shard)) * min(
-            candidate.world_size, self.hardware.ranks_per_node
+        num_local = min(candidate.world_size, self.hardware.ranks_per_node)
+        gathering = reducing = 0.0
+        if table.param.shard:
+            gathering = self._collective("all_gather", numel * width, mesh, table.param.shard)
+        if table.grad.shard and table.grad.shard == table.optim.shard:
+            reducing = self._collective("reduce_scatter", numel * width, mesh, table.grad.shard)
+        return _Apart(
+            resting=resting("device"),
+            grad=on("device", table.grad.tier, trained * WIDTH[table.grad.dtype], table.grad.shard),
+            gathered=gathered if table.param.shard else 0.0,
+            host=(resting("host") + on("host", table.grad.tier, trained * 4, table.grad.shard)) * num_local,
+            updating=self._on_host(candidate, table, trained),
+            num_gathers=1 if table.held.shard == () else 2,
+            gathering=gathering,
+            reducing=reducing,
         )
-        seconds = max(
-            self._computing(candidate, size),
-            self._communicating(candidate, table, numel),
-            self._on_host(candidate, table, trained),
-        )
-        return Bound(device, host, seconds)
 
     def _computing(self, candidate: Candidate, size: Size) -> float:
         split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
@@ -308,18 +344,6 @@ class Bounds:
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         copying = self.hardware.host_copy_seconds(numel * WIDTH[table.compute])
         return max(copying, num_local * numel / host.adam_elements_per_second)
-
-    def _communicating(self, candidate: Candidate, table: Table, numel: float) -> float:
-        mesh, width = candidate.mesh, WIDTH[table.compute]
-        seconds = 0.0
-        if table.param.shard:
-            times = 1 if table.held.shard == () else 2
-            gathering = self._collective("all_gather", numel * width, mesh, table.param.shard)
-            seconds += times * candidate.accumulate * gathering
-        if table.grad.shard and table.grad.shard == table.optim.shard:
-            reducing = self._collective("reduce_scatter", numel * width, mesh, table.grad.shard)
-            seconds += candidate.accumulate * reducing
-        return seconds
 
     def _collective(self, kind: str, num_bytes: float, mesh: Mesh, axes: Sequence[str]) -> float:
         """Along `axes`, which lie next to each other in the mesh."""

@@ -207,6 +207,8 @@ def time_ranks(
         _Rank(one, hardware, mesh, len(programs), num_micro_batches, num_states, num_steps, keeps_events)
         for one in programs
     ]
+    for rank in ranks:
+        rank.alone = ranks[0].alone
     _run_together(ranks, [one.rank for one in programs], hardware)
     return Timeline(tuple(one.result() for one in ranks))
 
@@ -415,6 +417,9 @@ class _Rank:
         self._work = work_of_blocks(program.step.micro_batch, program.work)
         self._timed: dict[int, _Timed] = {}
         """By the identity of what is in `_work`, which lives as long as this."""
+        self.alone: dict[object, _Alone] = {}
+        """By the identity of operations, which all ranks that are timed together, and have this in common, keep alive:
+        equal blocks have the same."""
         self._by_unit = {unit.name: unit for unit in program.step.units}
         stages = max((op.stage for op in program.row), default=0) // num_ranks + 1
         self._last_stage = stages * num_ranks - 1
@@ -573,23 +578,41 @@ class _Rank:
         flights.clear()
 
     def _time(self, worked: Worked, moment: Moment) -> _Timed:
-        hardware, prices = self.hardware, self._prices
-        computing = [one for one in worked.operations if not one.communicates and not one.copies]
-        by_axis: dict[str, float] = {}
-        for one in worked.operations:
-            if one.communicates:
-                ranks = prices.ranks_along(one.axis)
-                by_axis[one.axis] = by_axis.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
-                    one.kind, one.num_bytes, ranks
-                )
-        launched = sum(one.kernels for one in worked.operations if one.communicates)
-        seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
+        prices = self._prices
+        axes = sorted({one.axis for one in worked.operations if one.communicates})
+        spread = [self.hardware.spread_of(prices.ranks_along(axis)) for axis in axes]
+        key = id(worked.operations), id(worked.recomputed), *axes, *spread
+        alone = self.alone.get(key)
+        if alone is None:
+            alone = self.alone[key] = self._time_alone(worked)
+        seconds = alone.seconds
         if moment.edge == "after" and moment.unit and moment.leaves_gradients:
             seconds += prices.gradients_left(self._by_unit[moment.unit].flats)
         parts: list[tuple[float, tuple[str, ...], str]] = [(seconds, (), "")] if seconds else []
         parts += [
-            (moved, hardware.links_of(prices.ranks_along(axis)), axis) for axis, moved in by_axis.items() if moved
+            (moved, self.hardware.links_of(prices.ranks_along(axis)), axis)
+            for axis, moved in alone.by_axis.items()
+            if moved
         ]
+        return _Timed(tuple(parts), alone.flops, alone.least, alone.recomputed, alone.evicted, alone.fetched)
+
+    def _time_alone(self, worked: Worked) -> _Alone:
+        hardware, prices = self.hardware, self._prices
+        computing = [one for one in worked.operations if not one.communicates and not one.copies]
+        by_axis: dict[str, float] = {}
+        beside: dict[str, float] = {}
+        for one in worked.operations:
+            if one.communicates:
+                sums, ranks = beside if one.overlaps else by_axis, prices.ranks_along(one.axis)
+                sums[one.axis] = sums.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
+                    one.kind, one.num_bytes, ranks
+                )
+        launched = sum(one.kernels for one in worked.operations if one.communicates)
+        seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
+        for axis, moved in beside.items():
+            hidden = min(seconds, moved)
+            seconds += hidden * (hardware.contention - 1)
+            by_axis[axis] = by_axis.get(axis, 0.0) + moved - hidden
         again = hardware.computing_seconds(
             [one for one in worked.recomputed if not one.communicates and not one.copies]
         )
@@ -597,8 +620,8 @@ class _Rank:
         least = sum(one.flops / hardware.peak(one.dtype) for one in useful)
         least_again = sum(one.flops / hardware.peak(one.dtype) for one in worked.recomputed if one.flops)
         flops = flops_of(worked.operations) - flops_of(worked.recomputed)
-        moved = {verb: prices.activations(worked.operations, verb) for verb in COPYING}
-        return _Timed(tuple(parts), flops, least - least_again, again, moved["evict"], moved["fetch"])
+        moved_by = {verb: prices.activations(worked.operations, verb) for verb in COPYING}
+        return _Alone(seconds, by_axis, flops, least - least_again, again, moved_by["evict"], moved_by["fetch"])
 
     def _act(self, block: Block) -> _Asked:
         moment = str(block.moment) if self._keeps_events else ""
@@ -745,6 +768,20 @@ class _Rank:
             self._least,
             self._num_repeated,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """Operations, whatever unit they are of: seconds that they compute, and that they wait for messages by axis; sums
+    as in `_Timed`."""
+
+    seconds: float
+    by_axis: Mapping[str, float]
+    flops: float
+    least: float
+    recomputed: float
+    evicted: tuple[Cost, ...]
+    fetched: tuple[Cost, ...]
 
 
 @dataclass(frozen=True, slots=True)

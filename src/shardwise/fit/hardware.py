@@ -117,7 +117,8 @@ class Hardware(_Section):
     memory_share_in: dict[str, Share] = {}
     """By dtype, where it differs from `memory_share`: processors convert bf16 to compute."""
     flat_share: Share | None = None
-    """As `memory_share`, of copies, sums and updates of flat buffers, which are long; None: no more than others get."""
+    """As `memory_share`, of copies, sums and updates of flat buffers, which are long, and in no cache of a processor;
+    None: no more than others get."""
     fresh_blocks: FreshBlocks = ()
     """(bytes, seconds): what a block of that size costs to allocate and to return where its pages are new each time, as
     in [Note: glibc and large blocks]; in between by interpolation. Empty where allocations are kept for the next."""
@@ -281,13 +282,19 @@ class Hardware(_Section):
         ring = rounds * (max(within, between) + self._latency(num_ranks - num_nodes, steps_far))
         if kind != "all_reduce":
             return ring
-        # a double binary tree moves as many bytes as a ring, in steps that grow with the logarithm (NCCL 2.4)
-        tree = rounds * (num_bytes / min(near, far) + self._latency(_log2(num_near), _log2(num_nodes)))
+        # a double binary tree moves as many bytes as a ring, in steps that grow with the logarithm of the nodes, within
+        # which it is a chain of ranks (NCCL 2.4; the same tuning.cc)
+        tree = rounds * (num_bytes / min(near, far) + self._latency(steps_near, _log2(num_nodes)))
         return min(ring, tree)
+
+    def spread_of(self, ranks: Sequence[int]) -> tuple[int, int, int]:
+        """How many `ranks` there are, the most of them on one node, and on how many nodes: what a collective among them
+        takes depends on nothing else."""
+        return _spread(ranks, self.ranks_per_node)
 
     def links_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The links that a collective among `ranks` uses: `local`, `network` or both."""
-        num_ranks, num_near, num_nodes = _spread(ranks, self.ranks_per_node)
+        num_ranks, num_near, num_nodes = self.spread_of(ranks)
         return (("local",) if num_near > 1 else ()) + (("network",) if num_nodes > 1 else ()) if num_ranks > 1 else ()
 
     def _rate_near(self, link: Link | None = None) -> float:

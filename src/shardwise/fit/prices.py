@@ -203,11 +203,25 @@ def _collective(kind: str, rounds: int) -> Price:
             return FREE
         if action.codes and kind != "all_gather":
             return _sum_of_codes(prices, action, ranks)
-        whole = action.sent_bytes * len(ranks) / (rounds * (len(ranks) - 1))
-        seconds = prices.hardware.collective_seconds(kind, whole, ranks)
-        return Cost(seconds, prices.hardware.links_of(ranks), action.over, _encoding(prices, action))
+        part = action.sent_bytes / (rounds * (len(ranks) - 1))
+        seconds = prices.hardware.collective_seconds(kind, part * len(ranks), ranks)
+        computing = _encoding(prices, action)
+        if kind != "all_gather" and prices.hardware.is_processor:
+            computing += _adding(prices, action, part, len(ranks))
+        return Cost(seconds, prices.hardware.links_of(ranks), action.over, computing)
 
     return price
+
+
+def _adding(prices: Prices, action: Action, part: float, num_ranks: int) -> float:
+    """What processors take to add up parts of so many bytes on the wire, of which one is the sum: devices do it while
+    they receive. Verdicts and sums of squares are too small to count."""
+    if action.flat == ALL_FLATS:
+        return 0.0
+    table = prices.flat(action).table
+    wire = WIDTH[table.grad_wire.dtype]
+    added = WIDTH[table.grad.dtype if action.dtype == "-" else action.dtype]
+    return prices.hardware.flat_seconds(part / wire * (num_ranks - 1) * (wire + 2 * added))
 
 
 def _sum_of_codes(prices: Prices, action: Action, ranks: Sequence[int]) -> Cost:
@@ -271,9 +285,10 @@ def _arrival(prices: Prices, action: Action) -> Cost:
 
 
 def _grad_arrival(prices: Prices, action: Action) -> Cost:
-    """A reduced gradient waits for the step, or is added to those that wait."""
+    """A reduced gradient waits for the step, or is added to those that wait: by the host, while a device computes, if
+    they wait there."""
     flat = prices.flat(action)
-    if not prices.accumulates or flat.tier_of("grad") != "device":
+    if not prices.accumulates or (flat.tier_of("grad") != "device" and not prices.hardware.is_processor):
         return FREE
     return Cost(computing=prices.hardware.flat_seconds(3 * flat.grad_bytes))
 

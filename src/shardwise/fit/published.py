@@ -36,13 +36,18 @@ MAX_CELL = 1_000_000
 MAX_OPS, MAX_LAYERS, MAX_RANKS = 20_000, 4096, 2_000_000
 """Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
 GPUS = (
-    (r"gb300|b300|gb200|b200|blackwell", "b200"),
+    (r"gb300", "gb300"),
+    (r"b300", "b300"),
+    (r"gb200", "gb200"),
+    (r"b200|blackwell", "b200"),
     (r"h200", "h200"),
     (r"h100", "h100-sxm"),
     (r"a100.?40", "a100-40"),
     (r"a100", "a100-80"),
     (r"v100", "v100-32"),
 )
+MODERN = ("gb300", "b300", "gb200", "b200", "h200", "h100-sxm")
+"""Profiles of devices that also compute in fp8."""
 NVLINK_DOMAIN = 64
 """GPUs of an NVL72 rack that one job uses, of powers of two."""
 
@@ -53,11 +58,12 @@ class UnpricedError(ValueError):
 
 @dataclass(frozen=True)
 class Software:
-    """What a framework does that rows do not say; `match` is a regular expression for source, model and notes.
+    """What a framework does that rows do not say; `match` is a regular expression for source, model, notes, gpu and
+    precision, with spaces between and at the ends.
 
     `launches`: how many times as long its host needs for each kernel as the profile says. The other fields are those of
-    `Execution` and `Job`; `flash1` means the first version of FlashAttention, `plain_attention` a kernel for each step
-    of it, and `zero` the stage where none is given.
+    `Execution` and `Job`; `flash1` means the first version of FlashAttention, `flash2` the second on devices that have
+    a newer one, `plain_attention` a kernel for each step of it, and `zero` the stage where none is given.
     """
 
     match: str = ""
@@ -69,7 +75,10 @@ class Software:
     narrow_grads: bool = False
     logit_bytes: float = 10.0
     flash1: bool = False
+    flash2: bool = False
     plain_attention: bool = False
+    sends_once: bool = False
+    overlaps: tuple[str, ...] = ()
     zero: int = 0
 
 
@@ -171,7 +180,8 @@ def read_run(row: Row) -> Run:
     Conventions, where a row gives nothing: heads of size 128; an inner width of 4 times the hidden one, or 8/3 of it
     with SwiGLU; Megatron's padded GPT-2 vocabulary of 51,200, or LLaMA's of 32,000; 8 GPUs on a node; ZeRO stage 1 on
     H100 and later (Megatron's distributed optimizer), 0 before; FlashAttention for LLaMA and MPT, and for all on H100
-    and later; no recomputation.
+    and later; no recomputation. Weights are converted to fp8 once a step, for its first micro-batch, as Transformer
+    Engine does (`is_first_microbatch`).
     """
     cells = _Cells(row)
     device = cells.text("gpu")
@@ -180,9 +190,10 @@ def read_run(row: Row) -> Run:
         raise UnpricedError(f"there is no profile of the device {device[:40]!r}" if device else "gpu is not given")
     if re.search("lora", cells.about):
         raise UnpricedError("adapters (LoRA) are not priced: most gradients of weights are left out")
-    modern = gpu in ("b200", "h200", "h100-sxm")
+    modern = gpu in MODERN
     model = _model(cells, modern)
-    software = next((one for one in software_table() if re.search(one.match, cells.about)), Software())
+    words = f" {cells.about} {device} {cells.text('precision')} "
+    software = next((one for one in software_table() if re.search(one.match, words)), Software())
     sizes = _Sizes.of(cells, model)
     recompute = cells.text("recompute")
     precision = cells.text("precision")
@@ -195,7 +206,7 @@ def read_run(row: Row) -> Run:
         sequence_parallel=sizes.tp > 1 and _has_sequence_parallel(cells.about, modern),
         cp=sizes.cp,
         ep=sizes.ep,
-        expert_axis="ep" if sizes.dp % sizes.ep == 0 else "ep+tp",
+        expert_axis=sizes.expert_axis,
         expert_tp=sizes.expert_tp,
         recompute=_recompute(recompute),
         attention=_attention(cells, modern, gpu, software),
@@ -206,6 +217,9 @@ def read_run(row: Row) -> Run:
         logit_bytes=software.logit_bytes,
         dropout=not (cells.is_gated or cells.is_mpt or modern),
         product_dtype="fp8" if re.search("fp8|float8", precision) else "fp4" if "fp4" in precision else "",
+        casts_weights=1 / sizes.num_micro_batches,
+        sends_once=software.sends_once or "deepep" in cells.about,
+        overlaps=(*software.overlaps, *(("ep",) if "a2a overlap" in cells.about else ())),
     )
     zero = _zero(cells, software, modern)
     job = Job(
@@ -304,6 +318,8 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
         experts=Experts(**experts) if experts else None,
         q_rank=known.get("q_rank") or 0,
         kv_rank=known.get("kv_rank") or 0,
+        window=known.get("window") or 0,
+        predicts_more=0 if re.search("w/o mtp", cells.family) else known.get("predicts_more") or 0,
     )
 
 
@@ -318,6 +334,18 @@ class _Sizes:
     num_chunks: int
     micro_batch: int
     num_micro_batches: int
+
+    @property
+    def expert_axis(self) -> str:
+        """Where no expert is split, experts lie next to each other on the ranks that share a sample, as in Megatron
+        (Liu et al., arXiv:2504.14960), so that tokens seldom leave a node."""
+        rest, axes = self.ep, ["ep"]
+        for axis, size in (("tp", self.tp), ("sp", self.cp)) if self.expert_tp == 1 else ():
+            if rest % size:
+                break
+            rest //= size
+            axes += [axis] if size > 1 else []
+        return "+".join(axes) if self.dp % rest == 0 else "ep" if self.dp % self.ep == 0 else "ep+tp"
 
     @classmethod
     def of(cls, cells: _Cells, model: Transformer) -> _Sizes:
@@ -375,7 +403,9 @@ def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Att
     if "kernel=fused" in about:
         return "fused"
     if "flash" in about or ((cells.is_gated or cells.is_mpt or modern) and gpu != "v100-32"):
-        return "flash1" if software.flash1 or "flash_attentionv1" in about else "flash"
+        if software.flash1 or "flash_attentionv1" in about:
+            return "flash1"
+        return "flash2" if software.flash2 and modern else "flash"
     return "fused"
 
 
@@ -393,7 +423,8 @@ def _models() -> tuple[tuple[re.Pattern[str], dict[str, Any]], ...]:
 @lru_cache
 def software_table() -> tuple[Software, ...]:
     """The frameworks that are known, the first that matches counts."""
-    return tuple(Software(**one) for one in _listed("published_software.yaml", "software"))
+    listed = _listed("published_software.yaml", "software")
+    return tuple(Software(**one | {"overlaps": tuple(one.get("overlaps", ()))}) for one in listed)
 
 
 def _listed(name: str, key: str) -> list[dict[str, Any]]:

@@ -281,7 +281,7 @@ class _Search:
     def why_unsplit(self, candidate: Candidate) -> ShardwiseError | None:
         """Why the model cannot be split as `candidate` splits it; asked once of each way to do so. What cannot be split
         along one axis cannot be split along several."""
-        split = _split(candidate)
+        split = candidate.split
         if split not in self.splits:
             reasons = filter(None, map(self.why_unsplit, _axis_by_axis(candidate)))
             self.splits[split] = next(reasons, None) or self._checked(candidate)
@@ -373,7 +373,7 @@ class _Search:
         queue = sorted(bounded, key=lambda one: self._guess(*one))
         by_split: dict[object, tuple[Candidate, Bound]] = {}
         for candidate, bound in queue:
-            by_split.setdefault(_split(candidate), (candidate, bound))
+            by_split.setdefault(candidate.split, (candidate, bound))
         climb = _Climb(self)
         for candidate, found in self.known.items():
             climb.take(candidate, found)
@@ -388,7 +388,7 @@ class _Search:
             top = next((one.candidate for one in climb.best if one.candidate not in done), None)
             if top is not None:
                 done.add(top)
-                near = [one for one in queue if _num_differences(one[0], top) == 1]
+                near = [one for one in queue if _differ_in_one(one[0], top)]
             else:  # nothing near the best ones is better: whatever comes first
                 near = [one for one in [next(rest, None)] if one is not None]
                 if not near:
@@ -548,10 +548,6 @@ class _Climb:
             self.best = sorted(every, key=lambda one: one.cost(self.owner.objective))[:NUM_BEST]
 
 
-def _split(candidate: Candidate) -> tuple[int, ...]:
-    return (candidate.world_size, *(candidate.size(axis) for axis in SPLITTING))
-
-
 def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
     """If the model is split along several axes, what splits it along each of them alone."""
     sizes = {axis: candidate.size(axis) for axis in SPLITTING if candidate.size(axis) > 1}
@@ -561,20 +557,20 @@ def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
         yield replace(candidate, preset=ON_DEVICE[0], sizes=order)
 
 
-def _num_differences(one: Candidate, other: Candidate) -> int:
-    """In how many things they differ; a schedule and micro-batches come with the split."""
-    is_other_split = _split(one) != _split(other)
-    things = [
-        is_other_split,
-        one.preset != other.preset,
-        not is_other_split and one.rows != other.rows,
-        one.policy != other.policy,
-        not is_other_split and (one.schedule, one.chunks) != (other.schedule, other.chunks),
-        one.precision != other.precision,
-        one.wire != other.wire,
-        one.offload != other.offload,
-    ]
-    return sum(things)
+def _differ_in_one(one: Candidate, other: Candidate) -> bool:
+    """Whether they differ in one thing; a schedule and micro-batches come with the split."""
+    num = (
+        (one.preset != other.preset)
+        + (one.policy != other.policy)
+        + (one.precision != other.precision)
+        + (one.wire != other.wire)
+        + (one.offload != other.offload)
+    )
+    if num > 1:  # most of many thousands
+        return False
+    if one.split != other.split:
+        return num == 0
+    return num + (one.rows != other.rows) + ((one.schedule, one.chunks) != (other.schedule, other.chunks)) == 1
 
 
 class _KnownSizes:

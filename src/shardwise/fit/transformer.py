@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from shardwise.fit.work import Operation, Operations, UnitWork, memory_pass, product
 from shardwise.plan.placement import WIDTH, Dtype
 
 Recompute = Literal["none", "selective", "full"]
-Attention = Literal["plain", "fused", "flash1", "flash"]
+Attention = Literal["plain", "fused", "flash1", "flash2", "flash"]
 
 
-FLASH_1 = 1.7
-"""How many times as long the first version of FlashAttention takes as the second (arXiv:2307.08691, section 4.1)."""
+SLOWER = {"flash1": 1.7, "flash2": 1.5}
+"""How many times as long earlier versions of FlashAttention take as the one for the device: the first beside the second
+(arXiv:2307.08691, section 4.1), the second beside the third on Hopper, 1.5 to 2 times (arXiv:2407.08608)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Experts:
 class Transformer:
     """The shapes of a model. `gated`: SwiGLU, with three matrices instead of two; `tied`: the head is the embedding's
     transpose. `kv_rank` and `q_rank`: widths of the latents of multi-head latent attention (DeepSeek-V2,
-    arXiv:2405.04434), 0 without."""
+    arXiv:2405.04434), 0 without. `window`: how many positions every other layer attends to, 0 for all (gpt-oss,
+    arXiv:2508.10925). `predicts_more`: modules that each predict one token further, with a layer and the head of their
+    own (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
 
     num_layers: int
     hidden: int
@@ -57,10 +61,22 @@ class Transformer:
     experts: Experts | None = None
     q_rank: int = 0
     kv_rank: int = 0
+    window: int = 0
+    predicts_more: int = 0
 
     @cached_property
     def size_of_head(self) -> int:
         return self.head_size or self.hidden // self.num_heads
+
+    @cached_property
+    def rope_size(self) -> int:
+        """Of the key that all heads share beside a latent, and of the same part of each query: it has the positions.
+        64 in all models of DeepSeek, half of the rest."""
+        return self.size_of_head // 2 if self.kv_rank else 0
+
+    @cached_property
+    def size_of_key(self) -> int:
+        return self.size_of_head + self.rope_size
 
     @cached_property
     def query_width(self) -> int:
@@ -78,8 +94,8 @@ class Transformer:
     def attention_params(self) -> int:
         h, q, kv = self.hidden, self.query_width, self.kv_width
         if self.kv_rank:
-            down = h * (self.q_rank or 0) + h * (self.kv_rank + self.size_of_head // 2)
-            return down + (self.q_rank or h) * q + self.kv_rank * 2 * q + q * h
+            down = h * (self.q_rank or 0) + h * (self.kv_rank + self.rope_size)
+            return down + (self.q_rank or h) * self.num_heads * self.size_of_key + self.kv_rank * 2 * q + q * h
         return h * (q + 2 * kv) + q * h
 
     def mlp_params(self, width: int) -> int:
@@ -110,12 +126,17 @@ class Execution:
     """How one micro-batch of `micro_batch` sequences is computed on one rank.
 
     - `attention`: `plain` keeps the scores and has a kernel for each of its steps, `fused` has one kernel for scaling,
-      masking and softmax; `flash1` and `flash` keep no scores (arXiv:2205.14135, arXiv:2307.08691).
+      masking and softmax; `flash1`, `flash2` and `flash` keep no scores (arXiv:2205.14135; see `SLOWER`).
     - `passes`: how many times as often element-wise operations go over memory as where chains of them are one kernel;
       `fused_norm`: whether a norm is one kernel; `dropout`: whether there is dropout, whose masks are kept.
-    - `product_dtype`: that of matrix products where it is narrower (fp8).
+    - `product_dtype`: that of matrix products where it is narrower (fp8); `casts_weights`: the share of micro-batches
+      in which weights are converted to it, where what was converted is kept for a step.
     - `wide_exchanges`: tensor parallelism sums in fp32. `expert_axis`: the axes along which tokens go to experts;
-      `expert_tp`: the ranks that split each expert.
+      `expert_tp`: the ranks that split each expert. `sends_once`: a token is sent once to each rank that has experts of
+      its choice, and copied for each of them there (DeepEP), instead of once for each expert.
+    - `overlaps`: axes along which messages are sent beside computation: `tp` in pieces beside the products that need
+      them (Wang et al., doi:10.1145/3567955.3567959), `sp` beside attention (Liu et al., arXiv:2310.01889), `ep` while
+      another micro-batch is computed (DeepSeek-V3, arXiv:2412.19437, section 3.2.1).
     - `whole_logits`: every rank has the logits of all words; `logit_bytes`: what one of them takes with its gradient.
     """
 
@@ -136,6 +157,9 @@ class Execution:
     whole_logits: bool = False
     logit_bytes: float = 10.0
     product_dtype: str = ""
+    casts_weights: float = 1.0
+    sends_once: bool = False
+    overlaps: tuple[str, ...] = ()
 
     @property
     def width(self) -> int:
@@ -143,7 +167,7 @@ class Execution:
 
     @property
     def keeps_no_scores(self) -> bool:
-        return self.attention in ("flash", "flash1")
+        return self.attention.startswith("flash")
 
 
 class Layers:
@@ -154,8 +178,11 @@ class Layers:
         self.tokens = how.micro_batch * model.seq_len // how.cp
         self.width = how.width
         self._heads = max(1, model.num_heads // how.tp)
-        self._q = model.query_width // how.tp
-        self._kv = max(model.size_of_head, model.kv_width // how.tp)
+        self._mixed = model.query_width // how.tp
+        self._values = max(model.size_of_head, model.kv_width // how.tp)
+        """Widths of what attention mixes and of its result; queries and keys are wider with latents."""
+        self._queries = self._mixed * model.size_of_key // model.size_of_head
+        self._keys = self._values * model.size_of_key // model.size_of_head
 
     # -- parameters of one rank ---------------------------------------------------------------------------
 
@@ -224,30 +251,51 @@ class Layers:
         )
         return UnitWork(forward, backward)
 
+    def predicting_more(self) -> UnitWork:
+        """A module that predicts one token further: hidden state and embedding are normalized and joined by a product,
+        a layer, and the head."""
+        joined = (self._row_tokens, self.model.hidden, 2 * self.model.hidden)
+        norms, norms_back = (self._norm(),) * 2, (self._norm(backward=True),) * 2
+        joining = UnitWork(norms + self._matmul(*joined), self._product_backward(*joined) + norms_back)
+        return joining + self.layer(with_experts=self.model.experts is not None) + self.head()
+
+    @property
+    def latent_width(self) -> int:
+        """Of what a token has before its queries, keys and values are made of it; 0 without latents."""
+        return self.model.q_rank + self.model.kv_rank + self.model.rope_size
+
+    @property
+    def _projections(self) -> tuple[tuple[int, int], ...]:
+        """Width of the result and of the input of each product that makes queries, keys and values."""
+        model, q_rank = self.model, self.model.q_rank
+        if not model.kv_rank:
+            return ((self._queries + self._keys + self._values, model.hidden),)
+        straight = 0 if q_rank else self._queries
+        of_queries = ((self._queries, q_rank),) if q_rank else ()
+        return (self.latent_width + straight, model.hidden), *of_queries, (2 * self._mixed, model.kv_rank)
+
     def _attention_inputs(self) -> tuple[Operations, Operations]:
-        model, tokens = self.model, self.tokens
-        width = self._q + 2 * self._kv
+        tokens, projections = self.tokens, self._projections
+        width = self._queries + self._keys + self._values + self.latent_width
         moved = self._pass(2 * width * tokens * self.width, 2)
-        forward = (self._norm(), *self._gathered(), *self._matmul(tokens, width, model.hidden), moved)
-        backward = (
-            moved,
-            *self._product_backward(tokens, width, model.hidden),
-            *self._reduced_back(),
-            self._norm(backward=True),
-        )
+        products = [self._matmul(tokens, *one) for one in projections]
+        back = [self._product_backward(tokens, *one) for one in reversed(projections)]
+        forward = (self._norm(), *self._gathered(), *chain(*products), moved)
+        backward = (moved, *chain(*back), *self._reduced_back(), self._norm(backward=True))
         return forward, backward
 
     def _attention_core(self) -> tuple[Operations, Operations]:
         model, how = self.model, self.how
-        queries, keys, size = model.seq_len // how.cp, model.seq_len, model.size_of_head
+        queries, keys, size = model.seq_len // how.cp, model.seq_len, model.size_of_key
         batch = how.micro_batch * self._heads
         exchange: Operations = ()
         if how.cp > 1:
-            exchange = (self._collective("all_gather", 2 * self._kv * self.tokens * how.cp * self.width, "sp"),)
+            exchanged = (self._keys + self._values) * self.tokens * how.cp * self.width
+            exchange = (self._collective("all_gather", exchanged, "sp"),)
         if how.keeps_no_scores:
-            slower = FLASH_1 if how.attention == "flash1" else 1.0
-            flops = slower * 4.0 * batch * queries * keys * size / (2 if model.causal else 1)
-            read = (2 * self._q + 2 * self._kv) * self.tokens * self.width
+            slower = SLOWER.get(how.attention, 1.0)
+            flops = slower * 2.0 * batch * self._pairs(queries, keys) * (size + model.size_of_head)
+            read = (self._queries + self._keys + self._values + self._mixed) * self.tokens * self.width
             shape = (batch, queries, keys, size)
             forward = (*exchange, Operation("attention", shape, how.dtype, flops, read, 1))
             backward = (*exchange, Operation("attention", shape, how.dtype, 2.5 * flops, 2 * read, 3))
@@ -269,13 +317,19 @@ class Layers:
         )
         return forward, backward
 
+    def _pairs(self, queries: int, keys: int) -> float:
+        """Of a query and a key that are multiplied, for one head, in a layer on average."""
+        model = self.model
+        whole = queries * keys / (2 if model.causal else 1)
+        return (whole + min(whole, queries * model.window)) / 2 if model.window else whole
+
     def _attention_output(self) -> tuple[Operations, Operations]:
         model, tokens = self.model, self.tokens
-        forward = (*self._matmul(tokens, model.hidden, self._q), *self._reduce(), self._residual())
+        forward = (*self._matmul(tokens, model.hidden, self._mixed), *self._reduce(), self._residual())
         backward = (
             self._residual(backward=True),
             *self._gathered(),
-            *self._product_backward(tokens, model.hidden, self._q),
+            *self._product_backward(tokens, model.hidden, self._mixed),
         )
         return forward, backward
 
@@ -316,17 +370,19 @@ class Layers:
         each = max(1, routed // local)
         halves = 2 if model.gated else 1
         rows = routed * model.hidden * self.width
-        there = (self._collective("all_to_all", rows, how.expert_axis),) if how.ep > 1 else ()
+        sent = rows * self._share_sent if how.sends_once else rows
+        there = (self._collective("all_to_all", sent, how.expert_axis),) if how.ep > 1 else ()
         act = memory_pass((halves + 1) * routed * experts.ffn * self.width, 1)
         act_back = memory_pass((2 * halves + 1) * routed * experts.ffn * self.width, 2)
         permute = memory_pass(2 * rows, 3)
+        pack = () if how.sends_once and how.ep > 1 else (permute,)
         router = (self._product(tokens, experts.count, model.hidden), memory_pass(tokens * experts.count * 24, 10))
         up, down = (each, halves * experts.ffn, model.hidden, local), (each, model.hidden, experts.ffn, local)
         shared, shared_back = self._mlp(experts.shared_ffn) if experts.shared_ffn else ((), ())
         forward = (
             self._norm(),
             *router,
-            permute,
+            *pack,
             *there,
             permute,
             *self._matmul(*up),
@@ -334,14 +390,14 @@ class Layers:
             *self._matmul(*down),
             permute,
             *there,
-            permute,
+            *pack,
             self._residual(),
             *shared,
         )
         backward = (
             *shared_back,
             self._residual(backward=True),
-            permute,
+            *pack,
             *there,
             permute,
             *self._product_backward(*down),
@@ -349,11 +405,18 @@ class Layers:
             *self._product_backward(*up),
             permute,
             *there,
-            permute,
+            *pack,
             *router,
             self._norm(backward=True),
         )
         return forward, backward
+
+    @property
+    def _share_sent(self) -> float:
+        """Of a token's choices, those that are the first on their rank, with experts drawn evenly."""
+        assert self.model.experts is not None
+        ranks, active = self.how.ep, self.model.experts.active
+        return ranks * (1 - (1 - 1 / ranks) ** active) / active
 
     # -- memory -------------------------------------------------------------------------------------------
 
@@ -369,12 +432,13 @@ class Layers:
         rows, masks = self.row_bytes, 0.5 if how.dropout else 0.0
         if how.recompute == "selective" and how.keeps_no_scores:  # outputs of products and of attention
             inner = model.experts.ffn * model.experts.active if with_experts and model.experts else model.ffn // how.tp
-            return 2 * rows + (2 * self._q + 2 * self._kv + inner * (2 if model.gated else 1)) * tokens * width
+            attention = self._queries + self._keys + self._values + self._mixed + self.latent_width
+            return 2 * rows + (attention + inner * (2 if model.gated else 1)) * tokens * width
         norms = 2 * rows * (2 if how.fused_norm else 5)  # unfused in fp32: the input, its normalized copies
         residuals = 2 * masks * rows
-        heads = (self._q + 2 * self._kv) * tokens * width
-        moved = (self._q + self._kv) * tokens * width if model.rotary else 0
-        core: float = self._q * tokens * width
+        heads = (self._queries + self._keys + self._values + self.latent_width) * tokens * width
+        moved = (self._queries + self._keys) * tokens * width if model.rotary else 0
+        core: float = self._mixed * tokens * width
         if how.recompute != "selective":
             core += self._scores_saved
         return norms + residuals + heads + moved + core + self._mlp_saved(with_experts=with_experts)
@@ -445,12 +509,13 @@ class Layers:
         return product(m, n, k, self.how.dtype, self.width, batch)
 
     def _matmul(self, m: int, n: int, k: int, batch: int = 1) -> Operations:
-        """A product with weights: where it is computed in a narrower dtype, what it reads is converted first, once as
-        it is and once transposed for the backward."""
+        """A product with weights: where it is computed in a narrower dtype, what it reads is converted first, as it is
+        and transposed for the backward."""
         one = self._product(m, n, k, batch)
         if not self.how.product_dtype:
             return (one,)
-        return (memory_pass(batch * (m + n) * k * (self.width + 2), 2), one)
+        share = self.how.casts_weights
+        return (memory_pass(batch * (m + share * n) * k * (self.width + 2), 1 + round(share)), one)
 
     def _product_backward(self, m: int, n: int, k: int, batch: int = 1) -> Operations:
         """The gradients of the input and of the weights."""
@@ -458,7 +523,9 @@ class Layers:
         return (*narrowed, self._product(m, k, n, batch), self._product(n, k, m, batch))
 
     def _collective(self, kind: str, num_bytes: float, axis: str) -> Operation:
-        return Operation(kind, dtype=self.how.dtype, num_bytes=num_bytes, axis=axis)  # type: ignore[arg-type]
+        how = self.how
+        overlaps = ("ep" if kind == "all_to_all" else axis) in how.overlaps
+        return Operation(kind, dtype=how.dtype, num_bytes=num_bytes, axis=axis, overlaps=overlaps)  # type: ignore[arg-type]
 
     def _of_rows(self, kind: str) -> Operations:
         if self.how.tp == 1:

@@ -51,8 +51,9 @@ def _of_rank(job: Job, place: int) -> RankBytes:
     model, how, layers = job.model, job.how, job.layers
     mine = [stage for number, stage in enumerate(stages_of(job)) if number % job.pp == place]
     has_head, has_embedding = any(one.has_head for one in mine), any(one.has_embedding for one in mine)
-    num_experts = sum(one.num_expert_layers for one in mine)
-    num_layers = sum(one.num_layers for one in mine)
+    further = model.predicts_more if has_head else 0
+    num_experts = sum(one.num_expert_layers for one in mine) + (further if model.experts is not None else 0)
+    num_layers = sum(one.num_layers for one in mine) + further
     shared = (num_layers - num_experts) * layers.dense_params(with_experts=False)
     shared += num_experts * layers.dense_params(with_experts=True)
     shared += layers.vocab_params() * (has_embedding + (has_head and not (model.tied and has_embedding)))
@@ -68,7 +69,7 @@ def _of_rank(job: Job, place: int) -> RankBytes:
     kept += (num_layers - num_experts) * layers.saved_bytes()
     working = layers.working_bytes(SCORE_COPIES)
     if has_head:
-        working += layers.logits_bytes
+        working += layers.logits_bytes * (1 + further)
     return RankBytes(states, kept * _num_in_flight(job, place), working)
 
 

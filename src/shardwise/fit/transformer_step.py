@@ -61,8 +61,10 @@ class Job:
 
     @property
     def ep(self) -> int:
-        """The data-parallel part of `how.ep`: experts may be spread over the ranks of tp too (Megatron)."""
-        return math.gcd(self.how.ep, self.dp)
+        """The data-parallel part of `how.ep`: experts may be spread over the ranks of tp and sp too (Megatron)."""
+        within = {"tp": self.how.tp, "sp": self.how.cp}
+        others = math.prod(within.get(axis, 1) for axis in self.how.expert_axis.split("+"))
+        return max(1, self.how.ep // others)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -118,21 +120,31 @@ def stages_of(job: Job) -> list[Stage]:
 
     Where layers do not divide but would with the embedding and the head as two more, these count as layers (Megatron's
     account_for_embedding_in_pipeline_split and its counterpart for the loss; Llama 3, arXiv:2407.21783, section 3.3.2).
+    Where they do not either, the head counts as so many layers as compute as much: 61 layers of DeepSeek-V3 lie on 16
+    stages as 15 times 4 and 1 (`Et*4|(t*4|)*14tmL` in Megatron-Bridge's recipes).
     """
     model, count = job.model, job.pp * job.num_chunks
-    ends = int(model.num_layers % count != 0 and (model.num_layers + 2) % count == 0)
-    places = model.num_layers + 2 * ends
+    before = behind = 0
+    if model.num_layers % count:
+        before = int((model.num_layers + 2) % count == 0)
+        behind = before or _layers_of_head(job)
+    places = before + model.num_layers + behind
     if count > places:
         raise ConfigError(f"{count} stages need as many layers, but the model has {model.num_layers}.")
     dense = model.num_layers - model.num_expert_layers
     stages, first = [], 0
     for number in range(count):
         last = first + places // count + (number < places % count)
-        begin, end = max(0, first - ends), min(model.num_layers, last - ends)
+        begin, end = min(model.num_layers, max(0, first - before)), min(model.num_layers, last - before)
         with_experts = max(0, end - max(begin, dense)) if model.experts is not None else 0
         stages.append(Stage(end - begin, with_experts, number == 0, number == count - 1))
         first = last
     return stages
+
+
+def _layers_of_head(job: Job) -> int:
+    layer = job.layers.layer(with_experts=job.model.experts is not None)
+    return math.ceil(job.layers.head().flops / layer.flops)
 
 
 class Parts:
@@ -147,7 +159,10 @@ class Parts:
     def add(self, stage: int, name: str, shared: int, expert: int, work: UnitWork) -> None:
         flats = [self._flat(name, shared, self.job.table)] if shared else []
         if expert:
-            flats.append(self._flat(f"{name}:experts", expert, self.job.table.without("ep")))
+            table = self.job.table
+            for axis in self.job.how.expert_axis.split("+"):
+                table = table.without(axis)
+            flats.append(self._flat(f"{name}:experts", expert, table))
         unit = UnitSpec(name, tuple(flats))
         self.units.append(unit)
         self.of_stage.setdefault(stage, []).append(unit)
@@ -176,6 +191,10 @@ def _add_stage(parts: Parts, number: int, stage: Stage) -> None:
             name = f"{'experts' if with_experts else 'layers'}{number}.{place}"
             parts.add(number, name, params * each, expert * each, work if each == 1 else work.times(each))
     if stage.has_head:
+        model = job.model
+        for place in range(model.predicts_more):  # with the head and the embedding that there are
+            params = layers.dense_params(with_experts=model.experts is not None) + 2 * model.hidden**2
+            parts.add(number, f"further{place}", params, layers.expert_params(), layers.predicting_more())
         is_shared = job.model.tied and stage.has_embedding
         numel = job.model.hidden if is_shared else layers.vocab_params()
         parts.add(number, "head", numel, 0, layers.head())

@@ -32,6 +32,7 @@ class Operation:
 
     `flops` counts a multiplication and an addition as two. `num_bytes` of what computes are those read and written, and
     `allocated_bytes` the sizes of the blocks of memory that it allocates for its results. `is_backward`: of attention.
+    `overlaps`: of a message that is sent beside what is computed before the same moment.
     """
 
     kind: OperationKind
@@ -43,6 +44,7 @@ class Operation:
     axis: str = ""
     allocated_bytes: tuple[int, ...] = ()
     is_backward: bool = False
+    overlaps: bool = False
 
     @property
     def communicates(self) -> bool:

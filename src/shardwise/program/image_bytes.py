@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.plan import Plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import Smaller, is_lone, num_groups
 from shardwise.program.footprint import disk_bytes, optim_bytes_of
 from shardwise.program.spec import FlatSpec
+from shardwise.program.update import Update
 
 ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
 
@@ -64,4 +66,32 @@ def why_no_images(mesh: Mesh, smaller: Smaller = (), why_no_smaller: str = "") -
     if axes and num_groups(mesh) == 1 and not smaller and not mesh.island_axes:
         named, because = ", ".join(axes), f": {why_no_smaller}" if why_no_smaller else ""
         return f"the mesh splits models or samples along {named}, and the remaining ranks cannot form it{because}"
+    return ""
+
+
+def why_not_elastic(plan: Plan, updates: Iterable[Update] = ()) -> str:
+    """The sentences with which an elastic job is refused that has this plan, and an optimizer that updates parameters
+    so; empty if none is: a rank that is lost takes with it what it has not sent yet."""
+    if plan.powersgd.rank is not None:
+        return (
+            f"powersgd.rank is {plan.powersgd.rank}. What each rank has not sent yet would be lost with it, so it does "
+            f"not work in an elastic job in this version. Launch the job without --elastic, or leave powersgd out."
+        )
+    if plan.wire.feedback.beta is not None:
+        return (
+            f"wire.feedback is {plan.wire.feedback.beta:g}. What the codes of each rank have lost would be "
+            f"lost with it, so it does not work in an elastic job in this version. Launch the job without --elastic, "
+            f"or leave out feedback."
+        )
+    if plan.storage.frozen.dtype is not None:
+        return (
+            f"storage.frozen is {plan.storage.frozen.dtype}, and what survives a lost rank are elements and not codes, "
+            f"so it does not work in an elastic job in this version. Launch the job without --elastic, or send frozen "
+            f"parameters as codes instead: wire: {{frozen: {plan.storage.frozen.dtype}}}."
+        )
+    if any(update.sends_signs for update in updates):
+        return (
+            "The optimizer sends one bit per element, and what each rank has not sent yet would be lost with it, so it "
+            "does not work in an elastic job in this version. Launch the job without --elastic, or take AdamW."
+        )
     return ""

@@ -52,6 +52,7 @@ from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
+from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
 from shardwise.runtime.codec import codec_for
 from shardwise.system.calibration import readable_calibration
@@ -415,28 +416,8 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
 def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
     """Raise `ModelError` for an optimizer, and `ConfigError` for a plan, that cannot go on when ranks are lost or
     join."""
-    if world.membership is not None and plan.powersgd.rank is not None:
-        raise ConfigError(
-            f"powersgd.rank is {plan.powersgd.rank}. What each rank has not sent yet would be lost with it, so it does "
-            f"not work in an elastic job in this version. Launch the job without --elastic, or leave powersgd out."
-        )
-    if world.membership is not None and plan.wire.feedback.beta is not None:
-        raise ConfigError(
-            f"wire.feedback is {plan.wire.feedback.beta:g}. What the codes of each rank have lost would be "
-            f"lost with it, so it does not work in an elastic job in this version. Launch the job without --elastic, "
-            f"or leave out feedback."
-        )
-    if world.membership is not None and plan.storage.frozen.dtype is not None:
-        raise ConfigError(
-            f"storage.frozen is {plan.storage.frozen.dtype}, and what survives a lost rank are elements and not codes, "
-            f"so it does not work in an elastic job in this version. Launch the job without --elastic, or send frozen "
-            f"parameters as codes instead: wire: {{frozen: {plan.storage.frozen.dtype}}}."
-        )
-    if world.membership is not None and any(update.sends_signs for update in updates.values()):
-        raise ModelError(
-            "The optimizer sends one bit per element, and what each rank has not sent yet would be lost with it, so it "
-            "does not work in an elastic job in this version. Launch the job without --elastic, or take AdamW."
-        )
+    if world.membership is not None and (why := why_not_elastic(plan, updates.values())):
+        raise ConfigError(why) if why_not_elastic(plan) else ModelError(why)
 
 
 def _not_whole(designed: Design, param: nn.Parameter, sends_signs: bool) -> str:

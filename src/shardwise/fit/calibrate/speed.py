@@ -82,7 +82,7 @@ def hardware_from(
         attention_backward_in=backward,
         memory_share=next(iter(memory.values())),
         memory_share_in=memory,
-        flat_share=1.0,
+        flat_share=min(1.0, speeds.flat_bytes_per_second / speeds.copy_bytes_per_second),
         fresh_blocks=fresh_blocks,
         launch_seconds=speeds.launch_seconds,
         runs_ahead=not on_processor,

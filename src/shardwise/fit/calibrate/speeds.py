@@ -19,6 +19,8 @@ class Speeds:
     attention_backward: Mapping[str, Sequence[tuple[int, float, float]]]
     memory: Mapping[str, Sequence[tuple[float, float]]]
     copy_bytes_per_second: float
+    """Read and written by a copy in caches; `flat_bytes_per_second` by one of memory that is in none."""
+    flat_bytes_per_second: float
     launch_seconds: float
     messages: Sequence[tuple[int, float]]
     exchanges: Sequence[tuple[int, float]] = ()
@@ -35,6 +37,7 @@ class Speeds:
             attention_backward=_least_by_dtype([one.attention_backward for one in rounds]),
             memory=_least_by_dtype([one.memory for one in rounds]),
             copy_bytes_per_second=max(one.copy_bytes_per_second for one in rounds),
+            flat_bytes_per_second=max(one.flat_bytes_per_second for one in rounds),
             launch_seconds=min(one.launch_seconds for one in rounds),
             messages=_least([one.messages for one in rounds]),
             exchanges=_least([one.exchanges for one in rounds]),
