@@ -122,7 +122,7 @@ def _bucket_mb(size: Size) -> float:
 _WIRES: dict[str, dict[str, Any]] = {
     "": {},
     "bf16": {"wire": {"param": "bf16", "grad": "bf16"}},
-    "codes": {"wire": {"param": "int8", "grad": "int4"}},
+    "codes": {"wire": {"param": {"dtype": "int8", "rest": "bf16"}, "grad": {"dtype": "int4", "rest": "bf16"}}},
 }
 """What a name says behind a colon, as in `shardwise-zero2:codes`."""
 

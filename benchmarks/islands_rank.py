@@ -1,6 +1,9 @@
 """One rank of two hosts between which islands are raced against data parallelism: what each learns from the same
 tokens, and how long it takes for them where the link is slow.
 
+[Note: from a trained model] As in the papers, islands begin from a model that has been trained: all ranks have trained
+it together for some steps, and every engine resumes from the same checkpoint.
+
 [Note: learnt fast, timed slowly] What an engine computes does not depend on the link. So it trains with links that are
 not shaped, and is timed for some further steps when they are: as many as have one outer step of everything.
 """
@@ -27,16 +30,18 @@ from benchmarks.model import GPT, build_model
 from benchmarks.sizes import SIZES, Size
 from benchmarks.worker import warm_up
 
-SEQ, MICRO_BATCH, LR = 64, 4, 1e-3
+SEQ, MICRO_BATCH, LR = 64, 2, 1e-3
 VALIDATED = 64
 """Sequences of which the loss is taken."""
+_CHECKPOINTS = "checkpoints"
 
 
 def plan_of(name: str, every: int) -> dict[str, Any]:
-    """Two islands, one on each host; or all ranks as one."""
+    """Two islands, one on each host; or all ranks as one. In as few outer steps as there are here, momentum that lasts
+    for ten of them overshoots: anchors are plain averages."""
     if name == "zero1":
         return {"preset": "zero1"}
-    settings: dict[str, Any] = {"every": every}
+    settings: dict[str, Any] = {"every": every, "optimizer": {"lr": 1.0, "momentum": 0.0}}
     if name == "streaming":
         settings |= {"fragments": 2, "overlap": max(1, every // 10), "mix": 0.5, "wire": "bf16"}
     return {"preset": "zero1", "mesh": {"island": 2, "dp": -1}, "islands": settings}
@@ -72,36 +77,58 @@ def main() -> None:
         world = sw.World.join(timeout_seconds=1200)
         warm_up(torch.device("cpu"))
         text = Text(size)
+        figures["before"] = _train_before(size, text, world, args)
         figures["turns"] = [_turn(name, size, text, world, args) for name in args.engines.split(",")]
     dist.barrier()
     world.close()
 
 
+class Training:
+    """Of one engine, which begins as new, or where `_train_before` has ended."""
+
+    def __init__(self, plan: dict[str, Any], size: Size, text: Text, world: sw.World, args: argparse.Namespace) -> None:
+        model = build_model(size)
+        self._text, self._args = text, args
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        self.engine = sw.shard(model, plan, optimizer=self._optimizer, world=world)
+        self.place, self.num = self.engine.data_ranks
+
+    def step(self) -> None:
+        """The next one. The rate falls to zero as a cosine, over the steps of `_train_before` and those after."""
+        number, last = self.engine.num_steps + 1, self._args.before + self._args.steps
+        done = min(1.0, number / last)
+        for group in self._optimizer.param_groups:
+            group["lr"] = LR * min(1.0, number / 20) * 0.5 * (1 + math.cos(math.pi * done))
+        self.engine.backward(self.engine(self._text.batch(number, self.place, self.num)))
+        self.engine.step()
+
+
+def _train_before(size: Size, text: Text, world: sw.World, args: argparse.Namespace) -> float:
+    """The loss after the steps that all engines have in common, which are saved."""
+    training = Training(plan_of("zero1", args.every), size, text, world, args)
+    with training.engine as engine:
+        for _ in range(args.before):
+            training.step()
+        engine.save(args.out / _CHECKPOINTS)
+        return _loss(size, engine.state_dict(), text)
+
+
 def _turn(name: str, size: Size, text: Text, world: sw.World, args: argparse.Namespace) -> dict[str, Any]:
-    model = build_model(size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     ask_for(FREE, args.out)
-    with sw.shard(model, plan_of(name, args.every), optimizer=optimizer, world=world) as engine:
-        place, num = engine.data_ranks
-
-        def step(number: int) -> None:
-            lr = LR * min(1.0, number / 20) * 0.5 * (1 + math.cos(math.pi * min(1.0, number / args.steps)))
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            engine.backward(engine(text.batch(number, place, num)))
-            engine.step()
-
-        for number in range(1, args.steps + 1):
-            step(number)
+    training = Training(plan_of(name, args.every), size, text, world, args)
+    with training.engine as engine:
+        engine.resume(args.out / _CHECKPOINTS)
+        for _ in range(args.steps):
+            training.step()
         loss = _loss(size, engine.state_dict(), text)
         num_timed = args.every if name != "zero1" else min(3, args.every)
         ask_for(args.rate, args.out)
         start, (sent, received) = time.perf_counter(), counters()
-        for number in range(args.steps + 1, args.steps + num_timed + 1):
-            step(number)
+        for _ in range(num_timed):
+            training.step()
         dist.barrier()
         seconds, after = time.perf_counter() - start, counters()
-    tokens = num_timed * num * MICRO_BATCH * size.seq
+    tokens = num_timed * training.num * MICRO_BATCH * size.seq
     return {
         "engine": name,
         "loss": loss,
@@ -125,6 +152,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--rate", type=float, required=True)
     parser.add_argument("--every", type=int, required=True)
+    parser.add_argument("--before", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()

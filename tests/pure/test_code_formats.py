@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,8 @@ def test_codes_follow_the_axis_between_hosts() -> None:
         ({"grad": {"dtype": "int4", "axes": ["tp"]}}, "wire.grad.axes names tp, along which ranks hold different"),
         ({"grad": {"dtype": "bf16", "block": 64}}, "wire.grad.block is given, but wire.grad.dtype is bf16"),
         ({"param": {"axes": "everywhere"}}, "wire.param.axes is given, but wire.param.dtype is not"),
+        ({"param": {"rest": "bf16"}}, "wire.param.rest is given, but wire.param.dtype is not"),
+        ({"grad": {"dtype": "int4", "rest": "fp32"}}, "wire.grad.rest is fp32, which is not narrower than fp32"),
     ],
 )
 def test_refused(wire: Any, why: str) -> None:
@@ -182,6 +185,30 @@ def test_the_error_is_half_a_step(wire: Codes, dtype: torch.dtype) -> None:
     exact = torch.empty_like(wide)
     codec.decode(codes, exact.view(-1))
     assert torch.equal(twice, 2 * exact)
+
+
+@pytest.mark.parametrize("wire", [INT8, INT4, Codes("int4", 16), Codes("fp8", 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_codes_that_rest_are_made_again_to_the_bit(wire: Codes, dtype: torch.dtype) -> None:
+    """Of elements that were decoded, in each dtype, large, small and zero: a checkpoint has these."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** torch.linspace(-9, 3, 512)
+    values = (torch.randn(512, wire.block, generator=generator) * sizes[:, None]).to(dtype)
+    values[3] = 0
+    codec = codec_for(replace(wire, rests=True))
+
+    def through(elements: torch.Tensor) -> torch.Tensor:
+        codes = torch.empty(codec.num_codes(elements.numel()), dtype=torch.uint8)
+        codec.encode(elements.view(-1), codes)
+        decoded = torch.empty_like(elements)
+        codec.decode(codes, decoded.view(-1))
+        return decoded
+
+    once = through(values)
+    assert torch.equal(through(once), once)
+    most = values.float().abs().amax(1, keepdim=True)
+    coarse = {"int8": 2 / 127, "int4": 17 / 16 / 7, "fp8": 1 / 8}[wire.dtype] * most / 2  # half a step
+    assert bool(((once.float() - values.float()).abs() <= coarse + most * torch.finfo(dtype).eps + 2.0**-20).all())
 
 
 @pytest.mark.parametrize("wire", [INT8, INT4, Codes("fp8", 256)], ids=str)

@@ -261,7 +261,7 @@ def test_an_unknown_key_gets_the_nearest_name_at_its_level(write: Any) -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: Plan(stagee=3), "unknown key 'stagee' in Plan. Known: accumulate, "),
+        (lambda: Plan(levell=3), "unknown key 'levell' in Plan. Known: accumulate, "),
         (lambda: Plan(acumulate=3), "unknown key 'acumulate' in Plan. Did you mean 'accumulate'?"),
         (lambda: Plan(wire={"grd": "bf16"}), "unknown key 'grd' in wire. Did you mean 'grad'?"),
         (lambda: Plan(rules={"a": {"params": ["*"], "rowz": {}}}), "unknown key 'rowz' in rules.a. Did you mean"),

@@ -128,7 +128,7 @@ PLANS = {
     ),
     "codes of frozen weights": (
         {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}, "gradient_clipping": 0},
-        {"preset": "zero3", "resident_below": 100_000, "wire": {"frozen": {"dtype": "int8"}}},
+        {"preset": "zero3", "resident_below": 100_000, "storage": {"frozen": {"dtype": "int8"}}},
     ),
     "codes that DeepSpeed does not send": (
         {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "gradient_clipping": 0},

@@ -199,10 +199,6 @@ def test_copies_are_compared_within_an_island() -> None:
         ({"mesh": {"dp": 4}}, "Add an axis to it: mesh: {island: 2, ...}, or leave out islands"),
         ({"islands": {"every": 5, "fragments": 2}}, "every is 5 steps and islands.fragments 2, which does not divide"),
         ({"islands": {"every": 4, "fragments": 2, "overlap": 2}}, "Make overlap 1 or less"),
-        (
-            {"mesh": {"island": 2, "pp": 2}, "islands": {"every": 4, "fragments": 2}},
-            "a rank of a pipeline knows those of its own stages",
-        ),
         ({"preset": "infinity"}, "Rows on a disk are not supported with islands"),
         ({"offload": {"optim": 1.0, "optim_disk": 0.5}}, "Rows on a disk are not supported with islands"),
         ({"survive": "buddy"}, "Leave out survive: other islands go on"),

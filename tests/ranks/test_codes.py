@@ -27,6 +27,7 @@ ROWS = 12
 INT8, INT4 = {"dtype": "int8", "block": 32}, {"dtype": "int4", "block": 16}
 FP8 = {"dtype": "fp8", "block": 32}
 EVERYWHERE = {"axes": "everywhere"}
+REST = {"rest": "bf16"}
 TWO = {"node": 2, "local": 2}
 
 CASES = [
@@ -45,6 +46,8 @@ CASES = [
     ("zero3", 3, None, {"param": FP8}),
     ("hpz", 4, TWO, {"param": FP8 | EVERYWHERE, "grad": INT8}),
     ("zero1", 2, None, {"param": FP8, "grad": FP8}),
+    ("zero3", 2, None, {"param": INT8 | REST, "grad": INT4 | REST}),
+    ("zero1", 4, TWO, {"param": INT8 | REST, "grad": INT4}),
 ]
 IDS = [
     f"{preset}-{num_ranks}{'x2' if mesh else ''}-{place}" for place, (preset, num_ranks, mesh, _) in enumerate(CASES)

@@ -216,16 +216,19 @@ INSIDE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "experts": ({"island": 2, "ep": 2}, {}),
     "experts and shards": ({"island": 2, "dp": 2, "ep": 2}, {}),
 }
+FRAGMENTS = {"every": 8, "fragments": 2, "overlap": 3, "mix": 0.5}
+DEALT = {"stages and shards": ["0", "4", "2"]}
+"""In which order units are dealt out to two fragments, where each of two stages deals out its own."""
 
 
 @sampled
-@pytest.mark.parametrize("stream", ["whole", "on the device"])
+@pytest.mark.parametrize("stream", ["whole", "on the device", "fragments"])
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_stages_and_experts_inside_of_islands(name: str, preset: str, stream: str, tmp_path: Path) -> None:
     """Also when they resume between the sending of outer gradients and their effect."""
     mesh, more = INSIDE[name]
-    model, data, settings = Mixed(), batches(11), STREAMS[stream]
+    model, data, settings = Mixed(), batches(11), {**STREAMS, "fragments": FRAGMENTS}[stream]
     plan = {**plan_of(preset, mesh, **settings), **more}
     num_ranks = torch.Size(mesh.values()).numel()
 
@@ -243,7 +246,7 @@ def test_stages_and_experts_inside_of_islands(name: str, preset: str, stream: st
                 own = {name: engine.get(name) for name in common}
         return common, own  # type: ignore[return-value]  # a rank with all has no `None`
 
-    plain = PlainIslands(model, UNITS, Islands(**settings), adamw, loss_of, range(2))
+    plain = PlainIslands(model, DEALT.get(name, UNITS), Islands(**settings), adamw, loss_of, range(2))
     for x, y in data:
         plain.step(zip(x.chunk(2), y.chunk(2), strict=True))
     for rank, (common, own) in enumerate(run_ranks(num_ranks, work)):
@@ -617,11 +620,21 @@ def test_the_norm_is_an_islands_and_the_mean_is_of_all() -> None:
     [
         ({"islands": {"every": 8, "fragments": 4}}, "only 3 units of this model have trained parameters"),
         ({"verify": {"gradients": 5}}, "another island has another model"),
+        (
+            {
+                "mesh": {"island": 2, "pp": 2},
+                "pipeline": {"stages": [["0"], ["2", "4"]]},
+                "islands": {"every": 4, "fragments": 2},
+            },
+            "stages share 0.weight",
+        ),
     ],
 )
 def test_what_islands_exclude(change: dict[str, Any], says: str) -> None:
     def work(world: World) -> None:
         model = start()
+        if "pipeline" in change:
+            model[2].weight = model[0].weight
         with pytest.raises(ConfigError, match=says):
             sw.shard(model, plan_of("zero1") | change, optimizer=adamw(model.parameters()), world=world)
 

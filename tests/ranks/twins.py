@@ -354,6 +354,11 @@ def rounded_by(codes: dict[str, Any] | None) -> Callable[[Tensor], Tensor]:
         if largest == 448:
             scales = 2.0 ** (rows.abs().max(dim=1, keepdim=True).values / largest).log2().ceil()
             return _rounded_to_e4m3(rows, scales).flatten()[: tensor.numel()].view_as(tensor).to(tensor.dtype)
+        if codes.get("rests"):
+            digits = {127: 1, 7: 5}[largest]
+            exact = (rows.abs().max(dim=1, keepdim=True).values / largest).double().clamp(min=2.0 ** (digits - 25))
+            step = 2.0 ** (exact.log2().floor() - digits + 1)
+            scales = ((exact / step).ceil() * step).float()
         integers = torch.where(scales > 0, rows / scales, torch.zeros_like(rows)).round().clamp(-largest, largest)
         return (integers * scales).flatten()[: tensor.numel()].view_as(tensor).to(tensor.dtype)
 

@@ -85,12 +85,19 @@ def is_coded(name: str, param: Tensor) -> bool:
     return param.dim() > 1 and not name.startswith(("tokens", "positions"))
 
 
+def rest_rounded_by(codes: Mapping[str, Any] | None) -> Callable[[Tensor], Tensor]:
+    """What is sent beside these codes, through the dtype in which it is."""
+    is_narrow = codes is not None and codes.get("rest") == "bf16"
+    return lambda tensor: tensor.bfloat16().to(tensor.dtype) if is_narrow else tensor
+
+
 class _Sent:
     """A summand of a gradient as it is sent, with what earlier ones have lost (LoCo, arXiv:2407.04480): written down
     once more, without looking at the library."""
 
     def __init__(self, wire: Mapping[str, Any]) -> None:
         self._through = rounded_by(wire.get("grad"))
+        self._rest = rest_rounded_by(wire.get("grad"))
         self._feedback = wire.get("feedback")
         self._lost: dict[tuple[str, int], Tensor] = {}
 
@@ -100,7 +107,7 @@ class _Sent:
 
     def __call__(self, name: str, place: int, summand: Tensor) -> Tensor:
         if not is_coded(name, summand):
-            return summand
+            return self._rest(summand)
         if self._feedback is None:
             return self._through(summand)
         beta = self._feedback["beta"]
@@ -126,6 +133,7 @@ def twin_run(
     `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do."""
     to_params, sent = rounded_by(wire.get("param")), _Sent(wire)
     to_frozen = rounded_by(wire.get("frozen", wire.get("param")))
+    rest = rest_rounded_by(wire.get("param"))
     masters = copy.deepcopy(model)
     named = {name: param for name, param in masters.named_parameters() if param.requires_grad}
     optimizer, run = adamw(masters), Run()
@@ -136,7 +144,7 @@ def twin_run(
             for name, param in computed.named_parameters():
                 rounds = to_params if param.requires_grad else to_frozen
                 is_sent = param.requires_grad or sends_frozen
-                param.copy_(rounds(param) if is_sent and is_coded(name, param) else param)
+                param.copy_((rounds if is_coded(name, param) else rest)(param) if is_sent else param)
         losses, of_batches = [], []
         for part_of_step in range(accumulate):
             of_batches.append([])

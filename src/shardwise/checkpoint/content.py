@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.checkpoint.index import ISLAND
 from shardwise.checkpoint.json_codec import encode
 from shardwise.errors import ConfigError
-from shardwise.memory import ANCHOR, DiskRows, Flat
+from shardwise.memory import ANCHOR, Flat, Rows
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.placement import Axes, Box, Slot, Span
 from shardwise.program import FlatSpec, kept_losses
@@ -50,7 +50,7 @@ class Entry:
 
     box: Box | None = None
     """If a model axis cuts the tensor, the part whose elements `span` counts."""
-    rows: DiskRows | None = None
+    rows: Rows | None = None
     """The rows through which the elements are read, if they lie on a disk."""
     num_ranks: int = 0
     """With how many ranks alone it can be read again, if not with any number. With others it is zero."""
@@ -206,7 +206,7 @@ def _add_params(content: Content, flats: Sequence[Flat], visible: set[int]) -> d
                     written[slot.name],
                     is_hidden=is_hidden,
                     box=content.boxes[slot.name],
-                    rows=flat.on_disk(tensor),
+                    rows=flat.rows_of(tensor),
                 )
             )
     return written

@@ -19,7 +19,7 @@ from shardwise.checkpoint.content import Content, Entry
 from shardwise.checkpoint.index import Chunk, File, block_bytes_of
 from shardwise.checkpoint.json_codec import bytes_tensor, dtype_name
 from shardwise.errors import CheckpointError
-from shardwise.memory import DiskRows
+from shardwise.memory import Rows
 from shardwise.plan.placement import Box, Span
 from shardwise.system.checksum import crc32
 from shardwise.system.disk import PAGE
@@ -83,7 +83,7 @@ class Image:
     parts: tuple[Part, ...]
     sources: tuple[torch.Tensor, ...]
     """One live, flat tensor per part; none once they have been copied."""
-    rows: tuple[DiskRows | None, ...] = ()
+    rows: tuple[Rows | None, ...] = ()
     """For each source, the rows through which it is read if it lies on a disk."""
 
     @property
@@ -156,7 +156,7 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
     for key, text in documents.items():
         kind, _, label = key.partition("/")
         sources.append(_Source(kind, label, NO_SPAN, bytes_tensor(text), (len(text),)))
-    order: dict[DiskRows | None, int] = {None: 0}
+    order: dict[Rows | None, int] = {None: 0}
     for one in (entry.rows for entry in content.entries):
         order.setdefault(one, len(order))
     # So that each tensor starts at a multiple of its element size, and rows of a disk are in the order in which a step
@@ -184,7 +184,7 @@ class _Source(NamedTuple):
     is_hidden: bool = False
     is_narrow: bool = False
     box: Box | None = None
-    rows: DiskRows | None = None
+    rows: Rows | None = None
 
 
 def _source(entry: Entry) -> _Source:

@@ -16,7 +16,7 @@ from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.same import settings_of
 from shardwise.checkpoint.transfer import Read
 from shardwise.errors import CheckpointError
-from shardwise.memory import DiskRows, Flat, agrees, copy_into, may_overlap
+from shardwise.memory import Flat, Rows, agrees, copy_into, may_overlap
 from shardwise.optim import AdoptedOptimizer, Piece
 from shardwise.plan.placement import Box, Span
 from shardwise.system.disk import tensors_in_pages
@@ -288,7 +288,7 @@ def _memory_for(piece: Piece, dtype: torch.dtype, had: object) -> Tensor:
     return torch.empty_like(piece.flat_state(piece.tensor.detach()), dtype=dtype)
 
 
-def _stream(reader: Reader, rows: DiskRows, out: Tensor, reads: list[Read], span: Span, box: Box | None) -> None:
+def _stream(reader: Reader, rows: Rows, out: Tensor, reads: list[Read], span: Span, box: Box | None) -> None:
     """Copy from the checkpoint's files to the place of `out` on a disk, piece by piece."""
     memory = torch.empty(min(span.numel, STREAMED_NUMEL), dtype=out.dtype)
     for start in range(0, span.numel, STREAMED_NUMEL):

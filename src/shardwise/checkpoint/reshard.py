@@ -32,7 +32,7 @@ from shardwise.checkpoint.content import NOTHING, kept_span, written_span
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of, encode
 from shardwise.comm import Collectives, DataGroup, World
 from shardwise.errors import TierError
-from shardwise.memory import ANCHOR, DiskRows, Flat, let_go, torch_dtype
+from shardwise.memory import ANCHOR, Flat, Rows, let_go, torch_dtype
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import Box, Run, Slot, Span, common_runs
@@ -139,8 +139,8 @@ class Held:
     """By the rank of the layout, the parameter's name, and `param` or the state's key: the elements that it kept."""
     values: States = field(default_factory=dict)
     """States that do not have the parameter's size, as far as they are known here."""
-    rows: dict[tuple[int, str], DiskRows] = field(default_factory=dict)
-    """By the rank of the layout and the parameter's name: the rows, if `tensors` lie on a disk."""
+    rows: dict[tuple[int, str], Rows] = field(default_factory=dict)
+    """By the rank of the layout and the parameter's name: the rows, if `tensors` lie on a disk, or as codes."""
     buffers: dict[str, Flat] = field(default_factory=dict)
     """The flat buffer of each parameter that can be let go when all of it has been moved."""
     parts: tuple[Parts, Parts] | None = None
@@ -171,8 +171,8 @@ class Held:
                 is_trained = flat.params[index].requires_grad  # what is frozen from now on is the same on all islands
                 held.tensors[me, slot.name, PARAM] = (flat.param_piece if is_trained else flat.common_piece)(index)
                 held.buffers[slot.name] = flat
-                if flat.rows is not None:
-                    held.rows[me, slot.name] = flat.rows
+                if (rows := flat.coded or flat.rows) is not None:
+                    held.rows[me, slot.name] = rows
                 for key, row in flat.outer_pieces(index).items() if flat.param_piece(index).numel() else ():
                     held.tensors[me, slot.name, key] = row
         if optimizer is None:

@@ -31,7 +31,7 @@ from shardwise.checkpoint.image import WINDOW, Image
 from shardwise.checkpoint.json_codec import bytes_tensor
 from shardwise.checkpoint.write import Copying
 from shardwise.errors import CheckpointError
-from shardwise.memory import DiskRows
+from shardwise.memory import Rows
 from shardwise.plan.placement import Span
 from shardwise.system.devices import RankDevice
 from shardwise.system.disk import PAGE
@@ -147,7 +147,7 @@ class _OnDisk:
     """The rows on a disk of an image; writes to them wait until they have been read."""
 
     def __init__(self, image: Image) -> None:
-        self._last: dict[DiskRows, int] = {}
+        self._last: dict[Rows, int] = {}
         """By rows, the end of their last part in the image."""
         for part, rows in zip(image.parts, image.rows, strict=True):
             if rows is not None:

@@ -414,6 +414,8 @@ def _codes_as_json(table: Table) -> dict[str, dict[str, Any]]:
             "as": str(codes),
             "along": list(codes.axes),
             **({} if codes.feedback is None else {"feedback": asdict(codes.feedback)}),
+            **({} if codes.rest is None else {"rest": str(codes.rest)}),
+            **({"rests": True} if codes.rests else {}),
         }
         for kind, codes in found.items()
         if codes is not None

@@ -249,7 +249,7 @@ def _below_rows(explained: Explanation) -> Text:
     if table.outer is not None:
         sent = f"{sent}, outer gradients in {table.outer.codes or table.outer.wire}"
     if table.sends_codes or table.frozen_codes is not None:
-        sent = f"{sent}; vectors, embeddings and routers are sent without codes"
+        sent = f"{sent}; vectors, embeddings and routers are sent without codes{_rest_words(table)}"
     text = f"computes in {table.compute}; sends {sent}"
     if table.low_rank is not None:
         later = "" if table.low_rank.has_begun else "later "
@@ -260,13 +260,20 @@ def _below_rows(explained: Explanation) -> Text:
     return Text(text)
 
 
+def _rest_words(table: Table) -> str:
+    """`, parameters in bf16`, where the plan says so."""
+    every = {"parameters": table.param_codes, "frozen parameters": table.frozen_codes, "gradients": table.grad_codes}
+    return "".join(f", {kind} in {one.rest}" for kind, one in every.items() if one is not None and one.rest is not None)
+
+
 def _codes_words(codes: Codes | None, table: Table) -> str:
     """` as int4/128 along node`, without the axes if these are all."""
     if codes is None:
         return ""
     along = "" if codes.axes == table.axes else f" along {'+'.join(codes.axes)}"
     fed_back = "" if codes.feedback is None else f", with error feedback ({codes.feedback})"
-    return f" as {codes}{along}{fed_back}"
+    rests = ", as which they also rest" if codes.rests else ""
+    return f" as {codes}{along}{fed_back}{rests}"
 
 
 def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:

@@ -268,6 +268,12 @@ def _coding(prices: Prices, action: Action) -> float:
     return of_codes * own * num_ranks * (to_encode + COPIES_TO_DECODE)
 
 
+def _decode(prices: Prices, action: Action) -> Cost:
+    """Codes that rest here, made whole."""
+    numel = prices.flat(action).numel
+    return Cost(computing=prices.hardware.flat_seconds(2 * WIDTH["fp32"] * numel) * COPIES_TO_DECODE)
+
+
 def _arrival(prices: Prices, action: Action) -> Cost:
     """A wait: it takes no time of its own, unless what has arrived must be decoded. What codes take is counted where
     they are sent."""
@@ -443,6 +449,7 @@ def _as_factors(prices: Prices, action: Action) -> Cost:
 
 PRICES: dict[tuple[Verb, Subject], Price] = {
     ("gather", "param"): _gather,
+    ("decode", "param"): _decode,
     ("gather", "held"): _gather,
     ("gather", "updated"): _gather,
     ("fetch", "param"): _fetch_param,

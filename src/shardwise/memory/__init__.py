@@ -2,6 +2,7 @@
 
 from shardwise.memory.at_rest import AtRest, is_at_rest
 from shardwise.memory.boxes import part_of, put_part
+from shardwise.memory.coded_rows import CodedRows, Rows
 from shardwise.memory.disk_folder import open_disk, require_room
 from shardwise.memory.disk_memory import DiskMemory
 from shardwise.memory.disk_reads import DiskRead
@@ -26,6 +27,7 @@ __all__ = [
     "MOMENTUM",
     "READY",
     "AtRest",
+    "CodedRows",
     "Copied",
     "Copy",
     "DiskMemory",
@@ -39,6 +41,7 @@ __all__ = [
     "HostMemory",
     "KeptFactors",
     "LabelledTable",
+    "Rows",
     "Unit",
     "UnitChoice",
     "agrees",

@@ -25,6 +25,7 @@ import torch
 from shardwise.comm import SharedBuffer
 from shardwise.errors import StateError
 from shardwise.memory.at_rest import ParamGuard
+from shardwise.memory.coded_rows import CodedRows, RestCodec, Rows
 from shardwise.memory.disk_memory import DiskMemory
 from shardwise.memory.disk_rows import DiskRows
 from shardwise.memory.dtypes import torch_dtype
@@ -116,6 +117,9 @@ class Flat:
         self.disk: DiskMemory | None = None
         self.rows: DiskRows | None = None
         """What lies on a disk, if the table has a row there."""
+        self.coded: CodedRows | None = None
+        """What rests as codes, if parameters do."""
+        self._rest_codec: RestCodec | None = None
         self.factors: Factors | None = None
         """What is kept of gradients that are sent as factors, if any are."""
         self.losses: dict[str, Tensor] = {}
@@ -142,6 +146,10 @@ class Flat:
         """Put rows on the host into `host`, and rows on a disk into `disk`. Call before the first values."""
         self.grads.host = host
         self.disk = disk
+
+    def rest_by(self, codec: RestCodec) -> None:
+        """Make codes of what rests as such by `codec`. Call before the first values."""
+        self._rest_codec = codec
 
     @property
     def host(self) -> HostMemory:
@@ -260,7 +268,7 @@ class Flat:
             self._bytes_of_full.free()
             self.param = self._resting("param", self.param_span.numel, compute)
         if self.spec.tier_of("param") == "device":
-            self.meter.hold("param", self.param.nbytes)
+            self.meter.hold("param", self.spec.resting_bytes)
         if self.spec.factored:
             self.factors = Factors(self.spec, self.meter, self.device)
         for one in kept_losses(self.spec):
@@ -322,6 +330,11 @@ class Flat:
 
     def _resting(self, buffer: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of zeros for a row, on its tier; `HostMemory` counts its own."""
+        codes = self.spec.table.rests_as if buffer == "param" else None
+        if codes is not None:
+            assert self._rest_codec is not None
+            self.coded = CodedRows(self.name, self._rest_codec, codes, numel, dtype, self.device)
+            return self.coded.param
         if self.spec.tier_of(buffer) == "device":
             return torch.zeros(numel, dtype=dtype, device=self.device)
         if self.rows is not None and self.spec.tier_of(buffer) == "disk":
@@ -430,20 +443,24 @@ class Flat:
             stop = start + _PIECE_NUMEL
             self.put(out[start:stop], self.loaded(master[start:stop]))
 
-    # -- what may lie on a disk ---------------------------------------------------------------------------
+    # -- what may lie on a disk, or as codes ---------------------------------------------------------------
 
     def on_disk(self, tensor: Tensor) -> DiskRows | None:
         """The rows that hold what `tensor` stands for; `None` if it is in memory."""
         return self.rows if self.rows is not None and self.rows.has(tensor) else None
 
+    def rows_of(self, tensor: Tensor) -> Rows | None:
+        """Those that hold what `tensor` stands for, on a disk or as codes; `None` if it is in memory."""
+        return self.coded if self.coded is not None and self.coded.has(tensor) else self.on_disk(tensor)
+
     def loaded(self, tensor: Tensor) -> Tensor:
-        """`tensor`, a flat row or state of this buffer, in memory: a copy if it lies on a disk."""
-        rows = self.on_disk(tensor)
+        """`tensor`, a flat row or state of this buffer, in memory: a copy if it lies on a disk, or as codes."""
+        rows = self.rows_of(tensor)
         return tensor.detach() if rows is None else rows.read(tensor)
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Write `values`, flat, over `tensor`, wherever it lies."""
-        rows = self.on_disk(tensor)
+        rows = self.rows_of(tensor)
         if rows is not None:
             rows.write(tensor, values)
         elif tensor.numel():  # torch counts a copy of nothing as a change of all that shares its memory
@@ -505,7 +522,7 @@ def let_go(flat: Flat) -> None:
         flat.shared.let_go()
     flat.full = flat.param = torch.empty(0, dtype=torch_dtype(flat.spec.table.compute), device=flat.device)
     flat.master = flat.held = flat.outgoing = flat.shared = flat._bytes_of_full = None
-    flat.anchor = flat.momentum = None
+    flat.anchor = flat.momentum = flat.coded = None
     flat.grads.let_go()
 
 

@@ -129,7 +129,7 @@ def _unit_spec(
         numel = padded_numel(slots, mesh.num_replicas * mesh.num_islands, align)  # sums over islands divide evenly too
         name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
-        stays_whole = table.param == table.full and bool(table.axes)
+        stays_whole = table.stays_whole and bool(table.axes)
         waits_here = table.grad.tier == "device"
         is_widest = WIDTH[table.grad_wire.dtype] <= WIDTH[table.grad.dtype] == WIDTH[table.optim.dtype]
         may_keep = on_cpu and kind.trainable and stays_whole and waits_here and is_widest

@@ -15,7 +15,7 @@ from shardwise.memory import LabelledTable, UnitChoice, choose_units
 from shardwise.parallel.experts import ExpertSplit, check_routers, expert_split
 from shardwise.parallel.model_axes import Boxes, boxes_after, boxes_for, rows_for, split_of
 from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import StageLayout, has_pipeline, stage_layout
+from shardwise.parallel.pipeline import StageLayout, has_pipeline, holders_of, stage_layout
 from shardwise.parallel.sequence import check_model as check_sequence
 from shardwise.parallel.tensor import ModelSplit
 from shardwise.plan import Plan
@@ -57,7 +57,7 @@ def outline(
     tables = [table.on(mesh) for table in {row.table for row in rows.values()}]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
-    check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
+    check_backend(plan.compile, stays_whole=all(table.stays_whole for table in tables))
     split = split_of(model, plan, mesh, rank, experts) if parts is None else None
     if parts is None:
         boxes = boxes_for(model, mesh, rank, split, experts)
@@ -75,10 +75,24 @@ def outline(
         from shardwise.plan.placement.islands import check_islands  # only plans with islands load it
 
         check_islands(plan, mesh, sum(any(one.requires_grad for one in unit.params.values()) for unit in choices))
+        if stages is not None and plan.islands.fragments > 1:
+            _check_fragments_of_stages(model, plan, stages)
     treatments = treatments_for(model, choices, plan)
     if stages is not None:
         treatments.check_stages(model, stages.pieces)
     return Outline(choices, rows, boxes, split, experts, stages, treatments)
+
+
+def _check_fragments_of_stages(model: nn.Module, plan: Plan, stages: StageLayout) -> None:
+    """Raise `ConfigError` for a trained parameter of several stages, each of which deals out its own units."""
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    shared = [name for name, ranks in holders_of(model, stages).items() if len(ranks) > 1 and name in trained]
+    if shared:
+        raise ConfigError(
+            f"islands.fragments is {plan.islands.fragments}, and stages share {shared[0]}. Each stage deals out its "
+            f"own units, so the outer step of what they share would come at another time in each. Leave fragments out, "
+            f"or do not tie it."
+        )
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,10 @@ class WireFormat(Strict):
         description="mesh axes along which codes are sent; everywhere: all; default: node, if the mesh has it, "
         "else all",
     )
+    rest: DtypeName | None = Field(
+        default=None,
+        description="beside codes: dtype in which vectors, embeddings and routers are sent; default: as without codes",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -233,6 +237,31 @@ class Wire(Strict):
     )
     grad: WireFormat = Field(default=WireFormat(), description="gradients; default: in precision")
     feedback: Feedback = Field(default=Feedback(), description="error feedback of gradients that are sent as codes")
+
+
+class StorageFormat(Strict):
+    """How elements are kept. The name of a dtype alone is enough."""
+
+    shorthand: ClassVar[str] = "int8, int4 or fp8"
+    dtype: Literal["int8", "int4", "fp8"] | None = Field(
+        default=None, description="codes with a scale for each block; default: as elements"
+    )
+    block: Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096] | None = Field(
+        default=None, description="elements of one scale; default: 256 of int8 and fp8, 128 of int4"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"dtype": value} if isinstance(value, str) or value is None else value
+
+
+class Storage(Strict):
+    """What lies in memory as codes between computations; see docs/between-hosts.md."""
+
+    frozen: StorageFormat = Field(
+        default=StorageFormat(), description="matrices of frozen parameters; they are also sent so"
+    )
 
 
 class PowerSGD(Strict):
@@ -528,6 +557,7 @@ class Plan(Strict):
         default=Activations(), description="policy for the tensors that forwards save for backwards"
     )
     wire: Wire = Field(default=Wire(), description="dtypes of communication")
+    storage: Storage = Field(default=Storage(), description="what lies in memory as codes")
     powersgd: PowerSGD = Field(default=PowerSGD(), description="gradients of matrices sent as thin factors, with ddp")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     tensor: TensorParallel = Field(

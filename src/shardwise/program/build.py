@@ -161,6 +161,9 @@ def gathers(flat: FlatSpec, *, from_held: bool) -> Actions:
     """The gathers that make a flat buffer whole, from where it rests or from its held range."""
     if from_held:
         return _actions_between(flat, "held", flat.table.held, flat.table.full)
+    codes = flat.table.rests_as
+    if codes is not None and not flat.table.param.shard:  # others are decoded as they arrive
+        return (Action("decode", flat.name, "param", str(codes), flat.table.compute),)
     return _actions_between(flat, "param", flat.table.param, flat.table.full)
 
 
@@ -184,7 +187,7 @@ def drop_to_held(unit: UnitSpec) -> Actions:
     """Free a unit except for what is held of it until it is needed again."""
     due: list[Action] = []
     for flat in unit.flats:
-        if flat.resident or flat.table.held == flat.table.full:
+        if flat.resident or (flat.table.held == flat.table.full and not _is_held_as_it_rests(flat)):
             continue
         if _has_held_buffer(flat):
             due += slices_to_hold(flat)
@@ -278,6 +281,11 @@ def backward_makes(flat: FlatSpec) -> Buffer:
 def _has_held_buffer(flat: FlatSpec) -> bool:
     """Whether what is held between forward and backward is neither the resting shard nor the whole."""
     return flat.table.held not in (flat.table.param, flat.table.full)
+
+
+def _is_held_as_it_rests(flat: FlatSpec) -> bool:
+    """Whether what is held between forward and backward are the resting codes, decoded anew for each."""
+    return flat.table.rests_as is not None and flat.table.held == flat.table.param
 
 
 def free_due(unit: UnitSpec) -> Actions:

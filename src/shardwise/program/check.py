@@ -323,7 +323,7 @@ class _FlatState:
     def _steps(self, action: Action) -> deque[Action]:
         """All steps towards what `action` makes, of which it is the first."""
         match action.verb, action.subject:
-            case (("gather" | "fetch"), ("param" | "held")):
+            case (("gather" | "fetch" | "decode"), ("param" | "held")):
                 return deque(gathers(self.flat, from_held=action.subject == "held"))
             case "slice", "held":
                 return deque(slices_to_hold(self.flat))

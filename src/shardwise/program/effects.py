@@ -33,6 +33,7 @@ OwnVerb = Literal[
     "compare",
     "subtract",
     "mix",
+    "decode",
 ]
 Verb = MoveVerb | OwnVerb
 Stream = Literal["compute", "gather", "reduce", "fetch", "evict"]
@@ -165,6 +166,7 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     # parameters, in a pass
     ("gather", "param"): _gather("param", "full", ("range", "full")),
     ("fetch", "param"): _fetch("param", "full", ("range", "full")),
+    ("decode", "param"): Effect("full", ("param",)),
     ("gather", "held"): _gather("held", "full", ("range", "full"), consumes=("held",)),
     ("slice", "held"): Effect("held", reads=("full",)),
     ("free", "full"): Effect(frees=("full",)),

@@ -226,8 +226,7 @@ def _disk_buffers(flats: Sequence[FlatSpec], states_per_param: int, coordinate: 
 
 
 def _resting_bytes(flats: Sequence[FlatSpec], tier: Tier) -> int:
-    there = [flat for flat in flats if flat.tier_of("param") == tier]
-    return sum(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype) for flat in there)
+    return sum(flat.resting_bytes for flat in flats if flat.tier_of("param") == tier)
 
 
 def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
@@ -282,7 +281,7 @@ def resting_disk_bytes(flat: FlatSpec) -> int:
     """The part of that file that a forward or backward reads; 0 if parameters rest elsewhere."""
     if not flat.rests_on_disk:
         return 0
-    return up_to_page(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype))
+    return up_to_page(flat.resting_bytes)
 
 
 def up_to_page(num_bytes: int) -> int:

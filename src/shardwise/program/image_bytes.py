@@ -83,6 +83,12 @@ def why_not_elastic(plan: Plan, updates: Iterable[Update] = ()) -> str:
             f"lost with it, so it does not work in an elastic job in this version. Launch the job without --elastic, "
             f"or leave out feedback."
         )
+    if plan.storage.frozen.dtype is not None:
+        return (
+            f"storage.frozen is {plan.storage.frozen.dtype}, and what survives a lost rank are elements and not codes, "
+            f"so it does not work in an elastic job in this version. Launch the job without --elastic, or send frozen "
+            f"parameters as codes instead: wire: {{frozen: {plan.storage.frozen.dtype}}}."
+        )
     if any(update.sends_signs for update in updates):
         return (
             "The optimizer sends one bit per element, and what each rank has not sent yet would be lost with it, so it "

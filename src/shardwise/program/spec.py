@@ -72,7 +72,7 @@ class FlatSpec:
     @cached_property
     def resident(self) -> bool:
         """Whether parameters lie here whole between steps: there is nothing to gather or free."""
-        return self.table.param == self.table.full
+        return self.table.stays_whole
 
     @cached_property
     def gathers_behind_step(self) -> bool:
@@ -182,6 +182,14 @@ class FlatSpec:
     def num_elements(self, shard: Axes) -> int:
         """Elements of it on one rank when sharded over `shard`."""
         return self.layout.span(shard, dict.fromkeys(self.layout.order, 0)).numel
+
+    @cached_property
+    def resting_bytes(self) -> int:
+        """Bytes of parameters on this rank between computations."""
+        codes, place = self.table.rests_as, self.table.param
+        if codes is not None:
+            return codes.num_bytes(self.num_elements(place.shard))
+        return self.num_bytes(place.shard, place.dtype)
 
     @cached_property
     def grad_bytes(self) -> int:

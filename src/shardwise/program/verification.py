@@ -69,8 +69,9 @@ def verified_rows(flat: FlatSpec) -> tuple[Subject, ...]:
 
 
 def resting_rows(flat: FlatSpec) -> tuple[Subject, ...]:
-    """What lies in memory between two steps. Rows on a disk have checksums of their own (`disk_checksums`)."""
-    rows: list[Subject] = [] if flat.rests_on_disk else ["param"]
+    """What lies in memory between two steps. Rows on a disk have checksums of their own (`disk_checksums`).
+    Codes are compared as `full`, where they are gathered."""
+    rows: list[Subject] = [] if flat.rests_on_disk or flat.table.rests_as is not None else ["param"]
     if flat.trainable and not flat.updates_from_disk:
         rows += ["states"] if rests_as_master(flat) else ["master", "states"]
     return tuple(rows)

@@ -48,6 +48,7 @@ class ParamMover:
         return {
             ("gather", "param"): self.gather_param,
             ("fetch", "param"): self.fetch_param,
+            ("decode", "param"): self.decode_param,
             ("gather", "held"): self.gather_held,
             ("slice", "held"): self.slice_held,
             ("free", "full"): self.free_full,
@@ -91,6 +92,19 @@ class ParamMover:
         assert flat.disk is not None
         assert flat.rows is not None
         return flat.disk.read(flat.rows, lambda buffer: flat.host.fetch(out, buffer[:num_bytes].view(out.dtype)))
+
+    def decode_param(self, _: Action) -> None:
+        """Make `full` of codes that rest here whole."""
+        flat = self.flat
+        if flat.is_whole and not flat.must_be_gathered_again:
+            return
+        if flat.state is ABSENT:
+            flat.allocate_full()
+        flat.owes_free = flat.is_outdated = False
+        assert flat.coded is not None
+        flat.coded.decode(flat.full)
+        flat.state = READY
+        flat.free_held()
 
     def gather_held(self, action: Action) -> None:
         """Start to gather from what is held; if nothing is, from the resting parameters."""
@@ -149,15 +163,13 @@ class ParamMover:
             flat.owes_free = flat.is_outdated = False
             self._spread = shard
             flat.state = GATHERING
-            if flat.shared is None:
-                self._part_of_full(shard).copy_(source)
+            self._place(source, shard)
         if flat.state is GATHERING and axis not in self._spread:
             return
         if flat.state is ABSENT:
             self._spread = shard
             flat.allocate_full()
-            if flat.shared is None:
-                self._part_of_full(shard).copy_(source)
+            self._place(source, shard)
         for other in reversed(flat.spec.table.order):
             if other == axis:
                 break
@@ -165,6 +177,12 @@ class ParamMover:
                 self._gather_over(other)
                 self._wait_arriving()
         self._gather_over(axis, is_held=action.subject == "held")
+
+    def _place(self, source: Tensor, shard: Axes) -> None:
+        """Copy what is gathered to its place in `full`, unless it is there, or comes there with the others' codes."""
+        comes_as_codes = self.flat.coded is not None and self.flat.coded.has(source)
+        if self.flat.shared is None and not comes_as_codes:
+            self._part_of_full(shard).copy_(source)
 
     def _gather_over(self, axis: str, *, is_held: bool = False) -> None:
         """[Note: held ranges are sent as they are] What is held has been decoded from codes once. It is not made codes
@@ -184,8 +202,10 @@ class ParamMover:
         codec = self._codecs.get(group.axis)
         if codec is None or (is_held and self._codes is not None):
             return self._collectives.all_gather(whole, group, self._name, chunks)
-        source = self._exact(chunks[group.index])
-        return EncodedGather(codec, self._collectives, chunks, group, self._name, self.flat.meter, source)
+        own, coded, meter = chunks[group.index], self.flat.coded, self.flat.meter
+        encoded = coded.codes if coded is not None and own.numel() == coded.param.numel() else None
+        source = self._exact(own)
+        return EncodedGather(codec, self._collectives, chunks, group, self._name, meter, source, encoded)
 
     def _exact(self, part: Tensor) -> Tensor | None:
         """The master weights of `part`, this rank's share of what is gathered, if they are here: codes are made of

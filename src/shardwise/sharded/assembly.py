@@ -243,7 +243,7 @@ class _Assembly:
         stages = [axis for axis in self._mesh.model_axes if axis not in self._mesh.same_params_axes]
         journal = self._world.journal
         island = self._island
-        journal.whole_model_axes = frozenset([island.group.axis, *stages] if stages else [])
+        journal.whole_model_axes = frozenset([island.group.axis, self._world.everybody.axis, *stages] if stages else [])
         exchange = None if on_host(self._sharding.device) else partial(island.exchange, subject="verdict")
         peers = frozenset(place for place, rank in enumerate(island.group.ranks) if rank in self._peers.group.ranks)
         return Verdict(

@@ -54,6 +54,7 @@ from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_siz
 from shardwise.program import Update
 from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
+from shardwise.runtime.codec import codec_for
 from shardwise.system.calibration import readable_calibration
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.telemetry import ByteMeter
@@ -235,6 +236,8 @@ class Design(Outline):
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
         for flat in flats:
             flat.keep_below(host, disk)
+            if (codes := flat.spec.table.rests_as) is not None:
+                flat.rest_by(codec_for(codes, device))
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
         stage_design = None if self.staged is None else self

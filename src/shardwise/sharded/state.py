@@ -42,7 +42,7 @@ from shardwise.parallel.experts import ExpertSplit, share_totals
 from shardwise.parallel.model_axes import carry_out_experts, carry_out_split, synchronize_generators
 from shardwise.parallel.pipeline import StagedModel, has_pipeline
 from shardwise.plan import Budget, Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import Span, mesh_for
 from shardwise.program import Update
 from shardwise.sharded.access import with_extra_state
@@ -113,7 +113,7 @@ class State:
                 kept["loss_scale"] = progress.scaler.state_dict()
             outer = sharded.parts.outer_steps
             if outer is not None:
-                kept["islands"] = {"pending": outer.pending, "settings": sharded.plan.islands.model_dump_json()}
+                kept["islands"] = {"pending": outer.pending, "settings": _dealing(sharded)}
             extra = {name: module.get_extra_state() for name, module in with_extra_state(sharded.model)}
             if extra:
                 for name, value in extra.items():
@@ -197,7 +197,7 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         if sharded.parts.outer_steps is not None:
             saved = loaded.state.get("islands", {})
-            is_same = saved.get("settings") == sharded.plan.islands.model_dump_json()
+            is_same = saved.get("settings") == _dealing(sharded)
             sharded.parts.outer_steps.pending = saved.get("pending") if is_same else None
         sharded.zero_grad()
         sharded.parts.runner.step.restore_params()
@@ -414,13 +414,23 @@ def _moved(
     former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change, {}, residuals, factors)
     training_state = TrainingState(held, sharded.world, dealt)
     pending = sharded.parts.outer_steps.pending if sharded.parts.outer_steps is not None else None
+    dealing = _dealing(sharded)
     sharded.take_down()
     for flat in (flat for unit in former.sharding.units for flat in unit.flats):
         flat.grads.let_go()
     renewed = move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
     if renewed.parts.outer_steps is not None:
-        renewed.parts.outer_steps.pending = pending
+        renewed.parts.outer_steps.pending = pending if _dealing(renewed) == dealing else None
     return renewed, training_state.fault
+
+
+def _dealing(sharded: ShardedModel) -> str:
+    """What says which units a fragment has: the settings of islands, and in a pipeline the cut into stages, each of
+    which deals out its own units."""
+    settings, mesh = sharded.plan.islands.model_dump_json(), sharded.mesh
+    if STAGE_AXIS not in mesh.axes or mesh.size(STAGE_AXIS) == 1:
+        return settings
+    return f"{settings} {mesh.size(STAGE_AXIS)} {sharded.plan.pipeline.model_dump_json()}"
 
 
 def unshard(sharded: ShardedModel) -> None:

@@ -589,13 +589,16 @@ _FEEDBACK = {"err_beta": "beta", "reset_T": "reset"}
 
 def _set_codes(plan: dict[str, Any], values: _Values, notes: list[Note]) -> None:
     """ZeRO++'s quantized weights and gradients, between hosts where the config says where these are, and LoCo's
-    feedback of what the latter lose."""
+    feedback of what the latter lose. Frozen weights also rest so, but where they rest off the device."""
     for kind, what, dtype in _QUANTIZED:
         path = f"zero_optimization.zero_quantized_{what}"
         if not values.flag(path):
             continue
         if values.get("zero_optimization.stage") != 3:
             notes.append(Note(path, FieldStatus.NOT_NEEDED, "DeepSpeed uses it in stage 3 only"))
+            continue
+        if kind == "frozen" and not plan.get("rows", {}).get("param"):
+            plan["storage"] = {"frozen": {"dtype": dtype}}
             continue
         wire: dict[str, Any] = {"dtype": dtype}
         if kind != "grad" and plan["preset"] == "hsdp":

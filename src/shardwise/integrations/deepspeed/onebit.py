@@ -61,8 +61,9 @@ def make_onebit(name: str, params: Iterable[Any], options: Mapping[str, Any]) ->
         own = {key: value for key, value in own.items() if key not in _LOCAL_STEPS}
         if options.get("local_step_clipper") != 1:
             _log.info(
-                "%s takes no local steps, in which parameters of the ranks would diverge: momenta are averaged in "
-                "every step, as with local_step_clipper: 1.",
+                "%s takes no local steps, between which parameters of the ranks would differ: momenta are averaged in "
+                "every step, as with local_step_clipper: 1. To send nothing in most steps, take AdamW and islands in a "
+                "plan: mesh: {island: N}, islands: {every: 16}.",
                 name,
             )
     if isinstance(own.get("betas"), list):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Islands, Plan
-from shardwise.plan.mesh import ISLAND_AXIS, STAGE_AXIS, Mesh
+from shardwise.plan.mesh import ISLAND_AXIS, Mesh
 from shardwise.plan.placement.place import KINDS
 from shardwise.plan.placement.presets import ruled_tables, table_for
 
@@ -20,11 +20,6 @@ def check_islands(plan: Plan, mesh: Mesh, num_units: int | None = None) -> None:
             )
         return
     _check_schedule(asked, num_units)
-    if asked.fragments > 1 and STAGE_AXIS in mesh.axes and mesh.size(STAGE_AXIS) > 1:
-        raise ConfigError(
-            f"The mesh is {mesh}, and islands.fragments {asked.fragments}: fragments are dealt out of the units of a "
-            f"whole model, and a rank of a pipeline knows those of its own stages. Leave fragments out."
-        )
     tables = (table_for(plan, mesh), *ruled_tables(plan, mesh).values())
     if (
         any(table.place(kind).tier == "disk" for table in tables for kind in KINDS)

@@ -11,7 +11,7 @@ from shardwise.plan import PlaceEdit, Plan, Rows, Rule, WireFormat
 from shardwise.plan.mesh import ISLAND_AXIS, Mesh
 from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.place import WIDTH, Axes, Dtype, Kind, Place
-from shardwise.plan.placement.table import Outer, Table
+from shardwise.plan.placement.table import Outer, Table, narrows
 from shardwise.plan.placement.wire import Codes, Feedback, Wire
 
 
@@ -154,13 +154,15 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         outer = _outer(plan, optim)
     _check_tiers(param, held, grad, optim, what)
     param_wire, param_codes = _wires(plan.wire.param, "param", mesh)
-    frozen_codes = _frozen_codes(plan, mesh)
+    frozen_codes = _stored_codes(plan, mesh, compute) or _frozen_codes(plan, mesh)
     grad_wire, grad_codes = _wires(plan.wire.grad, "grad", mesh)
+    if rule is None:
+        _check_rests(compute, param=param_codes, frozen=frozen_codes, grad=grad_codes)
     if plan.wire.feedback.beta is not None:
         grad_codes = _with_feedback(grad_codes, plan, mesh)
     if param_codes is not None and rule is None and (param.shard or optim.shard):
         _check_codes_are_sent("param", param_codes, optim.shard, plan)
-    if frozen_codes is not None and rule is None:
+    if frozen_codes is not None and rule is None and not frozen_codes.rests:
         _check_codes_are_sent("frozen", frozen_codes, param.shard, plan)
     if rule is None and plan.wire.param.dtype is not None and not (param.shard or optim.shard):
         raise PlacementError(
@@ -218,10 +220,11 @@ def _outer(plan: Plan, optim: Place) -> Outer:
         raise PlacementError("islands.wire has axes, and outer gradients are sent along one. Leave out axes.")
     if asked.wire.dtype == "int8" or asked.wire.dtype == "int4":
         codes = Codes(asked.wire.dtype, asked.wire.block or _BLOCKS[asked.wire.dtype], (ISLAND_AXIS,))
+        wire = wire if asked.wire.rest is None else Wire(asked.wire.rest)
     elif asked.wire.dtype == "fp8":
         raise PlacementError("islands.wire is fp8, in which parameters are sent. Send outer gradients as int8 or int4.")
-    elif asked.wire.block is not None:
-        raise PlacementError("islands.wire has a block, which is for int8 and int4. Leave it out, or choose one.")
+    elif key := next((key for key in ("block", "rest") if getattr(asked.wire, key) is not None), None):
+        raise PlacementError(f"islands.wire has a {key}, which is for int8 and int4. Leave it out, or choose one.")
     elif asked.wire.dtype is not None:
         wire = Wire(asked.wire.dtype)
     if WIDTH[wire.dtype] > WIDTH[optim.dtype] or (codes is not None and optim.dtype != "fp32"):
@@ -240,11 +243,10 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
     nothing is known, so that codes are sent along all.
     """
     if asked.dtype != "int8" and asked.dtype != "int4" and asked.dtype != "fp8":
-        if asked.block is not None or asked.axes is not None:
-            key = "block" if asked.block is not None else "axes"
+        if key := next((key for key in ("block", "axes", "rest") if getattr(asked, key) is not None), None):
             raise PlacementError(
                 f"wire.{kind}.{key} is given, but wire.{kind}.dtype is {asked.dtype or 'not'}: only int8, int4 and fp8 "
-                f"are sent in blocks and along some axes. Leave out {key}, or choose one of these."
+                f"are sent in blocks, along some axes and beside a rest. Leave out {key}, or choose one of these."
             )
         return (None if asked.dtype is None else Wire(asked.dtype)), None
     axes: Axes = mesh.replica_axes
@@ -258,7 +260,8 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
                 f"{nearest(others[0], axes)}"
             )
         axes = _in_order(asked.axes, mesh)
-    return None, Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], axes)
+    rest = None if asked.rest is None else Wire(asked.rest)
+    return None, Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], axes, rest=rest)
 
 
 def _with_feedback(codes: Codes | None, plan: Plan, mesh: Mesh) -> Codes:
@@ -292,6 +295,35 @@ def _frozen_codes(plan: Plan, mesh: Mesh) -> Codes | None:
             f"fp8, or leave it out."
         )
     return codes
+
+
+def _stored_codes(plan: Plan, mesh: Mesh, compute: Dtype) -> Codes | None:
+    """The codes as which frozen parameters rest, and are sent."""
+    asked, sent = plan.storage.frozen, plan.wire.frozen
+    if asked.dtype is None:
+        if asked.block is not None:
+            raise PlacementError("storage.frozen.block is given, but no dtype. Choose int8, int4 or fp8.")
+        return None
+    if sent != WireFormat():
+        raise PlacementError(
+            f"storage.frozen is {asked.dtype}, and wire.frozen {sent.dtype}. What rests as codes is sent as these, so "
+            f"leave out wire.frozen."
+        )
+    if compute == "fp64":
+        raise PlacementError(
+            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64. "
+            f"Leave it out: frozen parameters then rest as they are."
+        )
+    return Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], mesh.replica_axes, rests=True)
+
+
+def _check_rests(compute: Dtype, **codes: Codes | None) -> None:
+    for kind, one in codes.items():
+        if one is not None and one.rest is not None and not narrows(one.rest, compute):
+            raise PlacementError(
+                f"wire.{kind}.rest is {one.rest}, which is not narrower than {compute}, the precision, so sending "
+                f"would gain nothing. Leave it out: what is not made codes is then sent as it is."
+            )
 
 
 def _check_codes_are_sent(kind: str, codes: Codes, shard: Axes, plan: Plan) -> None:

@@ -80,6 +80,11 @@ class Table:
         ):
             if codes is not None:
                 check_codes(codes, dtype, kind)
+        if self.rests_as is not None and self.param.tier != "device":
+            raise PlacementError(
+                f"storage.frozen is {self.rests_as}, and frozen parameters rest on the {self.param.tier}, where codes "
+                f"do not. Keep them on the device (offload.param: 0), or leave out storage.frozen."
+            )
         if self.param_wire is not None and not narrows(self.param_wire, self.param.dtype):
             raise PlacementError(
                 f"wire.param is {self.param_wire}, which is not narrower than parameters in {self.param.dtype}, so "
@@ -94,6 +99,16 @@ class Table:
     def full(self) -> Place:
         """What forward and backward need: everything, on the device, in the compute dtype."""
         return Place(dtype=self.compute, varying=self.param.varying)
+
+    @property
+    def rests_as(self) -> Codes | None:
+        """The codes as which parameters lie between computations, if they do."""
+        return self.param_codes if self.param_codes is not None and self.param_codes.rests else None
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether parameters lie between computations as these need them: there is nothing to gather or free."""
+        return self.param == self.full and self.rests_as is None
 
     @property
     def fresh(self) -> Place:
@@ -146,7 +161,17 @@ class Table:
     def without_codes(self) -> Table:
         """The same table for parameters that are sent whole, and whose gradients are."""
         outer = self.outer and replace(self.outer, codes=None)
-        return replace(self, grad_codes=None, param_codes=None, frozen_codes=None, outer=outer)
+        param = None if self.param_codes is None else self.param_codes.rest
+        grad = None if self.grad_codes is None else self.grad_codes.rest
+        return replace(
+            self,
+            param_wire=param if param is not None and narrows(param, self.param.dtype) else self.param_wire,
+            grad_wire=grad or self.grad_wire,
+            grad_codes=None,
+            param_codes=None,
+            frozen_codes=None,
+            outer=outer,
+        )
 
     def for_frozen(self) -> Table:
         """The same table for frozen parameters."""

@@ -64,6 +64,10 @@ class Codes:
     axes: Axes = ()
     """The axes along which elements are sent so; along others they are sent as the plain `Wire` says."""
     feedback: Feedback | None = None
+    rest: Wire | None = None
+    """In which parameters of the same row are sent that are not made codes; `None`: as without codes."""
+    rests: bool = False
+    """Whether elements also lie so between computations: see [Note: resting codes] in `memory/coded_rows.py`."""
 
     def num_bytes(self, numel: int) -> int:
         return numel * BITS[self.dtype] // 8 + numel // self.block * SCALE_BYTES
@@ -74,9 +78,9 @@ class Codes:
         return self.num_bytes(self.block) / self.block
 
     def over(self, axes: Axes) -> Codes | None:
-        """The same along those of its axes that are among `axes`; `None` if none are."""
+        """The same along those of its axes that are among `axes`; `None` if none are, and nothing rests so."""
         left = tuple(axis for axis in self.axes if axis in axes)
-        return replace(self, axes=left) if left else None
+        return replace(self, axes=left) if left or self.rests else None
 
     def __str__(self) -> str:
         return f"{self.dtype}/{self.block}"
