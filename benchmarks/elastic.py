@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.elastic_rank import PLANS
 from benchmarks.fresh import GRACE_SECONDS, ROOT, RunError, environment, launcher
 from benchmarks.machine import header
 from benchmarks.results_file import write_result
@@ -111,8 +113,8 @@ def main(args: argparse.Namespace, console: Console) -> int:
     num_kills = args.rounds or (3 if args.quick else 10)
     result: dict[str, Any] = header(args.note) | {"benchmark": "elastic", "ranks": RANKS, "forms": {}, "not_run": {}}
     file = args.out / "elastic.json"
-    presets = ("zero3",) if args.quick else ("ddp", "zero1", "zero3")
-    for preset in presets:
+    plans = ("zero3", "dp x tp") if args.quick else ("ddp", "zero1", "zero3", "zero3-offload", *PLANS)
+    for preset in plans:
         result["forms"][f"shardwise, {preset}"] = _killed(Job("shardwise", _folder(), preset), num_kills)
         write_result(file, result)
         console.print(_said(preset, result["forms"][f"shardwise, {preset}"]), markup=False)
@@ -255,13 +257,19 @@ def _one_kill(job: Job, number: int) -> dict[str, float]:
                 first.setdefault(line["pid"], line)
         return first
 
-    num_left = {"torchrun": RANKS, "horovod": RANKS // 2}.get(job.form, RANKS - 1)
+    num_left = {"torchrun": RANKS, "horovod": RANKS // 2}.get(job.form, RANKS - _num_leaving(job))
     job.wait("the survivors go on", lambda: len(after()) >= num_left)
     first = after().values()
     done = max(line["step"] for line in job.lines if line["pid"] in latest and line["size"] == RANKS)
     again = min(one["step"] for one in first)
     moments = [float(one["at"] if "at" in one else one["time"]) for one in first]
     return {"seconds": max(moments) - before, "lost_steps": max(0, done - again + 1)}
+
+
+def _num_leaving(job: Job) -> int:
+    """The ranks that leave when one is lost: its replica group."""
+    mesh = PLANS.get(job.preset, {}).get("mesh", {})
+    return math.prod(size for axis, size in mesh.items() if axis != "dp")
 
 
 def _pauses_of_growth(lines: Sequence[Line]) -> list[float]:

@@ -1,6 +1,7 @@
 """A rank of `python -m benchmarks elastic`: a small model trained by one of several elastic libraries.
 
-elastic_rank.py FORM FOLDER STEPS PRESET     FORM: shardwise, gpt or gpt-4 (of shardwise), torchrun, torchft or horovod
+elastic_rank.py FORM FOLDER STEPS PLAN     FORM: shardwise, gpt or gpt-4 (of shardwise), torchrun, torchft or horovod
+                                         PLAN: of shardwise, a preset or a name in PLANS
 
 Writes a line for each step that it has committed: what, when, of how many ranks, the loss where all ranks know it.
 """
@@ -28,12 +29,29 @@ from benchmarks.model import build_model
 from benchmarks.sizes import SIZES
 
 ROWS, WIDTH, NUM_LAYERS = 12, 256, 4
+PLANS: dict[str, dict[str, Any]] = {
+    "infinity": {"preset": "infinity", "disk": "scratch"},
+    "activations on a disk": {"preset": "zero2", "activations": "disk", "disk": "scratch"},
+    "dp x tp": {
+        "preset": "zero1",
+        "mesh": {"dp": 2, "tp": 2},
+        "tensor": {"plan": {"0": "column", "2": "row", "4": "column", "6": "row"}},
+    },
+    "dp x pp": {"preset": "zero1", "mesh": {"dp": 2, "pp": 2}, "accumulate": 2},
+    "dp x ep": {"preset": "zero1", "mesh": {"dp": 2, "ep": 2}},
+}
+"""Those that are more than a preset. A folder is one below that of the job."""
 SAVE_EVERY = 10
 Tensor = torch.Tensor
 
 
-def build() -> nn.Module:
+def build(with_experts: bool = False) -> nn.Module:
     torch.manual_seed(0)
+    if with_experts:
+        import shardwise as sw
+
+        experts = sw.experts.MoE(WIDTH, WIDTH, num_experts=4, top_k=2)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), experts, nn.Linear(WIDTH, 8))
     layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
 
@@ -62,22 +80,23 @@ class Told:
         self._file.flush()
 
 
-def shardwise_form(folder: Path, num_steps: int, preset: str) -> None:
+def shardwise_form(folder: Path, num_steps: int, name: str) -> None:
     import shardwise as sw
 
-    model = build()
+    plan = PLANS.get(name, {"preset": name})
+    if "disk" in plan:
+        plan = {**plan, "disk": str(folder / plan["disk"])}
+    model = build(with_experts="ep" in plan.get("mesh", ()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     world = sw.World.join(timeout_seconds=60)
     member = world.membership.member if world.membership is not None else world.rank
     told = Told(folder, f"member-{member}")
-    with sw.shard(model, preset, optimizer=optimizer, world=world) as engine:
+    with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
         loader = sw.data.Loader(sources(), batch_rows=ROWS, world=engine.data_ranks, steps=num_steps)
         loader.seek(engine.num_steps)
         for x, y in loader:
             step = engine.num_steps
-            loss = functional.mse_loss(engine(x), y)
-            engine.backward(loss)
-            engine.step()
+            loss = engine.train_step(x, y, loss_fn=functional.mse_loss)
             if engine.num_steps > step:
                 at = time.time()
                 told.committed(engine.num_steps, engine.world.size, engine.mean(loss.item()), at=at)

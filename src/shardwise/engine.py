@@ -225,6 +225,7 @@ class Engine:
         self._state = State(Saver(world))
         sharded, arrival = arrive(self.module, plan, optimizers, world, self._before_change)
         sharded.progress.replan = self._replan
+        _ask_for_room_first(sharded)
         if self._run_log is not None:
             self._run_log.follow(sharded)
         self._host.receive(arrival)
@@ -1255,6 +1256,7 @@ class EngineHost:
         engine = self._engine
         engine.world, engine._owns_world = world, True
         engine._state.renew(world)
+        _ask_for_room_first(sharded)
         if engine._run_log is not None:
             engine._run_log.go_on(world, sharded)
 

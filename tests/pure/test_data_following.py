@@ -247,3 +247,16 @@ def test_a_loader_that_trains_nothing_does_not_pass_over_a_batch() -> None:
         engine.take_step()
     validation.leave_out(3)
     assert next(batches).tolist() == plain_batches()[1]
+
+
+def test_a_spare_that_comes_back_goes_where_the_others_are_though_its_script_had_sought() -> None:
+    """A script may seek before its first batch, as one that resumes does. That says nothing of where a rank goes that
+    has waited while the others trained."""
+    there, spare = loader_of(Engine()), loader_of(Engine())
+    for one in (there, spare):
+        one.seek(1)
+    batches, own = iter(there), iter(spare)
+    expected = [next(batches).tolist() for _ in range(3)]
+    assert next(own).tolist() == expected[0]
+    spare.go_where(there.state_after(0) | {"step": 3})
+    assert next(own).tolist() == expected[2]

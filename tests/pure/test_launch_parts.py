@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from shardwise import launch
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch import Attempt, Job, StopRequest, rank_environment
+from shardwise.launch import Attempt, Job, StopRequest, rank_environment, ranks
 from shardwise.launch.job_report import failure_summary, stop_line
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome, first_failure, read_outcome
@@ -293,3 +293,37 @@ def test_an_elastic_job_starts_with_enough_ranks_if_none_are_named(
     script.touch()
     assert main(["launch", "--elastic", elastic, "--dry-run", str(script)]) == 0
     assert capsys.readouterr().out.startswith(f"{num_ranks} rank")
+
+
+class TestRanksThatDoNotEnd:
+    """A process that waits in the kernel for a device does not end, even if it is killed."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        """Whoever sleeps sets it."""
+        clock = SimpleNamespace(now=100.0)
+        clock.time = clock.monotonic = lambda: clock.now
+        clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+        monkeypatch.setattr(ranks, "time", clock)
+        monkeypatch.setattr(ranks, "kill_session", lambda _: None)
+        return clock
+
+    def stuck(self, tmp_path: Path) -> ranks.Ranks:
+        process = SimpleNamespace(pid=1, returncode=None, poll=lambda: None)
+        return ranks.Ranks([ranks._Rank(process, tmp_path / "error.json", last_alive=100.0)])
+
+    def test_one_that_was_killed_counts_as_ended_after_a_while(self, tmp_path: Path, clock: SimpleNamespace) -> None:
+        both = self.stuck(tmp_path)
+        clock.now += 1000
+        assert both.code(0) is None, "nobody has killed it"
+        both.kill_one(0)
+        clock.now += ranks.STUCK_SECONDS
+        assert both.code(0) is None
+        clock.now += 1
+        assert both.code(0) == both.outcome(0).exit_code == -signal.SIGKILL
+        assert not both.any_alive()
+
+    def test_the_end_of_a_job_does_not_wait_for_it(self, tmp_path: Path, clock: SimpleNamespace) -> None:
+        began = clock.now
+        assert self.stuck(tmp_path).kill() == 1
+        assert 0 < clock.now - began - ranks.STUCK_SECONDS < 1

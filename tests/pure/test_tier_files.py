@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import threading
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from shardwise.system.disk import (
     BufferPool,
     Holder,
     IoQueue,
+    Patience,
+    Pending,
     Step,
     SystemCalls,
     TierFolder,
@@ -253,6 +256,58 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, queue: IoQueue) -> None:
         file.get(0, 1)
     with pytest.raises(StateError, match="given up"):
         folder.create("other", PAGE, queue)
+
+
+# --- a disk that answers nothing -------------------------------------------------------------------------
+
+
+class SilentDisk(SystemCalls):
+    """Reads do not return until the test lets them."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        assert self.goes_on.wait(PATIENCE)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_disk_that_answers_nothing_is_given_up_and_not_waited_for_again(tmp_path: Path) -> None:
+    disk, patience = SilentDisk(), Patience("/scratch/run", 0.0)
+    queue = IoQueue(depth=1, block_bytes=PAGE, patience=patience)
+    file = TierFolder(tmp_path, calls=disk).create("states", PAGE, queue)
+    try:
+        with pytest.raises(TierError, match="/scratch/run has answered nothing for 0 s: none of its reads and writes"):
+            file.read(0, BufferPool(1, PAGE).take()).wait()
+        patience.seconds = PATIENCE  # none of these waits again
+        with pytest.raises(TierError, match="has answered nothing"):
+            file.read(0, BufferPool(1, PAGE).take()).wait()
+        pending = file.read(0, BufferPool(1, PAGE).take())
+        pending.join()
+        assert not pending.is_done
+        queue.close()
+    finally:
+        disk.goes_on.set()
+
+
+def test_a_disk_that_goes_on_is_waited_for_however_slow_it_is() -> None:
+    patience = Patience(seconds=600)
+    waits: list[float | None] = []
+
+    class Slow(Future[None]):
+        """Done at the fourth wait; in each of those before another call of that disk returns."""
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            waits.append(timeout)
+            if len(waits) < 4:
+                patience.num_done += 1
+                raise TimeoutError
+            self.set_result(None)
+            return None
+
+    Pending([Slow()], patience).wait()
+    assert waits == [600] * 4
+    assert not patience.is_over
 
 
 # --- whose a folder is -----------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
 from shardwise.system.disk import SystemCalls
+from tests.patience import PATIENCE
 
 
 class DiskOfOne(SystemCalls):
@@ -52,6 +54,27 @@ class BreakingOfOne(DiskOfOne):
             self.left -= 1
             if self.left < 0:
                 raise OSError(self.code, os.strerror(self.code))
+
+
+class SilentOfOne(DiskOfOne):
+    """Rank 1's reads or writes, whichever `verb` names, do not return until the disk `goes_on`, and fail then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verb, self.goes_on = "", threading.Event()
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        self._may_stop("read", handle)
+        return super().read(handle, into, offset)
+
+    def write(self, handle: int, data: memoryview, offset: int) -> int:
+        self._may_stop("write", handle)
+        return super().write(handle, data, offset)
+
+    def _may_stop(self, verb: str, handle: int) -> None:
+        if self.verb == verb and self.is_of_one(handle):
+            assert self.goes_on.wait(PATIENCE)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 class SlowDisk(DiskOfOne):

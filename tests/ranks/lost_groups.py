@@ -27,7 +27,7 @@ from shardwise.comm import World
 from shardwise.parallel.experts import update_biases
 from shardwise.testing import fail_at
 from tests.models import Gpt, Mixture
-from tests.ranks.test_lost_ranks import adamw, assert_same_values, update
+from tests.ranks.test_lost_ranks import adamw, assert_same_values, is_lock_beside_nothing, update
 from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
 
 Tensor = torch.Tensor
@@ -209,6 +209,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recomputed": {"preset": "zero3", "activations": {"policy": "recompute"}},
     "on the host": {"preset": "zero3-offload"},
     "on a disk": {"preset": "infinity", "disk": "scratch"},
+    "activations on a disk": {"activations": "disk", "disk": "scratch"},
     "parameters on a disk": {"preset": "infinity", "rows": {"param": {"tier": "disk"}}, "disk": "scratch"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
@@ -446,7 +447,8 @@ def race_of(
         assert len(wrong) <= most_wrong, "only the losses that a group took with it may be missing from a mean"
         assert_same_values(state, plain, bound)
     at_end = {hosts[member] for member in results} if hosts else {""}
-    left = [path for host in at_end for path in (folder / host).rglob("*") if path.is_file()]
+    files = [path for host in at_end for path in (folder / host).rglob("*") if path.is_file()]
+    left = [path for path in files if not is_lock_beside_nothing(path, plan)]
     assert not left, "images of a job that has ended"
     return {member: list(sizes.values()) for member, (_, sizes, _) in results.items()}
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from broken_disks import BreakingOfOne
+from broken_disks import BreakingOfOne, SilentOfOne
+from split_models import TENSOR, tokens
 from torch import nn
 
 import shardwise as sw
@@ -21,15 +23,29 @@ from shardwise.comm import World
 from shardwise.elastic import copies
 from shardwise.elastic.copies import CopyMeter
 from shardwise.errors import TierError
-from shardwise.memory import disk_memory
+from shardwise.memory import Copy, DiskMemory, disk_memory
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import image_bytes
+from shardwise.runtime.activations import activation_offload, on_disk
 from shardwise.system.disk import SystemCalls, TierFolder
 from shardwise.testing import plant, run_ranks
 from tests import inside
-from tests.ranks.lost_groups import Layers, race_of
+from tests.ranks.lost_groups import ROWS, DiesBefore, Layers, race_of
 from tests.ranks.test_buddies import HOSTS, HostDiesAt
-from tests.ranks.test_lost_ranks import DISKS, NUM_RANKS, NUM_STEPS, DiesAt, Net, adamw, batches, loss_of, race
+from tests.ranks.test_lost_ranks import (
+    DISK,
+    DISKS,
+    NUM_RANKS,
+    NUM_STEPS,
+    PLANS,
+    DiesAt,
+    Net,
+    adamw,
+    batches,
+    loss_of,
+    race,
+    update,
+)
 from tests.ranks.test_lost_ranks_states import compare, one, trained, two
 from tests.ranks.test_lost_ranks_table import DiesCopying
 from tests.ranks.threads_as_members import Killed, run_members
@@ -254,6 +270,42 @@ def test_the_error_of_a_failing_disk_names_it(tmp_path: Path, disk: BreakingOfOn
     assert "the others go on without it" in error
 
 
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentOfOne]:
+    disk = SilentOfOne()
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
+    yield disk
+    disk.goes_on.set()
+
+
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("verb", ["write", "read"])
+@pytest.mark.usefixtures("every_activation")
+@pytest.mark.parametrize("name", ["infinity", "params", "zero2", "activations"])
+def test_a_rank_whose_disk_answers_nothing_is_lost(
+    name: str, verb: str, loop: str, tmp_path: Path, silent: SilentOfOne
+) -> None:
+    """It finds that by itself, as it waits."""
+
+    def falls_silent(engine: sw.Engine, member: int) -> None:
+        def at(_: int, num_steps: int, __: str) -> bool:
+            if num_steps == AT:
+                silent.verb = verb
+                disk = inside.sharded(engine).disk
+                assert disk is not None
+                disk.patience.seconds = 0.0
+            return False
+
+        if member == 1:
+            plant(at, engine.world)
+
+    hosts = "aabb" if verb == "read" else ""
+    plan = with_activations("zero1", tmp_path) if name == "activations" else DISKS[name]
+    void = race(plan, falls_silent, tmp_path, loop=loop, model=Deep(), hosts=hosts, dies_of=TierError)
+    assert set(void) == {0, 2, 3}
+
+
 def test_a_rank_without_room_for_more_is_lost_when_another_is(tmp_path: Path, disk: BreakingOfOne) -> None:
     """The ranks that are left have more of the model. One finds no room on its disk, and the others have it."""
 
@@ -266,6 +318,147 @@ def test_a_rank_without_room_for_more_is_lost_when_another_is(tmp_path: Path, di
 
     void = race(DISKS["infinity"], die_or_fill, tmp_path, dies_of=TierError)
     assert set(void) == {0, 2}
+
+
+# -- activations on a disk ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def every_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All activations of a small model go to the disk, and are written at once."""
+    monkeypatch.setattr(activation_offload, "SMALL_BYTES", 0)
+    monkeypatch.setattr(on_disk, "BEHIND_BYTES", 1)
+
+
+class Deep(nn.Module):
+    """Two blocks, whose activations a plan may treat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh()) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def with_activations(name: str, folder: Path) -> dict[str, Any]:
+    return {**{**PLANS, **DISKS}[name], "activations": "disk", "disk": str(folder / DISK)}
+
+
+@pytest.mark.usefixtures("every_activation")
+@sampled
+@pytest.mark.parametrize("loop", [*LOOPS, "averaged"])
+@pytest.mark.parametrize("death", range(3, 60, 4))
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "hpz", "infinity", "params"])
+def test_a_rank_dies_anywhere_with_activations_on_a_disk(name: str, death: int, loop: str, tmp_path: Path) -> None:
+    dies = DiesAt({death % NUM_RANKS: death})
+    race(with_activations(name, tmp_path), dies, tmp_path, loop=loop, model=Deep())
+
+
+@pytest.mark.usefixtures("every_activation")
+@sampled
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("verb", "code"), [("write", errno.EIO), ("write", errno.ENOSPC), ("read", errno.EIO)])
+@pytest.mark.parametrize("name", ["ddp", "zero3", "params"])
+def test_a_rank_whose_disk_fails_for_its_activations_is_lost(
+    name: str, verb: str, code: int, loop: str, tmp_path: Path, disk: BreakingOfOne
+) -> None:
+    """Where rows are on a disk that cannot be read, another host has copies."""
+    hosts = "aabb" if name in DISKS and verb == "read" else ""
+    plan = with_activations(name, tmp_path)
+    breaks = Breaks(disk, verb, 0, code)
+    void = race(plan, breaks, tmp_path, loop=loop, model=Deep(), hosts=hosts, dies_of=TierError)
+    assert disk.breaks == verb
+    assert set(void) == {0, 2, 3}
+
+
+class Full(SystemCalls):
+    """A disk on which member 1 finds no free byte, once it is full."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+
+    def free_bytes(self, folder: Path) -> int:
+        is_of_one = threading.current_thread().name == "member 1"
+        return 0 if self.is_full and is_of_one else super().free_bytes(folder)
+
+
+@pytest.mark.usefixtures("every_activation")
+def test_a_rank_without_room_for_the_activations_of_more_samples_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a rank is lost, the others have more samples each, and ask for room again."""
+    calls, told = Full(), []
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=calls))
+    failure = DiskMemory.failure
+
+    def telling(disk: DiskMemory, why: str) -> TierError:
+        error = failure(disk, why)
+        told.append(str(error))
+        return error
+
+    monkeypatch.setattr(DiskMemory, "failure", telling)
+
+    def die_or_fill(engine: sw.Engine, member: int) -> None:
+        def dies(_: int, num_steps: int, __: str) -> bool:
+            if member == 3 and num_steps == AT:
+                calls.is_full = True
+                raise Killed
+            return False
+
+        plant(dies, engine.world)
+
+    void = race(with_activations("zero1", tmp_path), die_or_fill, tmp_path, model=Deep(), dies_of=TierError)
+    assert set(void) == {0, 2}
+    (error,) = told
+    assert re.match(
+        rf"The disk of rank 1 failed when room for activations was asked for\. {tmp_path}/disk has 0 B free, and "
+        r".* are needed: .* too little\. .* This rank ends; the others go on without it\.",
+        error,
+    )
+
+
+class Averaged(Layers):
+    """A loop that averages its loss for people before it sends it back."""
+
+    def take_step(
+        self, loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, step: int, place: int, num: int
+    ) -> torch.Tensor:
+        batch = tokens(step, ROWS).tensor_split(num)[place]
+        engine.weigh(len(batch), ROWS)
+        loss: torch.Tensor = engine.module(batch)
+        engine.mean(loss.item())
+        update(loop, engine, optimizer, loss)
+        return loss
+
+
+@pytest.mark.usefixtures("every_activation")
+def test_what_a_spare_had_on_its_disk_is_dropped_and_its_backward_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears of the loss between a forward and its backward, opens its folder anew as it comes back, and then sends
+    back what it had computed before."""
+    were_dropped: list[bool] = []
+    fetch = on_disk._OnDisk.fetch
+
+    def noting(away: on_disk._OnDisk, out: torch.Tensor) -> Copy:
+        were_dropped.append(away._is_dropped)
+        return fetch(away, out)
+
+    monkeypatch.setattr(on_disk._OnDisk, "fetch", noting)
+    plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR, "activations": "disk", "disk": "scratch"}
+    fault = DiesBefore(0, AT, "gather of weighed mean", nth=2)  # the first is of the step before
+    sizes = race_of(Averaged(), plan, fault, tmp_path, loop="plain", num_newcomers=1, least=4)
+    assert fault.is_dead
+    assert sizes.keys() == {1, 2, 3, 4}
+    assert set(were_dropped) == {False, True}
+    assert all(one[-1] == 4 for one in sizes.values())
 
 
 # -- what it costs -----------------------------------------------------------------------------------------

@@ -196,13 +196,19 @@ def race(
         wrong = [step for step in found if abs(found[step] - losses[step]) > bound * abs(losses[step])]
         assert len(wrong) <= NUM_RANKS - size, "only the loss that a rank took with it may be missing from a mean"
         assert_same_values(state, plain, bound, num_calls=plan.get("accumulate", 1))
-    left = [path for path in folder.rglob("*") if path.is_file()]
+    left = [path for path in folder.rglob("*") if path.is_file() and not is_lock_beside_nothing(path, plan)]
     if hosts:  # what is on a host that has no rank any more stays there
         gone = set(hosts) - {hosts[member] for member in results}
         of_gone = {f"shardwise-rank-{member}" for member, host in enumerate(hosts) if host in gone}
         left = [path for path in left if not {path.parent.name, path.name.partition(".")[0]} & (gone | of_gone)]
     assert not left, "images of a job that has ended"
     return {member: result[2] for member, result in results.items()}
+
+
+def is_lock_beside_nothing(path: Path, plan: dict[str, Any]) -> bool:
+    """Whether it is the lock of a rank that may have been lost, and had nothing on the disk with which others would
+    remove it: activations have no names."""
+    return path.suffix == ".lock" and plan.get("activations") == "disk"
 
 
 def step_of(loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:

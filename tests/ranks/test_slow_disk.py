@@ -13,7 +13,7 @@ from broken_disks import SlowDisk
 from twins import adamw, batches, train
 
 import shardwise as sw
-from shardwise.errors import FaultError
+from shardwise.errors import TierError
 from shardwise.memory import disk_memory
 from shardwise.observe import read_record
 from shardwise.observe.run_notes import read_notes
@@ -96,6 +96,6 @@ def test_a_disk_that_does_nothing_any_more_is_a_fault(tmp_path: Path, monkeypatc
             world.barrier()
             train(engine, data[1:])
 
-    words = rf"Timeout of {TIMEOUT_SECONDS:g} s: rank 1 reads from its disk or writes to it, last seen at"
-    with pytest.raises(FaultError, match=words):
+    words = rf"The disk of rank 1 failed in a step\. {tmp_path} has answered nothing for {0.9 * TIMEOUT_SECONDS:g} s"
+    with pytest.raises(TierError, match=words):
         run_ranks(2, rank, timeout_seconds=TIMEOUT_SECONDS)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.errors import StateError
+from shardwise.errors import SpareError, StateError
 from shardwise.parallel.outline import smaller_meshes
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
@@ -42,7 +44,7 @@ from tests.ranks.lost_groups import (
 )
 from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values, update
 from tests.ranks.test_lost_ranks_table import DiesCopying
-from tests.ranks.threads_as_members import run_members
+from tests.ranks.threads_as_members import Crowd, run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -250,3 +252,63 @@ def test_a_rank_dies_in_an_evaluation_in_stages(point: str, preset: str, tmp_pat
     for member, (found, state) in results.items():
         assert_same_values(state, plain, BOUND)
         assert all(abs(one) < 10 * BOUND or (math.isnan(one) and member == 2) for one in found)
+
+
+class SlowToWake(threading.Condition):
+    """The thread "member 3" goes on after its first wait only when it `may_go_on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waiting, self.may_go_on, self.has_waited = threading.Event(), threading.Event(), False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        is_slow = threading.current_thread().name == "member 3" and not self.has_waited
+        if is_slow:
+            self.has_waited = True
+            self.is_waiting.set()
+        woke = super().wait(timeout)
+        if is_slow:
+            self.release()
+            assert self.may_go_on.wait(PATIENCE)
+            self.acquire()
+        return woke
+
+
+def test_a_spare_that_is_slow_to_wake_hears_of_what_it_missed_in_order() -> None:
+    """It becomes a spare, and is let in again, before its thread runs. Once, threads as members took it for one that
+    had never been a spare, and the others for one that joins."""
+    crowd = Crowd(4, None, shares_memory=False)
+    crowd.axes, crowd.smaller = {"pp": 4}, ({"pp": 4}, {"pp": 2}, {"pp": 1})
+    crowd._changed = slow = SlowToWake()
+    heard: dict[int, list[object]] = {1: [], 2: [], 3: []}
+
+    def meet(member: int, *, lets_in: bool = False) -> None:
+        try:
+            heard[member].append(crowd.meet(member, b"", lets_in=lets_in)[1])
+        except SpareError:
+            met = crowd.enter(member)
+            assert met is not None
+            heard[member].append(("spare", met[1]))
+
+    crowd.die(0, has_ended=False)
+    with ThreadPoolExecutor() as pool:
+        slowly = pool.submit(_named("member 3", meet), 3)
+        assert slow.is_waiting.wait(PATIENCE)
+        for one in [pool.submit(meet, 1), pool.submit(meet, 2)]:
+            one.result(PATIENCE)
+        crowd.die(1, has_ended=False)
+        meet(2)
+        meet(2, lets_in=True)
+        slow.may_go_on.set()
+        slowly.result(PATIENCE)
+    assert heard == {1: [(1, 2)], 2: [(1, 2), (2,), (2, 3)], 3: [("spare", (2, 3))]}
+
+
+def _named(name: str, work: Callable[[int], None]) -> Callable[[int], None]:
+    """`work`, on a thread of that name."""
+
+    def named(member: int) -> None:
+        threading.current_thread().name = name
+        work(member)
+
+    return named

@@ -63,8 +63,9 @@ class Crowd:
         self.is_ending = False
         """Whether a member has finished: no more newcomers are let in."""
         self._arrived: dict[int, tuple[bytes, bool]] = {}
-        self._made: tuple[tuple[int, ...], dict[int, bytes], PostOffice] | None = None
-        self._before: list[int] = []
+        self._formed: list[tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice]] = []
+        """Of each generation but the first: the members before and in it, their reports, and its office. A thread that
+        is slow to wake finds here what was decided while it waited, in order, as a process reads announcements."""
         self._changed = threading.Condition()
 
     def folder_of(self, host: str) -> Path:
@@ -118,11 +119,11 @@ class Crowd:
     def enter(self, member: int) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice] | None:
         """For a newcomer or a spare, what `meet` returns, once it is let in; `None` if it never is."""
         with self._changed:
-            while not (self._made is not None and member in self._made[0]):
+            while not (self._formed and member in self._formed[-1][1]):
                 if not self._living or self.is_ending:
                     return None
                 self._changed.wait(1)
-            return self._before, *self._made
+            return self._formed[-1]
 
     def meet(
         self, member: int, report: bytes, *, lets_in: bool
@@ -131,7 +132,7 @@ class Crowd:
         with self._changed:
             if member in self.doomed:
                 raise Killed
-            before, generation = list(self._members), self.generation
+            generation = self.generation
             self._arrived[member] = report, lets_in
             self._changed.notify_all()
             while self.generation == generation:
@@ -140,10 +141,9 @@ class Crowd:
                 assert self._changed.wait(PATIENCE), f"{self._living} were to come, {set(self._arrived)} have"
                 if member in self.doomed:
                     raise Killed
-            assert self._made is not None
-            if member not in self._made[0]:
+            if member not in self._formed[generation][1]:
                 raise SpareError("its replica group has lost a rank")
-            return before, *self._made
+            return self._formed[generation]
 
     def _announce(self) -> bool:
         """Form the next generation, if there are enough members for it; see `Rendezvous`."""
@@ -157,9 +157,9 @@ class Crowd:
             assert found.members, "no replica group is whole"
         if lets_in and len(found.members) < self._least:
             return False
-        self._before, self._members = self._members, list(found.members)
+        before, self._members = self._members, list(found.members)
         reports = {one: self._arrived[one][0] if one in self._arrived else b"" for one in self._members}
-        self._made = tuple(self._members), reports, PostOffice()
+        self._formed.append((before, tuple(self._members), reports, PostOffice()))
         self._living = set(found.members)
         self._waiting = [one for one in (*self._waiting, *found.spares) if one not in found.members]
         self._waiting = list(dict.fromkeys(self._waiting))

@@ -128,6 +128,8 @@ class World:
         """This rank's device, and what torch can be asked about it. Tensors on other devices cannot be sharded."""
         self.everybody = Group(EVERYBODY, tuple(range(size)), rank)
         self.journal = Journal(rank)
+        self.timeout_seconds: float = TIMEOUT_SECONDS if watched is None else watched.timeout_seconds
+        """How long one rank may keep the others waiting."""
         self._why_cpu = ""
         self.transport = transport
         self._pairs = Pairwise(transport, self.journal)

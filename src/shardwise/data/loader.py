@@ -225,6 +225,7 @@ class Loader:
                 self._place = made.before  # only now is it known that the stream's epoch has ended
                 return
             HANDED_OUT.note(self, made.before.step)
+            self._is_sought = False  # if this rank was a spare when it reads again, it goes where the others are
             if self._following is not None:
                 self._following.begin(made)
             for batch, num_rows in zip(made.batches[:-1], made.counts, strict=False):

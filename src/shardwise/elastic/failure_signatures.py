@@ -23,7 +23,11 @@ _PATTERNS: tuple[tuple[Sign, str], ...] = (
         "memory",
         r"OutOfMemoryError|out of memory|Cannot allocate memory|^MemoryError\b|DefaultCPUAllocator: can't alloc",
     ),
-    ("disk", r"No space left on device|Input/output error|Read-only file system|Disk quota exceeded|Stale file handle"),
+    (
+        "disk",
+        r"No space left on device|Input/output error|Read-only file system|Disk quota exceeded|Stale file handle|"
+        r"has answered nothing for",
+    ),
     (
         "gpu",
         r"\bXid\b|uncorrectable ECC|ECC error|CUDA error: (?!device-side assert)|cudaError(?!.*assert)|"

@@ -107,6 +107,8 @@ class Layout:
             names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
             copies = Copies(world, kept_by, own, names, meter, sharded.disk)
         survival = Survival(flats, sharded.parts.optimizer, own, _file_name(label, world.rank), copies, is_lone=lone)
+        if sharded.disk is not None:
+            sharded.disk.outlives_rank, sharded.disk.on_failure = True, survival.give_up
         still = {
             slot.name: flat.param_piece(index)
             for flat in flats

@@ -36,6 +36,7 @@ def take_down(sharded: ShardedModel) -> None:
         return
     if sharded.disk is not None:
         sharded.disk.abandon()  # while what it reads into is still there
+        sharded.disk.drop_temporary()
     if sharded.parts.optimizer is not None:
         sharded.parts.optimizer.updates.withdraw_gradients()
     sharded.take_down()

@@ -70,7 +70,7 @@ from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
-from shardwise.errors import CommError, ConfigError, CorruptionError, StateError
+from shardwise.errors import CommError, ConfigError, CorruptionError, StateError, TierError
 from shardwise.optim.precision import Norm
 from shardwise.parallel.experts.router import routers_of
 from shardwise.parallel.sequence import SequenceParallel
@@ -364,8 +364,8 @@ class ElasticSession(Session):
             self.sharded.backward(loss, weight)
         except CommError as error:
             self.recovery.recover(error)
-        except Exception:
-            if self._noted_fault is None:  # see [Note: recomputed after a fault] in fault_tolerant_backward.py
+        except Exception as error:  # see [Note: recomputed after a fault] in fault_tolerant_backward.py
+            if self._noted_fault is None or isinstance(error, TierError):
                 raise
         self._handle_noted_fault()
 

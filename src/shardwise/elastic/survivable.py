@@ -128,8 +128,6 @@ def _why_not(sharded: ShardedModel, membership: Membership) -> str:
     shards = any(kept_axes(spec) for spec in _specs(sharded))
     if sharded.parts.sharding.device.type != "cpu":
         return ON_ACCELERATOR
-    if sharded.plan.has_activations_on_disk:
-        return "activations are kept on a disk"
     several = len(set(sharded.world.hosts)) > 1
     if shards and membership.folder is None and (not several or sharded.plan.survive == "host"):
         return "there is no memory that outlives a rank (/dev/shm)"

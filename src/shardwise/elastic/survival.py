@@ -56,7 +56,7 @@ class Survival:
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
         self._is_lone = is_lone
         self._optimizer = optimizer
-        self.rows = _rows_on_disk(self._flats, self.give_up)
+        self.rows = _rows_on_disk(self._flats)
         """What of it lies on a disk, in the order of `Directory.rows`."""
         self._folder, self._name = folder, name
         self.copies = copies
@@ -153,7 +153,7 @@ class Survival:
     def give_up(self) -> None:
         """The disk of this rank has failed. Who tried to read what is there would fail too, so where another host has
         a copy, that is read instead."""
-        if self.copies is not None and self.copies.is_kept_elsewhere:
+        if self.rows and self.copies is not None and self.copies.is_kept_elsewhere:
             for image in self.images:
                 image.live_step = image.shadow_step = TORN
 
@@ -410,12 +410,11 @@ def _block_of(flat: Flat) -> tuple[str, Tensor, list[tuple[str, str, Tensor]]]:
     return flat.name, whole, _cells_of(flat)
 
 
-def _rows_on_disk(flats: Sequence[Flat], on_failure: Callable[[], None]) -> list[DiskRows]:
+def _rows_on_disk(flats: Sequence[Flat]) -> list[DiskRows]:
     """Those of `flats`. From here on an update leaves what they were before it."""
     found = []
     for flat in flats:
         if flat.rows is not None and flat.disk is not None:
-            flat.disk.outlives_rank, flat.disk.on_failure = True, on_failure
             if flat.spec.updates_from_disk:
                 flat.disk.keep_former(flat.rows)
             found.append(flat.rows)

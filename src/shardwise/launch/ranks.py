@@ -1,4 +1,8 @@
-"""The processes of one attempt: started together, watched, ended together."""
+"""The processes of one attempt: started together, watched, ended together.
+
+[Note: ranks that do not end] A process that waits in the kernel for a device, such as a disk that answers nothing, ends
+only when that does, even if it was killed. It does nothing more, so nobody waits for it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from shardwise.launch.adopted import AdoptedProcess, RankRecord
 from shardwise.launch.outcome import ENDED, Outcome, read_outcome
 
 POLL_SECONDS = 0.05
+STUCK_SECONDS = 10.0
+"""After which a rank that was killed and does not end is taken for ended: see [Note: ranks that do not end]."""
 
 
 class RankProcess(Protocol):
@@ -41,10 +47,27 @@ class _Rank:
     last_alive: float
     sent: signal.Signals | None = None
     sent_at: float = math.inf
+    killed_at: float = math.inf
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.code is None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, once it has ended, or is taken for ended."""
+        code = self.process.poll()
+        return -signal.SIGKILL if code is None and self.is_stuck else code
+
+    @property
+    def is_stuck(self) -> bool:
+        return time.monotonic() > self.killed_at + STUCK_SECONDS
+
+    def kill(self) -> None:
+        if self.alive:
+            self.sent, self.sent_at = signal.SIGKILL, min(self.sent_at, time.time())
+            self.killed_at = min(self.killed_at, time.monotonic())
+        kill_session(self.process.pid)
 
 
 @dataclass
@@ -127,22 +150,20 @@ class Ranks:
 
     def code(self, number: int) -> int | None:
         """A rank's exit code, once it has ended."""
-        return self._ranks[number].process.poll()
+        return self._ranks[number].code
 
     def outcome(self, number: int) -> Outcome:
         """The outcome of a rank that has ended."""
         rank = self._ranks[number]
-        code = rank.process.wait()
+        code = rank.code if rank.is_stuck else rank.process.wait()
+        assert code is not None
         outcome = read_outcome(number, code, rank.sent, rank.last_alive, rank.error_file, rank.sent_at)
         is_lost = isinstance(rank.process, AdoptedProcess) and rank.process.is_status_lost
         return replace(outcome, is_status_lost=is_lost)
 
     def kill_one(self, number: int) -> None:
         """Kill one rank, with all its children."""
-        rank = self._ranks[number]
-        if rank.alive:
-            rank.sent, rank.sent_at = signal.SIGKILL, min(rank.sent_at, time.time())
-        kill_session(rank.process.pid)
+        self._ranks[number].kill()
 
     def lingers(self, number: int, patience_seconds: float) -> bool:
         """Whether a rank has recorded a failure and still not ended after `patience_seconds`."""
@@ -169,10 +190,9 @@ class Ranks:
         """
         living = [rank for rank in self._ranks if rank.alive]
         for rank in living:
-            rank.sent, rank.sent_at = signal.SIGKILL, min(rank.sent_at, time.time())
-            kill_session(rank.process.pid)
-        for rank in living:
-            rank.process.wait()
+            rank.kill()
+        while any(rank.alive for rank in living):
+            time.sleep(POLL_SECONDS / 5)
         return len(living)
 
     def kill_children(self) -> None:

@@ -17,7 +17,10 @@ from shardwise.plan.mesh import Mesh
 from shardwise.program import UnitSpec, disk_bytes, resting_disk_bytes
 from shardwise.program.buddies import copy_bytes
 from shardwise.system.calibration import default_path, read_calibration
-from shardwise.system.disk import IoQueue, folder_of, job_of_process
+from shardwise.system.disk import IoQueue, Patience, folder_of, job_of_process
+
+_SHARE_OF_TIMEOUT = 0.9
+"""Of the time that a rank may keep the others waiting, how long it waits for a disk that answers nothing."""
 
 
 def open_disk(
@@ -65,7 +68,7 @@ def open_disk(
                 folder,
                 world.rank if world.membership is None else world.membership.member,
                 own,
-                _queue_for(folder),
+                _queue_for(folder, world),
                 job=next(each["job"] for each in of_ranks if each["job"]),
                 named=named,
                 clock=world.journal.clock,
@@ -94,11 +97,11 @@ def open_disk(
     return disk
 
 
-def require_room(disk: DiskMemory, world: World, num_bytes: int) -> None:
+def require_room(disk: DiskMemory, world: World, num_bytes: int, when: str) -> None:
     """Ask for room for `num_bytes` of this rank. All ranks call; all raise `TierError` if the disk of any has too
-    little."""
+    little. Where a lost rank is survived, those without room are lost: see `open_disk`."""
     wanted = [int(message) for message in world.exchange(str(num_bytes).encode(), "disk")]
-    _agree(world, lambda: disk.folder.check_room(_on_a_host(world, wanted)))
+    _agree(world, lambda: disk.folder.check_room(_on_a_host(world, wanted)), disk, when)
 
 
 def _on_a_host(world: World, wanted: Sequence[int]) -> int:
@@ -119,7 +122,12 @@ def _job_known_to(world: World, known: DiskMemory | None) -> str:
     return "" if world.is_newcomer else job_of_process()
 
 
-def _agree(world: World, work: Callable[[], None], losing: DiskMemory | None = None) -> None:
+def _agree(
+    world: World,
+    work: Callable[[], None],
+    losing: DiskMemory | None = None,
+    when: str = "while ranks were lost or joined",
+) -> None:
     """Do `work` on all ranks; if it fails on any, all raise the `TierError` of the first; with `losing`, ranks where it
     fails are lost (`DiskMemory.leave_if_lost`)."""
     why = ""
@@ -131,15 +139,19 @@ def _agree(world: World, work: Callable[[], None], losing: DiskMemory | None = N
     failed = {rank: text for rank, text in enumerate(told) if text}
     if failed:
         if losing is not None:
-            losing.leave_if_lost(world.rank, failed, range(world.size), "while ranks were lost or joined")
+            losing.leave_if_lost(world.rank, failed, range(world.size), when)
         raise TierError(next(iter(failed.values())))
 
 
-def _queue_for(folder: Path) -> IoQueue:
-    """A queue with the depth and request size that `shardwise bench disk` found best for the folder or one above it."""
+def _queue_for(folder: Path, world: World) -> IoQueue:
+    """A queue with the depth and request size that `shardwise bench disk` found best for the folder or one above it. It
+    gives a disk up before the other ranks give this one up, so that the error names the disk."""
     figures = read_calibration().disk_at(folder)
+    patience = Patience(str(folder), _SHARE_OF_TIMEOUT * world.timeout_seconds)
     try:
-        return IoQueue() if figures is None else IoQueue(figures.depth, figures.block_bytes)
+        if figures is None:
+            return IoQueue(patience=patience)
+        return IoQueue(figures.depth, figures.block_bytes, patience)
     except ConfigError as error:
         raise ConfigError(
             f"{default_path()} has settings for {folder} that cannot be used ({error}) Remove it, and run shardwise "

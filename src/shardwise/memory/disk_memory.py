@@ -21,11 +21,13 @@ so that any optimizer, group and hook works on its own tensors.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -47,6 +49,14 @@ _TORN = {
     "change of plan": "parts of the model are lost",
 }
 """What is left if a disk fails in the middle."""
+
+
+class Temporary(Protocol):
+    """Keeps on a disk what the rest of a step needs."""
+
+    def drop(self) -> None:
+        """Drop it: the step is void."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,8 @@ class DiskMemory:
         self._device = device
         self._clock = StepClock() if clock is None else clock
         self._queue.note_done = self._clock.note_disk_call
+        self.patience = self._queue.patience
+        """How long this rank waits for the disk, if that answers nothing."""
         self._meter = ByteMeter()
         self.timeline = Timeline()
         """Records the reads and writes of a step."""
@@ -114,7 +126,8 @@ class DiskMemory:
         self.keeps_versions = keeps_versions
         """See [Note: two versions] in `disk_rows.py`. Files have names then."""
         self.outlives_rank = False
-        """Whether the others go on from the files if this rank is lost; the last of its host removes them then."""
+        """Whether the others go on if this rank is lost, from its files; the last of its host removes those."""
+        self._temporary: weakref.WeakSet[Temporary] = weakref.WeakSet()
         self.on_failure: Callable[[], None] = lambda: None
         """Called before this rank is lost because its disk has failed."""
         self.has_checksums = False
@@ -183,8 +196,15 @@ class DiskMemory:
             rows.remove()
 
     def rows_of_other(self, name: str, paths: Sequence[Path], num_bytes: int) -> DiskRows:
-        """The rows of a rank that is gone, whose files others can read. Raises `TierError` if they cannot be opened."""
-        first, *others = (self.folder.open(path, num_bytes, self._queue) for path in paths)
+        """The rows of a rank that is gone, whose files others can read. Raises `TierError` if they cannot be opened, or
+        that does not return: their disk may be the reason why the rank is gone."""
+        files: list[DiskFile] = []
+
+        def open_all() -> None:
+            files.extend(self.folder.open(path, num_bytes, self._queue) for path in paths)
+
+        self.wait_for(self._queue.start([open_all]))
+        first, *others = files
         rows = DiskRows(name, first)
         for file in others:
             rows.add_version(file)
@@ -318,10 +338,16 @@ class DiskMemory:
             return
         told = failed.get(me, "")
         if told:
-            self.on_failure()
-            raise TierError(f"The disk of rank {me} failed {when}. {told} This rank ends; the others go on without it.")
+            raise self.failure(f"The disk of rank {me} failed {when}. {told}")
         rank, told = next(iter(failed.items()))
         raise FaultError(f"The disk of rank {rank} failed {when}. {told}", kind="disk", ranks=tuple(failed))
+
+    def failure(self, told: str) -> TierError:
+        """The error with which this rank ends, since its disk has failed; `told` says how."""
+        if not self.outlives_rank:
+            return TierError(told)
+        self.on_failure()
+        return TierError(f"{told} This rank ends; the others go on without it.")
 
     def require_whole(self) -> None:
         """Raise `StateError` if a step has failed between its first update and its last, or a change of plan between
@@ -345,8 +371,19 @@ class DiskMemory:
         self._ahead, self._pool, self._fault = None, None, ""
         self._writing.clear()
 
+    def follow(self, temporary: Temporary) -> None:
+        """Let `drop_temporary` drop what it keeps here."""
+        self._temporary.add(temporary)
+
+    def drop_temporary(self) -> None:
+        """The step is void: drop what the rest of it would need."""
+        for one in list(self._temporary):
+            one.drop()
+
     def close(self) -> None:
         """Release the folder. Mappings live as long as someone refers to them. May be called twice."""
+        if self.patience.is_over:  # whatever is asked of it may not return
+            return
         self._reads.forget_all()
         for rows in (*self._every, *self._left):
             rows.await_readers()

@@ -12,6 +12,7 @@ it has none with that one, so the count is an upper bound.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
@@ -89,36 +90,42 @@ class DiskStore:
     def __init__(self, disk: DiskMemory, memory: PagedMemory, meter: ByteMeter) -> None:
         self.memory = memory
         self._disk, self._meter = disk, meter.on("disk")
-        self.wait_for = disk.wait_for
+        self.wait_for, self.failure = disk.wait_for, disk.failure
         self._behind = WriteBehind()
         self._free: dict[int, list[DiskFile]] = {}
         self._returned: deque[DiskFile] = deque()
         self._in_use = self._most = self._made_bytes = 0
+        self._kept: weakref.WeakSet[_OnDisk] = weakref.WeakSet()
+        disk.follow(self)
 
     def put(self, source: torch.UntypedStorage, unit: str) -> Away:
         padded = _padded(source)
         self._behind.make_room(padded)
         one = _OnDisk(self, bytes_of(source, source.device), padded, unit)
         self._behind.add(one)
+        self._kept.add(one)
         return one
+
+    def drop(self) -> None:
+        """Drop everything, and delete the files: the step is void. If its backward runs all the same, it gets zeros."""
+        for one in list(self._kept):
+            one.drop()
+        self._kept.clear()
+        self._behind = WriteBehind()
+        self._take_back()
+        self._delete_free(down_to=0)
 
     # -- files ------------------------------------------------------------------------------------------
 
     def file(self, num_bytes: int) -> DiskFile:
-        """A file of `num_bytes`, whole pages. Raises `TierError` if there is no room for one."""
-        while self._returned:
-            back = self._returned.popleft()
-            self._in_use -= back.num_bytes
-            self._free.setdefault(back.num_bytes, []).append(back)
+        """A file of `num_bytes`, whole pages. Raises `TierError` if there is no room, or if the disk was given up."""
+        self._disk.patience.require_answers()  # else what was written to it before might still come
+        self._take_back()
         self._in_use += num_bytes
         self._most = max(self._most, self._in_use)
         if self._free.get(num_bytes):
             return self._free[num_bytes].pop()
-        for size in sorted(self._free, reverse=True):  # so that no more is held than was in use at once
-            while self._free[size] and self._made_bytes + num_bytes > self._most:
-                self._free[size].pop().close()
-                self._made_bytes -= size
-                self._meter.drop(SAVED, size)
+        self._delete_free(down_to=self._most - num_bytes)  # so that no more is held than was in use at once
         file = self._disk.file("activations", num_bytes)
         self._made_bytes += num_bytes
         self._meter.hold(SAVED, num_bytes)
@@ -127,6 +134,20 @@ class DiskStore:
     def give_back(self, file: DiskFile) -> None:
         """Return a file; autograd's threads call this too."""
         self._returned.append(file)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            back = self._returned.popleft()
+            self._in_use -= back.num_bytes
+            self._free.setdefault(back.num_bytes, []).append(back)
+
+    def _delete_free(self, *, down_to: int) -> None:
+        """Delete files that are not in use, the largest first, until all have no more than `down_to` bytes."""
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and self._made_bytes > down_to:
+                self._free[size].pop().close()
+                self._made_bytes -= size
+                self._meter.drop(SAVED, size)
 
 
 class _OnDisk:
@@ -140,9 +161,10 @@ class _OnDisk:
         self._file: DiskFile | None = None
         self._writing: Pending | None = None
         self._reading: Pending | None = None
+        self._is_dropped = False
 
     def finish_copy(self) -> None:
-        if self._file is None:
+        if self._file is None and not self._is_dropped:
             assert self._pages is not None
             self._leaving.wait()
             self._leaving.land()
@@ -166,12 +188,15 @@ class _OnDisk:
             self._free_pages()
 
     def look_ahead(self) -> None:
-        if self._pages is None:
+        if self._pages is None and not self._is_dropped:
             assert self._file is not None
             self._pages = self._store.memory.buffer(self.padded, torch.uint8)
             self._reading = self._file.read(0, self._pages)
 
     def fetch(self, out: Tensor) -> Copy:
+        if self._is_dropped:
+            out.zero_()  # not just any numbers: some are indices
+            return Copied()
         self.finish_copy()
         self.look_ahead()
         assert self._pages is not None
@@ -192,8 +217,13 @@ class _OnDisk:
                     self._store.wait_for(pending)
         self._writing = self._reading = None
         self._free_pages()
-        if self._file is not None:
-            self._store.give_back(self._file)
+        file, self._file = self._file, None
+        if file is not None:
+            self._store.give_back(file)
+
+    def drop(self) -> None:
+        self._is_dropped = True
+        self.release()
 
     @contextlib.contextmanager
     def _named_errors(self, done: str) -> Iterator[None]:
@@ -201,7 +231,8 @@ class _OnDisk:
         try:
             yield
         except TierError as error:
-            raise TierError(f"The activations of {self._unit} on a disk could not be {done}. {error}") from error
+            told = f"The activations of {self._unit} on a disk could not be {done}. {error}"
+            raise self._store.failure(told) from error
 
     def _free_pages(self) -> None:
         if self._pages is not None:

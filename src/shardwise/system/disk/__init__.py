@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.system.disk.io_queue import BLOCK_BYTES, DEPTH, IoQueue
     from shardwise.system.disk.mounts import check_local
     from shardwise.system.disk.page_buffers import BufferPool, Stage, pages, tensors_in_pages
-    from shardwise.system.disk.pending import Pending
+    from shardwise.system.disk.pending import Patience, Pending
     from shardwise.system.disk.sliced_file import SlicedFile
     from shardwise.system.disk.slices import Step, steps, walk
     from shardwise.system.disk.tier_folder import (
@@ -43,6 +43,7 @@ __all__ = [
     "Holder",
     "IoQueue",
     "LeftBehind",
+    "Patience",
     "Pending",
     "Region",
     "SlicedFile",
@@ -75,6 +76,7 @@ _HOMES = {
     "Holder": "shardwise.system.disk.holder",
     "IoQueue": "shardwise.system.disk.io_queue",
     "LeftBehind": "shardwise.system.disk.tier_folder",
+    "Patience": "shardwise.system.disk.pending",
     "Pending": "shardwise.system.disk.pending",
     "Region": "shardwise.system.disk.align",
     "SlicedFile": "shardwise.system.disk.sliced_file",

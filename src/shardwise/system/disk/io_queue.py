@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardwise.errors import ConfigError
 from shardwise.system.disk.align import PAGE
-from shardwise.system.disk.pending import Pending
+from shardwise.system.disk.pending import Patience, Pending
 
 DEPTH = 8
 BLOCK_BYTES = 2**20
@@ -22,7 +22,7 @@ BLOCK_BYTES = 2**20
 class IoQueue:
     """Up to `depth` requests in flight, of at most `block_bytes` each, started in the order given. Call `close()`."""
 
-    def __init__(self, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES, patience: Patience | None = None) -> None:
         if depth < 1 or block_bytes < PAGE or block_bytes % PAGE:
             raise ConfigError(
                 f"A queue of depth {depth} with blocks of {block_bytes} bytes was asked for; the depth is at least 1, "
@@ -30,21 +30,23 @@ class IoQueue:
             )
         self.depth = depth
         self.block_bytes = block_bytes
+        self.patience = Patience() if patience is None else patience
         self.note_done: Callable[[], None] | None = None
         """Called after each request, by the thread that has done it."""
         self._pool = ThreadPoolExecutor(depth, "shardwise disk")
 
     def start(self, requests: Iterable[Callable[[], None]]) -> Pending:
-        return Pending([self._pool.submit(self.do_here, request) for request in requests])
+        return Pending([self._pool.submit(self.do_here, request) for request in requests], self.patience)
 
     def do_here(self, request: Callable[[], None]) -> None:
         """Do one in the calling thread, and return when it is done."""
         try:
             request()
         finally:
+            self.patience.num_done += 1
             if self.note_done is not None:
                 self.note_done()
 
     def close(self) -> None:
-        """Wait for the requests in flight and end the threads. May be called twice."""
-        self._pool.shutdown()
+        """Wait for the requests in flight, unless the disk was given up, and end the threads. May be called twice."""
+        self._pool.shutdown(wait=not self.patience.is_over, cancel_futures=self.patience.is_over)
