@@ -16,11 +16,12 @@ from shardwise.system.neighbours import Neighbours
 from shardwise.system.units import format_bytes
 
 NUM_RANKS = 2
-STREAM, STREAM_ON_ALL, PUBLISHED = "weights to rank 0", "weights to all ranks", "published as files"
+STREAM, STREAM_ON_ALL = "weights to rank 0", "weights to all ranks"
+GATHERED, PUBLISHED, BESIDE = "gathered into files", "published as files", "published beside steps"
 STATE, STATE_ON_ALL, FSDP2 = "state_dict on rank 0", "state_dict on all ranks", "fsdp2 state_dict on rank 0"
 WAYS = {STREAM: STATE, STATE: STATE, FSDP2: STATE, STREAM_ON_ALL: STATE_ON_ALL, STATE_ON_ALL: STATE_ON_ALL}
-WAYS |= {PUBLISHED: STATE}
-"""Each with the one that it is compared with."""
+WAYS |= {GATHERED: STATE, PUBLISHED: STATE, BESIDE: STATE}
+"""Each with the one that it is compared with. Of what is done beside steps, the call alone is timed."""
 
 
 def main(args: argparse.Namespace, console: Console) -> int:

@@ -23,7 +23,7 @@ from benchmarks.checkpoint_rank import shared_folder
 from benchmarks.figures import write_figures
 from benchmarks.llama import Blocks, LlamaSize
 from benchmarks.traffic import tcp_sent_bytes
-from benchmarks.weights import FSDP2, PUBLISHED, STATE, STATE_ON_ALL, STREAM, STREAM_ON_ALL
+from benchmarks.weights import BESIDE, FSDP2, GATHERED, PUBLISHED, STATE, STATE_ON_ALL, STREAM, STREAM_ON_ALL
 from shardwise.system.process_memory import PeakOverBaseline
 
 SIZES = {
@@ -113,8 +113,11 @@ def measure(world: sw.World, size: LlamaSize, num_turns: int, folder: Path) -> d
             if is_first:
                 sampler.take(state)
 
-        def publish() -> None:
-            engine.publish(folder / "published", dtype="bf16", version=next(version))
+        def gather() -> None:
+            engine.save_pretrained(folder / "gathered", dtype="bf16", overwrite=True)
+
+        def publish(wait: bool) -> None:
+            engine.publish(folder / "published", dtype="bf16", version=next(version), wait=wait)
 
         ways: dict[str, tuple[Callable[[], None], bool]] = {
             STREAM: (partial(stream, False), is_first),
@@ -122,7 +125,9 @@ def measure(world: sw.World, size: LlamaSize, num_turns: int, folder: Path) -> d
             FSDP2: (of_peer, is_first),
             STREAM_ON_ALL: (partial(stream, True), True),
             STATE_ON_ALL: (partial(gathered, True), True),
-            PUBLISHED: (publish, False),
+            GATHERED: (gather, False),
+            PUBLISHED: (partial(publish, True), False),
+            BESIDE: (partial(publish, False), False),
         }
         every = {name: Turns() for name in ways}
         ledger = world.collectives(torch.device("cpu")).ledger
@@ -142,11 +147,13 @@ def measure(world: sw.World, size: LlamaSize, num_turns: int, folder: Path) -> d
                 one.sent_bytes = (count() or 0) - before
                 world.barrier()
                 one.seconds.append(time.perf_counter() - started)
+                engine.wait_for_publish()
                 one.agrees = one.agrees and (not receives or sampler.has_all())
         for name, (way, _) in ways.items():
             world.barrier()
             with PeakOverBaseline() as memory:
                 way()
+                engine.wait_for_publish()
             every[name].peak_bytes = memory.peak_bytes
     num_bytes = sum(weight.nbytes for weight in sampler.weights.values())
     return {"params": params, "num_bytes": num_bytes, "ways": {name: vars(one) for name, one in every.items()}}

@@ -70,6 +70,8 @@ TOUCHES: dict[str, tuple[str, ...]] = {
         "ranks/test_weights.py",
         "pure/test_hostile*",
     ),
+    "src/shardwise/checkpoint/own_rows": ("*/test_published_*", "ranks/test_samplers.py"),
+    "src/shardwise/checkpoint/publish": ("*/test_published_*", "ranks/test_samplers.py"),
     "src/shardwise/init": ("*/test_deferred*", "*/test_loading*", "*/test_larger*", "extras/test_deepspeed_loading.py"),
     "src/shardwise/integrations/": ("extras/test_integration_docs.py", "extras/test_takeover.py", "extras/test_wrap*"),
     "src/shardwise/integrations/accelerate": (

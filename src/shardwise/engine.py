@@ -38,14 +38,15 @@ from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.engine_report import MemoryReport, describe, memory_of, rehearsed, write_timeline
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import lay
-from shardwise.sharded.state import State, reshard, trained_as_before, unshard
+from shardwise.sharded.state import State, content, reshard, trained_as_before, unshard
 from shardwise.sharded.training import Session, inference
 from shardwise.system.data_ranks import DataRanks, Reader
 from shardwise.system.units import bytes_of
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
-    from shardwise.checkpoint.published import Published, Publisher
+    from shardwise.checkpoint.published import Published
+    from shardwise.checkpoint.publishing import Publisher
     from shardwise.elastic.arrival import Arrival
     from shardwise.observe.mismatch import Mismatch
     from shardwise.observe.run_log import RunLog
@@ -204,7 +205,6 @@ class Engine:
         if plan.patience_seconds is not None:
             world.be_patient(plan.patience_seconds)
         self._run_log = _open_log(plan, world)
-        self._publisher: Publisher | None = None
         if world.is_newcomer and world.membership is not None:
             self._arrive(plan, optimizers, world)
             return
@@ -649,7 +649,7 @@ class Engine:
         self._require_open()
 
         def read() -> Loaded | None:
-            self._state.saver.wait_for_copy()
+            self._state.wait_for_copy()
             self._sharded.parts.unfreezing.replan_now()
             return self._state.resume(self._sharded, Path(folder))
 
@@ -732,14 +732,18 @@ class Engine:
         readers on the host of rank 0 share. One job publishes in a folder. Each of `tell` is called with what is
         announced, on rank 0 and in threads: servers that have to be asked to load it (`integrations.samplers`).
 
-        With `wait=False` it returns once rank 0 has all weights in its memory, in the `dtype` of the files, and goes on
-        in the background: the next steps wait for nothing. A failure is then raised by the next call that publishes,
-        waits or closes.
+        Each rank writes its own rows, where all see the folder and files have the model's own tensors; nothing is
+        gathered. Otherwise weights are gathered to rank 0, which writes them. With `wait=False` it returns once what
+        the model shows its user is copied, and goes on in the background: the next update waits until the rest is
+        copied, and no step waits for a disk. Where weights are gathered it returns once rank 0 has all of them in its
+        memory, in the `dtype` of the files. A failure is then raised by the next call that publishes, waits or closes.
 
         Returns the version. Raises `CheckpointError` on all ranks if rank 0 cannot write, and for a version that is not
         newer; readers stay with the one before. Also if a call of `tell` raises; the version is published then.
         """
-        from shardwise.checkpoint.published import Version  # few jobs need it
+        from shardwise.checkpoint.own_rows import Row, rows_of  # few jobs need them
+        from shardwise.checkpoint.published import Version
+        from shardwise.checkpoint.publishing import Weights
 
         self._require_open()
         number = self.num_steps if version is None else version
@@ -747,9 +751,15 @@ class Engine:
 
         def publish() -> int:
             weights = self._weights_of_files(dtype, merge_adapters=merge_adapters)
-            model = formats.base_model(self.module)
-            write = formats.writer_for(model, weights, max_file_bytes=_FILE_BYTES, overwrite=True)
-            self._publishing().publish(self.world, this, weights, write, tell=tell, wait=wait)
+            files = formats.WeightFolder(formats.base_model(self.module), weights, max_file_bytes=_FILE_BYTES)
+            origins = weights.origins
+
+            def own_rows() -> list[Row]:
+                assert not isinstance(origins, str)
+                return rows_of(content(self._sharded, with_states=False), origins, files.places())
+
+            made_of = Weights(files, weights, origins if isinstance(origins, str) else own_rows)
+            self._publisher().publish(self.world, this, made_of, tell=tell, wait=wait)
             return number
 
         return self._session.asking(publish, alone=lambda: number)
@@ -758,14 +768,14 @@ class Engine:
         """Return once the last `publish(wait=False)` is announced; raise `CheckpointError` if it failed. All ranks
         call."""
         self._require_open()
-        self._session.asking(lambda: self._publishing().wait(self.world), alone=lambda: None)
+        self._session.asking(lambda: self._publisher().wait(self.world), alone=lambda: None)
 
-    def _publishing(self) -> Publisher:
-        if self._publisher is None:
-            from shardwise.checkpoint.published import Publisher
+    def _publisher(self) -> Publisher:
+        if self._state.publisher is None:
+            from shardwise.checkpoint.publishing import Publisher
 
-            self._publisher = Publisher()
-        return self._publisher
+            self._state.publisher = Publisher()
+        return self._state.publisher
 
     # -- whole tensors ------------------------------------------------------------------------------------
 
@@ -1076,6 +1086,7 @@ class Engine:
         # and reload_states are this call, and recovery moves values in the same way (`state.move`).
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
+        self._state.wait_for_copy()  # shared memory that is let go reads as zeros
         renewed, lost = reshard(self._sharded, load_plan(plan))
         self._session.renew(renewed)
         if self._run_log is not None:
@@ -1113,7 +1124,7 @@ class Engine:
     def _before_change(self) -> None:
         self._session.before_change()
         self._sharded.forget_checksums()
-        self._state.saver.wait_for_copy()
+        self._state.wait_for_copy()
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -1126,6 +1137,7 @@ class Engine:
         """
         self._require_open()
         self._sharded.refuse_stages("unshard()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
+        self._state.wait_for_copy()
         unshard(self._sharded)
         self.close()
 
@@ -1144,8 +1156,6 @@ class Engine:
         self._is_open = False
         try:
             self._state.close(self.world.rank)
-            if self._publisher is not None:
-                self._publisher.close()
             if error is None and not self._sharded.is_taken_down:
                 self._session.finish_updates()
         finally:
@@ -1249,7 +1259,7 @@ class EngineHost:
 
     def wait_for_copy(self) -> None:
         """Return once none of this rank's memory is being copied for a checkpoint. One rank may call alone."""
-        self._engine._state.saver.wait_for_copy()
+        self._engine._state.wait_for_copy()
 
     def take_over(self, world: World, sharded: ShardedModel) -> None:
         """Continue with `sharded`, the same model on the remaining ranks, in `world`."""

@@ -36,10 +36,12 @@ def folder() -> Iterator[Path]:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-def test_killed_ranks_and_readers(folder: Path) -> None:
-    died = launch(SCRIPT, 2, str(folder))
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_ranks_and_readers(victim: int, folder: Path) -> None:
+    died = launch(SCRIPT, 2, str(folder), str(victim))
     assert died.returncode == 137, died.stderr
-    assert list(folder.glob(".writing-*")), "it was killed in the middle"
+    if victim == 0:
+        assert list(folder.glob(".writing-*")), "it was killed in the middle"
     read = subprocess.run([warm.python(), str(SCRIPT), str(folder), "read"], timeout=PATIENCE, check=False)
     assert read.returncode in (-9, 137)
     found = sw.published(folder, reader="mine")

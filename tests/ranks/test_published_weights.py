@@ -23,10 +23,12 @@ from shardwise.checkpoint.published import Published, Version, folder_of
 from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.drawing import drawing
 from tests.models import Transformer
 from tests.patience import PATIENCE
 from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import sampled
 
 WEIGHTS = "model.safetensors"
 
@@ -166,14 +168,27 @@ def test_a_version_is_mapped_and_not_read(tmp_path: Path) -> None:
     assert all(torch.equal(one, expected[name]) for name, one in fresh.state_dict().items())
 
 
-WRITES = "shardwise.checkpoint.formats.hf.HfWriter.write", "shardwise.checkpoint.published.Version.announce"
-"""What rank 0 does for a version: its first tensor, and its last act."""
+ROWS = "shardwise.checkpoint.own_rows._put", "shardwise.checkpoint.published.Version.announce"
+GATHERED = "shardwise.checkpoint.formats.hf.HfWriter.write", ROWS[1]
+"""What is done for a version: the first of its values, and the last act."""
 
 
-def test_a_failure_leaves_readers_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At whatever point rank 0 fails, and whoever is told: this call, the one that waits, the next one, or the end."""
+def gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let weights be gathered, as where a rank does not see the folder."""
+    place = "shardwise.checkpoint.publishing.Publisher._writers"
+    writers = pkgutil.resolve_name(place)
+    monkeypatch.setattr(place, lambda self, world, draft, _: writers(self, world, draft, "a test asks for that"))
+
+
+@pytest.mark.parametrize("places", [ROWS, GATHERED])
+def test_a_failure_leaves_readers_where_they_are(
+    places: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever point it fails, and whoever is told: this call, the one that waits, the next one, or the end."""
     failing = [""]
-    for place in WRITES:
+    if places is GATHERED:
+        gather(monkeypatch)
+    for place in places:
         monkeypatch.setattr(place, unless(lambda place=place: failing[0] == place, pkgutil.resolve_name(place)))
 
     def work(engine: sw.Engine) -> None:
@@ -186,7 +201,7 @@ def test_a_failure_leaves_readers_where_they_are(tmp_path: Path, monkeypatch: py
             engine.publish(tmp_path, version=3)
 
         engine.publish(tmp_path, version=1)
-        for place in WRITES:
+        for place in places:
             for ask in (lambda: engine.publish(tmp_path, version=2), later, next_time):
                 engine.world.barrier()
                 failing[0] = place
@@ -201,9 +216,9 @@ def test_a_failure_leaves_readers_where_they_are(tmp_path: Path, monkeypatch: py
         engine.publish(tmp_path, version=2)
         assert sw.published(tmp_path, after=1) is not None
         engine.world.barrier()
-        failing[0] = WRITES[0]
+        failing[0] = places[0]
         engine.publish(tmp_path, version=3, wait=False)
-        if engine.world.rank == 0:
+        if engine.world.rank == 0 or places is ROWS:
             with pytest.raises(CheckpointError, match=r"Version 3 .* no space is left"):
                 engine.close()
 
@@ -211,23 +226,28 @@ def test_a_failure_leaves_readers_where_they_are(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("places", [ROWS, GATHERED])
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])
+@sampled
 def test_a_version_is_written_beside_the_next_steps(
-    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mesh: dict[str, int], places: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the values after the step that it is of, and nothing waits for the disk before it is asked to. A relative
     folder is that of the call."""
+    monkeypatch.setattr("shardwise.checkpoint.own_rows.is_memory", lambda _: False)
+    if places is GATHERED:
+        gather(monkeypatch)
     monkeypatch.chdir(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     may_write = threading.Event()
-    original = pkgutil.resolve_name(WRITES[0])
+    original = pkgutil.resolve_name(places[0])
 
     def write(*args: Any) -> None:
         assert may_write.wait(PATIENCE)
         original(*args)
 
-    monkeypatch.setattr(WRITES[0], write)
+    monkeypatch.setattr(places[0], write)
 
     def work(engine: sw.Engine) -> None:
         train(engine)
@@ -257,7 +277,9 @@ def test_a_version_is_written_beside_the_next_steps(
 def test_what_is_written_at_once_is_never_far_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 holds no more than a tensor that waits, one that is written and one that comes."""
     given, written, behind = [0], [0], [0]
-    give, write = pkgutil.resolve_name("shardwise.checkpoint.published._Writing.give"), pkgutil.resolve_name(WRITES[0])
+    place = "shardwise.checkpoint.publishing._Gathered.give"
+    give, write = pkgutil.resolve_name(place), pkgutil.resolve_name(GATHERED[0])
+    gather(monkeypatch)
 
     def counted_give(*args: Any) -> None:
         given[0] += 1
@@ -268,23 +290,27 @@ def test_what_is_written_at_once_is_never_far_behind(tmp_path: Path, monkeypatch
         write(*args)
         written[0] += 1
 
-    monkeypatch.setattr("shardwise.checkpoint.published._Writing.give", counted_give)
-    monkeypatch.setattr(WRITES[0], counted_write)
+    monkeypatch.setattr(place, counted_give)
+    monkeypatch.setattr(GATHERED[0], counted_write)
     on_ranks(lambda engine: engine.publish(tmp_path))
     assert given == written
     assert given[0] > 5
     assert behind[0] <= 3
 
 
-def test_a_rank_that_fails_meanwhile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_rank_that_fails_meanwhile_leaves_nothing(
+    rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rows:
+        gather(monkeypatch)
+
     def work(engine: sw.Engine) -> None:
         engine.publish(tmp_path, version=1)
+        engine.world.barrier()
         if engine.world.rank == 1:
-            monkeypatch.setattr(engine._sharded.parts.access, "_whole", fails)  # of this rank alone
+            stop(engine, monkeypatch, ZeroDivisionError())
         engine.publish(tmp_path, version=2)
-
-    def fails(*_: Any) -> None:
-        raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         on_ranks(work)
@@ -292,11 +318,30 @@ def test_a_rank_that_fails_meanwhile_leaves_nothing(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_publish_when_a_rank_is_lost(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(*_: Any) -> None:
-        raise Killed
+def stop(engine: sw.Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let this rank, which is a thread, raise `error` in the middle of a version."""
+    me, rows = threading.current_thread(), pkgutil.resolve_name("shardwise.checkpoint.own_rows.OwnRows.__init__")
 
+    def fails(*_: Any) -> None:
+        raise error
+
+    def fails_here(*args: Any) -> None:
+        if threading.current_thread() is me:
+            raise error
+        rows(*args)
+
+    monkeypatch.setattr("shardwise.checkpoint.own_rows.OwnRows.__init__", fails_here)
+    monkeypatch.setattr(inside.sharded(engine).parts.access, "_whole", fails)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("victim", [0, 2])
+@sampled
+def test_the_others_publish_when_a_rank_is_lost(
+    victim: int, rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rows:
+        gather(monkeypatch)
     images, folder = tmp_path / "images", tmp_path / "weights"
     images.mkdir()
 
@@ -307,7 +352,7 @@ def test_the_others_publish_when_a_rank_is_lost(victim: int, tmp_path: Path, mon
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             train(engine)
             if member == victim:
-                monkeypatch.setattr(engine._sharded.parts.access, "_whole", dies)
+                stop(engine, monkeypatch, Killed())
             engine.publish(folder)
             found, state = sw.published(folder), engine.state_dict()
             assert found is not None

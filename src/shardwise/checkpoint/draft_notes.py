@@ -119,5 +119,6 @@ def file_name(rank: int) -> str:
 
 def _bytes_in(draft: Path) -> int:
     with contextlib.suppress(OSError):
-        return sum(path.stat().st_size for path in draft.iterdir())
+        every = [path.stat() for path in draft.iterdir()]
+        return sum(one.st_size + 512 * one.st_blocks for one in every)  # files may have their full size from the start
     return 0

@@ -6,10 +6,10 @@
       LATEST.json           names the newest one that is whole, and the oldest that stays
       readers/NAME.json     which version a reader uses, and which it is reading
 
-A version appears under its name when all of it is written, and is announced after that, so a rank that is killed in
-between leaves readers where they are. Readers need no rank, no network and not this library: `vllm serve
-folder/version-...` or `from_pretrained` read what `LATEST.json` names. In /dev/shm the folder is memory that processes
-of a host share.
+How a job makes them is in `publishing.py`. A version appears under its name when all of it is written, and is announced
+after that, so a rank that is killed in between leaves readers where they are. Readers need no rank, no network and not
+this library: `vllm serve folder/version-...` or `from_pretrained` read what `LATEST.json` names. In /dev/shm the folder
+is memory that processes of a host share.
 
 [Note: who may delete] No version is deleted that a reader has said it reads or uses. A reader says so first, and looks
 in `LATEST.json` after that whether the version still stays; the job writes there first which version is the oldest that
@@ -19,29 +19,22 @@ stays, and looks after that what readers have said. So whichever is first, the o
 from __future__ import annotations
 
 import json
-import logging
-import queue
 import re
+import secrets
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from shardwise.checkpoint.write import flush, write_text
-from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.init.safetensors_headers import Stored, read_head
 from shardwise.system.safe_files import inside, is_portable_name, read_json
 
 Tensor = torch.Tensor
-Named = tuple[str, Tensor]
-Write = Callable[[Path, Iterator[Named]], None]
-"""Makes a folder of the tensors that arrive."""
 _LATEST, _READERS = "LATEST.json", "readers"
 _VERSION, _READING = "version", "reading"
 _FOLDER = re.compile(r"version-(\d{8,19})")
@@ -188,7 +181,8 @@ def _latest(home: Path) -> Published | None:
 
 @dataclass(eq=False)
 class Version:
-    """One call of `Engine.publish`. It is repeated if a rank is lost in it, and may have been announced by then."""
+    """That of one call of `Engine.publish`, which is repeated if a rank is lost in it. By then it may have been
+    announced."""
 
     folder: Path
     number: int
@@ -198,6 +192,24 @@ class Version:
     @property
     def path(self) -> Path:
         return folder_of(self.folder, self.number)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it, or a newer one, has been announced."""
+        newest = _latest(self.folder)
+        return newest is not None and newest.version >= self.number
+
+    def begin(self) -> Path:
+        """Where to make a draft of it. What a killed job has left is removed."""
+        _tidy(self.folder)
+        return self.folder / f".writing-{self.path.name}-{secrets.token_hex(4)}"
+
+    def failure(self, error: BaseException) -> str:
+        """What is said when it could not be made, because of `error`."""
+        return (
+            f"Version {self.number} of the weights could not be published in {self.folder}: {said_by(error)} Readers "
+            f"stay with the version before."
+        )
 
     def is_announced(self) -> bool:
         """Whether it has been; raises if it cannot be the next one."""
@@ -227,163 +239,9 @@ class Version:
                 shutil.rmtree(folder_of(self.folder, number), ignore_errors=True)
 
 
-Told = Callable[[Published], None]
-"""Told of a version when it is announced, such as a server that is to load it."""
-
-
-class Publisher:
-    """Publishes versions of one engine's weights, one after the other. `close()` it.
-
-    [Note: published beside the steps] Weights change in the next update, so they have left the ranks when `publish`
-    returns: without `wait` rank 0 has them in its memory then, in the dtype of the files, and a thread writes them
-    while training goes on, and drops what it has written. With `wait` that thread is never more than one tensor behind.
-    Only rank 0 knows of it, and no message is sent for it, so a rank that has joined the others meanwhile takes part in
-    the next call as they do.
-    """
-
-    def __init__(self) -> None:
-        self._under_way: _Writing | None = None
-
-    def publish(
-        self,
-        world: World,
-        version: Version,
-        weights: Iterable[Named],
-        write: Write,
-        *,
-        tell: Sequence[Told] = (),
-        wait: bool = True,
-    ) -> None:
-        """Let `write` make a folder of `weights`, and announce it; see `Engine.publish`. All ranks call."""
-        writing: _Writing | None = None
-
-        def prepare() -> None:
-            nonlocal writing
-            self._settle()
-            if not version.is_announced():
-                _tidy(version.folder)
-                writing = _Writing(version, write, tell, is_awaited=wait)
-
-        _on_rank_0(world, prepare)
-        version.has_begun = True
-        self._under_way = writing
-        if writing is not None:
-            writing.start()
-        try:
-            for name, tensor in weights:
-                if writing is not None:
-                    writing.give(name, tensor)
-                del tensor
-        except BaseException:
-            self._under_way = None
-            if writing is not None:
-                writing.abandon()
-            raise
-        if writing is not None:
-            writing.end()
-        if wait:
-            self.wait(world)
-
-    def wait(self, world: World) -> None:
-        """Return once what was published last is announced; raise if it could not be. All ranks call."""
-        _on_rank_0(world, self._settle)
-
-    def close(self) -> None:
-        """Wait for what is being written. Raises what this rank knows of it."""
-        self._settle()
-
-    def _settle(self) -> None:
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.join()
-            if under_way.error is not None:
-                raise under_way.error
-
-
-class _Writing(threading.Thread):
-    """Writes a version of the tensors that it is given, and announces it. The interpreter does not exit before."""
-
-    def __init__(self, version: Version, write: Write, tell: Sequence[Told], *, is_awaited: bool) -> None:
-        super().__init__(name="shardwise publish")
-        self.error: CheckpointError | None = None
-        self._version, self._write, self._tell = version, write, tell
-        self._is_awaited = is_awaited
-        self._given: queue.Queue[Named | None] = queue.Queue(1 if is_awaited else 0)
-        self._is_abandoned = self._has_ended = False
-
-    def give(self, name: str, tensor: Tensor) -> None:
-        """Takes a copy: a part of a unit would keep all of it in memory, and the model's own tensors will change."""
-        self._given.put((name, tensor.detach().to("cpu", copy=True)))
-
-    def end(self) -> None:
-        """All have been given."""
-        self._given.put(None)
-
-    def abandon(self) -> None:
-        """There will not be more, and some are missing. Returns when the draft is gone."""
-        self._is_abandoned = True
-        self.end()
-        self.join()
-
-    def run(self) -> None:
-        arriving = self._arriving()
-        try:
-            self._write(self._version.path, arriving)
-            self._version.announce()
-        except Exception as error:
-            self._fail(
-                f"Version {self._version.number} of the weights could not be published in {self._version.folder}: "
-                f"{_said_by(error)} Readers stay with the version before."
-            )
-            while not self._has_ended:  # whoever gives must not wait for ever
-                self._has_ended = self._given.get() is None
-        else:
-            self._tell_all()
-
-    def _tell_all(self) -> None:
-        """At the same time, because each may load for a while; and all of them, whether others fail or not."""
-        if not self._tell:
-            return
-        found = Published(self._version.number, self._version.path)
-        with ThreadPoolExecutor(len(self._tell), "shardwise tell") as threads:
-            calls = [threads.submit(told, found) for told in self._tell]
-        refusals = [_said_by(error) for call in calls if (error := call.exception()) is not None]
-        if refusals:
-            self._fail(
-                f"Version {found.version} of the weights is published in {self._version.folder}, but {len(refusals)} "
-                f"of {len(calls)} that were told of it have not taken it: {' '.join(refusals)}"
-            )
-
-    def _fail(self, why: str) -> None:
-        """Raised by the next call that publishes or waits, which may be long after."""
-        self.error = CheckpointError(why)
-        if not self._is_awaited:
-            logging.getLogger("shardwise").error("%s", why)
-
-    def _arriving(self) -> Iterator[Named]:
-        while (item := self._given.get()) is not None:
-            yield item
-            del item
-        self._has_ended = True
-        if self._is_abandoned:
-            raise CheckpointError("a rank failed meanwhile, and the weights did not all arrive.")
-
-
-def _said_by(error: BaseException) -> str:
+def said_by(error: BaseException) -> str:
+    """Our own errors as they are; others with their type."""
     return str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
-
-
-def _on_rank_0(world: World, work: Callable[[], None]) -> None:
-    """All ranks raise what rank 0 meets."""
-    refusal = ""
-    if world.rank == 0:
-        try:
-            work()
-        except (ShardwiseError, OSError) as error:
-            refusal = str(error)
-    answer = world.exchange(refusal.encode(errors="backslashreplace"), "publish")[0].decode()
-    if answer:
-        raise CheckpointError(answer)
 
 
 def _tidy(folder: Path) -> None:

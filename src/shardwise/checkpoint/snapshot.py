@@ -73,7 +73,7 @@ class Snapshot:
         self._late = [
             number for number, part in enumerate(image.parts) if part.is_hidden and image.rows[number] is None
         ]
-        self._counts = [_changes_of(image.sources[number]) for number in self._late]
+        self._counts = [changes_of(image.sources[number]) for number in self._late]
         self._may_go_on = threading.Event()
         self._is_whole = threading.Event()
         self._rest: Copying | None = None
@@ -131,8 +131,8 @@ class Snapshot:
         with self._rest.under_way():
             self._copy(image, self._late)
         for number, count in zip(self._late, self._counts, strict=True):
-            if _changes_of(image.sources[number]) != count:
-                raise _changed_by_hand(image.parts[number].key)
+            if changes_of(image.sources[number]) != count:
+                raise changed_by_hand(image.parts[number].key)
 
     def _copy(self, image: Image, numbers: Iterable[int]) -> None:
         """Copies from a GPU may still be under way on return."""
@@ -176,19 +176,20 @@ class _OnDisk:
         for rows in [rows for rows, last in self._last.items() if last <= position]:
             del self._last[rows]
             if rows.num_changes != self._counts[rows]:
-                raise _changed_by_hand(rows.name)
+                raise changed_by_hand(rows.name)
             self._are_read[rows].set()
 
 
-def _changed_by_hand(what: str) -> CheckpointError:
+def changed_by_hand(what: str, call: str = "save") -> CheckpointError:
+    """The error for what has changed between `engine.CALL(wait=False)` and its copy."""
     return CheckpointError(
         f"{what} was changed by hand while it was being copied. What only the optimizer holds is to be left alone "
-        f"between save(wait=False) and the next step; change it before the save, after wait_for_save(), or through "
-        f"engine.set()."
+        f"between {call}(wait=False) and the next step; change it before the {call}, after wait_for_{call}(), or "
+        f"through engine.set()."
     )
 
 
-def _changes_of(tensor: torch.Tensor) -> int:
+def changes_of(tensor: torch.Tensor) -> int:
     """How often the memory of a tensor has been changed in place, by torch's counter."""
     return 0 if tensor.is_inference() else tensor._version
 

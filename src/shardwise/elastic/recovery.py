@@ -250,6 +250,7 @@ class Recovery:
         """
         started = time.perf_counter()
         lets_in = error is None
+        self._host.wait_for_copy()  # memory that a layout lets go reads as zeros
         while True:
             if isinstance(error, TurnedAwayError) or (isinstance(error, FaultError) and error.kind in _CODE_FAULTS):
                 self.is_left = True

@@ -61,6 +61,7 @@ from shardwise.sharded.sharding import (
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
+    from shardwise.checkpoint.publishing import Publisher
 
 
 class State:
@@ -73,11 +74,20 @@ class State:
         """On a rank that has joined others: the states of objects that it has not remembered yet."""
         self.user_state: Mapping[str, Any] | None = None
         """The caller's own state, as saved or resumed last."""
+        self.publisher: Publisher | None = None
+        """Publishes versions of the weights, once there was one."""
         self.begun: Begun | None = None
         """The last checkpoint begun with `wait=False`, until it is known to be complete."""
 
+    def wait_for_copy(self) -> None:
+        """Return once nothing of this rank's memory is read in the background. One rank may call alone."""
+        self.saver.wait_for_copy()
+        if self.publisher is not None:
+            self.publisher.wait_for_copy()
+
     def renew(self, world: World) -> None:
         """Continue in another world, after ranks were lost or have joined."""
+        self.wait_for_copy()
         self.saver = self.saver.renewed(world)
         if self.begun is not None:
             self.begun.is_at_risk = True
@@ -164,9 +174,11 @@ class State:
         self.begun = None
 
     def close(self, rank: int) -> None:
-        """Wait for a checkpoint in the background, and raise what this rank knows of it. If ranks were lost, `rank` 0
-        knows whether it is complete."""
+        """Wait for what is written in the background, and raise what this rank knows of it. If ranks were lost, `rank`
+        0 knows whether a checkpoint is complete."""
         self.saver.close()
+        if self.publisher is not None:
+            self.publisher.close()
         if rank == 0 and self.begun is not None and self.begun.is_incomplete():
             raise self.begun.error("Call engine.wait_for_save() before close(): it writes it again.")
 
@@ -214,12 +226,13 @@ class State:
         return replace(loaded, state=loaded.state["user"])
 
 
-def content(sharded: ShardedModel) -> Content:
-    """What a checkpoint holds of this rank, as live tensors."""
+def content(sharded: ShardedModel, *, with_states: bool = True) -> Content:
+    """What a checkpoint holds of this rank, as live tensors; or the model alone, without the optimizer's states."""
     own_buffers = not sharded.plan.sync_buffers
     island = sharded.mesh.island_of(sharded.world.rank) if sharded.mesh.island_axes else None
     place = sharded.peers.index + (island or 0) * sharded.peers.size
-    mine = content_of(sharded.model, sharded.parts.flats, sharded.parts.optimizer, place, own_buffers=own_buffers)
+    optimizer = sharded.parts.optimizer if with_states else None
+    mine = content_of(sharded.model, sharded.parts.flats, optimizer, place, own_buffers=own_buffers)
     if island is not None:
         mine = of_island(mine, sharded.parts.flats, island, is_first=sharded.peers.is_first)
     staged = sharded.parts.sharding.staged

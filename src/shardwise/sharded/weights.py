@@ -58,8 +58,10 @@ class WeightStream:
     steps; after a change of plan (`engine.reshard`) or of ranks, ask for another one.
     """
 
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, whole: Whole, origins: Mapping[str, str] | str) -> None:
         self._whole = whole
+        self.origins = origins
+        """By name, the model's own tensor of which it is a copy, in another dtype at most; or why some are not."""
         self._weights = tuple(Weight(name, tuple(like.shape), like.dtype) for name, like in whole.likes.items())
 
     def metadata(self) -> tuple[Weight, ...]:
@@ -117,12 +119,19 @@ def weight_stream(
         whole = _Cast(whole, dtype, codes)
     if pipeline is not None:
         whole = _OfAllStages(whole, pipeline.across, ties)
+    origins: Mapping[str, str] | None = {name: name for name in whole.likes}
     if names == "hf":
         base = base_model(model) if merge_adapters else model
-        whole = _Rearranged(whole, as_in_files(base, ties, whole.likes))
+        renaming = as_in_files(base, ties, whole.likes)
+        whole, origins = _Rearranged(whole, renaming), renaming.origins()
         reversal = reversal_of(base, whole.likes)
-        whole = whole if reversal is None else _Rearranged(whole, reversal)
-    return WeightStream(whole)
+        if reversal is not None:
+            whole, origins = _Rearranged(whole, reversal), None
+    if merge is not None:
+        return WeightStream(whole, "adapters are merged into them")
+    if codes:
+        return WeightStream(whole, "they are codes of a quantizer")
+    return WeightStream(whole, "files have other tensors than the model" if origins is None else origins)
 
 
 class _Own:

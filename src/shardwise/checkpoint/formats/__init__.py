@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint
     from shardwise.checkpoint.formats.inspection import Inspection, dtype_word, inspect
-    from shardwise.checkpoint.formats.live import save_pretrained, writer_for
+    from shardwise.checkpoint.formats.live import WeightFolder, save_pretrained
     from shardwise.checkpoint.formats.merged_adapters import base_model
     from shardwise.checkpoint.formats.source import Source, Spec
 
@@ -33,6 +33,7 @@ __all__ = [
     "Inspection",
     "Source",
     "Spec",
+    "WeightFolder",
     "base_model",
     "carry_out",
     "convert",
@@ -42,7 +43,6 @@ __all__ = [
     "open_checkpoint",
     "plan_conversion",
     "save_pretrained",
-    "writer_for",
 ]
 
 _HOMES = {
@@ -62,7 +62,7 @@ _HOMES = {
     "open_checkpoint": "shardwise.checkpoint.formats.forms",
     "plan_conversion": "shardwise.checkpoint.formats.conversion",
     "save_pretrained": "shardwise.checkpoint.formats.live",
-    "writer_for": "shardwise.checkpoint.formats.live",
+    "WeightFolder": "shardwise.checkpoint.formats.live",
 }
 
 

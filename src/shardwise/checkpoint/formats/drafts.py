@@ -30,15 +30,16 @@ def drafted(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
         yield draft
-        flush(draft)
-        _swap(draft, out)
+        swap_in(draft, out)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _swap(draft: Path, out: Path) -> None:
+def swap_in(draft: Path, out: Path) -> None:
+    """Let `draft`, a folder beside `out`, appear in its place."""
+    flush(draft)
     old = out.parent / f".replaced-{out.name}"
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

@@ -134,6 +134,19 @@ def shards_of(specs: Sequence[Spec], max_bytes: int) -> dict[str, list[Spec]]:
     return {f"{stem}-{number:05d}-of-{len(runs):05d}.safetensors": run for number, run in enumerate(runs, 1)}
 
 
+METADATA = {"format": "pt"}
+
+
+def write_index(folder: Path, shards: Mapping[str, Sequence[Spec]]) -> None:
+    """Write which file has which tensor, if there are several files."""
+    if len(shards) == 1:
+        return
+    weight_map = {spec.name: name for name, run in shards.items() for spec in run}
+    total = sum(spec.num_bytes for run in shards.values() for spec in run)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / f"{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
 class HfWriter:
     """Writes weights into a folder in the order of `specs`, one file after the other.
 
@@ -154,7 +167,7 @@ class HfWriter:
         if self._open is None or self._open[0] != name:
             self._finish_file()
             heads = {one.name: one for one in self._shards[name]}
-            self._open = (name, SafetensorsFile(self._folder / name, heads, {"format": "pt"}))
+            self._open = (name, SafetensorsFile(self._folder / name, heads, METADATA))
         self._open[1].write(spec.name, tensor.to(expected.dtype))
         self._next += 1
 
@@ -169,14 +182,7 @@ class HfWriter:
         self._finish_file()
         if self._next < len(self._waiting):
             raise CheckpointError(f"{self._waiting[self._next][1].name} was listed but never arrived.")
-        if len(self._shards) > 1:
-            self._write_index()
-
-    def _write_index(self) -> None:
-        weight_map = {spec.name: name for name, run in self._shards.items() for spec in run}
-        total = sum(spec.num_bytes for _, spec in self._waiting)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (self._folder / f"{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_index(self._folder, self._shards)
 
     def _finish_file(self) -> None:
         if self._open is not None:

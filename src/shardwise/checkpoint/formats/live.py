@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,14 +13,13 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.formats.drafts import drafted
-from shardwise.checkpoint.formats.hf import HfWriter
+from shardwise.checkpoint.formats.hf import METADATA, HfWriter, shards_of, write_index
 from shardwise.checkpoint.formats.source import PARAM, Spec
+from shardwise.checkpoint.formats.stream import Layout
 from shardwise.comm import World
 from shardwise.errors import CheckpointError
 
 Tensor = torch.Tensor
-Writer = Callable[[Path, Iterator[tuple[str, Tensor]]], None]
-"""Writes a folder of the tensors that it gets."""
 
 
 class Weight(Protocol):
@@ -48,7 +49,8 @@ def save_pretrained(
     arriving = iter(weights)
     if world.rank == 0:
         try:
-            writer_for(model, weights, max_file_bytes=max_file_bytes, overwrite=overwrite)(folder, arriving)
+            files = WeightFolder(model, weights, max_file_bytes=max_file_bytes)
+            files.write(folder, arriving, overwrite=overwrite)
         except (CheckpointError, ValueError) as error:  # ValueError: a configuration that transformers refuses
             refusal = str(error)
     for _ in arriving:  # each step is a collective, whatever happens on rank 0
@@ -58,22 +60,68 @@ def save_pretrained(
         raise CheckpointError(answer)
 
 
-def writer_for(model: nn.Module, weights: Weights, *, max_file_bytes: int, overwrite: bool) -> Writer:
-    """What writes the configuration of `model`, as it is now, and the tensors of `weights` as they arrive. It needs
-    neither of the two any more, so another thread may call it."""
-    specs = {one.name: Spec(PARAM, one.name, tuple(one.shape), one.dtype) for one in weights.metadata()}
-    dtype = next((spec.dtype for spec in specs.values() if spec.dtype.is_floating_point), None)
-    configurations = _configurations(model, dtype)
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a folder: the file, its first byte there, and its dtype."""
 
-    def write(folder: Path, arriving: Iterator[tuple[str, Tensor]]) -> None:
+    file: str
+    start: int
+    dtype: torch.dtype
+
+
+class WeightFolder:
+    """A Hugging Face folder: all of it is known, but for the values of `weights`.
+
+    It has the configuration of `model` as it is now, and refers to neither of the two any more, so another thread may
+    write it.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights, *, max_file_bytes: int) -> None:
+        specs = [Spec(PARAM, one.name, tuple(one.shape), one.dtype) for one in weights.metadata()]
+        self._max_file_bytes = max_file_bytes
+        self._shards = shards_of(specs, max_file_bytes)
+        self._specs = {spec.name: spec for spec in specs}
+        dtype = next((spec.dtype for spec in specs if spec.dtype.is_floating_point), None)
+        self._configurations = _configurations(model, dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(spec.num_bytes for spec in self._specs.values())
+
+    def write(self, folder: Path, arriving: Iterator[tuple[str, Tensor]], *, overwrite: bool = True) -> None:
+        """Make `folder` of the tensors that arrive, in the order of `weights`; see `drafted`."""
         with drafted(folder, overwrite=overwrite) as draft:
-            with HfWriter(draft, list(specs.values()), max_file_bytes) as writer:
+            with HfWriter(draft, list(self._specs.values()), self._max_file_bytes) as writer:
                 while (item := next(arriving, None)) is not None:  # a `for` would close it, with others in the middle
-                    writer.write(specs[item[0]], item[1].contiguous())
-            for configuration in configurations:
-                configuration.save_pretrained(draft)
+                    writer.write(self._specs[item[0]], item[1].contiguous())
+            self._write_configurations(draft)
 
-    return write
+    def begin(self, draft: Path) -> None:
+        """Make `draft` with everything but values: files with their heads, and zeros for each tensor at its `place`."""
+        draft.mkdir(parents=True)
+        for name, layout in self._layouts.items():
+            with (draft / name).open("wb") as file:
+                file.write(layout.head)
+                file.truncate(layout.num_bytes)
+        write_index(draft, self._shards)
+        self._write_configurations(draft)
+
+    def places(self) -> dict[str, Place]:
+        """By tensor, where it lies in what `begin` makes: the same on all ranks."""
+        return {
+            spec.name: Place(file, self._layouts[file].offsets[spec.name], spec.dtype)
+            for file, run in self._shards.items()
+            for spec in run
+        }
+
+    @cached_property
+    def _layouts(self) -> dict[str, Layout]:
+        return {file: Layout.of({spec.name: spec for spec in run}, METADATA) for file, run in self._shards.items()}
+
+    def _write_configurations(self, draft: Path) -> None:
+        for configuration in self._configurations:
+            configuration.save_pretrained(draft)
 
 
 def _configurations(model: Any, dtype: torch.dtype | None) -> list[Any]:

@@ -19,20 +19,22 @@ class Group:
     names: tuple[str, ...]
     made: Mapping[str, Tensor]
     make: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    only_renames: bool = False
+    """Whether what is made is the one that is given, under another name; or nothing."""
 
 
 def renamed(name: str, called: str, like: Tensor) -> Group:
     def make(given: dict[str, Tensor]) -> dict[str, Tensor]:
         return {called: given[name]}
 
-    return Group((name,), {called: like}, make)
+    return Group((name,), {called: like}, make, only_renames=True)
 
 
 def dropped(name: str) -> Group:
     def make(_: dict[str, Tensor]) -> dict[str, Tensor]:
         return {}
 
-    return Group((name,), {}, make)
+    return Group((name,), {}, make, only_renames=True)
 
 
 class Rearrangement:
@@ -53,6 +55,13 @@ class Rearrangement:
             left[id(group)].discard(name)
             if not left[id(group)]:
                 self.made |= group.made
+
+    def origins(self) -> dict[str, str] | None:
+        """By what comes out, which of those that arrive it is; `None` if any is made of others."""
+        if not all(group.only_renames for group in self._group_of.values()):
+            return None
+        renamings = {called: name for name, group in self._group_of.items() for called in group.made}
+        return {name: renamings.get(name, name) for name in self.made}
 
     def of(self, arriving: Iterable[Named]) -> Iterator[Named]:
         """What is made of `arriving`, whose memory is nobody else's. A tensor that waits for others of its group is

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +25,26 @@ Tensor = torch.Tensor
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in a file: `head`, and the byte at which each tensor begins, by key."""
+
+    head: bytes
+    offsets: Mapping[str, int]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> Layout:
+        """`tensors` maps keys to specs with the shapes and dtypes of the file. Raises `CheckpointError` for a dtype
+        that the format does not have."""
+        within, end = {}, 0
+        for key, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            within[key] = end  # wide dtypes first, so that each tensor begins at a multiple of its element size
+            end += spec.num_bytes
+        head = _head(tensors, within, metadata)
+        return cls(head, {key: len(head) + start for key, start in within.items()}, len(head) + end)
+
+
 class SafetensorsFile:
     """One file being written. Use it in a `with`; the end of the context raises unless every tensor was written.
 
@@ -33,15 +54,13 @@ class SafetensorsFile:
     def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
         self._path = path
         self._missing = dict(tensors)
-        self._offsets = _offsets(tensors)
-        head = _head(tensors, self._offsets, metadata)
-        self._start = len(head)
+        self._layout = Layout.of(tensors, metadata)
         self._file = path.open("wb")
-        self._file.write(head)
+        self._file.write(self._layout.head)
 
     def offset(self, key: str) -> int:
         """The byte of the file at which a tensor begins."""
-        return self._start + self._offsets[key]
+        return self._layout.offsets[key]
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write `tensor` at its offset; it must have the shape and dtype of its spec."""
@@ -66,15 +85,6 @@ class SafetensorsFile:
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
-
-
-def _offsets(tensors: Mapping[str, Spec]) -> dict[str, int]:
-    """Wide dtypes first, so that each tensor begins at a multiple of its element size."""
-    offsets, end = {}, 0
-    for key, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-        offsets[key] = end
-        end += spec.num_bytes
-    return offsets
 
 
 def _head(tensors: Mapping[str, Spec], offsets: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes:

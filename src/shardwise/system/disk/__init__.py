@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.system.disk.disk_file import DiskFile
     from shardwise.system.disk.holder import Holder
     from shardwise.system.disk.io_queue import BLOCK_BYTES, DEPTH, IoQueue
-    from shardwise.system.disk.mounts import check_local
+    from shardwise.system.disk.mounts import check_local, is_memory
     from shardwise.system.disk.page_buffers import BufferPool, Stage, pages, tensors_in_pages
     from shardwise.system.disk.pending import Patience, Pending
     from shardwise.system.disk.sliced_file import SlicedFile
@@ -54,6 +54,7 @@ __all__ = [
     "check_local",
     "copy_range",
     "folder_of",
+    "is_memory",
     "job_of_process",
     "layout",
     "open_direct",
@@ -87,6 +88,7 @@ _HOMES = {
     "check_local": "shardwise.system.disk.mounts",
     "copy_range": "shardwise.system.disk.copying",
     "folder_of": "shardwise.system.disk.tier_folder",
+    "is_memory": "shardwise.system.disk.mounts",
     "job_of_process": "shardwise.system.disk.tier_folder",
     "layout": "shardwise.system.disk.align",
     "open_direct": "shardwise.system.disk.direct",

@@ -48,6 +48,12 @@ def mount_of(folder: Path, table: str | None = None) -> Mount | None:
     return found
 
 
+def is_memory(folder: Path) -> bool:
+    """Whether `folder` is memory, as far as that can be told."""
+    mount = mount_of(folder)
+    return mount is not None and mount.kind in _MEMORY
+
+
 def check_local(folder: Path, table: str | None = None) -> str | None:
     """A warning about the file system under `folder`, if there is one. Raises `TierError` for a network file system."""
     mount = mount_of(folder, table)
