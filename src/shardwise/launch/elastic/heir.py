@@ -12,7 +12,7 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -37,8 +37,7 @@ from shardwise.launch.signals import SignalLog
 from shardwise.system.launcher_address import LauncherAddress
 
 _COME_SECONDS = 5.0
-"""How long to wait for hosts that have not come, at most. Those that have voted connect at once. It is a quarter of the
-silence after which hosts take a launcher for lost, because those that have come hear nothing meanwhile."""
+"""How long to wait for hosts that have not come, at most: see `gather`."""
 _LOOK_SECONDS = 0.05
 
 
@@ -60,7 +59,7 @@ def take_over_hosts(kept: Kept, token: str, environment: Mapping[str, str], list
         workers = RemoteWorkers(state.plan, [], arrivals, (address, store.port), logs, say)
         stack.callback(workers.disconnect)
         wanted = state.workers.shares
-        carriers = _gather(server, set(wanted), min(_COME_SECONDS, elastic.host_timeout_seconds / 4))
+        carriers = gather(server, set(wanted), elastic.host_timeout_seconds)
         server.close_with({"do": "bye"})  # whoever comes later was counted as lost
         workers.adopt(state.workers, carriers)
         mirror = Mirror(state, workers, elastic.launcher_timeout_seconds, lambda: time.monotonic() + ahead)
@@ -98,11 +97,19 @@ def _store_at(address: str, port: int | None) -> TCPStore:
     return TCPStore(here, number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _gather(server: PodServer, wanted: set[str], seconds: float) -> dict[str, PodCarrier]:
-    """The connections of the last launcher's hosts, by label: of all, or of those that come in time."""
-    deadline = time.monotonic() + seconds
-    while not wanted <= set(server.names()) and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+def gather(
+    server: PodServer,
+    wanted: set[str],
+    host_timeout_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
+) -> dict[str, PodCarrier]:
+    """The connections of the last launcher's hosts, by label: of all, or of those that come in time. Hosts that have
+    voted connect at once. A quarter of the silence after which they take a launcher for lost is not exceeded, because
+    those that have come hear nothing meanwhile."""
+    deadline = clock() + min(_COME_SECONDS, host_timeout_seconds / 4)
+    while not wanted <= set(server.names()) and clock() < deadline:
+        pause(_LOOK_SECONDS)
     return {label: server.take(label) for label in server.names() if label in wanted}
 
 

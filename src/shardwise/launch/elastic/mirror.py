@@ -87,14 +87,6 @@ class Mirror:
         """The job's clock."""
         return self._clock()
 
-    @property
-    def restarts(self) -> Any:
-        return self.state.restarts
-
-    @restarts.setter
-    def restarts(self, budget: Any) -> None:
-        self.state.restarts = budget
-
     def tend(self) -> None:
         """Nothing to do: every host is ready to take over."""
 
