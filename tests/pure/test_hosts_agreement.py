@@ -42,6 +42,7 @@ from shardwise.launch.hosts.agreement import (
     has_half,
     has_majority,
 )
+from shardwise.launch.hosts.connection import Arrivals, Connection
 from shardwise.launch.hosts.host_messages import outcome_as_message, packed
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
@@ -451,7 +452,7 @@ class LoneHosts:
         while (following := agreement.next_launcher()) is not None:
             orders = list(following.orders)
             while not following.inbox.closed and not self._is_over.is_set():
-                self.followed |= {kept.label: order["address"] for order in orders if order["do"] == "elected"}
+                self.followed |= {kept.label: order["host"] for order in orders if order["do"] == "launcher"}
                 orders = following.inbox.take(0.01)
             self.followed.pop(kept.label, None)
             following.sealed.connection.close()
@@ -469,7 +470,7 @@ class LoneHosts:
             for name in server.names():
                 carriers.append(carrier := server.take(name))
                 with suppress(OSError):  # it has become silent
-                    carrier.stdin.write(packed({"do": "elected", "label": label, "address": label, "port": 1}))
+                    carrier.stdin.write(packed({"do": "launcher", "number": 1, "host": label, "port": 1}))
         for carrier in carriers:
             carrier.close()
 
@@ -535,7 +536,7 @@ class Pods:
         self.now, self._times = 0.0, times
 
     def names(self) -> list[str]:
-        return [name for name, time in self._times.items() if time <= self.now]
+        return [name for name, at in self._times.items() if at <= self.now]
 
     def take(self, name: str) -> str:
         return name
@@ -592,8 +593,11 @@ def test_a_launcher_that_takes_over_hears_what_has_ended_meanwhile_and_what_neve
     memory = RemoteMemory(shares, seats, {0: "a", 1: "a", 2: "a", 3: "b", 4: "gone"}, {}, 0, 5)
     carrier, found = Carrier(), list[Event]()
     with Folder(None) as folder:
-        workers = RemoteWorkers(PLAN, [], queue.Queue(256), ("h", 1), Logs(folder, keeps=False), lambda _: None)
-        workers.adopt(memory, {"host-0": carrier})
+        arrivals: Arrivals = queue.Queue(256)
+        workers = RemoteWorkers(PLAN, [], arrivals, ("h", 1), Logs(folder, keeps=False), lambda _: None)
+        host = RemoteHost(shares["host-0"], label="host-0", seat=seats["host-0"], is_sealed=True)
+        host.connection = Connection(host.share, ["host"], arrivals, host.numbers, carrier)
+        workers.adopt(memory, {"host-0": host})
         assert carrier.sent == [{"do": "adopt", "members": [0, 1, 2]}]
         ended = outcome_as_message(Outcome(1, 7, None, 100.0))
         carrier.say(kind="adopted", members=[0, 1], time=time.time() + 50)

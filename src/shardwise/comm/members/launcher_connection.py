@@ -76,9 +76,12 @@ class LauncherConnection:
 
     def leave_the_replaced(self) -> None:
         """Break the connections to launchers that others have taken over from: see [Note: a silent launcher]."""
-        address = self._address()
-        old = [number for number in list(self._peers) if address is not None and number < address.number]
-        if old and not break_connections([self._peers[number] for number in old]) and self._number > max(old):
+        address, peers = self._address(), dict(self._peers)
+        if address is None:
+            return
+        here = peers.get(address.number)  # which may be where the last one was
+        old = [number for number, peer in peers.items() if number < address.number and peer != here]
+        if old and not break_connections([peers[number] for number in old]) and self._number > max(old):
             for number in old:  # no other connection to it is made any more
                 del self._peers[number]
 

@@ -24,10 +24,11 @@ from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import HostsState, Mirror
 from shardwise.launch.elastic.remote import RemoteWorkers
+from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.hosts.agreement import Kept
-from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals
+from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
 from shardwise.launch.job_report import say
@@ -61,7 +62,13 @@ def take_over_hosts(kept: Kept, token: str, environment: Mapping[str, str], list
         wanted = state.workers.shares
         carriers = gather(server, set(wanted), elastic.host_timeout_seconds)
         server.close_with({"do": "bye"})  # whoever comes later was counted as lost
-        workers.adopt(state.workers, carriers)
+        hosts = {
+            label: RemoteHost(wanted[label], label=label, seat=state.workers.seats[label], is_sealed=True)
+            for label in carriers
+        }
+        for label, host in hosts.items():
+            host.connection = Connection(host.share, ["host"], arrivals, host.numbers, carriers[label])
+        workers.adopt(state.workers, hosts)
         mirror = Mirror(state, workers, elastic.launcher_timeout_seconds, lambda: time.monotonic() + ahead)
         slots = Slots(
             elastic.most,

@@ -106,15 +106,23 @@ def has_majority(labels: Collection[str], *rosters: Collection[str]) -> bool:
     return all(2 * len(set(labels) & set(roster)) > len(set(roster)) for roster in rosters if roster)
 
 
+def with_the_newest(voices: Mapping[str, Message]) -> list[str]:
+    """The hosts that have the newest version of all that have said something; nobody while those are too few."""
+    age = max((voice["number"], voice["version"]) for voice in voices.values())
+    newest = [label for label, voice in voices.items() if (voice["number"], voice["version"]) == age]
+    roster = [label for label, _, _ in voices[newest[0]]["hosts"]]
+    return newest if has_majority(voices, roster, voices[newest[0]]["before"]) else []
+
+
 def chosen(voices: Mapping[str, Message], first: str) -> Seat | None:
     """The host that starts the launcher, by what each host has said; `None` while they are too few. It is one that
     listens and has the newest version, if possible the `first`."""
-    age = max((voice["number"], voice["version"]) for voice in voices.values())
-    newest = [label for label, voice in voices.items() if (voice["number"], voice["version"]) == age]
-    seats = [Seat(*one) for one in voices[newest[0]]["hosts"]]
-    if not has_majority(voices, [seat.label for seat in seats], voices[newest[0]]["before"]):
-        return None
-    able = [seat for seat in seats if seat.label in newest and seat.port]
+    able = [
+        Seat(*one)
+        for label in with_the_newest(voices)
+        for one in voices[label]["hosts"]
+        if one[0] == label and one[2]  # its port
+    ]
     return min(able, key=lambda seat: seat.label != first, default=None)
 
 
