@@ -452,7 +452,8 @@ class LoneHosts:
         while (following := agreement.next_launcher()) is not None:
             orders = list(following.orders)
             while not following.inbox.closed and not self._is_over.is_set():
-                self.followed |= {kept.label: order["host"] for order in orders if order["do"] == "launcher"}
+                for order in orders:
+                    self.followed[kept.label] = order["host"]
                 orders = following.inbox.take(0.01)
             self.followed.pop(kept.label, None)
             following.sealed.connection.close()

@@ -1,4 +1,4 @@
-"""A launcher of pods that is started in the place of one that was lost: it goes on with the ranks that pods still have."""
+"""A launcher of pods that is started in the place of one that was lost: it goes on with the ranks that pods have."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_it_waits_for_more_than_half_and_goes_on_from_the_newest_version(is_whol
 def test_pods_that_come_back_after_that_are_sent_away() -> None:
     c, late = Pod("c"), Pod("a", 7)
     with Folder(None) as folder, SignalLog() as signals:
-        workers = workers_with(Server(c=(1, c), a=(1000, late)), folder)
+        workers = workers_with(Server(c=(1, c), a=(40, late)), folder)
         plan = replace(PLAN, job=replace(JOB, nproc=1))
         assert _gather(plan, workers, Slots(3, Budget(1, 600), can_add=True), signals, 0.0) is None
         while not late.orders("bye"):

@@ -1,5 +1,5 @@
-"""A launcher's host becomes silent: nothing comes from it any more, and no connection to it breaks. Its ranks follow the
-next launcher, whatever they were just asking the last one, or were about to."""
+"""A launcher's host becomes silent: nothing comes from it any more, and no connection to it breaks. Its ranks follow
+the next launcher, whatever they were just asking the last one, or were about to."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NEVER = 10**9
 
 
 class Cable:
-    """To the store at a port: passes so many blocks on, in both directions, and is out then. Like a host that has become
-    silent, it closes nothing; and whoever connects later gets no answer, as one that is connected already does not."""
+    """To the store at a port: passes so many blocks on, in both directions, and is out then. Like a host that has
+    become silent, it closes nothing; and whoever connects later gets no answer, as one that is connected already."""
 
     def __init__(self, port: int, last: int) -> None:
         self.num_passed = 0

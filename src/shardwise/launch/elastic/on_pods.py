@@ -5,8 +5,8 @@ same name, to which the pods with ranks connect. If they were to keep what the l
 has that from them and goes on with their ranks: see `mirror.py`. Otherwise all ranks have ended, and it starts the
 script anew.
 
-[Note: one launcher of pods] Two may live at once, where a node that was cut off comes back. As where hosts agree on one,
-a launcher decides nothing that half of the pods do not have, and goes on from what more than half of them tell it.
+[Note: one launcher of pods] Two may live at once, where a node that was cut off comes back. As where hosts agree on
+one, a launcher decides nothing that half of the pods do not have, and goes on from what more than half of them tell it.
 """
 
 from __future__ import annotations

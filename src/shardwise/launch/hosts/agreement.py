@@ -296,9 +296,7 @@ class Agreement:
                     raise
                 time.sleep(self._waits.look)
 
-    def _hears(
-        self, connection: socket.socket, deadline: float, is_over: Callable[[], bool] = lambda: False
-    ) -> bool:
+    def _hears(self, connection: socket.socket, deadline: float, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Whether something comes over a connection, or it breaks, before the deadline."""
         while time.monotonic() < deadline and not self._is_ended() and not is_over():
             if select.select([connection], [], [], self._waits.look)[0]:

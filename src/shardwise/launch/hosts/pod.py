@@ -51,8 +51,8 @@ class PodAgent(MemberAgent):
         connect: Callable[[float], SealedConnection | None],
     ) -> None:
         """`connect` connects to the launcher within so many seconds, or returns `None`."""
-        inbox, outbox = SealedInbox(sealed.connection, sealed.to_host), SealedSink(sealed.connection, sealed.to_launcher)
-        super().__init__(inbox, Outbox(outbox), folder, images, signals)
+        outbox = Outbox(SealedSink(sealed.connection, sealed.to_launcher))
+        super().__init__(SealedInbox(sealed.connection, sealed.to_host), outbox, folder, images, signals)
         self._connection, self._connect = sealed.connection, connect
         self._give_up_at: float | None = None
         """If the launcher was lost, and no other one has adopted the ranks."""
@@ -83,7 +83,8 @@ class PodAgent(MemberAgent):
             return False
         if self._give_up_at is None:
             self._give_up_at = now + kept.seconds
-            say(f"this pod has lost the launcher. Its ranks go on, and end after {kept.seconds:g} s without another one.")
+            seconds = f"{kept.seconds:g} s"
+            say(f"this pod has lost the launcher. Its ranks go on, and end after {seconds} without another one.")
         self._connection.close()
         sealed = self._connect(self._give_up_at - now)
         if sealed is None:
