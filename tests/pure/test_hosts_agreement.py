@@ -494,9 +494,9 @@ def silenced(silent: int, last: int) -> int:
             while True:
                 followed = dict(hosts.followed)
                 launchers = {followed.get(label) for label in others}
-                if len(launchers) == 1 and launchers <= others:
-                    break
                 if last == NEVER and len(followed) == 3 and len(set(followed.values())) == 1:
+                    break
+                if last != NEVER and len(launchers) == 1 and launchers <= others:
                     break
                 assert time.monotonic() < deadline, (silent, last, followed)
                 time.sleep(0.005)

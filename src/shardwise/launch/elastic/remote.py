@@ -304,7 +304,7 @@ class RemoteWorkers:
                 host.connection.send("adopt", members=numbers)
             else:
                 self._lose(host, "it was lost with the launcher")
-        here = {host.name for host in self._hosts.values()}
+        here = {share.host.name for share in memory.shares.values()}
         for number in [number for number, name in memory.living.items() if name not in here]:
             self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="its host was lost")
             self._events.append(Ended(number, self._outcomes[number]))
