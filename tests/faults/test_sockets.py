@@ -81,7 +81,8 @@ def test_connections_to_an_address_are_broken_once_and_no_others() -> None:
             assert break_connections([("127.0.0.1", port)]) == 2
             assert [end.recv(1) for end in ends] == [b"", b""]
             assert break_connections([("127.0.0.1", port)]) == 0
+            accepted.append(other.accept()[0])
             kept.sendall(b"!")
-            assert other.accept()[0].recv(1) == b"!"
+            assert accepted[-1].recv(1) == b"!"
             for end in (*accepted, ends[0], kept):
                 end.close()
