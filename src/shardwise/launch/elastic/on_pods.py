@@ -100,14 +100,14 @@ def _take_over(last: HostsState, workers: PodWorkers, context: Context) -> Elast
     """Go on with the ranks of the last launcher, by what it has decided."""
     state = replace(last, number=last.number + 1)
     ahead = state.time - time.monotonic()  # it had a clock of its own
-    pods = workers.returning()
+    pods, num_before = workers.returning(), len(state.workers.shares)
     workers.adopt(state.workers, pods)
     mirror = Mirror(state, workers, context.elastic.launcher_timeout_seconds, lambda: time.monotonic() + ahead)
     context.succession, context.clock = mirror, mirror.now
     mirror.keep(state.agent)
     agent = ElasticAgent(context, state.agent)
     workers.introduce(LauncherAddress(state.number, context.address, context.port), context.token)
-    say(f"the launcher was lost, and this one has taken over, with {len(pods)} of {len(state.workers.shares)} pods.")
+    say(f"the launcher was lost, and this one has taken over, with {len(pods)} of {num_before} pods.")
     return agent
 
 
