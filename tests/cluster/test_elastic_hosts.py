@@ -216,8 +216,7 @@ def test_a_host_whose_agent_is_killed_comes_back_at_once_and_leaves_nothing_in_i
 
 @soak("kills processes at any moment")
 def test_hosts_agree_on_another_launcher_when_theirs_is_killed(site: Site) -> None:
-    """The cable of the one that has it is taken out then, and the two others agree on the next. See the limit that
-    docs/elastic-protocol.md names: what follows the cut fails more often than not."""
+    """The cable of the one that has it is taken out then, and the two others agree on the next."""
     net = site.network
     hosts = ",".join(f"{net}.{number}:1" for number in (1, 2, 3))
     job = Job.start(site, hosts, "--elastic", "1:3", "--host-timeout", "4", "--launcher-timeout", "60")

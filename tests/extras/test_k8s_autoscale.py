@@ -269,7 +269,7 @@ def test_a_job_grows_by_itself_and_no_step_is_lost(
 ) -> None:
     """The launcher in its pod asks for three pods, as its schedule says; losses are those of the plain model."""
     script = (survivor.__file__, str(tmp_path), "zero3", "engine", str(10**6))
-    elastic = Elastic(1, 3, autoscale=parse_policy("schedule:00:00 3"))
+    elastic = Elastic(1, 3, launcher_timeout_seconds=0, autoscale=parse_policy("schedule:00:00 3"))
     job = Job(script, nproc=1, port=free_ports(), grace_seconds=3, elastic=elastic)
     submitted = Submitted(cluster, plan_k8s(job, PodRequest("image:1", name="train"), {}), tmp_path)
     submitted.wait_for_ranks(3)
@@ -285,7 +285,8 @@ def test_a_job_fills_what_is_admitted_and_gives_back_what_does_not_pay(
 ) -> None:
     """By what its ranks measure and tell the launcher, whatever that is on this machine."""
     script = (survivor.__file__, str(tmp_path), "zero3", "engine", str(10**6))
-    job = Job(script, nproc=1, port=free_ports(), grace_seconds=3, elastic=Elastic(1, 2, autoscale=Fill()))
+    elastic = Elastic(1, 2, launcher_timeout_seconds=0, autoscale=Fill())
+    job = Job(script, nproc=1, port=free_ports(), grace_seconds=3, elastic=elastic)
     submitted = Submitted(cluster, plan_k8s(job, PodRequest("image:1", name="train"), {}), tmp_path)
     submitted.wait_for_ranks(2)
     time.sleep(30)

@@ -69,7 +69,7 @@ def test_pods_of_an_indexed_job_come_and_go(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One is killed, one is evicted, and the Job gets one more; losses are those of the plain model."""
-    job = Submitted(cluster, survivors(tmp_path, "job", 2, Elastic(1, 3)), tmp_path)
+    job = Submitted(cluster, survivors(tmp_path, "job", 2, Elastic(1, 3, launcher_timeout_seconds=0)), tmp_path)
     job.wait_for_ranks(2)
     first, second = cluster.pods("train-hosts")
     cluster.kill(second)
@@ -91,7 +91,7 @@ def test_pods_of_an_indexed_job_come_and_go(
 
 
 def test_the_pod_of_the_launcher_is_lost_and_a_jobset_begins_anew(cluster: Cluster, tmp_path: Path) -> None:
-    job = Submitted(cluster, survivors(tmp_path, "jobset", 2, Elastic(2, 2)), tmp_path)
+    job = Submitted(cluster, survivors(tmp_path, "jobset", 2, Elastic(2, 2, launcher_timeout_seconds=0)), tmp_path)
     job.wait_for_ranks(2)
     before = {path: path.read_text() for path in tmp_path.glob("pid-*")}
     pods = cluster.pods("train-hosts-0")
@@ -107,7 +107,7 @@ def test_a_script_that_fails_ends_both_jobs(
 ) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('no')\n")
-    job = Job((str(script),), nproc=1, port=free_ports(), elastic=Elastic(1, 1, retries=0))
+    job = Job((str(script),), nproc=1, port=free_ports(), elastic=Elastic(1, 1, retries=0, launcher_timeout_seconds=0))
     assert run_k8s(plan_k8s(job, PodRequest("image:1", name="train"), {}), 0.1) == 1
     shown = capsys.readouterr()
     assert "ValueError: no" in shown.out

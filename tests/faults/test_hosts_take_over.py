@@ -10,13 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.faults.running_job import RunningJob
 from tests.faults.test_members import RANK, all_facts, lives
 from tests.thorough import soak
 
@@ -30,11 +30,11 @@ exec sh -c "$last"
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 
-class Job:
+class Job(RunningJob):
     """An elastic job of one rank on each of three hosts."""
 
     def __init__(self, out: Path, num_steps: int, *options: str) -> None:
-        self.out = out
+        super().__init__(out)
         (out / "bin").mkdir()
         (out / "bin" / "ssh").write_text(SSH)
         (out / "bin" / "ssh").chmod(0o755)
@@ -61,23 +61,7 @@ class Job:
     @property
     def said(self) -> str:
         later = self.out / "shardwise-launcher.log"
-        return (self.out / "said").read_text() + (later.read_text() if later.exists() else "")
-
-    @property
-    def status(self) -> int | None:
-        """The exit status of the job, which nobody is a parent to hear of."""
-        with contextlib.suppress(OSError, ValueError):
-            return int((self.out / "logs" / "exit-status").read_text())
-        return None
-
-    def until(self, is_so: Callable[[], bool], seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_so():
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.05)
-
-    def until_joined(self, number: int) -> None:
-        self.until(lambda: len(all_facts(self.out, "joined", "pid")) >= number)
+        return super().said + (later.read_text() if later.exists() else "")
 
     def until_regrouped(self, number: int) -> None:
         """Until so many ranks are in the newest generation."""

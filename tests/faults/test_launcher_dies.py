@@ -10,13 +10,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 import warm
 from shardwise.launch.adopted import find_ranks
+from tests.faults.running_job import RunningJob
 from tests.faults.test_members import RANK, all_facts, lives
 from tests.patience import PATIENCE
 from tests.thorough import drawn, soak
@@ -25,11 +26,11 @@ pytestmark = soak("kills launchers and ranks, some at any moment")
 _TAKEN_OVER = re.compile(r"Process (\d+) has taken over")
 
 
-class Job:
+class Job(RunningJob):
     """An elastic job of three ranks, and whichever process is its launcher."""
 
     def __init__(self, out: Path, num_steps: int, *options: str) -> None:
-        self.out = out
+        super().__init__(out)
         ranks = ["--nproc", "3", "--elastic", "1:3", "--retries", "1000", "--log-dir", str(out / "logs")]
         script = [str(RANK), str(out), str(num_steps), "0"]
         command = [warm.python(), "-m", "shardwise", "launch", *ranks, *options, *script]
@@ -39,35 +40,14 @@ class Job:
         self.first = self.process.pid
 
     @property
-    def said(self) -> str:
-        return (self.out / "said").read_text()
-
-    @property
     def launcher(self) -> int:
         """The process that is the launcher now, as far as it has said so."""
         numbers = _TAKEN_OVER.findall(self.said)
         return int(numbers[-1]) if numbers else self.first
 
     @property
-    def status(self) -> int | None:
-        """The exit status of the job, which nobody is a parent to hear of."""
-        path = self.out / "logs" / "exit-status"
-        with contextlib.suppress(OSError, ValueError):
-            return int(path.read_text())
-        return None
-
-    @property
     def folder(self) -> Path:
         return Path(all_facts(self.out, "joined", "folder")[0])
-
-    def until(self, is_so: Callable[[], bool], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_so():
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.05)
-
-    def until_joined(self, number: int) -> None:
-        self.until(lambda: len(all_facts(self.out, "joined", "pid")) >= number)
 
     def kill_the_launcher(self) -> None:
         os.kill(self.launcher, signal.SIGKILL)

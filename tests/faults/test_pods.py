@@ -198,6 +198,34 @@ def test_the_launchers_pod_is_killed_and_the_next_one_finds_the_same_pods(pods: 
     assert pods.processes["stranger"].poll() is None
 
 
+@soak("kills processes at any moment")
+def test_the_launchers_pod_is_killed_and_ranks_go_on_with_the_next_one(pods: Pods) -> None:
+    """Also if one of them is lost meanwhile."""
+    script = [survivor.__file__, pods.out, "zero3", "engine", 10**6]
+    options = ["--nodes", "3", "--elastic", "1:3", "--host-timeout", "5", "--launcher-timeout", "60"]
+    pods.launcher(*options, script=script)
+    for name in ("t-0-a", "t-1-b", "t-2-c"):
+        pods.pod(name)
+    pods.wait_for_ranks(3)
+    time.sleep(1)
+    before = {path.name: path.read_text() for path in pods.out.glob("pid-*")}
+    pods.kill("launcher")
+    pods.processes["launcher"].wait()
+    pods.kill("t-1-b")
+    pods.launcher(*options, script=script)
+    pods.wait_until(lambda: "this one has taken over, with 2 of 3 pods." in pods.said("launcher"))
+    pods.pod("t-1-d")
+    pods.wait_for_ranks(4)
+    time.sleep(1)
+    (pods.out / "enough").write_text("")
+    assert pods.end("t-0-a", "t-2-c", "t-1-d") == [0, 0, 0, 0], pods.said("launcher")
+    assert "host t-1-b is gone: rank " in pods.said("launcher")
+    assert "Its ranks go on, and end after 60 s without another one." in pods.said("t-0-a")
+    after = {path.name: path.read_text() for path in pods.out.glob("pid-*")}
+    assert before.items() <= after.items(), "nothing was started in the place of living ranks"
+    losses_of(pods.out, 3)
+
+
 def test_a_job_that_fails_ends_its_pods_with_a_status_that_says_so(pods: Pods) -> None:
     script = pods.out / "fails.py"
     script.write_text("raise ValueError('no')\n")

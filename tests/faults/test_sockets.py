@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
-from shardwise.comm.watch.sockets import Sockets, opened_inside
+from shardwise.comm.watch.sockets import Sockets, break_connections, opened_inside
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -67,3 +67,22 @@ def test_a_rank_that_closed_its_end_shows_without_a_message() -> None:
         near.close()
         far.close()
     assert mine.lost_ranks() == set(), "a descriptor that is not theirs any more says nothing"
+
+
+def test_connections_to_an_address_are_broken_once_and_no_others() -> None:
+    """Also those of torch's sockets, which are of IPv6 and have an address of IPv4."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        port = server.getsockname()[1]
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as mapped:
+            mapped.connect(("::ffff:127.0.0.1", port))
+            ends = [socket.create_connection(server.getsockname()), mapped]
+            kept = socket.create_connection(other.getsockname())
+            accepted = [server.accept()[0] for _ in ends]
+            assert break_connections([("127.0.0.1", port)]) == 2
+            assert [end.recv(1) for end in ends] == [b"", b""]
+            assert break_connections([("127.0.0.1", port)]) == 0
+            accepted.append(other.accept()[0])
+            kept.sendall(b"!")
+            assert accepted[-1].recv(1) == b"!"
+            for end in (*accepted, ends[0], kept):
+                end.close()

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from shardwise.errors import LaunchError
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.heir import gather
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import HostsState, Mirror
 from shardwise.launch.elastic.remote import RemoteMemory, RemoteWorkers
@@ -35,10 +36,13 @@ from shardwise.launch.hosts.agreement import (
     Kept,
     Presence,
     Seat,
+    Waits,
     chosen,
+    dial,
     has_half,
     has_majority,
 )
+from shardwise.launch.hosts.connection import Arrivals, Connection
 from shardwise.launch.hosts.host_messages import outcome_as_message, packed
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
@@ -50,6 +54,7 @@ from shardwise.launch.places.ssh import SshPlan, SshSettings
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import new_token
 from shardwise.system.launcher_address import LauncherAddress
+from tests.patience import PATIENCE
 from tests.pure.test_launcher_succession import NEVER, TOKEN, KilledError, Life, Mortal, Processes, Workers, check
 from tests.thorough import THOROUGH, varies
 
@@ -302,13 +307,14 @@ def agree(
     servers: list[PodServer] = []
     carriers: list[PodCarrier] = []
 
-    def start(kept: Kept, listener: socket.socket) -> None:
+    def start(kept: Kept, listener: socket.socket) -> Callable[[], bool]:
         started.append(kept.label)
         servers.append(PodServer(listener, token, lambda _: None))
+        return lambda: False
 
     def take_part(number: int) -> None:
         kept = kept_by(number, seats, versions[number])
-        found[number] = Agreement(kept, token, opened[number], start, is_ended).next_launcher()
+        found[number] = Agreement(kept, token, opened[number], start, Waits(4), is_ended).next_launcher()
 
     threads = [threading.Thread(target=take_part, args=(number,)) for number in numbers]
     for thread in threads:
@@ -354,7 +360,7 @@ def test_a_host_that_alone_has_lost_the_launcher_is_told_to_end() -> None:
     with listeners(2) as opened:
         seats = seats_of(opened)
         presence, now = Presence(opened[0], token), 0.0
-        agreement = Agreement(kept_by(1, seats, 3), token, opened[1], lambda *_: None)
+        agreement = Agreement(kept_by(1, seats, 3), token, opened[1], lambda *_: lambda: False, Waits(4))
         found: list[Following | None] = []
         thread = threading.Thread(target=lambda: found.append(agreement.next_launcher()))
         thread.start()
@@ -376,6 +382,177 @@ def test_one_that_may_have_noticed_first_is_left_waiting() -> None:
             asking.settimeout(0)
             with pytest.raises(BlockingIOError):
                 asking.recv(1)
+
+
+class Network:
+    """Between hosts. One of them becomes silent once it has sent or been sent so many blocks. As with keepalives, its
+    connections break then, and no others are made."""
+
+    def __init__(self, silent: str, last: int) -> None:
+        self.silent, self.num_passed, self.is_silent = silent, 0, False
+        self._last, self._lock = last, threading.Lock()
+        self._ends: list[socket.socket] = []
+
+    def dial_from(self, label: str) -> Callable[[Seat, Waits], socket.socket]:
+        def dial_by_network(seat: Seat, waits: Waits) -> socket.socket:
+            if label == seat.label or self.silent not in (label, seat.label):
+                return dial(seat, waits)
+            if self.is_silent:
+                raise TimeoutError("nobody answers")
+            with socket.create_server(("127.0.0.1", 0)) as between:
+                near, far = socket.create_connection(between.getsockname()), dial(seat, waits)
+                middle = between.accept()[0]
+            self._ends += [middle, far]
+            for source, sink in ((middle, far), (far, middle)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+            return near
+
+        return dial_by_network
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while (block := source.recv(2**16)) and self._passes():
+                sink.sendall(block)
+        for end in self._ends if self.is_silent else (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _passes(self) -> bool:
+        with self._lock:
+            self.is_silent = self.is_silent or self.num_passed == self._last
+            self.num_passed += not self.is_silent
+            return not self.is_silent
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+
+class LoneHosts:
+    """Hosts that have lost their launcher, and whom each of them follows."""
+
+    def __init__(self, opened: list[socket.socket], network: Network) -> None:
+        self.followed: dict[str, str] = {}
+        self._opened, self._network, self._seats = opened, network, seats_of(opened)
+        self._token, self._is_over = new_token(), threading.Event()
+        self._servers: list[PodServer] = []
+        self._waits = Waits(silence=0.1, handshake=1, voice=0.5, pause=0.01, look=0.01)
+        self._threads = [threading.Thread(target=self._live, args=(number,)) for number in range(len(opened))]
+        for thread in self._threads:
+            thread.start()
+
+    def _live(self, number: int) -> None:
+        kept = kept_by(number, self._seats, version=6 + number % 2)
+        agreement = Agreement(
+            *(kept, self._token, self._opened[number], self._start),
+            waits=self._waits,
+            is_ended=self._is_over.is_set,
+            dial=self._network.dial_from(kept.label),
+        )
+        while (following := agreement.next_launcher()) is not None:
+            orders = list(following.orders)
+            while not following.inbox.closed and not self._is_over.is_set():
+                for order in orders:
+                    self.followed[kept.label] = order["host"]
+                orders = following.inbox.take(0.01)
+            self.followed.pop(kept.label, None)
+            following.sealed.connection.close()
+
+    def _start(self, kept: Kept, listener: socket.socket) -> Callable[[], bool]:
+        server = PodServer(listener, self._token, lambda _: None)
+        self._servers.append(server)
+        threading.Thread(target=self._lead, args=(kept.label, server), daemon=True).start()
+        return lambda: False
+
+    def _lead(self, label: str, server: PodServer) -> None:
+        """A launcher, which says by its first order where it is."""
+        carriers = []
+        while not self._is_over.wait(0.01):
+            for name in server.names():
+                carriers.append(carrier := server.take(name))
+                with suppress(OSError):  # it has become silent
+                    carrier.stdin.write(packed({"do": "launcher", "number": 1, "host": label, "port": 1}))
+        for carrier in carriers:
+            carrier.close()
+
+    def close(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        for server in self._servers:
+            server.close()
+        self._network.close()
+
+
+def agree_without(silent: int, last: int) -> None:
+    """The other two agree, though this one becomes silent after so many blocks. Each host sends or is sent three at
+    least, and more of them if it is one of the first."""
+    with listeners(3) as opened:
+        network = Network(f"host-{silent}", last)
+        hosts, others = LoneHosts(opened, network), {f"host-{n}" for n in range(3) if n != silent}
+        deadline = time.monotonic() + PATIENCE
+        try:
+            while True:
+                followed = dict(hosts.followed)
+                launchers = {followed.get(label) for label in others}
+                if len(launchers) == 1 and launchers <= others and (network.is_silent or last >= 3):
+                    break
+                assert time.monotonic() < deadline, (silent, last, followed)
+                time.sleep(0.005)
+        finally:
+            hosts.close()
+
+
+@varies
+def test_one_more_host_becomes_silent_at_any_point_and_the_others_agree() -> None:
+    """While it votes, collects, is elected, has started a launcher, or is followed."""
+    for silent, last in itertools.product(range(3), range(12)):
+        if THOROUGH or (silent + last) % 4 == 0:
+            agree_without(silent, last)
+
+
+def test_a_launcher_that_ends_as_it_starts_is_not_waited_for() -> None:
+    """The host that has started it asks the others again."""
+    starts = itertools.count()
+    with listeners(2) as opened:
+        seats = (seats_of(opened)[0],)
+        num_looks = itertools.count()
+        agreement = Agreement(
+            *(kept_by(0, seats, 3), new_token(), opened[0], lambda *_: lambda: next(starts) >= 0),
+            waits=Waits(silence=1, pause=0.0, look=0.0),
+            is_ended=lambda: next(num_looks) > 50,
+        )
+        assert agreement.next_launcher() is None
+    assert next(starts) > 2
+
+
+class Pods:
+    """A server to which hosts connect at these times of a clock that only waiting moves."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        self.now, self._times = 0.0, times
+
+    def names(self) -> list[str]:
+        return [name for name, at in self._times.items() if at <= self.now]
+
+    def take(self, name: str) -> str:
+        return name
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_launcher_that_takes_over_waits_for_hosts_but_not_until_others_take_it_for_silent() -> None:
+    def gathered(host_timeout: float, **times: float) -> tuple[set[str], float]:
+        pods: Any = Pods(times)
+        return set(gather(pods, {"a", "b"}, host_timeout, lambda: pods.now, pods.pause)), pods.now
+
+    assert gathered(15, a=0, b=0) == ({"a", "b"}, 0)
+    assert gathered(15, a=0, b=2) == ({"a", "b"}, pytest.approx(2, abs=0.1))
+    assert gathered(15, a=0, b=9) == ({"a"}, pytest.approx(15 / 4, abs=0.1))
+    assert gathered(4, a=0, b=2) == ({"a"}, pytest.approx(1, abs=0.1))
+    assert gathered(600, a=0, b=9) == ({"a"}, pytest.approx(5, abs=0.1))
+    assert gathered(15, a=0, c=0, b=1) == ({"a", "b"}, pytest.approx(1, abs=0.1)), "strangers do not count"
 
 
 class Carrier:
@@ -413,8 +590,11 @@ def test_a_launcher_that_takes_over_hears_what_has_ended_meanwhile_and_what_neve
     memory = RemoteMemory(shares, seats, {0: "a", 1: "a", 2: "a", 3: "b", 4: "gone"}, {}, 0, 5)
     carrier, found = Carrier(), list[Event]()
     with Folder(None) as folder:
-        workers = RemoteWorkers(PLAN, [], queue.Queue(256), ("h", 1), Logs(folder, keeps=False), lambda _: None)
-        workers.adopt(memory, {"host-0": carrier})
+        arrivals: Arrivals = queue.Queue(256)
+        workers = RemoteWorkers(PLAN, [], arrivals, ("h", 1), Logs(folder, keeps=False), lambda _: None)
+        host = RemoteHost(shares["host-0"], label="host-0", seat=seats["host-0"], is_sealed=True)
+        host.connection = Connection(host.share, ["host"], arrivals, host.numbers, carrier)
+        workers.adopt(memory, {"host-0": host})
         assert carrier.sent == [{"do": "adopt", "members": [0, 1, 2]}]
         ended = outcome_as_message(Outcome(1, 7, None, 100.0))
         carrier.say(kind="adopted", members=[0, 1], time=time.time() + 50)

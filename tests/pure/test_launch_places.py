@@ -244,7 +244,7 @@ class TestKubernetes:
 
     @pytest.mark.parametrize("kind", ["job", "jobset"])
     def test_an_elastic_job_has_a_launcher_without_ranks_and_a_token(self, kind: str) -> None:
-        elastic = Elastic(2, 6, retries=5)
+        elastic = Elastic(2, 6, retries=5, launcher_timeout_seconds=45)
         run_by = ("shardwise.integrations.run", "--plan", "zero3")
         job = Job(("a.py", "$(HOME)"), 2, elastic=elastic, run_by=run_by, max_restarts=1)
         request = PodRequest("image:1", nodes=2, kind=kind, name="t", gpus_per_node=2)
@@ -269,6 +269,7 @@ class TestKubernetes:
         assert "--elastic 2:6" in " ".join(words)
         assert "--retries 5:600" in " ".join(words)
         assert "--max-restarts 1" in " ".join(words)
+        assert "--launcher-timeout 45" in " ".join(words)
         # what the launcher does not know would end its pod at once
         parser = argparse.ArgumentParser()
         add_arguments(parser)

@@ -36,6 +36,8 @@ EXAMPLES = """examples:
 
 _STANDBY = "shardwise.launch.elastic.standby"
 """Run by the process that takes over when the launcher of an elastic job is killed."""
+_OUTLIVE_LAUNCHERS = ("ssh", "pods", "k8s")
+"""Where ranks are on several hosts, and can go on without their launcher."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,10 +174,10 @@ def _run(args: argparse.Namespace) -> int:
 
         return run_on_one(job, args.machines, args.dry_run)
     if place != "local":
-        if args.launcher_timeout is not None and place != "ssh":
+        if args.launcher_timeout is not None and place not in _OUTLIVE_LAUNCHERS:
             raise LaunchError(
-                f"--launcher-timeout is for ranks that outlive their launcher, on this machine or on hosts that are "
-                f"reached by ssh, not for --where {place}. Remove it."
+                f"--launcher-timeout is for ranks that outlive their launcher: on this machine, on hosts that are "
+                f"reached by ssh, and in pods; not for --where {place}. Remove it."
             )
         if job.elastic is not None and place == "mpi":
             raise LaunchError(
@@ -274,7 +276,7 @@ def _elastic(args: argparse.Namespace) -> Elastic | None:
     retries = re.fullmatch(r"(\d+)(?::(\d+(?:\.\d+)?))?", "3:600" if args.retries is None else args.retries)
     if retries is None:
         raise LaunchError(f"--retries {args.retries}: give a number, or a number and seconds, such as 3:600.")
-    is_on_hosts = launch_places.place_of(args) == "ssh"
+    is_on_hosts = launch_places.place_of(args) in _OUTLIVE_LAUNCHERS
     seconds = args.launcher_timeout
     if seconds is None:
         seconds = 0.0 if is_on_hosts else 60.0

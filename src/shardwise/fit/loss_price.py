@@ -20,9 +20,7 @@ from shardwise.program.image_bytes import image_bytes, rows_bytes
 from shardwise.system.units import format_bytes, format_seconds
 
 Survive = Literal["host", "buddy", "checkpoint"] | None
-LAUNCHER_LOST = (
-    "it has the job's store, and only hosts that are reached by ssh agree on another one, with --launcher-timeout"
-)
+LAUNCHER_LOST = "it has the job's store, and hosts go on without it only over ssh and in pods, with --launcher-timeout"
 ONE_HOST = "all ranks are on that host"
 NO_COPIES = "survive: host keeps parts of the state on one host only"
 NO_GROUP = "every replica group has ranks on that host"

@@ -47,6 +47,7 @@ def join_members(
     images = env.get("SHARDWISE_IMAGES", "")
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     launcher = LauncherConnection(env)
+    launcher.watch()
     store = launcher.connect()
     another = launcher.again if launcher.is_renewed else None
     membership = StoreMembership(

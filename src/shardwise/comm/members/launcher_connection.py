@@ -1,19 +1,30 @@
-"""This process's connections to the launcher of an elastic job, and to those that take over from it."""
+"""This process's connections to the launcher of an elastic job, and to those that take over from it.
+
+[Note: a silent launcher] A question to a store waits for its answer without a limit, and nothing breaks a connection to
+a host that has become silent (its cable is out, its system hangs). So a rank does not find out by asking. The process
+that has started it does, which hears from the launcher all the time, and writes the address of the next one to a file
+on this host. A thread looks at that file, and breaks all connections to launchers that others have taken over from:
+whatever waits for them fails, as when a launcher is killed, and follows the next one.
+"""
 
 from __future__ import annotations
 
 import datetime
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from shardwise.comm.compat import TCPStore
+from shardwise.comm.watch.sockets import Peer, break_connections
 from shardwise.errors import CommError
 from shardwise.system.launcher_address import LauncherAddress
 from shardwise.system.process_rank import ProcessRank, address_of
 
 _TRY_SECONDS, _ALL_SECONDS = 5.0, 300.0
+_LOOK_SECONDS = 0.2
+"""Between two looks at the file."""
 
 
 class LauncherConnection:
@@ -25,6 +36,8 @@ class LauncherConnection:
         images = env.get("SHARDWISE_IMAGES", "")
         self._folder = Path(images) if images else None
         self._number = -1
+        self._peers: dict[int, Peer] = {}
+        """By number of a launcher: where connections to its store lead."""
 
     def connect(self) -> TCPStore:
         """The first connection. Raises `CommError` if no launcher answers."""
@@ -33,11 +46,12 @@ class LauncherConnection:
             found = self._address()
             address = found or self._first
             try:
-                return self._connected(address, _TRY_SECONDS if found is not None else _ALL_SECONDS)
-            except RuntimeError as error:
+                return self._connected(address, _ALL_SECONDS if found is None else _TRY_SECONDS)
+            except (RuntimeError, OSError) as error:
                 if time.monotonic() > deadline or self._address() is None:
                     where = f"{address.host}:{address.port}"
                     raise CommError(f"The launcher does not answer at {where}: {error}.") from error
+            time.sleep(_LOOK_SECONDS)
 
     def again(self) -> TCPStore | None:
         """A connection to a launcher that has taken over since the last one; `None` if there is none yet."""
@@ -45,12 +59,31 @@ class LauncherConnection:
         if address is None or address.number == self._number:
             return None
         try:
-            # torch itself would try a refused connection again, for twice the time that it is given
-            with socket.create_connection((address.host, address.port), timeout=_TRY_SECONDS):
-                pass
             return self._connected(address, _TRY_SECONDS)
         except (RuntimeError, OSError):  # it has died too
             return None
+
+    def watch(self) -> None:
+        """From now on, leave launchers that others have taken over from, in a thread."""
+
+        def look() -> None:
+            while True:
+                self.leave_the_replaced()
+                time.sleep(_LOOK_SECONDS)
+
+        if self.is_renewed:
+            threading.Thread(target=look, name="shardwise-launcher", daemon=True).start()
+
+    def leave_the_replaced(self) -> None:
+        """Break the connections to launchers that others have taken over from: see [Note: a silent launcher]."""
+        address, peers = self._address(), dict(self._peers)
+        if address is None:
+            return
+        here = peers.get(address.number)  # which may be where the last one was
+        old = [number for number, peer in peers.items() if number < address.number and peer != here]
+        if old and not break_connections([peers[number] for number in old]) and self._number > max(old):
+            for number in old:  # no other connection to it is made any more
+                del self._peers[number]
 
     @property
     def is_renewed(self) -> bool:
@@ -61,9 +94,15 @@ class LauncherConnection:
         return None if self._folder is None else LauncherAddress.read(self._folder)
 
     def _connected(self, address: LauncherAddress, seconds: float) -> TCPStore:
+        host = address.host
+        if self.is_renewed:
+            # torch itself would try a refused connection again, for twice the time that it is given
+            with socket.create_connection((host, address.port), timeout=_TRY_SECONDS) as probe:
+                host = str(probe.getpeername()[0])
+            self._peers[address.number] = host, address.port
         # the timeout is also that of connections which are cloned from it, to a launcher that may be dead by then
         store = TCPStore(
-            address.host,
+            host,
             address.port,
             is_master=False,
             wait_for_workers=False,

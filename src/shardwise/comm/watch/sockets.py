@@ -3,7 +3,8 @@
 [Note: whose connections] gloo does not expose its descriptors. A connection that exists after gloo has met the others,
 and did not before, may also belong to a library that another thread was using at that time. But a connection between
 two ranks has its other end in another rank, with the two ports swapped. So ranks exchange what they found, and keep
-what is mirrored. Nothing else is ever shut down.
+what is mirrored. Nothing else is ever shut down, but for connections to an address that a caller names
+(`break_connections`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import os
 import select
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+Peer = tuple[str, int]
+"""Where a connection leads: the numeric address of a host, and a port."""
 _Ports = tuple[int, int]
 _DESCRIPTORS = Path("/proc/self/fd")
 _INTERNET = socket.AF_INET, socket.AF_INET6
@@ -95,14 +99,36 @@ def end_silence(port: int, seconds: float) -> None:
     if not port or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
     often = max(1, int(seconds / 4))
-    for descriptor, (_, there) in _connected().items():
-        if there != port:
-            continue
-        with contextlib.suppress(OSError), contextlib.closing(socket.socket(fileno=os.dup(descriptor))) as twin:
-            twin.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, often)
-            twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, often)
-            twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    for _, twin in _connections():
+        with contextlib.suppress(OSError):
+            if twin.getpeername()[1] == port:
+                twin.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, often)
+                twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, often)
+                twin.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def break_connections(peers: Collection[Peer]) -> int:
+    """Shut down all connections of this process to these addresses, so that whatever waits for an answer wakes. Returns
+    how many there were that were not shut down before. Closes no descriptor, since they belong to others."""
+    wanted, num_broken = {_plain(peer) for peer in peers}, 0
+    for _, twin in _connections():
+        with contextlib.suppress(OSError):  # broken meanwhile
+            if _plain(twin.getpeername()) in wanted and not _is_shut_down(twin):
+                twin.shutdown(socket.SHUT_RDWR)
+                num_broken += 1
+    return num_broken
+
+
+def _plain(address: Sequence[Any]) -> Peer:
+    """Host and port. torch's sockets are of IPv6, and have an IPv4 address as a part of one."""
+    return str(address[0]).removeprefix("::ffff:"), int(address[1])
+
+
+def _is_shut_down(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))  # hung up, or broken: the system tells that unasked
 
 
 @contextmanager
@@ -115,15 +141,27 @@ def opened_inside() -> Iterator[Sockets]:
 
 
 def _connected() -> dict[int, _Ports]:
-    """The connections of this process. psutil would go through those of the whole machine, which takes milliseconds."""
-    if not _DESCRIPTORS.is_dir():
-        connections = psutil.Process().net_connections(kind="tcp")
-        return {one.fd: (one.laddr.port, one.raddr.port) for one in connections if one.raddr and one.fd >= 0}
+    """The connections of this process, by descriptor."""
     found = {}
-    for descriptor in map(int, os.listdir(_DESCRIPTORS)):
+    for descriptor, twin in _connections():
+        with contextlib.suppress(OSError):  # broken meanwhile
+            found[descriptor] = twin.getsockname()[1], twin.getpeername()[1]
+    return found
+
+
+def _connections() -> Iterator[tuple[int, socket.socket]]:
+    """The connections of this process: descriptors, and sockets over a copy of each, to be used until the next one."""
+    for descriptor in _descriptors():
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with contextlib.closing(socket.socket(fileno=os.dup(descriptor))) as twin:
                     if twin.family in _INTERNET and twin.type == socket.SOCK_STREAM:
-                        found[descriptor] = twin.getsockname()[1], twin.getpeername()[1]
-    return found
+                        twin.getpeername()
+                        yield descriptor, twin
+
+
+def _descriptors() -> list[int]:
+    """psutil would go through the connections of the whole machine, which takes milliseconds."""
+    if _DESCRIPTORS.is_dir():
+        return list(map(int, os.listdir(_DESCRIPTORS)))
+    return [one.fd for one in psutil.Process().net_connections(kind="tcp") if one.raddr and one.fd >= 0]

@@ -12,7 +12,7 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -24,10 +24,11 @@ from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import HostsState, Mirror
 from shardwise.launch.elastic.remote import RemoteWorkers
+from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.hosts.agreement import Kept
-from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals
+from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
 from shardwise.launch.job_report import say
@@ -37,8 +38,7 @@ from shardwise.launch.signals import SignalLog
 from shardwise.system.launcher_address import LauncherAddress
 
 _COME_SECONDS = 5.0
-"""How long to wait for hosts that have not come, at most. Those that have voted connect at once. It is a quarter of the
-silence after which hosts take a launcher for lost, because those that have come hear nothing meanwhile."""
+"""How long to wait for hosts that have not come, at most: see `gather`."""
 _LOOK_SECONDS = 0.05
 
 
@@ -60,9 +60,15 @@ def take_over_hosts(kept: Kept, token: str, environment: Mapping[str, str], list
         workers = RemoteWorkers(state.plan, [], arrivals, (address, store.port), logs, say)
         stack.callback(workers.disconnect)
         wanted = state.workers.shares
-        carriers = _gather(server, set(wanted), min(_COME_SECONDS, elastic.host_timeout_seconds / 4))
+        carriers = gather(server, set(wanted), elastic.host_timeout_seconds)
         server.close_with({"do": "bye"})  # whoever comes later was counted as lost
-        workers.adopt(state.workers, carriers)
+        hosts = {
+            label: RemoteHost(wanted[label], label=label, seat=state.workers.seats[label], is_sealed=True)
+            for label in carriers
+        }
+        for label, host in hosts.items():
+            host.connection = Connection(host.share, ["host"], arrivals, host.numbers, carriers[label])
+        workers.adopt(state.workers, hosts)
         mirror = Mirror(state, workers, elastic.launcher_timeout_seconds, lambda: time.monotonic() + ahead)
         slots = Slots(
             elastic.most,
@@ -98,11 +104,19 @@ def _store_at(address: str, port: int | None) -> TCPStore:
     return TCPStore(here, number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _gather(server: PodServer, wanted: set[str], seconds: float) -> dict[str, PodCarrier]:
-    """The connections of the last launcher's hosts, by label: of all, or of those that come in time."""
-    deadline = time.monotonic() + seconds
-    while not wanted <= set(server.names()) and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+def gather(
+    server: PodServer,
+    wanted: set[str],
+    host_timeout_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], object] = time.sleep,
+) -> dict[str, PodCarrier]:
+    """The connections of the last launcher's hosts, by label: of all, or of those that come in time. Hosts that have
+    voted connect at once. A quarter of the silence after which they take a launcher for lost is not exceeded, because
+    those that have come hear nothing meanwhile."""
+    deadline = clock() + min(_COME_SECONDS, host_timeout_seconds / 4)
+    while not wanted <= set(server.names()) and clock() < deadline:
+        pause(_LOOK_SECONDS)
     return {label: server.take(label) for label in server.names() if label in wanted}
 
 

@@ -75,6 +75,10 @@ class Hosts(Protocol):
     def memory(self) -> RemoteMemory: ...
 
 
+class CutOffError(LaunchError):
+    """A launcher reaches less than half of its hosts."""
+
+
 class Mirror:
     """A `Successor` that is any of the hosts."""
 
@@ -87,19 +91,11 @@ class Mirror:
         """The job's clock."""
         return self._clock()
 
-    @property
-    def restarts(self) -> Any:
-        return self.state.restarts
-
-    @restarts.setter
-    def restarts(self, budget: Any) -> None:
-        self.state.restarts = budget
-
     def tend(self) -> None:
         """Nothing to do: every host is ready to take over."""
 
     def keep(self, agent: Mapping[str, Any] | None) -> None:
-        """Wait until half of the hosts have what the main loop remembers. Raises `LaunchError` if so many do not answer
+        """Wait until half of the hosts have what the main loop remembers. Raises `CutOffError` if so many do not answer
         that the others may have another launcher."""
         state, before = self.state, self.state.roster
         for host in self._hosts.connected:
@@ -127,7 +123,7 @@ class Mirror:
             connected = (*self._hosts.connected, *self._hosts.parting)
             may_answer = {label for label, host in told.items() if host in connected}
             if not has_half(may_answer | self._who_has_it(told), state.roster, before):
-                raise LaunchError(_cut_off(len(may_answer), max(len(before), len(there))))
+                raise CutOffError(_cut_off(len(may_answer), max(len(before), len(there))))
             self._hosts.hear()
         self._hosts.part()
 
@@ -137,8 +133,7 @@ class Mirror:
 
 def _cut_off(num_left: int, num_hosts: int) -> str:
     return (
-        f"This launcher reaches {num_left} of {num_hosts} hosts. The others may have agreed on another one by now, so "
-        f"it ends, with the ranks that it reaches. If it was the others that were lost, start the job again: it "
-        f"continues from its last checkpoint. (Without --launcher-timeout no other launcher takes over, and this one "
-        f"would go on.)"
+        f"This launcher reaches {num_left} of {num_hosts} hosts. The others may follow another one by now, so it ends, "
+        f"with the ranks that it reaches. If it was the others that were lost, start the job again: it continues from "
+        f"its last checkpoint. (Without --launcher-timeout no other launcher takes over, and this one would go on.)"
     )

@@ -1,7 +1,12 @@
 """Runs an elastic job in pods, which connect to this process.
 
-The store is in this pod, so no pod with ranks is special. If this pod is lost, all ranks end; the pods connect again,
-and the next launcher starts the script anew.
+The store is in this pod, so no pod with ranks is special. If this pod is lost, its controller starts another one of the
+same name, to which the pods with ranks connect. If they were to keep what the last launcher had decided, the next one
+has that from them and goes on with their ranks: see `mirror.py`. Otherwise all ranks have ended, and it starts the
+script anew.
+
+[Note: one launcher of pods] Two may live at once, where a node that was cut off comes back. As where hosts agree on
+one, a launcher decides nothing that half of the pods do not have, and goes on from what more than half of them tell it.
 """
 
 from __future__ import annotations
@@ -9,17 +14,21 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
+from shardwise.launch.elastic.main_loop import ElasticAgent
+from shardwise.launch.elastic.mirror import CutOffError, HostsState, Mirror
 from shardwise.launch.elastic.place import Place
-from shardwise.launch.elastic.pods import PodWorkers
+from shardwise.launch.elastic.pods import BACK_SECONDS, PodWorkers
 from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.elastic.workers import HostLeaves, HostLost, HostReady
+from shardwise.launch.hosts.agreement import with_the_newest
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodServer
 from shardwise.launch.job_report import report_stop, say
@@ -28,7 +37,10 @@ from shardwise.launch.places.k8s_scale import index_of
 from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
+from shardwise.system.launcher_address import LauncherAddress
 
+BEGIN_AGAIN = 143
+"""The status of a launcher in whose place another one is to be started, as if it had been evicted."""
 _FEWER_SECONDS = 60.0
 """How long to wait for more pods once there are enough to begin."""
 _TELL_SECONDS = 60.0
@@ -55,27 +67,64 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
         budget = Budget(elastic.retries, elastic.retry_seconds)
         slots = Slots(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=True)
         say(f"waiting for pods at {address}, port {plan.port}: {plan.describe_need()}.")
-        _gather(plan, workers, slots, signals, fewer_seconds)
-        slots.sort_hosts(lambda pod: index_of(pod) or 0)  # pods that are placed near each other follow each other
+        last = _gather(plan, workers, slots, signals, fewer_seconds)
         if signals.received:
             return report_stop([], 0, signals.received[0], None)
-        run_id = f"{os.getpid()}-{int(time.time())}"
+        slots.sort_hosts(lambda pod: index_of(pod) or 0)  # pods that are placed near each other follow each other
         location = (address, plan.port + 1)
+        run_id = f"{os.getpid()}-{int(time.time())}" if last is None else last.run_id
         context = Context(job, elastic, store, *location, run_id, folder, workers, slots, signals, say, token)
         if place is not None:
             context.scaling = scaling_of(elastic, place, plan.num_ranks, plan.unit)
             stack.callback(context.scaling.close)
-        status = run_attempts(context)
+        agent = None
+        try:
+            if last is not None:
+                agent = _take_over(replace(last, plan=plan), workers, context)
+            elif elastic.launcher_timeout_seconds:
+                workers.introduce(LauncherAddress(0, *location), token)
+                context.succession = mirror = Mirror(
+                    HostsState(plan, run_id), workers, elastic.launcher_timeout_seconds
+                )
+                mirror.keep(None)
+            status = run_attempts(context, agent)
+        except CutOffError as error:
+            say(str(error))
+            return BEGIN_AGAIN
         if not signals.received:  # else this pod may be evicted, and the next launcher needs the others
             workers.end_pods(status)
         return status
 
 
-def _gather(plan: PodsPlan, workers: PodWorkers, slots: Slots, signals: SignalLog, fewer_seconds: float) -> None:
-    """Wait for the requested pods, or, after a while, for as many as the job needs."""
+def _take_over(last: HostsState, workers: PodWorkers, context: Context) -> ElasticAgent:
+    """Go on with the ranks of the last launcher, by what it has decided."""
+    state = replace(last, number=last.number + 1)
+    ahead = state.time - time.monotonic()  # it had a clock of its own
+    pods, num_before = workers.returning(), len(state.workers.shares)
+    workers.adopt(state.workers, pods)
+    mirror = Mirror(state, workers, context.elastic.launcher_timeout_seconds, lambda: time.monotonic() + ahead)
+    context.succession, context.clock = mirror, mirror.now
+    mirror.keep(state.agent)
+    agent = ElasticAgent(context, state.agent)
+    workers.introduce(LauncherAddress(state.number, context.address, context.port), context.token)
+    say(f"the launcher was lost, and this one has taken over, with {len(pods)} of {num_before} pods.")
+    return agent
+
+
+def _gather(
+    plan: PodsPlan,
+    workers: PodWorkers,
+    slots: Slots,
+    signals: SignalLog,
+    fewer_seconds: float,
+    back_seconds: float = BACK_SECONDS,
+) -> HostsState | None:
+    """Wait for the requested pods, or, after a while, for as many as the job needs. If pods have ranks of a launcher
+    that is lost, wait for more than half of those, and return what it had decided."""
     assert plan.job.elastic is not None
     least, wanted = plan.job.elastic.least, plan.job.nproc
     enough_at, tell_at, pause = float("inf"), time.monotonic() + _TELL_SECONDS, _TELL_SECONDS
+    late_at = float("inf")
     while not signals.received:
         workers.wait(_LOOK_MILLISECONDS)
         now = time.monotonic()
@@ -90,10 +139,20 @@ def _gather(plan: PodsPlan, workers: PodWorkers, slots: Slots, signals: SignalLo
                     say(f"host {event.host} {event.why}.")
                     slots.leaves(event.host, now)
                     workers.leave(event.host)
+        if returning := {label: pod.returning for label, pod in workers.returning().items()}:
+            if newest := with_the_newest(returning):
+                late_at = min(late_at, now + back_seconds)
+                is_whole = {label for label, _, _ in returning[newest[0]]["hosts"]} <= returning.keys()
+                if is_whole or now > late_at:
+                    workers.has_begun = True
+                    return HostsState.of_text(returning[newest[0]]["state"])
+            continue
         num_slots = slots.num_usable(now)
         enough_at = min(enough_at, now) if num_slots >= least else float("inf")
         if num_slots >= wanted or now - enough_at > fewer_seconds:
-            return
+            break
         if now > tell_at:
             tell_at, pause = now + 2 * pause, 2 * pause
             say(f"{num_slots} of {plan.describe_need()}. Waiting for the others.")
+    workers.has_begun = True
+    return None

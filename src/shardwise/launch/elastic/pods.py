@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
-from shardwise.launch.elastic.remote import RemoteWorkers
+from shardwise.launch.elastic.remote import RemoteMemory, RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Event
 from shardwise.launch.environment import Attempt
 from shardwise.launch.hosts.connection import Arrivals, Connection
+from shardwise.launch.hosts.host_messages import Message
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
 from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.places.ssh import SshPlan
 
-_LATE_SECONDS = 6.0
-"""How long a finished job still tells pods that connect again that it is over."""
+BACK_SECONDS = 6.0
+"""Pods that look for their launcher find it within this time: they try it again after 5 s at the latest."""
 
 
 @dataclass(eq=False)
@@ -28,6 +29,8 @@ class Pod(RemoteHost):
     """One pod, for one connection. When that is lost, this pod or another one connects again."""
 
     carrier: PodCarrier | None = None
+    returning: Message = field(default_factory=dict)
+    """What it has told of the last launcher, whose ranks it has; empty if it has none."""
 
     def connect(self, plan: SshPlan, arrivals: Arrivals, now: float) -> None:
         assert self.carrier is not None
@@ -52,6 +55,8 @@ class PodWorkers(RemoteWorkers):
         self._pod_messages: Arrivals = queue.Queue(256)
         super().__init__(plan, [], self._pod_messages, store, logs, say)
         self._server = server
+        self.has_begun = False
+        """Whether it is known what the ranks of this job are."""
 
     def events(self) -> list[Event]:
         self._accept()
@@ -60,12 +65,45 @@ class PodWorkers(RemoteWorkers):
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
         super().start(number, slot, replace(attempt, token=""), settings)  # pods have it, and others could read it here
 
+    def returning(self) -> dict[str, Pod]:
+        """Pods that have ranks of the last launcher and can go on with them, by label."""
+        pods = (host for host in self._hosts.values() if isinstance(host, Pod) and host.state == "ready")
+        return {pod.returning["label"]: pod for pod in pods if pod.returning}
+
+    def adopt(self, memory: RemoteMemory, hosts: Mapping[str, RemoteHost]) -> None:
+        """As for other hosts. All others that are there are to connect again, since they were not counted."""
+        self._events.clear()
+        for name, host in list(self._hosts.items()):
+            if host not in hosts.values() and host.connection is not None:
+                host.connection.cut()
+                del self._hosts[name]
+        for label, host in hosts.items():
+            host.label = label
+        super().adopt(memory, hosts)
+
+    def _absent(self, share: Share, label: str) -> Pod:
+        return Pod(share, label=label, is_listed=False)
+
+    def _introduce(self, host: RemoteHost) -> None:
+        """Pods have the token, and get the environment with each rank."""
+        if self._address is not None and host.connection is not None:
+            host.connection.send("launcher", **asdict(self._address))
+
+    def _take(self, host: RemoteHost, message: Message) -> None:
+        if message["kind"] != "returning" or not isinstance(host, Pod):
+            super()._take(host, message)
+        elif not self.has_begun:
+            host.returning = message
+        elif host.connection is not None:
+            host.connection.send("bye")  # its ranks were counted as lost; it connects again
+            self._lose(host, "it has come back too late")
+
     def end_pods(self, status: int) -> None:
         """Tell all pods the job's exit status, so that they end too; also those that connect late."""
         self._server.close_with({"do": "over", "status": status})
         num_told = self._send_all("over", status=status)
         if num_told < len(self._plan.shares):
-            time.sleep(_LATE_SECONDS)
+            time.sleep(BACK_SECONDS)
 
     def _accept(self) -> None:
         for name in self._server.names():

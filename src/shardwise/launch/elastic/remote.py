@@ -20,7 +20,7 @@ from shardwise.launch.elastic.remote_host import FIRST_PAUSE_SECONDS, HostChecks
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Ended, Event, HostLeaves, HostLost, HostReady
 from shardwise.launch.environment import Attempt
-from shardwise.launch.hosts.connection import Arrivals, Carrier, Connection
+from shardwise.launch.hosts.connection import Arrivals, Connection
 from shardwise.launch.hosts.gather import next_arrival
 from shardwise.launch.hosts.host_messages import BEATS, Message, outcome_from
 from shardwise.launch.hosts.logs import Logs
@@ -289,28 +289,29 @@ class RemoteWorkers:
             self.says_skip,
         )
 
-    def adopt(self, memory: RemoteMemory, carriers: Mapping[str, Carrier]) -> None:
-        """Go on with the processes of a launcher that is lost; `carriers` are the connections of the hosts that have
-        come, by label. Others are lost."""
+    def adopt(self, memory: RemoteMemory, hosts: Mapping[str, RemoteHost]) -> None:
+        """Go on with the processes of a launcher that is lost; `hosts` are those that have come, by label. Others are
+        lost."""
         self._outcomes = dict(memory.outcomes)
         self._attempt, self._num_started, self.says_skip = memory.attempt, memory.num_started, memory.says_skip
         for label, share in memory.shares.items():
-            host = self._hosts[share.host.name] = RemoteHost(
-                share, label=label, seat=memory.seats[label], is_sealed=True
-            )
+            host = self._hosts[share.host.name] = hosts.get(label) or self._absent(share, label)
             numbers = sorted(number for number, name in memory.living.items() if name == host.name)
             self._living |= dict.fromkeys(numbers, host)
-            if label in carriers:
-                host.numbers = set(numbers)
-                host.connection = Connection(share, ["host"], self._arrivals, host.numbers, carriers[label])
+            if host.connection is not None:
+                host.numbers.update(numbers)
                 host.state = "ready"
                 host.connection.send("adopt", members=numbers)
             else:
                 self._lose(host, "it was lost with the launcher")
-        here = {host.name for host in self._hosts.values()}
+        here = {share.host.name for share in memory.shares.values()}
         for number in [number for number, name in memory.living.items() if name not in here]:
             self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="its host was lost")
             self._events.append(Ended(number, self._outcomes[number]))
+
+    def _absent(self, share: Share, label: str) -> RemoteHost:
+        """One of the last launcher's hosts, that has not come."""
+        return RemoteHost(share, label=label)
 
     def _adopted(self, host: RemoteHost, message: Message) -> None:
         """A host has told which of the processes it has, living or ended."""

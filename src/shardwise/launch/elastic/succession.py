@@ -118,11 +118,18 @@ def unpickled(content: bytes) -> object:
         raise LaunchError(f"What a launcher has written down cannot be read by this version: {error}.") from error
 
 
-class Successor(Protocol):
-    """Who takes over from a launcher that is killed."""
+class WrittenDown(Protocol):
+    """What is written down for it."""
 
     restarts: Any
     """The budget of restarts of all ranks; `None` as long as there was none."""
+
+
+class Successor(Protocol):
+    """Who takes over from a launcher that is killed."""
+
+    @property
+    def state(self) -> WrittenDown: ...
 
     def keep(self, agent: Mapping[str, Any] | None) -> None:
         """Write down what the main loop remembers, if it has begun. See [Note: what is written down]."""
@@ -153,14 +160,6 @@ class Succession:
         self._standby: subprocess.Popen[bytes] | None = None
         self._starts: collections.deque[float] = collections.deque(maxlen=_MAX_SOON)
         self._has_given_up = folder is None or start is None
-
-    @property
-    def restarts(self) -> Any:
-        return self.state.restarts
-
-    @restarts.setter
-    def restarts(self, budget: Any) -> None:
-        self.state.restarts = budget
 
     def keep(self, agent: Mapping[str, Any] | None) -> None:
         self.state.agent = agent

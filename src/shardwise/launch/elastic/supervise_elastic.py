@@ -167,8 +167,8 @@ def run_attempts(context: Context, agent: ElasticAgent | None = None) -> int:
 def _run(agent: ElasticAgent, context: Context) -> int:
     budget = Budget(context.elastic.retries, context.elastic.retry_seconds)
     succession = context.succession
-    if succession is not None and succession.restarts is not None:
-        budget = succession.restarts
+    if succession is not None and succession.state.restarts is not None:
+        budget = succession.state.restarts
     while not agent.run():
         logs = context.folder.place(agent.attempt)
         if context.signals.received:
@@ -183,7 +183,7 @@ def _run(agent: ElasticAgent, context: Context) -> int:
             return first_status(agent.outcomes)
         say(restart_line(agent.outcomes, agent.attempt + 1, many, used))
         if succession is not None:
-            succession.restarts = budget
+            succession.state.restarts = budget
         agent.begin_again()
     return 0
 

@@ -10,6 +10,10 @@ before and those after the change count (Raft's joint consensus).
 
 The voices are collected by the first host, in the order of the list, that the others reach. What a version contains
 stays where it is; voices have its number only.
+
+A host may become silent at any moment. Hosts then wait for what does not come, and no answer can tell them. So the
+system asks, by TCP's keepalives, and breaks a connection over which nothing comes for as long as the job takes a silent
+host for lost. Whoever loses the one that it follows or has voted for begins again.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
-from shardwise.launch.hosts.host_messages import Inbox, Message, packed, report
+from shardwise.launch.hosts.host_messages import BEATS, Inbox, Message, packed, report
 from shardwise.launch.hosts.sealed_lines import (
     SealedConnection,
     SealedInbox,
@@ -33,13 +37,26 @@ from shardwise.launch.hosts.sealed_lines import (
 )
 from shardwise.system.job_token import ForgedError
 
-_CONNECT_SECONDS, _HANDSHAKE_SECONDS = 5.0, 5.0
-_VOICE_SECONDS = 20.0
-"""How long a host waits for others, of which some have not noticed yet that the launcher is lost."""
-_START_SECONDS = 120.0
-"""How long a launcher may take to import torch."""
-_PAUSE_SECONDS, _LOOK_SECONDS, _SURE_SECONDS = 1.0, 0.2, 1.0
 _MAX_VOICE_BYTES = 2**20
+_SURE_SECONDS, _HANDSHAKE_SECONDS = 1.0, 5.0
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How long a host waits for what, in seconds."""
+
+    silence: float
+    """For a host from which nothing comes any more, as the job does."""
+    connect: float = 5.0
+    handshake: float = 5.0
+    voice: float = 20.0
+    """For others, of which some have not noticed yet that the launcher is lost."""
+    start: float = 120.0
+    """For a launcher that imports torch."""
+    pause: float = 1.0
+    """Before all hosts of the list are asked again."""
+    look: float = 0.2
+    """Between two looks whether this host is to end."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +106,23 @@ def has_majority(labels: Collection[str], *rosters: Collection[str]) -> bool:
     return all(2 * len(set(labels) & set(roster)) > len(set(roster)) for roster in rosters if roster)
 
 
+def with_the_newest(voices: Mapping[str, Message]) -> list[str]:
+    """The hosts that have the newest version of all that have said something; nobody while those are too few."""
+    age = max((voice["number"], voice["version"]) for voice in voices.values())
+    newest = [label for label, voice in voices.items() if (voice["number"], voice["version"]) == age]
+    roster = [label for label, _, _ in voices[newest[0]]["hosts"]]
+    return newest if has_majority(voices, roster, voices[newest[0]]["before"]) else []
+
+
 def chosen(voices: Mapping[str, Message], first: str) -> Seat | None:
     """The host that starts the launcher, by what each host has said; `None` while they are too few. It is one that
     listens and has the newest version, if possible the `first`."""
-    age = max((voice["number"], voice["version"]) for voice in voices.values())
-    newest = [label for label, voice in voices.items() if (voice["number"], voice["version"]) == age]
-    seats = [Seat(*one) for one in voices[newest[0]]["hosts"]]
-    if not has_majority(voices, [seat.label for seat in seats], voices[newest[0]]["before"]):
-        return None
-    able = [seat for seat in seats if seat.label in newest and seat.port]
+    able = [
+        Seat(*one)
+        for label in with_the_newest(voices)
+        for one in voices[label]["hosts"]
+        if one[0] == label and one[2]  # its port
+    ]
     return min(able, key=lambda seat: seat.label != first, default=None)
 
 
@@ -137,6 +162,22 @@ class Presence:
                 SealedSink(connection, sealed.to_host).write(packed({"do": "bye"}))
 
 
+def dial(seat: Seat, waits: Waits) -> socket.socket:
+    """A connection to another host, which breaks when that is silent. Raises `OSError`."""
+    connection = socket.create_connection((seat.address, seat.port), timeout=waits.connect)
+    often = max(1, int(waits.silence / BEATS))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {
+        "TCP_KEEPIDLE": often,
+        "TCP_KEEPINTVL": often,
+        "TCP_KEEPCNT": BEATS,
+        "TCP_USER_TIMEOUT": int(1000 * waits.silence),
+    }.items():
+        if (option := getattr(socket, name, None)) is not None:  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
 class Agreement:
     """One host's part in it."""
 
@@ -145,13 +186,15 @@ class Agreement:
         kept: Kept,
         token: str,
         listener: socket.socket | None,
-        start: Callable[[Kept, socket.socket], object],
+        start: Callable[[Kept, socket.socket], Callable[[], bool]],
+        waits: Waits,
         is_ended: Callable[[], bool] = lambda: False,
+        dial: Callable[[Seat, Waits], socket.socket] = dial,
     ) -> None:
-        """`start` starts a launcher that accepts connections at the listener. `is_ended`: whether this host is to
-        end."""
+        """`start` starts a launcher that accepts connections at the listener, and returns whether that has ended again,
+        when asked. `is_ended`: whether this host is to end."""
         self._kept, self._token, self._listener = kept, token, listener
-        self._start, self._is_ended = start, is_ended
+        self._start, self._waits, self._is_ended, self._dial = start, waits, is_ended, dial
 
     def next_launcher(self) -> Following | None:
         """Agree with the others, and connect to the launcher; `None` if there is none in time. Blocks."""
@@ -167,22 +210,23 @@ class Agreement:
                     found = self._follow(found)
                 if found is not None:
                     return found
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(self._waits.pause)
         return None
 
     def _collect(self, listener: socket.socket) -> Seat | None:
         """Collect voices. Returns the host that is to start a launcher, as it was told; `None` if they are too few."""
-        voices, deadline = {self._kept.label: self._kept.voice()}, time.monotonic() + _VOICE_SECONDS
+        waits = self._waits
+        voices, deadline = {self._kept.label: self._kept.voice()}, time.monotonic() + waits.voice
         with ExitStack() as stack:
             sinks: list[SealedSink] = []
             while (seat := chosen(voices, self._kept.label)) is None:
                 if time.monotonic() > deadline or self._is_ended():
                     return None
-                listener.settimeout(_LOOK_SECONDS)
+                listener.settimeout(waits.look)
                 try:
                     connection = stack.enter_context(listener.accept()[0])
-                    sealed = accept_host(connection, self._token, _HANDSHAKE_SECONDS)
-                    connection.settimeout(_HANDSHAKE_SECONDS)
+                    sealed = accept_host(connection, self._token, waits.handshake)
+                    connection.settimeout(waits.handshake)
                     source = SealedSource(connection, sealed.to_launcher)
                     stack.callback(source.close)
                     voice = report(source.readline(_MAX_VOICE_BYTES))
@@ -199,18 +243,21 @@ class Agreement:
     def _vote_for(self, host: Seat) -> Seat | Following | None:
         """Give this host's voice to another one. Returns whom it was told to follow; `None` if nobody. A launcher may
         be there already, which takes this connection for that of a host that follows it."""
+        deadline = time.monotonic() + self._waits.voice
         with ExitStack() as stack:
             try:
-                connection = socket.create_connection((host.address, host.port), timeout=_CONNECT_SECONDS)
+                connection = self._dial(host, self._waits)
                 stack.callback(connection.close)
-                sealed = connect_to_launcher(connection, self._kept.label, self._token, _VOICE_SECONDS)
+                if not self._hears(connection, deadline):
+                    return None
+                sealed = connect_to_launcher(connection, self._kept.label, self._token, self._waits.handshake)
                 voice = {"kind": "voice", **self._kept.voice()}
                 SealedSink(connection, sealed.to_launcher).write(packed(voice))
             except (OSError, ForgedError):
                 return None
-            inbox, deadline = SealedInbox(connection, sealed.to_host), time.monotonic() + _VOICE_SECONDS
+            inbox, deadline = SealedInbox(connection, sealed.to_host), time.monotonic() + self._waits.voice
             while not inbox.closed and time.monotonic() < deadline and not self._is_ended():
-                orders = inbox.take(_LOOK_SECONDS)
+                orders = inbox.take(self._waits.look)
                 if orders and orders[0]["do"] == "elected":
                     return Seat(orders[0]["label"], orders[0]["address"], orders[0]["port"])
                 if orders:
@@ -219,20 +266,39 @@ class Agreement:
         return None
 
     def _follow(self, host: Seat) -> Following | None:
-        """Connect to the launcher at a host, which may be this one, that then starts it."""
+        """Connect to the launcher at a host, which may be this one, that then starts it; `None` if it does not come."""
+        has_ended: Callable[[], bool] = lambda: False  # noqa: E731
         if host.label == self._kept.label and self._listener is not None:
             self._listener.settimeout(None)
-            self._start(self._kept, self._listener)
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and not self._is_ended():
+            has_ended = self._start(self._kept, self._listener)
+        deadline = time.monotonic() + self._waits.start
+        with ExitStack() as stack:
             try:
-                connection = socket.create_connection((host.address, host.port), timeout=_CONNECT_SECONDS)
-                try:
-                    sealed = connect_to_launcher(connection, self._kept.label, self._token, _START_SECONDS)
-                    return Following(sealed, SealedInbox(connection, sealed.to_host), [])
-                except BaseException:
-                    connection.close()
-                    raise
+                connection = self._dialled(host)
+                stack.callback(connection.close)
+                if not self._hears(connection, deadline, has_ended):
+                    return None
+                sealed = connect_to_launcher(connection, self._kept.label, self._token, self._waits.handshake)
             except (OSError, ForgedError):
-                time.sleep(_LOOK_SECONDS)
-        return None
+                return None
+            stack.pop_all()
+            return Following(sealed, SealedInbox(connection, sealed.to_host), [])
+
+    def _dialled(self, host: Seat) -> socket.socket:
+        """A connection to the host that has been elected. It is there, unless it has become silent; but all others
+        connect at the same moment."""
+        deadline = time.monotonic() + self._waits.silence
+        while True:
+            try:
+                return self._dial(host, self._waits)
+            except OSError:
+                if time.monotonic() > deadline or self._is_ended():
+                    raise
+                time.sleep(self._waits.look)
+
+    def _hears(self, connection: socket.socket, deadline: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Whether something comes over a connection, or it breaks, before the deadline."""
+        while time.monotonic() < deadline and not self._is_ended() and not is_over():
+            if select.select([connection], [], [], self._waits.look)[0]:
+                return True
+        return False

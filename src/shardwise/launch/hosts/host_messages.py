@@ -50,6 +50,7 @@ _JOB = {
     "elastic": None,  # membership is decided by the launcher
 }
 _SEATS = [(str, str, int)]
+_VOICE = {"number": int, "version": int, "hosts": _SEATS, "before": [str]}
 _ATTEMPT = {
     **dict.fromkeys(("address", "run_id", "token"), str),
     **dict.fromkeys(("port", "number", "max_restarts"), int),
@@ -112,7 +113,8 @@ REPORTS: dict[str, dict[str, Shape]] = {
     "members": {"address": str, "launcher": str, "problem": str, "port": int},
     "kept": {"version": int},
     "adopted": {"members": [int], "time": float},
-    "voice": {"number": int, "version": int, "hosts": _SEATS, "before": [str]},
+    "voice": _VOICE,
+    "returning": {**_VOICE, "label": str, "state": str},
     "member": {"outcome": _OUTCOME, "ran_out": bool, "skips": bool},
     "stopped": {"number": int, "is_so": bool},
     "left_out": {},
@@ -153,7 +155,8 @@ def report(line: bytes) -> Message | None:
 def is_about(message: Message, ranks: Container[int]) -> bool:
     """Whether a message is only about these `ranks`, or members of an elastic job, which its host has. The last
     status of ranks is exempt, because it comes from the store."""
-    named = [message[key] for key in ("rank", "number") if key in message and message["kind"] != "signal"]
+    has_another_number = message["kind"] in ("signal", "voice", "returning")
+    named = [message[key] for key in ("rank", "number") if key in message and not has_another_number]
     outcomes = [*message.get("outcomes", ()), *([message["outcome"]] if "outcome" in message else ())]
     named = [*named, *message.get("ranks", ()), *(outcome["rank"] for outcome in outcomes)]
     return all(rank in ranks for rank in named)

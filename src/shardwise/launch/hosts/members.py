@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import IO, Any
@@ -21,7 +21,7 @@ from shardwise.launch.elastic.image_folder import Images
 from shardwise.launch.elastic.job_notes import FolderNotes, OomKills
 from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.hosts import facts
-from shardwise.launch.hosts.agreement import Agreement, Kept, Presence
+from shardwise.launch.hosts.agreement import Agreement, Kept, Presence, Waits
 from shardwise.launch.hosts.host_messages import BEATS, Inbox, Message, Outbox, outcome_as_message
 from shardwise.launch.hosts.sealed_lines import SealedSink
 from shardwise.launch.hosts.server import HostServer
@@ -162,7 +162,9 @@ class MemberAgent(HostServer):
         if self._kept is None or not self._kept.hosts:
             return False
         agreement = Agreement(
-            self._kept, self._token, self._listener, self._start_launcher, lambda: bool(self._signals.received)
+            *(self._kept, self._token, self._listener, self._start_launcher),
+            waits=Waits(self.silence_seconds),
+            is_ended=lambda: bool(self._signals.received),
         )
         following = agreement.next_launcher()
         if following is None:
@@ -173,23 +175,25 @@ class MemberAgent(HostServer):
             self._answer(order)
         return True
 
-    def _start_launcher(self, kept: Kept, listener: socket.socket) -> None:
-        """What it prints is in a file in the directory in which the ranks run, if that can be written to."""
+    def _start_launcher(self, kept: Kept, listener: socket.socket) -> Callable[[], bool]:
+        """Returns whether it has ended, when asked. What it prints is in a file in the directory in which the ranks
+        run, if that can be written to."""
         self._presence = None  # whoever connects from now on is looking for that launcher
         try:
             log: IO[bytes] | int = open(LAUNCHER_LOG, "ab")  # noqa: SIM115 closed below
         except OSError:
             log = subprocess.DEVNULL
         command = [sys.executable, "-m", HEIR, str(listener.fileno())]
-        self._launcher = subprocess.Popen(
+        launcher = self._launcher = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[listener.fileno()], start_new_session=True
         )
         if not isinstance(log, int):
             log.close()
-        assert self._launcher.stdin is not None
+        assert launcher.stdin is not None
         given = {"kept": asdict(kept), "token": self._token, "environment": self._environment}
-        with suppress(OSError), self._launcher.stdin as stream:  # it has ended
+        with suppress(OSError), launcher.stdin as stream:  # it has ended
             stream.write(json.dumps(given).encode())
+        return lambda: launcher.poll() is not None
 
     def _do_leave_out(self, steps: list[int]) -> None:
         self._notes.leave_out(steps)

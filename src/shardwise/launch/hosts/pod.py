@@ -11,8 +11,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from shardwise.errors import ConfigError
 from shardwise.launch.elastic.image_folder import Images
@@ -35,16 +36,70 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 5.0
 
 
 class PodAgent(MemberAgent):
-    """One pod's processes, for one connection."""
+    """One pod's processes. If its launcher is lost, and that has said what it has decided, they go on until the next
+    one is there."""
 
     status: int | None = None
     """The exit status of the whole job, if it has ended."""
+
+    def __init__(
+        self,
+        sealed: SealedConnection,
+        folder: Folder,
+        images: Images,
+        signals: SignalLog,
+        connect: Callable[[float], SealedConnection | None],
+    ) -> None:
+        """`connect` connects to the launcher within so many seconds, or returns `None`."""
+        outbox = Outbox(SealedSink(sealed.connection, sealed.to_launcher))
+        super().__init__(SealedInbox(sealed.connection, sealed.to_host), outbox, folder, images, signals)
+        self._connection, self._connect = sealed.connection, connect
+        self._give_up_at: float | None = None
+        """If the launcher was lost, and no other one has adopted the ranks."""
+
+    def close(self) -> None:
+        self._connection.close()
 
     def _attempt(self, message: Message) -> Attempt:
         return replace(super()._attempt(message), token=os.environ[VARIABLE])
 
     def _do_over(self, status: int) -> None:
         self.status, self._is_done = status, True
+
+    def _do_bye(self) -> None:
+        if self._lives:  # the launcher goes on without them
+            self._end_alone()
+        super()._do_bye()
+
+    def _do_adopt(self, members: list[int]) -> None:
+        self._give_up_at = None
+        super()._do_adopt(members)
+
+    def _follow_the_next(self) -> bool:
+        """Connect to the launcher that is started in the place of the last one, which has the same name, and tell it
+        what that had decided."""
+        kept, now = self._kept, time.monotonic()
+        if kept is None:
+            return False
+        if self._give_up_at is None:
+            self._give_up_at = now + kept.seconds
+            seconds = f"{kept.seconds:g} s"
+            say(f"this pod has lost the launcher. Its ranks go on, and end after {seconds} without another one.")
+        self._connection.close()
+        sealed = self._connect(self._give_up_at - now)
+        if sealed is None:
+            return False
+        self._connection, self._inbox = sealed.connection, SealedInbox(sealed.connection, sealed.to_host)
+        self._outbox.send_by(SealedSink(sealed.connection, sealed.to_launcher))
+        self._say(kind="returning", label=kept.label, state=kept.state, **kept.voice())
+        return True
+
+    def _watch(self) -> None:
+        super()._watch()
+        if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+            say("no launcher has taken over the ranks of this pod. They end.")
+            self._end_alone()
+            self._is_done = True
 
 
 def serve(where: str, env: Mapping[str, str], retry_seconds: float = _RETRY_SECONDS) -> int:
@@ -59,12 +114,9 @@ def serve(where: str, env: Mapping[str, str], retry_seconds: float = _RETRY_SECO
     if not token:
         raise ConfigError(f"{VARIABLE} is not set. The launcher accepts only pods that have the token of the job.")
     with SignalLog() as signals, Folder(None) as folder:
-        while (sealed := _connect((host, int(port)), name, token, signals, retry_seconds)) is not None:
-            inbox = SealedInbox(sealed.connection, sealed.to_host)
-            with sealed.connection, Images() as images:
-                agent = PodAgent(
-                    inbox, Outbox(SealedSink(sealed.connection, sealed.to_launcher)), folder, images, signals
-                )
+        connect = partial(_connect, (host, int(port)), name, token, signals)
+        while (sealed := connect(retry_seconds)) is not None:
+            with Images() as images, contextlib.closing(PodAgent(sealed, folder, images, signals, connect)) as agent:
                 agent.run()
             if agent.status is not None:
                 return JOB_FAILED if agent.status else 0

@@ -1,0 +1,38 @@
+"""An elastic job whose launcher tests kill, so that nobody is a parent to hear how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.faults.test_members import all_facts
+from tests.patience import PATIENCE
+
+
+class RunningJob:
+    """One whose launcher prints to the file `said` of the folder `out`, and has its logs in `logs` there."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    @property
+    def said(self) -> str:
+        return (self.out / "said").read_text()
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of the job; `None` before it has ended."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.out / "logs" / "exit-status").read_text())
+        return None
+
+    def until(self, is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+    def until_joined(self, number: int) -> None:
+        self.until(lambda: len(all_facts(self.out, "joined", "pid")) >= number)
