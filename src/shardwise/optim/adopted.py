@@ -33,6 +33,11 @@ from shardwise.plan.placement import Tier
 from shardwise.program import Update
 
 Tensor = torch.Tensor
+CALLED_BY_TORCH = {
+    **dict.fromkeys(("_among_pieces", "_load", "_switch"), "a method of the optimizer"),
+    "_before_step": "a step",
+}
+"""See `comm/watch/journal.py`."""
 REPLACED_METHODS = (
     "zero_grad",
     "add_param_group",

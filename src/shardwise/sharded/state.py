@@ -24,6 +24,7 @@ from shardwise.checkpoint import (
     TrainingState,
     content_of,
     encode,
+    formats,
     numbers_of,
     of_island,
     rng,
@@ -98,7 +99,7 @@ class State:
         progress = sharded.progress
         number = progress.num_steps if step is None else step
         sharded.settle_islands()
-        check_same_settings({"step": number}, "save() step", sharded.world)
+        check_same_settings({"step": number, "folder": str(folder)}, "save() argument", sharded.world)
 
         def make() -> tuple[Request, Content]:
             if type(number) is not int or not 0 <= number < 10**18:
@@ -173,7 +174,7 @@ class State:
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
         self.saver.wait()
-        path = checkpoint.find(folder, sharded.world)
+        path = checkpoint.find(folder, sharded.world, lambda path: formats.refuse_others(path))
         if path is None:
             return None
         sharded.settle_islands()
