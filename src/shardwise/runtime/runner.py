@@ -18,7 +18,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from shardwise.comm import Exchange, Group, SharedBuffers, World
-from shardwise.errors import StateError
+from shardwise.errors import ModelError, StateError
 from shardwise.memory import Unit
 from shardwise.program import END_OF_BACKWARD, Moment, UnitSpec
 from shardwise.program.schedule import Op
@@ -122,6 +122,12 @@ class Runner:
             self._journal.note(sys.exc_info()[1])
             self._recover()
             return
+        try:
+            self._watching.require_in_place()
+        except ModelError as error:
+            self._journal.note(error)
+            self._recover()
+            raise
         self._watching.pause()
         if self._is_training_root and self.passes.current.is_running:
             self._ways.end_forward(training=True)
