@@ -156,8 +156,8 @@ def _require_model(model: object) -> None:
     if isinstance(model, type):
         raise ModelError(f"The model is the class {model.__name__}; give shard() an instance of it.")
     raise ModelError(
-        f"The model is a {type(model).__name__}, not an nn.Module. Several models need an engine each, or one nn.Module "
-        f"around them, such as an nn.ModuleDict."
+        f"The model is a {type(model).__name__}, not an nn.Module. Several models need an engine each, or one "
+        f"nn.Module around them, such as an nn.ModuleDict."
     )
 
 
@@ -604,7 +604,7 @@ class Engine:
             if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
                 raise ConfigError(
                     f"remember({name}=...): a {type(thing).__name__} has no state_dict() and load_state_dict(), so it "
-                    f"cannot be saved. Give an object that has them, or save its values: engine.save(folder, state=...)."
+                    f"cannot be saved. Give an object with both, or save its values: engine.save(folder, state=...)."
                 )
         self._state.remembered.update(objects)
         for name, thing in objects.items():

@@ -308,13 +308,17 @@ def test_an_evaluation_of_one_rank_is_told_from_a_round() -> None:
         engine = sw.shard(
             model, {"preset": "zero3", "units": {"min_numel": 1}}, optimizer=_optimizer(model), world=world
         )
-        with pytest.raises(FaultError) as caught:
+
+        def train() -> None:
             for _ in range(3):
                 engine.backward(model(torch.ones(2, 8)).sum())
                 engine.step()
                 if world.rank == 0:
                     with torch.no_grad():
                         model(torch.ones(2, 8))
+
+        with pytest.raises(FaultError) as caught:
+            train()
         return str(caught.value)
 
     for told in run_ranks(3, of_rank):

@@ -218,7 +218,7 @@ def test_calls_that_make_no_sense() -> None:
         engine.step()
     with pytest.raises(ModelError, match="was given a float, not a loss"):
         engine.backward(engine(x, y).item())
-    with pytest.raises(ModelError, match="has tokens.weight on the meta device"):
+    with pytest.raises(ModelError, match=r"has tokens\.weight on the meta device"):
         engine.load_state_dict({name: value.to("meta") for name, value in engine.state_dict().items()})
     with pytest.raises(ConfigError, match=r"remember\(loader=...\): a list has no state_dict"):
         engine.remember(loader=[])

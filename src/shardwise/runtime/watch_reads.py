@@ -52,10 +52,10 @@ class Watching:
             self._gathering.watcher = None
 
     def require_in_place(self) -> None:
-        """Raise `ModelError` if the forward that was watched has given a parameter other memory (`param.data = ...`), as
-        no operation shows; the parameter has its own again then."""
+        """Raise `ModelError` if the forward that was watched has given a parameter other memory (`param.data = ...`),
+        as no operation shows; the parameter has its own again then."""
         if self._gathering.watcher is not None:
-            moved = [unit.name for unit in self._units if any([flat.put_back() for flat in unit.flats])]
+            moved = [unit.name for unit in self._units for flat in unit.flats if flat.put_back()]
             if moved:
                 raise changed_inside(moved[0])
 

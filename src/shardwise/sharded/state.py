@@ -174,7 +174,7 @@ class State:
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
         self.saver.wait()
-        path = checkpoint.find(folder, sharded.world, lambda path: formats.refuse_others(path))
+        path = checkpoint.find(folder, sharded.world, _refuse_others)
         if path is None:
             return None
         sharded.settle_islands()
@@ -225,6 +225,10 @@ def content(sharded: ShardedModel) -> Content:
         mine = of_island(mine, sharded.parts.flats, island, is_first=sharded.peers.is_first)
     staged = sharded.parts.sharding.staged
     return mine if staged is None else _of_stages(mine, staged)
+
+
+def _refuse_others(folder: Path) -> None:
+    formats.refuse_others(folder)  # imported only when it is called: few jobs look for other formats
 
 
 def _of_stages(content: Content, staged: StagedModel) -> Content:

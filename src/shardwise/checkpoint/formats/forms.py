@@ -57,13 +57,13 @@ def _form_of(path: Path) -> str:
 
 
 def refuse_others(path: Path) -> None:
-    """Raise `CheckpointError` if there is a checkpoint of another library at `path`: who resumes there does not mean to
-    begin anew."""
+    """Raise `CheckpointError` if there is a checkpoint of another library at `path`: who resumes there does not mean
+    to begin anew."""
     for form, is_there in ((dcp.FORM, dcp.is_dcp), (deepspeed.FORM, deepspeed.folder_of), (hf.FORM, hf.is_hf)):
         if path.is_dir() and is_there(path):
             raise CheckpointError(
-                f"{path} is {FORMS[form]}, which cannot be resumed as it is. Convert it once, and resume from what that "
-                f"writes: shardwise convert {path} NEW --to shardwise."
+                f"{path} is {FORMS[form]}, which cannot be resumed as it is. Convert it once, and resume from the "
+                f"result: shardwise convert {path} NEW --to shardwise."
             )
 
 
