@@ -293,3 +293,9 @@ def test_an_elastic_job_starts_with_enough_ranks_if_none_are_named(
     script.touch()
     assert main(["launch", "--elastic", elastic, "--dry-run", str(script)]) == 0
     assert capsys.readouterr().out.startswith(f"{num_ranks} rank")
+
+
+def test_a_preset_that_is_none_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--shardwise", "zero33", "--dry-run", __file__]) == 2
+    assert "There is no preset 'zero33'. Did you mean 'zero3'?" in capsys.readouterr().err
+    assert main(["launch", "--shardwise", "auto", "--dry-run", __file__]) == 0
