@@ -306,7 +306,10 @@ class Journal:
 
 def in_words(error: BaseException) -> str:
     """For example `ValueError: a bad batch`."""
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # the user's own class may fail in any way; in the words of Python's tracebacks
+        text = "<exception str() failed>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
