@@ -108,6 +108,7 @@ def shard(  # noqa: PLR0913  # one for each thing that a job may bring
         init=init,
     )
     try:
+        _require_model(model)
         optimizers = _several(optimizer)
         loaded = _settled(model, loaded, optimizers, world, wishes, batch)
         return Engine(model, loaded, optimizers, world, wishes, owns_world=own_world)
@@ -129,6 +130,7 @@ def choose_plan(
     """The plan that `shard` would take for `plan` with its preset "auto", and the same arguments; any other is returned
     as it is. Changes nothing. All ranks call, and get the same; rank 0 logs why. Raises as `shard` does."""
     end_recording()
+    _require_model(model)
     wishes = Wishes(device=None if device is None else torch.device(device))
     return _settled(model, load_plan(plan), _several(optimizer), world, wishes, batch)
 
@@ -147,6 +149,17 @@ def _settled(
     from shardwise.sharded.auto import settled  # only these jobs load the planner
 
     return settled(model, plan, optimizers, world, wishes, batch)
+
+
+def _require_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        raise ModelError(f"The model is the class {model.__name__}; give shard() an instance of it.")
+    raise ModelError(
+        f"The model is a {type(model).__name__}, not an nn.Module. Several models need an engine each, or one "
+        f"nn.Module around them, such as an nn.ModuleDict."
+    )
 
 
 def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...]:
@@ -325,6 +338,11 @@ class Engine:
         it divides the loss, as in plain PyTorch.) All ranks call; of a model in pipeline stages with what its ranks
         have all computed (docs/pipeline.md)."""
         self._require_open()
+        if not isinstance(loss, torch.Tensor):
+            raise ModelError(
+                f"backward() was given a {type(loss).__name__}, not a loss: a tensor of one element that was computed "
+                f"with gradients (before .item()), such as outputs.loss or outputs['loss']."
+            )
         self._session.backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -580,8 +598,15 @@ class Engine:
     def remember(self, **objects: Stateful) -> None:
         """Save these objects' `state_dict()` in every checkpoint, each rank its own; `resume` restores them.
 
-        `engine.remember(scheduler=scheduler, loader=loader)`. All ranks call, before `resume`.
+        `engine.remember(scheduler=scheduler, loader=loader)`. All ranks call, before `resume`. Raises `ConfigError` for
+        an object without `state_dict()` and `load_state_dict()`.
         """
+        for name, thing in objects.items():
+            if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise ConfigError(
+                    f"remember({name}=...): a {type(thing).__name__} has no state_dict() and load_state_dict(), so it "
+                    f"cannot be saved. Give an object with both, or save its values: engine.save(folder, state=...)."
+                )
         self._state.remembered.update(objects)
         for name, thing in objects.items():
             if name in self._state.coming:

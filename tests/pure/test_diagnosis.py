@@ -17,6 +17,7 @@ from shardwise.comm.watch.diagnosis import (
     overdue,
 )
 from shardwise.comm.watch.fault import Fault
+from shardwise.comm.watch.journal import in_words
 from shardwise.comm.watch.status import Entered, PassPath, Status, Track
 from shardwise.comm.watch.status_board import last_status
 
@@ -265,3 +266,12 @@ def test_stages_of_a_pipeline_may_go_other_ways() -> None:
     same = tuple(replace(one, path=one.path._replace(part="")) for one in statuses)
     assert Circle(same).fault().kind == "contradiction"
     assert Status.from_json(statuses[1].to_json()) == statuses[1]
+
+
+def test_an_error_that_cannot_say_what_it_is_is_reported_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert in_words(Mute()) == "Mute: <exception str() failed>"
+    assert in_words(ValueError("two\nlines")) == "ValueError: two"

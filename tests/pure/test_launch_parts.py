@@ -327,3 +327,9 @@ class TestRanksThatDoNotEnd:
         began = clock.now
         assert self.stuck(tmp_path).kill() == 1
         assert 0 < clock.now - began - ranks.STUCK_SECONDS < 1
+
+
+def test_a_preset_that_is_none_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--shardwise", "zero33", "--dry-run", __file__]) == 2
+    assert "There is no preset 'zero33'. Did you mean 'zero3'?" in capsys.readouterr().err
+    assert main(["launch", "--shardwise", "auto", "--dry-run", __file__]) == 0

@@ -205,6 +205,35 @@ def test_ranks_that_save_other_steps_are_told(tmp_path: Path) -> None:
     assert list(checkpoints_in(tmp_path)) == []
 
 
+def test_ranks_that_save_into_other_folders_are_told(tmp_path: Path) -> None:
+    """As those do that name theirs by the time of day."""
+
+    def work(engine: sw.Engine) -> None:
+        own = tmp_path / str(engine.world.rank)
+        refused(ConfigError, "folder is '.*0' on rank 0 and '.*1' on rank 1", lambda: engine.save(own))
+
+    on_ranks(2, work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_folder_of_checkpoints_does_not_begin_anew(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+
+    def work(engine: sw.Engine) -> None:
+        assert engine.resume(tmp_path) is None
+        engine.world.barrier()
+        if engine.world.rank == 0:
+            file.touch()
+            (tmp_path / "run" / "step-00000007").mkdir(parents=True)
+        engine.world.barrier()
+        refused(CheckpointError, "is a file", lambda: engine.resume(file))
+        refused(CheckpointError, "model folder of Hugging Face.*shardwise convert", lambda: engine.resume(tmp_path))
+        refused(CheckpointError, "not a whole checkpoint", lambda: engine.resume(tmp_path / "run" / "step-00000007"))
+        assert engine.resume(tmp_path / "run") is None
+
+    on_ranks(2, work)
+
+
 def test_metrics_are_numbers_or_tensors_of_one(tmp_path: Path) -> None:
     def work(engine: sw.Engine) -> None:
         loss = engine(torch.ones(2, 6)).sum()

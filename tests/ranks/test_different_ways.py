@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -295,6 +296,34 @@ def test_what_no_rank_has_called_has_no_gradient() -> None:
 def test_the_error_says_what_to_do() -> None:
     with pytest.raises(FaultError, match="say paths: by_rank in the plan"):
         Job(plan_for("zero3", units=TOWERS["tower"]), [[0, 0]] * 4 + [[0, 1]], shares_memory=False).run()
+
+
+def test_an_evaluation_of_one_rank_is_told_from_a_round() -> None:
+    """What that rank says of its way, at the end, is not taken for a unit that the others ask for in their next step.
+    The error names calls by words, and none of our own functions."""
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(3)]
+
+    def of_rank(world: sw.World) -> str:
+        model = models[world.rank]
+        engine = sw.shard(
+            model, {"preset": "zero3", "units": {"min_numel": 1}}, optimizer=_optimizer(model), world=world
+        )
+
+        def train() -> None:
+            for _ in range(3):
+                engine.backward(model(torch.ones(2, 8)).sum())
+                engine.step()
+                if world.rank == 0:
+                    with torch.no_grad():
+                        model(torch.ones(2, 8))
+
+        with pytest.raises(FaultError) as caught:
+            train()
+        return str(caught.value)
+
+    for told in run_ranks(3, of_rank):
+        assert "rank 0" in told
+        assert not re.search(r"\b_\w+\(\)", told), told
 
 
 def test_a_pipeline_has_one_way() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from twins import adamw, batches, plan_of, share_of
 
@@ -90,6 +91,11 @@ REFUSED: dict[str, tuple[Use, type[Exception], str]] = {
         StateError,
         "would see a gradient of this rank alone",
     ),
+    "a collective in the background": (
+        lambda e, m, o: dist.all_reduce(param_of(m).data, async_op=True),
+        StateError,
+        "goes on in the background",
+    ),
     "a foreign group": (
         lambda e, m, o: o.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         ModelError,
@@ -110,6 +116,26 @@ def test_a_model_in_use_refuses(what: str, place: tuple[str, bool]) -> None:
     used(refused, place)
 
 
+def test_torchs_collectives_write(place: tuple[str, bool]) -> None:
+    """Loops that average by `dist.all_reduce(p.grad)`: torch does not count what collectives write. Threads share its
+    group, of one rank, in which `scatter` writes what it is given."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        param = param_of(model)
+        new = torch.arange(float(param.numel())).view_as(param)
+        for tensor in (param.data, model.state_dict()[NAME]):
+            tensor.zero_()
+            dist.scatter(tensor, [new])
+            assert torch.equal(engine.get(NAME), new)
+        engine.backward(engine(*share_of(engine, DATA[0])))
+        dist.scatter(param.grad, [new])
+        param.grad /= 2
+        assert torch.equal(param.grad.clone(), new / 2)
+
+    used(use, place)
+
+
 class Changing(Transformer):
     """Writes to a weight in its forward, in the way that `how` selects."""
 
@@ -123,6 +149,8 @@ class Changing(Transformer):
             self.head.weight.data.clamp_(-0.1, 0.1)
         if self.how == "inside" and torch.is_grad_enabled():
             self.blocks[0].register_forward_pre_hook(lambda block, _: block.up.weight.data.copy_(block.up.weight))
+        if self.how == "other memory":  # as MoCo's published code moves its key encoder
+            self.blocks[0].up.weight.data = self.blocks[0].up.weight.data * 0.5
         return super().logits(x)
 
 
@@ -137,7 +165,7 @@ def test_a_forward_may_not_write_to_a_parameter(place: tuple[str, bool]) -> None
     used(use, place, Changing)
 
 
-@pytest.mark.parametrize("how", ["data", "inside"])
+@pytest.mark.parametrize("how", ["data", "inside", "other memory"])
 def test_a_write_to_data_is_seen_in_the_first_pass(how: str, place: tuple[str, bool]) -> None:
     def build() -> nn.Module:
         model = Changing()

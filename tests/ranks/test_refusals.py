@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from twins import adamw, batches
 
@@ -118,6 +119,26 @@ def test_models(build: Callable[[], nn.Module], words: str) -> None:
     assert words in refused(2, lambda world: sw.shard(models[world.rank], world=world), ModelError)
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ([nn.Linear(2, 2)], "The model is a list, not an nn.Module"),
+        (nn.Linear, "The model is the class Linear; give shard() an instance"),
+        (nn.Linear(2, 2).parameters(), "The model is a generator"),
+    ],
+)
+def test_what_is_no_model(model: Any, words: str) -> None:
+    assert words in refused(2, lambda world: sw.shard(model, world=world), ModelError)
+
+
+def test_a_model_that_another_library_has_spread() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (1,)))
+    assert "Parameter weight is a DTensor" in refused(1, lambda world: sw.shard(model, world=world), ModelError)
+
+
 def test_parameters_on_different_devices() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     message = refused(1, lambda world: sw.shard(model, world=world), ModelError)
@@ -195,6 +216,12 @@ def test_calls_that_make_no_sense() -> None:
     engine.backward(engine(x, y))
     with pytest.raises(StateError, match="no optimizer"):
         engine.step()
+    with pytest.raises(ModelError, match="was given a float, not a loss"):
+        engine.backward(engine(x, y).item())
+    with pytest.raises(ModelError, match=r"has tokens\.weight on the meta device"):
+        engine.load_state_dict({name: value.to("meta") for name, value in engine.state_dict().items()})
+    with pytest.raises(ConfigError, match=r"remember\(loader=...\): a list has no state_dict"):
+        engine.remember(loader=[])
     engine.close()
     engine.close()
     with pytest.raises(StateError, match="closed"):

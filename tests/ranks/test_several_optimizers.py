@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 from twins import batches, share_of
 
 import shardwise as sw
@@ -105,6 +106,42 @@ def test_the_state_dicts_are_the_plain_ones() -> None:
             for number, state in theirs["state"].items():
                 for key, value in state.items():
                     assert torch.allclose(torch.as_tensor(ours["state"][number][key]), value, atol=1e-4), (number, key)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_states_may_have_other_keys_than_numbers(several: bool) -> None:
+    """Torch finds the states of a parameter by its place in the groups. `torch.distributed.checkpoint.state_dict` uses
+    names, and merges the states of several optimizers."""
+    torch.manual_seed(0)
+    start = Transformer()
+    replicas = [copy.deepcopy(start) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model = replicas[world.rank]
+        optimizers = two_over(model) if several else [torch.optim.AdamW(model.parameters())]
+        with sw.shard(model, "zero3", optimizer=optimizers, world=world) as engine:
+            engine.backward(engine(*share_of(engine, DATA[0])))
+            engine.step()
+            kept = engine.optimizer_state_dict()
+            named = dcp.get_optimizer_state_dict(model, optimizers) if several else renamed(optimizers[0].state_dict())
+            engine.backward(engine(*share_of(engine, DATA[1])))
+            engine.step()
+            if several:
+                dcp.set_optimizer_state_dict(model, optimizers, named)
+            else:
+                engine.load_optimizer_state_dict(named)
+            now = engine.optimizer_state_dict()
+            assert now["state"].keys() == kept["state"].keys()
+            for number, state in kept["state"].items():
+                for key, value in state.items():
+                    assert torch.equal(torch.as_tensor(now["state"][number][key]), torch.as_tensor(value))
+
+    run_ranks(2, rank)
+
+
+def renamed(state: dict[str, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [f"p{number}" for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {f"p{number}": entry for number, entry in state["state"].items()}, "param_groups": groups}
 
 
 def test_engine_step_takes_all_of_them() -> None:

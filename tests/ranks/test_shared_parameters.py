@@ -118,8 +118,15 @@ def frozen(model: Tied) -> None:
     model.head.weight.requires_grad_(False)
 
 
+def by_old_spectral_norm(model: Tied) -> None:
+    """An attribute that a hook computes before every forward, and that is the parameter's own memory until then."""
+    nn.utils.spectral_norm(model.mid)
+
+
 @sampled
-@pytest.mark.parametrize("share", [side_by_side, columns, one_object, frozen], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "share", [side_by_side, columns, one_object, frozen, by_old_spectral_norm], ids=lambda one: one.__name__
+)
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_what_is_independent_trains_as_the_plain_loop(share: Callable[[Tied], None], preset: str) -> None:
     torch.manual_seed(0)

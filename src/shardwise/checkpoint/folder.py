@@ -59,16 +59,23 @@ def newest(folder: Path) -> Path | None:
     """The checkpoint to resume from: what `latest` names, else the highest step; `None` if there is none.
 
     `folder` may also be a checkpoint itself, or the file `latest`. Raises `CheckpointError` if `latest` names a missing
-    one: whether to take an older one instead is the user's decision.
+    one: whether to take an older one instead is the user's decision. So it does for another file, and for the folder of
+    a checkpoint that is not whole, where `None` would begin the run anew.
     """
     if folder.name == LATEST and folder.is_file():
         folder = folder.parent
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file. Give the folder that checkpoints are saved in, or that of one checkpoint."
+        )
     if (folder / INDEX).exists():
         return folder
     found = checkpoints_in(folder)
     try:
         named = read_own_text(folder / LATEST, MAX_NAME_BYTES).strip()
     except (FileNotFoundError, NotADirectoryError):
+        if not found and folder.is_dir() and _step_of(folder.name) is not None:
+            raise CheckpointError(f"{folder} has no {INDEX}, so it is not a whole checkpoint.") from None
         return _no_link(found[max(found)]) if found else None
     except OSError as error:
         raise CheckpointError(f"{folder / LATEST} cannot be read: {error}.{_advice(found)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,15 +47,18 @@ class Loaded:
     """Read by this rank: what it needs, with replaced values counted twice."""
 
 
-def find(folder: Path, world: World) -> Path | None:
+def find(folder: Path, world: World, if_none: Callable[[Path], object] = bool) -> Path | None:
     """The checkpoint that all ranks will read: rank 0 looks for it and tells the others. All ranks call.
 
-    All ranks raise `CheckpointError` if it cannot look into the folder, or `newest` raises.
+    All ranks raise `CheckpointError` if it cannot look into the folder, or `newest` raises, or, where there is none in
+    a folder that exists, `if_none(folder)`.
     """
     mine = {}
     if world.rank == 0:
         try:
             found = newest(folder)
+            if found is None and folder.is_dir():
+                if_none(folder)
             mine = {"path": None if found is None else str(found)}
         except (CheckpointError, OSError) as error:
             is_ours = isinstance(error, CheckpointError)
@@ -142,7 +145,8 @@ def _undone_on_refusal(objects: Mapping[str, Stateful], before: Mapping[str, Any
         yield
     except (CheckpointError, CommError):
         for name, state in before.items():
-            objects[name].load_state_dict(state)
+            with suppress(Exception):  # the user's object may refuse that too; what it refused first is the error
+                objects[name].load_state_dict(state)
         raise
 
 

@@ -163,8 +163,11 @@ def _run(args: argparse.Namespace) -> int:
         take_config(args, read_accelerate_config(args.accelerate_config), str(args.accelerate_config))
     if args.shardwise is not None and not args.shardwise.startswith("{"):
         from shardwise.plan import load_plan
+        from shardwise.plan.placement import preset
 
-        load_plan(args.shardwise)
+        plan = load_plan(args.shardwise)
+        if plan.preset != "auto":
+            preset(plan.preset)  # raises where the name is none, here rather than in every rank, or nowhere
     place = launch_places.place_of(args)
     job = _job(args, nproc=_nproc(args, 1, is_here=place == "local"))
     if args.machines is not None:

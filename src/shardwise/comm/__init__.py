@@ -1,7 +1,7 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
 from shardwise.comm.collectives import Buffers, Collectives, Communicator
-from shardwise.comm.data_group import DataGroup
+from shardwise.comm.data_group import DataGroup, Exchange
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.line import Line, Passing, Started
 from shardwise.comm.same_batch import BatchCheck, require_same_batch
@@ -26,6 +26,7 @@ __all__ = [
     "DataGroup",
     "DeviceCollectives",
     "Done",
+    "Exchange",
     "Group",
     "Host",
     "Journal",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -30,6 +31,11 @@ def check_model(model: nn.Module) -> torch.device:
                 f"Parameter {name} is sharded by an engine already. Use that engine, change its plan with "
                 f"engine.reshard(plan), or build a new model."
             )
+        if _is_distributed(param):
+            raise ModelError(
+                f"Parameter {name} is a DTensor: another library has spread the model over ranks already "
+                f"(fully_shard, parallelize_module). Leave that call out, and shard the plain model."
+            )
         if param.grad is not None:
             raise ModelError(
                 f"Parameter {name} has a gradient already, which no step of the engine would use. Call "
@@ -54,6 +60,11 @@ def check_model(model: nn.Module) -> torch.device:
             f"The model's parameters are on different devices: {where}. Move the model to one with .to(device)."
         )
     return next(iter(by_device))
+
+
+def _is_distributed(param: nn.Parameter) -> bool:
+    known = sys.modules.get("torch.distributed.tensor")  # whose import would take a second
+    return known is not None and isinstance(param, known.DTensor)
 
 
 def _refuse_scripts(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.errors import ModelError
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, FakeTensor, storage_id
@@ -99,7 +100,11 @@ def _others(model: nn.Module, params: Container[int]) -> Iterator[tuple[str, str
         known.add(id(buffer))
         yield "buffer", name, buffer
     for path, module in model.named_modules():
+        # Torch's older `spectral_norm` begins with the parameter itself there, and computes it before every forward.
+        computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
         for attribute, value in vars(module).items():
+            if attribute in computed:
+                continue
             held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
             for tensor in held:
                 if isinstance(tensor, Tensor) and id(tensor) not in known and id(tensor) not in params:

@@ -37,6 +37,7 @@ from shardwise.memory.releasable import Releasable, releasable
 from shardwise.plan.placement import LOSS_DTYPE, Slot, Span
 from shardwise.program import Buffer, FlatSpec, disk_bytes, kept_losses, resting_disk_bytes
 from shardwise.system.telemetry import ByteMeter
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, storage_id
 
 Tensor = torch.Tensor
 ANCHOR, MOMENTUM = "outer.anchor", "outer.momentum"
@@ -327,6 +328,20 @@ class Flat:
             _set_data(param, _part(memory, slot.span).view(slot.shape))
         if is_resting:
             self.guard.rest()
+
+    def put_back(self) -> bool:
+        """Make parameters views of `full` again that have been given other memory (`param.data = ...`) below our
+        notice. Returns whether there were any."""
+        with DisableTorchFunctionSubclass():
+            own = storage_id(self.full.untyped_storage())
+            moved = [
+                (slot, param)
+                for slot, param in zip(self.slots, self.params, strict=True)
+                if storage_id(param.untyped_storage()) != own
+            ]
+            for slot, param in moved:
+                _set_data(param, _part(self.full, slot.span).view(slot.shape))
+        return bool(moved)
 
     def _resting(self, buffer: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of zeros for a row, on its tier; `HostMemory` counts its own."""

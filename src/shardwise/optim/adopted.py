@@ -33,6 +33,11 @@ from shardwise.plan.placement import Tier
 from shardwise.program import Update
 
 Tensor = torch.Tensor
+CALLED_BY_TORCH = {
+    **dict.fromkeys(("_among_pieces", "_load", "_switch"), "a method of the optimizer"),
+    "_before_step": "a step",
+}
+"""See `comm/watch/journal.py`."""
 REPLACED_METHODS = (
     "zero_grad",
     "add_param_group",
@@ -167,7 +172,8 @@ class AdoptedOptimizer:
             return
         self._among_pieces(member, type(member).load_state_dict, state_dict)
         self.find_changed_updates()
-        self.note_loaded(self.numbered(member), lambda number, _: bool(state_dict["state"].get(number)))
+        keys = _keys_of(state_dict["param_groups"])
+        self.note_loaded(self.numbered(member), lambda number, _: bool(state_dict["state"].get(keys[number])))
 
     def note_loaded(self, pieces: Iterable[tuple[int, Piece]], has_states: Callable[[int, Piece], bool]) -> None:
         """Remember which of these numbered pieces had states in what was loaded that were not read."""
@@ -253,7 +259,7 @@ class AdoptedOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what the plain optimizers return from `state_dict()`; for several, in the form of
         `state_dict_groups`."""
-        start, first = 0, 0
+        first = 0
         if len(state["param_groups"]) != len(self.groups):
             raise ModelError(
                 f"The state has {len(state['param_groups'])} parameter groups, the engine's optimizers have "
@@ -261,11 +267,9 @@ class AdoptedOptimizer:
             )
         for member in self.members:
             own = state["param_groups"][first : first + len(member.param_groups)]
-            numbers = range(start, start + sum(len(group["params"]) for group in own))
-            states = {number - start: entry for number, entry in state["state"].items() if number in numbers}
-            groups = [{**group, "params": [number - start for number in group["params"]]} for group in own]
-            member.load_state_dict({**state, "state": states, "param_groups": groups})
-            start, first = numbers.stop, first + len(own)
+            states = {key: state["state"][key] for key in _keys_of(own) if key in state["state"]}
+            member.load_state_dict({**state, "state": states, "param_groups": own})
+            first += len(own)
 
     # -- states -----------------------------------------------------------------------------------------
 
@@ -324,11 +328,12 @@ class AdoptedOptimizer:
 
     def _cut_state_dict(self, member: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a plain optimizer's whole state, or of this rank's own, that `load_state_dict` loads."""
-        pieces = dict(self.numbered(member))
+        keys = _keys_of(state["param_groups"])
+        pieces = {keys[number]: piece for number, piece in self.numbered(member) if number < len(keys)}
         kept = {
-            number: {key: _own(_slice_of(key, value, pieces[number]), value) for key, value in entry.items()}
-            for number, entry in state["state"].items()
-            if number in pieces and pieces[number].span.numel
+            of: {key: _own(_slice_of(key, value, pieces[of]), value) for key, value in entry.items()}
+            for of, entry in state["state"].items()
+            if of in pieces and pieces[of].span.numel
         }
         return {**state, "state": kept}
 
@@ -406,6 +411,12 @@ def _before_step(
         loss = closure()
     StepGuard.call_before(optimizer)
     return (optimizer,), {**{key: value for key, value in bound.items() if key != "self"}, "closure": lambda: loss}
+
+
+def _keys_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """By which keys the states of an optimizer's parameters are found in a state dict with these groups, in the order
+    of the parameters: numbers in torch's own, names in those of `torch.distributed.checkpoint.state_dict`."""
+    return [key for group in groups for key in group["params"]]
 
 
 def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:

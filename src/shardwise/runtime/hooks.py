@@ -56,6 +56,11 @@ Tensor = torch.Tensor
 Prehook = Callable[[object], None]
 """Called by a node of autograd's graph before it uses the gradients that are its argument."""
 
+CALLED_BY_TORCH = {
+    **dict.fromkeys(("_enter_root", "_leave_root", "_before", "_after"), "the model's forward"),
+    **dict.fromkeys(("_open_for_gradient", "_send_back", "_input_grad_done", "arrived", "_end"), "a backward"),
+}
+"""See `comm/watch/journal.py`."""
 NO_COPY = (
     "A sharded model cannot be copied or pickled as it is: its parameters are in the engine's memory. Build another "
     "and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."

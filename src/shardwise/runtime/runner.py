@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from shardwise.comm import Group, SharedBuffers, World
-from shardwise.errors import StateError
+from shardwise.comm import Exchange, Group, SharedBuffers, World
+from shardwise.errors import ModelError, StateError
 from shardwise.memory import Unit
 from shardwise.program import END_OF_BACKWARD, Moment, UnitSpec
 from shardwise.program.schedule import Op
@@ -55,7 +56,7 @@ class Runner:
         model: nn.Module,
         units: Sequence[Unit],
         executor: Executor,
-        exchange: Callable[[bytes], list[bytes]],
+        exchange: Exchange,
         shared_buffers: Sequence[SharedBuffers],
         settings: Settings,
     ) -> None:
@@ -74,8 +75,10 @@ class Runner:
         """Whether passes are of a verified step."""
         self.halves = Halves()
         self._hooks = Hooks(model, self.units, self, self.halves)
-        self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, exchange)
-        self._ways = Ways(self.passes, self._evaluation, self._post_backward, self.programs, exchange)
+        # Apart, so that a rank that has ended an evaluation does not meet one that asks for a unit.
+        closings, ways = partial(exchange, subject="closings"), partial(exchange, subject="ways")
+        self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, closings)
+        self._ways = Ways(self.passes, self._evaluation, self._post_backward, self.programs, ways)
         self._ways.may_differ = settings.paths_differ
         self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._ways)
         self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)
@@ -119,6 +122,12 @@ class Runner:
             self._journal.note(sys.exc_info()[1])
             self._recover()
             return
+        try:
+            self._watching.require_in_place()
+        except ModelError as error:
+            self._journal.note(error)
+            self._recover()
+            raise
         self._watching.pause()
         if self._is_training_root and self.passes.current.is_running:
             self._ways.end_forward(training=True)

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.memory import Unit
 from shardwise.runtime.foreign_reads import Callers, Reach
 from shardwise.runtime.gathering import Gathering
-from shardwise.runtime.hooks import Hooks
+from shardwise.runtime.hooks import Hooks, changed_inside
 from shardwise.runtime.passes import Passes
 from shardwise.runtime.ways import Ways
 
@@ -50,6 +50,14 @@ class Watching:
         if self._gathering.watcher is not None:
             self._gathering.watcher.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             self._gathering.watcher = None
+
+    def require_in_place(self) -> None:
+        """Raise `ModelError` if the forward that was watched has given a parameter other memory (`param.data = ...`),
+        as no operation shows; the parameter has its own again then."""
+        if self._gathering.watcher is not None:
+            moved = [unit.name for unit in self._units for flat in unit.flats if flat.put_back()]
+            if moved:
+                raise changed_inside(moved[0])
 
     def stop(self) -> None:
         """Stop watching for good. Call it only while no module runs."""

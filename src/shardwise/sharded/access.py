@@ -186,6 +186,8 @@ class Access:
             if not isinstance(value, Tensor) or not isinstance(state[name], Tensor):
                 kind = type(state[name]).__name__
                 raise ModelError(f"The state has {name} as a {kind}; only tensors and modules' extra states are taken.")
+            if state[name].is_meta:
+                raise ModelError(f"The state has {name} on the meta device, without values.")
             shape = self._whole_shape(by_tensor.get(value, name), value)
             if shape != tuple(state[name].shape):
                 raise ModelError(

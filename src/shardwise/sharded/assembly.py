@@ -334,8 +334,8 @@ class _Assembly:
         plan, sharding = self._plan, self._sharding
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
         settings = Settings(prefetch_bytes, plan.compile, paths_differ=plan.paths == "by_rank")
-        closings = partial(self._data_group.exchange, subject="closings")
-        return Runner(self._model, sharding.units, executor, closings, sharding.shared_buffers, settings)
+        exchange = self._data_group.exchange
+        return Runner(self._model, sharding.units, executor, exchange, sharding.shared_buffers, settings)
 
     def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:
         among_all, among_peers, among_data = (

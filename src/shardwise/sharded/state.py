@@ -24,6 +24,7 @@ from shardwise.checkpoint import (
     TrainingState,
     content_of,
     encode,
+    formats,
     numbers_of,
     of_island,
     rng,
@@ -108,7 +109,7 @@ class State:
         progress = sharded.progress
         number = progress.num_steps if step is None else step
         sharded.settle_islands()
-        check_same_settings({"step": number}, "save() step", sharded.world)
+        check_same_settings({"step": number, "folder": str(folder)}, "save() argument", sharded.world)
 
         def make() -> tuple[Request, Content]:
             if type(number) is not int or not 0 <= number < 10**18:
@@ -185,7 +186,7 @@ class State:
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
         self.saver.wait()
-        path = checkpoint.find(folder, sharded.world)
+        path = checkpoint.find(folder, sharded.world, _refuse_others)
         if path is None:
             return None
         sharded.settle_islands()
@@ -237,6 +238,10 @@ def content(sharded: ShardedModel, *, with_states: bool = True) -> Content:
         mine = of_island(mine, sharded.parts.flats, island, is_first=sharded.peers.is_first)
     staged = sharded.parts.sharding.staged
     return mine if staged is None else _of_stages(mine, staged)
+
+
+def _refuse_others(folder: Path) -> None:
+    formats.refuse_others(folder)  # imported only when it is called: few jobs look for other formats
 
 
 def _of_stages(content: Content, staged: StagedModel) -> Content:

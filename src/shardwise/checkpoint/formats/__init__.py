@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         convert,
         plan_conversion,
     )
-    from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint
+    from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint, refuse_others
     from shardwise.checkpoint.formats.inspection import Inspection, dtype_word, inspect
     from shardwise.checkpoint.formats.live import WeightFolder, save_pretrained
     from shardwise.checkpoint.formats.merged_adapters import base_model
@@ -42,6 +42,7 @@ __all__ = [
     "inspect",
     "open_checkpoint",
     "plan_conversion",
+    "refuse_others",
     "save_pretrained",
 ]
 
@@ -61,6 +62,7 @@ _HOMES = {
     "form_of": "shardwise.checkpoint.formats.forms",
     "open_checkpoint": "shardwise.checkpoint.formats.forms",
     "plan_conversion": "shardwise.checkpoint.formats.conversion",
+    "refuse_others": "shardwise.checkpoint.formats.forms",
     "save_pretrained": "shardwise.checkpoint.formats.live",
     "WeightFolder": "shardwise.checkpoint.formats.live",
 }

@@ -56,6 +56,17 @@ def _form_of(path: Path) -> str:
     raise CheckpointError(_foreign(path))
 
 
+def refuse_others(path: Path) -> None:
+    """Raise `CheckpointError` if there is a checkpoint of another library at `path`: who resumes there does not mean
+    to begin anew."""
+    for form, is_there in ((dcp.FORM, dcp.is_dcp), (deepspeed.FORM, deepspeed.folder_of), (hf.FORM, hf.is_hf)):
+        if path.is_dir() and is_there(path):
+            raise CheckpointError(
+                f"{path} is {FORMS[form]}, which cannot be resumed as it is. Convert it once, and resume from the "
+                f"result: shardwise convert {path} NEW --to shardwise."
+            )
+
+
 def _foreign(path: Path) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     known = "; ".join(FORMS.values())

@@ -59,6 +59,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
 _MARK = "SENDS_FOR_ITS_CALLER"
 """A module with this name sends for whoever calls it: a fault is explained by what its caller was about."""
+_WORDS = "CALLED_BY_TORCH"
+"""A module with this name says in words what its functions are about that torch calls, and no user knows by name."""
 _CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # called for many purposes, so the caller's name says more
 _FRAMES_LOCK = threading.Lock()
@@ -304,7 +306,10 @@ class Journal:
 
 def in_words(error: BaseException) -> str:
     """For example `ValueError: a bad batch`."""
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # the user's own class may fail in any way; in the words of Python's tracebacks
+        text = "<exception str() failed>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -369,20 +374,24 @@ def _call() -> str:
 
 def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:
     """Walk from a frame outwards to the first one in the user's code. Returns the last library function on the way, as
-    a call, and that frame.
+    a call or in words, and that frame.
 
     The way leads through torch where it calls us back (an optimizer's hooks).
     """
-    name = ""
+    last: FrameType | None = None
     while frame is not None:
         code = frame.f_code
         whose = _whose(code.co_filename)
         if whose == "the user's":
             break
         if whose == "ours" and code.co_name != "<lambda>":
-            name = code.co_name
+            last = frame
         frame = frame.f_back
-    return f"{name}()" if name else "", frame
+    if last is None:
+        return "", frame
+    name = last.f_code.co_name
+    words: str = last.f_globals.get(_WORDS, {}).get(name, f"{name}()")
+    return words, frame
 
 
 @lru_cache(4096)  # asked for dozens of frames at each message between stages

@@ -18,6 +18,8 @@ from shardwise.memory import AtRest
 from shardwise.system.torch_private import tree_leaves
 
 Tensor = torch.Tensor
+CALLED_BY_TORCH = {"__torch_function__": "an access to a whole tensor"}
+"""See `comm/watch/journal.py`."""
 Step = Callable[[Tensor], Tensor]
 """Makes a view of its base."""
 

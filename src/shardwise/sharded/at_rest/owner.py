@@ -22,6 +22,8 @@ from shardwise.sharded.gradients import Gradients
 from shardwise.system.torch_private import is_transforming
 
 Tensor = torch.Tensor
+CALLED_BY_TORCH = {"torch_function": "an access to a parameter"}
+"""See `comm/watch/journal.py`."""
 
 
 class Owner:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -47,6 +47,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             home.reach()
         if not any(isinstance(handle, Whole) for handle in handles):
             return _computed(func, args, kwargs, homes)
+    if func in uses.IN_BACKGROUND or (func in uses.COLLECTIVES and kwargs.get("async_op")):
+        _refuse(handles[0], "its memory, for a collective that goes on in the background,")
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
@@ -277,8 +279,11 @@ def _alike(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _storage(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
-    handle = args[0]
-    (handle.home() if isinstance(handle, Resting) else handle.source).refuse(uses.STORAGE[func])
+    _refuse(args[0], uses.STORAGE[func])
+
+
+def _refuse(handle: Resting | Whole, what: str) -> NoReturn:
+    (handle.home() if isinstance(handle, Resting) else handle.source).refuse(what)
 
 
 def _requires_grad(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.system.torch_private import TENSOR_ATTRIBUTES
 
@@ -85,8 +86,23 @@ STORAGE: dict[Function, str] = {
 
 NORMS: frozenset[Function] = frozenset({torch.linalg.vector_norm, Tensor.norm, torch.norm})
 
+COLLECTIVES: frozenset[Function] = frozenset(
+    getattr(dist, name)
+    for name in (
+        *("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "scatter", "all_gather", "gather", "send"),
+        *("all_gather_single", "all_gather_coalesced", "reduce_scatter", "reduce_scatter_single", "recv"),
+        *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "isend", "irecv"),
+    )
+    if hasattr(dist, name)
+)
+"""Torch's own, as loops call them that averaged gradients themselves before they had an engine."""
+
+IN_BACKGROUND: frozenset[Function] = frozenset({dist.isend, dist.irecv}) if dist.is_available() else frozenset()
+"""Those of them that always go on after they have returned; others do with `async_op=True`."""
+
 UNCOUNTED: frozenset[Function] = frozenset(
     {
+        *COLLECTIVES,
         *(torch._amp_foreach_non_finite_check_and_unscale_, Tensor.apply_, Tensor.map_, Tensor.map2_),
         *(torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_),
     }
