@@ -41,9 +41,7 @@ def feed_generation(trainer: Any) -> None:
             setattr(trainer, name, partial(_gathered, trainer, getattr(type(trainer), name), keep_bytes))
 
 
-def _gathered(
-    trainer: Any, generate: Callable[..., Any], keep_bytes: int | None, *args: Any, **kwargs: Any
-) -> Any:
+def _gathered(trainer: Any, generate: Callable[..., Any], keep_bytes: int | None, *args: Any, **kwargs: Any) -> Any:
     with trainer.engine.inference(keep_bytes):
         return generate(trainer, *args, **kwargs)
 
