@@ -11,6 +11,7 @@ import trl_jobs
 import trl_vllm_jobs
 from rank_processes import begin, on_ranks
 
+import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.trl_shared_prompts import count_completions_once, require_known
 from tests.thorough import sampled
@@ -84,9 +85,17 @@ def test_samples_of_vllm(name: str, mode: str, mesh: str) -> None:
     raced(mesh, getattr(trl_vllm_jobs, mode), name)
 
 
+@sampled
+@pytest.mark.parametrize(("job", "args"), [(trl_jobs.rewarded, ()), (trl_vllm_jobs.alone, ("online_dpo",))])
+def test_rewards_of_the_first_rank_count(job: Any, args: tuple[str, ...]) -> None:
+    """Such as random ones, which differ from rank to rank."""
+    raced("pp", job, *args, misled_from=1)
+
+
 def test_other_trainers_that_generate_are_refused() -> None:
+    plan = sw.load_plan({"preset": "zero1", "mesh": {"pp": 2}})
     with pytest.raises(ConfigError, match="SimpleNamespace is that of a trainer which generates"):
-        require_known(SimpleNamespace(use_vllm=False))
+        require_known(SimpleNamespace(use_vllm=False), plan)
 
 
 def test_a_round_has_whole_groups() -> None:

@@ -37,7 +37,7 @@ _LAYERWISE = ("layerwise", "lomo")
 def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:
     """Raise `ConfigError` for `TrainingArguments`, models and plans that cannot be used with our Trainer."""
     if ranks_per_batch(plan) > 1 and generates(args):
-        require_known(args)
+        require_known(args, plan)
     if (plan.mesh or {}).get("sp", 1) != 1 and getattr(args, "predict_with_generate", False):
         raise ConfigError(
             "The plan's mesh has sp, which splits the tokens of a batch over ranks, but predict_with_generate produces "

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import shardwise as sw
 from shardwise.errors import ConfigError, StateError
+from shardwise.integrations.accelerate_batches import AXES
 from shardwise.integrations.plans import has_stages
 
 _CONFIGS = {"GRPOConfig", "RLOOConfig", "OnlineDPOConfig"}
@@ -28,13 +30,18 @@ def generates(args: Any) -> bool:
     return hasattr(args, "use_vllm")
 
 
-def require_known(args: Any) -> None:
-    """Raise `ConfigError` unless the trainer with these arguments can have ranks that share prompts."""
+def require_known(args: Any, plan: sw.Plan) -> None:
+    """Raise `ConfigError` unless the trainer with these arguments can have ranks that share prompts, as `plan` does."""
+    others = [axis for axis in AXES if axis != "pp" and (plan.mesh or {}).get(axis, 1) > 1]
+    if others:
+        raise ConfigError(
+            f"The plan's mesh has {' and '.join(others)}, but trainers of TRL that generate share prompts along pp "
+            f"alone. Use data axes (dp, node, local) and pp."
+        )
     if not any(kind.__name__ in _CONFIGS for kind in type(args).__mro__):
         raise ConfigError(
             f"{type(args).__name__} is that of a trainer which generates, and of these only GRPOTrainer, RLOOTrainer "
-            f"and OnlineDPOTrainer of TRL train where ranks share prompts, as those along pp, sp and tp do. Use a mesh "
-            f"of data axes only (dp, node, local)."
+            f"and OnlineDPOTrainer of TRL train in pipeline stages. Use a mesh of data axes only (dp, node, local)."
         )
 
 
