@@ -45,8 +45,9 @@ def assert_same(runs: list[dict[str, Any]], plain: list[dict[str, Any]], place: 
     assert len(plain[0]["losses"]) == len(runs[0]["losses"]) > 2
     for rank, run in enumerate(runs):
         assert run["generated"] == plain[place(rank)]["generated"]
-        for figure in ("losses", "norms", "rates", "evaluations"):
+        for figure in ("losses", "rates", "evaluations"):
             assert run[figure] == pytest.approx(plain[0][figure], abs=1e-5), figure
+        assert run["norms"] == pytest.approx(plain[0]["norms"], rel=1e-5, abs=1e-5)  # RLOO's are about 50
         for figure, values in plain[0].get("logs", {}).items():
             assert run["logs"][figure] == pytest.approx(values, abs=1e-5), figure
         for parameter, value in plain[0]["state"].items():
