@@ -159,8 +159,10 @@ def _gathering_from(ranks: Sequence[int], num_ranks: int) -> Iterator[None]:
         parts = gathered.chunk(num_ranks)
         return torch.cat([parts[rank] for rank in ranks])
 
-    def objects_from_ranks(given: Any) -> list[Any]:
+    def objects_from_ranks(given: Any) -> Any:
         parts = gather_object([given])
+        if len(ranks) == 1:  # as in one process, where accelerate returns what it is given, of any type
+            return parts[ranks[0]]
         return [one for rank in ranks for one in parts[rank]]
 
     operations._gpu_gather = lambda given: recursively_apply(from_ranks, gather(given))
