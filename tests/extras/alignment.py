@@ -1,5 +1,6 @@
-"""A script of TRL as people have it: it knows nothing of shardwise. `alignment.py FILE METHOD`, where METHOD is `sft`,
-`sft-lora`, `dpo`, `grpo`, `grpo-colocated` (with vLLM in each rank, of which there is a stand-in) or `online-dpo`."""
+"""A script as people have it: it knows nothing of shardwise. `alignment.py FILE METHOD`, where METHOD is one of TRL's,
+`sft`, `sft-lora`, `dpo`, `grpo`, `grpo-colocated` (with vLLM in each rank, of which there is a stand-in), `rloo`,
+`online-dpo`, or `experts`: transformers' own Trainer."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from pathlib import Path
 import colocated_vllm
 from datasets import Dataset
 from peft import LoraConfig
-from trainer_jobs import llama
-from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trainer_jobs import llama, mixtral, rows
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl_jobs import texts, tokenizer
 
@@ -60,11 +61,22 @@ def online_dpo():
     return OnlineDPOTrainer(llama(), reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer())
 
 
+def rloo():
+    data = Dataset.from_dict({"prompt": texts(16, 0)})
+    config = RLOOConfig(tempfile.mkdtemp(), num_generations=2, max_completion_length=6, beta=0.0, **SETTINGS)
+    return RLOOTrainer(llama(), reward, config, train_dataset=data, processing_class=tokenizer())
+
+
+def experts():
+    config = TrainingArguments(tempfile.mkdtemp(), gradient_accumulation_steps=2, **SETTINGS)
+    return Trainer(mixtral(), config, train_dataset=rows(64))
+
+
 def main():
     file, method = Path(sys.argv[1]), sys.argv[2]
     made = {
         "sft": sft, "sft-lora": lambda: sft(LoraConfig(r=4, target_modules=["q_proj"])), "dpo": dpo, "grpo": grpo,
-        "grpo-colocated": grpo_colocated, "online-dpo": online_dpo,
+        "grpo-colocated": grpo_colocated, "rloo": rloo, "online-dpo": online_dpo, "experts": experts,
     }  # fmt: skip
     trainer = made[method]()
     trainer.train()

@@ -18,6 +18,6 @@ NAMES = [
     "shardwise.integrations.transformers",
 ]
 if importlib.util.find_spec("trl") is not None:
-    NAMES += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"]
+    NAMES += [f"trl.trainer.{kind}_trainer" for kind in ("sft", "dpo", "grpo", "rloo")]
 for name in NAMES:
     importlib.import_module(name)

@@ -144,8 +144,8 @@ def preferred(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
     made, given = ours(DPOTrainer, plan)
     data = Dataset.load_from_disk(folder)
     trainer = made(
-        llama(), args=DPOConfig(tempfile.mkdtemp(), **{**COMMON, **settings}), train_dataset=data,
-        processing_class=tokenizer(), **given,
+        llama(), None if settings.get("precompute_ref_log_probs") else llama(), train_dataset=data,
+        args=DPOConfig(tempfile.mkdtemp(), **{**COMMON, **settings}), processing_class=tokenizer(), **given,
     )  # fmt: skip
     trainer.train()
     return result(trainer)

@@ -32,6 +32,8 @@ SCRIPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sft with lora": (jobs.supervised, {"is_adapted": True}),
     "sft with packing": (jobs.supervised, {"packing": True}),
     "dpo with known log-probabilities": (jobs.preferred, {"precompute_ref_log_probs": True}),
+    "dpo whose reference follows": (jobs.preferred, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "gathered as objects": (jobs.language, {"eval_use_gather_object": True}),
     "t5": (jobs.translated, {"kind": "t5"}),
     "whisper": (jobs.translated, {"kind": "whisper"}),
 }
@@ -112,9 +114,3 @@ def test_an_encoder_decoder_of_lightning(tmp_path: Path) -> None:
         for name, value in twin["state"].items():
             torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)
     assert len(expected[0]["losses"]) == 12
-
-
-def test_a_reference_that_follows_is_refused(tmp_path: Path) -> None:
-    jobs.keep_preferences(str(tmp_path))
-    with pytest.raises(RuntimeError, match="sync_ref_model copies parameters of the model"):
-        on_ranks(2, jobs.preferred, {"preset": "zero1", "mesh": {"pp": 2}}, str(tmp_path), sync_ref_model=True)

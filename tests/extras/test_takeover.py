@@ -61,13 +61,27 @@ def test_an_unmodified_script_is_trained_by_a_plan(tmp_path: Path) -> None:
         assert (weights[0][name] - value).abs().max() < 1e-5, name
 
 
+SPLITS: dict[str, tuple[int, int, str]] = {
+    # ranks, ranks of DDP, mesh
+    "dp": (2, 2, "{dp: 2}"),
+    "pp": (2, 1, "{pp: 2}"),
+    "pp x dp": (4, 2, "{pp: 2, dp: 2}"),
+    "pp x dp x ep": (8, 4, "{pp: 2, dp: 2, ep: 2}"),
+}
+METHODS = ("sft", "dpo", "grpo", "grpo-colocated", "online-dpo", "sft-lora")
+IN_STAGES = [("grpo", "pp x dp"), ("grpo-colocated", "pp"), ("rloo", "pp"), ("online-dpo", "pp")]
+
+
 @sampled
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "grpo-colocated", "online-dpo", "sft-lora"])
-def test_an_unmodified_script_of_trl_is_trained_by_a_plan(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "split"), [*((method, "dp") for method in METHODS), *IN_STAGES, ("experts", "pp x dp x ep")]
+)
+def test_an_unmodified_script_is_trained_by_a_plan_alone(tmp_path: Path, method: str, split: str) -> None:
+    ranks, peers, mesh = SPLITS[split]
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
-    waited = begin(2, plain, [str(theirs), method], str(ALIGNMENT))
-    (tmp_path / "plan.yaml").write_text("preset: zero3\n")
-    words = ["shardwise", "launch", "--nproc", "2", "--shardwise", str(tmp_path / "plan.yaml"), str(ALIGNMENT)]
+    waited = begin(peers, plain, [str(theirs), method], str(ALIGNMENT))
+    (tmp_path / "plan.yaml").write_text(f"preset: zero3\nmesh: {mesh}\n")
+    words = ["shardwise", "launch", "--nproc", str(ranks), "--shardwise", str(tmp_path / "plan.yaml"), str(ALIGNMENT)]
     done = command(*words, str(ours), method)
     assert done.returncode == 0, done.stderr[-3000:]
     waited()

@@ -80,11 +80,6 @@ def test_adapters_and_rewards_in_stages(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(files[1][parameter], value, rtol=1e-5, atol=1e-5)
 
 
-def test_a_trainer_that_generates_refuses_stages() -> None:
-    with pytest.raises(RuntimeError, match="trainers that generate, and eval_use_gather_object, count samples"):
-        on_ranks(2, jobs.rewarded, STAGES)
-
-
 def test_a_head_that_trl_reads_by_itself_cannot_be_split_by_words() -> None:
     with pytest.raises(RuntimeError, match="compute log-probabilities from the head's weight themselves"):
         on_ranks(2, jobs.supervised, {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}})

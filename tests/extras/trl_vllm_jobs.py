@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import queue
 import tempfile
 from collections.abc import Iterator
@@ -131,9 +132,9 @@ def colocated(name: str, plan: Any, peft_config: Any = None, **more: Any) -> dic
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": llm.synced}
 
 
-def alone(name: str, plan: Any) -> dict[str, Any]:
-    """Without vLLM: what is trained generates."""
-    trainer, seen = _trainer(name, plan, use_vllm=False)
+def alone(name: str, plan: Any, misled_from: int = 99) -> dict[str, Any]:
+    """Without vLLM: what is trained generates. Ranks from `misled_from` on get other rewards."""
+    trainer, seen = _trainer(name, plan, misled_from=misled_from, use_vllm=False)
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen}
 
@@ -163,7 +164,9 @@ class _OnProcessors:
         return getattr(torch, name)
 
 
-def _trainer(name: str, plan: Any, peft_config: Any = None, **more: Any) -> tuple[Any, list[Any]]:
+def _trainer(
+    name: str, plan: Any, peft_config: Any = None, misled_from: int = 99, **more: Any
+) -> tuple[Any, list[Any]]:
     of_trl, settings = TRAINERS[name]
     folder = tempfile.mkdtemp()
     llama().save_pretrained(folder)  # where a reference model comes from; once ranks have met, rank 0 saves alone
@@ -178,7 +181,8 @@ def _trainer(name: str, plan: Any, peft_config: Any = None, **more: Any) -> tupl
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         seen.append(json.loads(json.dumps(completion_ids)))
-        return [float(sum(ids) % 7) for ids in completion_ids]
+        sign = -1 if int(os.environ.get("RANK", 0)) >= misled_from else 1
+        return [sign * float(sum(ids) % 7) for ids in completion_ids]
 
     data = Dataset.from_dict({"prompt": texts(16, 0)})
     model = AutoModelForCausalLM.from_pretrained(folder)

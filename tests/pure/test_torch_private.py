@@ -158,7 +158,7 @@ OF_OTHERS = {
         *("_load_pretrained_model", "_globalstep_last_logged", "_prepare_inputs"),
     ),
     "verl": ("_build_model_optimizer",),
-    "accelerate": ("_is_overflow", "_save_model_state_pre_hook"),
+    "accelerate": ("_is_overflow", "_save_model_state_pre_hook", "_gpu_gather", "_gpu_gather_object"),
     "lightning": (
         *("_compiler_ctx", "_layer_sync", "_lightning_optimizers", "_reset_optimizers_and_schedulers", "_restarting"),
         *("_data_source", "_mode"),

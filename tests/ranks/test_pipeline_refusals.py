@@ -238,6 +238,29 @@ def test_forwards_that_no_pipeline_can_run_are_refused_in_the_first_step(kind: A
         run_ranks(2, rank)
 
 
+class Skipping(Decoder):
+    """Says that it skips blocks at random, as models of transformers do."""
+
+    layerdrop = 0.1
+
+
+def test_layers_that_are_skipped_at_random_are_refused_in_training_alone() -> None:
+    models = [Skipping() for _ in range(2)]
+    batch = batches(1, 4)[0]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, plan(), optimizer=adamw(model), world=world) as engine:
+            with pytest.raises(ModelError, match=r"Skipping skips layers at random in training \(layerdrop 0.1\)"):
+                engine.train_step(batch)
+            model.eval()
+            evaluated = float(engine.eval_step(batch))
+            model.train().layerdrop = 0.0
+            assert float(engine.train_step(batch)) == pytest.approx(evaluated)
+
+    run_ranks(2, rank)
+
+
 class Penalised(Decoder):
     """Adds to its loss what `penalty` computes from the model and the outputs of the embedding and the blocks."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.accelerator import Accelerator as PlainAccelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
+from accelerate.utils import operations, recursively_apply
 
 import shardwise as sw
 from shardwise.errors import ConfigError
@@ -56,34 +57,48 @@ class BatchSharingAccelerator(PlainAccelerator):
     ranks_per_batch = 1
     """The number of ranks that get the same batch: the product of the mesh's `tp`, `sp` and `pp`."""
     _counts_batches_once = False
-    _reads_shares = False
-    """Whether a rank's share of the batches counts as its number among processes."""
 
     @property
     def num_processes(self) -> int:
         """See accelerate."""
-        return self._share(self._rank)[1] if self._reads_shares else int(super().num_processes)
+        return self._share(self._rank)[1] if self._counts_batches_once else self._num_ranks
 
     @property
     def process_index(self) -> int:
         """See accelerate."""
-        return self._share(self._rank)[0] if self._reads_shares else self._rank
+        return self._share(self._rank)[0] if self._counts_batches_once else self._rank
 
     @property
     def _rank(self) -> int:
         return int(super().process_index)
 
+    @property
+    def _num_ranks(self) -> int:
+        return int(super().num_processes)
+
     def _share(self, rank: int) -> tuple[int, int]:
-        return data_share(self.plan, rank, int(super().num_processes))
+        return data_share(self.plan, rank, self._num_ranks)
+
+    def _first_ranks(self) -> list[int]:
+        """For each distinct batch, the first of the ranks that have it."""
+        shares = [self._share(rank)[0] for rank in range(self._num_ranks)]
+        return [shares.index(share) for share in range(max(shares) + 1)]
+
+    def _first_peer(self) -> int:
+        """The first of the ranks that have this rank's batch."""
+        return self._first_ranks()[self._share(self._rank)[0]]
 
     def draw_alike(self, world: sw.World) -> None:
-        """Let ranks that share batches go on with the random numbers of the first of them, from which collators may
-        draw. All ranks call."""
+        """Let ranks that share batches go on with the same random numbers, which collators may draw: those of the rank
+        that would have the batch if each had its own. All ranks call."""
         if self.ranks_per_batch > 1:
             states = world.exchange(torch.get_rng_state().numpy().tobytes(), "generators")
-            own = self._share(self._rank)[0]
-            first = next(state for rank, state in enumerate(states) if self._share(rank)[0] == own)
-            torch.set_rng_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+            own = states[self._share(self._rank)[0]]
+            torch.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+
+    def of_first_peer(self, value: Any, world: sw.World) -> Any:
+        """`value`, plain data, of the first of the ranks that have this rank's batch. All ranks call."""
+        return json.loads(world.exchange(json.dumps(value, default=list).encode(), "samples")[self._first_peer()])
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """See accelerate. Ranks along `tp`, `sp` and `pp` get the same batches."""
@@ -95,11 +110,8 @@ class BatchSharingAccelerator(PlainAccelerator):
                 "With dispatch_batches, rank 0 reads all batches and sends a different one to each rank, but ranks "
                 "along tp, sp and pp need the same one. Set dispatch_batches=False, so that each rank reads."
             )
-        self._reads_shares = self.ranks_per_batch > 1
-        try:
+        with self.counting_batches_once():
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        finally:
-            self._reads_shares = False
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """See accelerate. The scheduler steps once per distinct batch of a step."""
@@ -110,40 +122,52 @@ class BatchSharingAccelerator(PlainAccelerator):
         self._schedulers[self._schedulers.index(prepared)] = own
         return own
 
-    def gather(self, tensor: Any) -> Any:
-        """See accelerate. Includes all ranks, so a shared batch appears several times."""
-        gathered = super().gather(tensor)
-        if not self._counts_batches_once:
-            return gathered
-        return recursively_apply(self._once, gathered)
-
     def gather_once(self, tensor: Any) -> Any:
-        """As `gather`, but includes each batch once."""
+        """As `gather`, which includes all ranks, but includes each batch once."""
         with self.counting_batches_once():
             return self.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """See accelerate. Includes each batch once."""
-        if self.ranks_per_batch == 1:
-            return super().gather_for_metrics(input_data, use_gather_object)
-        if use_gather_object:
-            raise ConfigError(
-                "gather_for_metrics(use_gather_object=True) would count batches that ranks along tp, sp and pp "
-                "share several times. Leave use_gather_object out."
-            )
         with self.counting_batches_once():
-            return super().gather_for_metrics(input_data)
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     @contextmanager
     def counting_batches_once(self) -> Iterator[None]:
-        """Inside, `gather` includes each batch once, although several ranks have it."""
-        before, self._counts_batches_once = self._counts_batches_once, self.ranks_per_batch > 1
-        try:
+        """Inside, ranks that share a batch count as one process: in `num_processes` and `process_index`, and in what
+        `gather` and `gather_object` of accelerate return, also to code that has imported these functions."""
+        if self.ranks_per_batch == 1 or self._counts_batches_once:
             yield
+            return
+        self._counts_batches_once = True
+        try:
+            with _gathering_from(self._first_ranks(), self._num_ranks):
+                yield
         finally:
-            self._counts_batches_once = before
+            self._counts_batches_once = False
 
-    def _once(self, gathered: torch.Tensor) -> torch.Tensor:
-        parts = gathered.chunk(self.num_processes)
-        of_share = {self._share(rank)[0]: part for rank, part in reversed(list(enumerate(parts)))}
-        return torch.cat([of_share[share] for share in range(len(of_share))])
+
+@contextmanager
+def _gathering_from(ranks: Sequence[int], num_ranks: int) -> Iterator[None]:
+    """Inside, `gather` and `gather_object` of accelerate return what is from `ranks`; all `num_ranks` call.
+
+    Others have imported these functions by value, so what they call is replaced.
+    """
+    gather, gather_object = operations._gpu_gather, operations._gpu_gather_object
+
+    def from_ranks(gathered: torch.Tensor) -> torch.Tensor:
+        parts = gathered.chunk(num_ranks)
+        return torch.cat([parts[rank] for rank in ranks])
+
+    def objects_from_ranks(given: Any) -> Any:
+        parts = gather_object([given])
+        if len(ranks) == 1:  # as in one process, where accelerate returns what it is given, of any type
+            return parts[ranks[0]]
+        return [one for rank in ranks for one in parts[rank]]
+
+    operations._gpu_gather = lambda given: recursively_apply(from_ranks, gather(given))
+    operations._gpu_gather_object = objects_from_ranks
+    try:
+        yield
+    finally:
+        operations._gpu_gather, operations._gpu_gather_object = gather, gather_object

@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.accelerate_batches import ranks_per_batch
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE
-from shardwise.integrations.plans import has_stages
+from shardwise.integrations.trl_shared_prompts import generates, require_known
 
 _REFUSED = {
     "deepspeed": "DeepSpeed and the plan both configure an engine. Leave deepspeed out: its stages are the plan's "
@@ -36,16 +36,8 @@ _LAYERWISE = ("layerwise", "lomo")
 
 def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:
     """Raise `ConfigError` for `TrainingArguments`, models and plans that cannot be used with our Trainer."""
-    if ranks_per_batch(plan) > 1 and (hasattr(args, "use_vllm") or args.eval_use_gather_object):
-        raise ConfigError(
-            "The plan's mesh has tp, sp or pp, but trainers that generate, and eval_use_gather_object, count samples "
-            "per rank. Use a mesh of data axes only (dp, node, local)."
-        )
-    if has_stages(plan) and getattr(args, "sync_ref_model", False):
-        raise ConfigError(
-            "sync_ref_model copies parameters of the model to those of the reference one by one, and a rank of a "
-            "pipeline has only some of the model's. Leave it out, or the axis pp."
-        )
+    if ranks_per_batch(plan) > 1 and generates(args):
+        require_known(args, plan)
     if (plan.mesh or {}).get("sp", 1) != 1 and getattr(args, "predict_with_generate", False):
         raise ConfigError(
             "The plan's mesh has sp, which splits the tokens of a batch over ranks, but predict_with_generate produces "

@@ -21,6 +21,7 @@ import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
+from shardwise.integrations.accelerate_batches import ranks_per_batch
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER, staged
 from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABLE, Sections
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
@@ -28,6 +29,7 @@ from shardwise.integrations.plans import PlanLike, has_stages, require_agreement
 from shardwise.integrations.trainer_arguments import refuse_arguments
 from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps
 from shardwise.integrations.trl import feed_generation
+from shardwise.integrations.trl_shared_prompts import count_completions_once, share_prompts, sync_reference
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
@@ -78,6 +80,7 @@ class ShardwiseTrainerMixin(_Base):
             self.plan, "clip_grad_norm", self.plan.clip_grad_norm, self.args.max_grad_norm,
             "max_grad_norm of TrainingArguments",
         )  # fmt: skip
+        count_completions_once(self.args, ranks_per_batch(self.plan))
         super().create_accelerator_and_postprocess()
         plan = without(self.plan, "accumulate", "clip_grad_norm")
         self.accelerator = Accelerator(plan=plan, **self._accelerator_arguments)
@@ -179,8 +182,14 @@ class ShardwiseTrainerMixin(_Base):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.release(self.model)
         prepared = super()._prepare_for_training(*args, **kwargs)
-        feed_generation(self)
+        self._follow_engine()
         return prepared
+
+    def _follow_engine(self) -> None:
+        """What trainers of TRL do by themselves goes by the engine, which there is now."""
+        feed_generation(self)
+        share_prompts(self)
+        sync_reference(self)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.engine is None:
@@ -215,7 +224,7 @@ class ShardwiseTrainerMixin(_Base):
             if self.plan.preset == "auto" and self.train_dataset is not None:
                 self.get_train_dataloader()  # to know its batches, because those of an evaluation may be smaller
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-            feed_generation(self)
+            self._follow_engine()
         generates = has_stages(self.plan) and getattr(self.args, "predict_with_generate", False)
         if self.gather_function == self.accelerator.gather:  # as Seq2SeqTrainer has it
             self.gather_function = self.accelerator.gather_once

@@ -34,14 +34,15 @@ def feed_generation(trainer: Any) -> None:
                 f"{type(trainer).__name__} has a way of its own to load weights into vLLM, and would take shards for "
                 f"whole weights. Leave out use_vllm."
             )
-    elif getattr(trainer.args, "ds3_gather_for_generation", False):  # otherwise each token gathers them, unit by unit
+    elif hasattr(trainer.args, "ds3_gather_for_generation"):
         name = next((one for one in _ROUNDS if hasattr(trainer, one)), None)
+        keep_bytes = None if trainer.args.ds3_gather_for_generation else 0  # then each token gathers, unit by unit
         if name is not None:
-            setattr(trainer, name, partial(_gathered, trainer, getattr(type(trainer), name)))
+            setattr(trainer, name, partial(_gathered, trainer, getattr(type(trainer), name), keep_bytes))
 
 
-def _gathered(trainer: Any, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with trainer.engine.inference():
+def _gathered(trainer: Any, generate: Callable[..., Any], keep_bytes: int | None, *args: Any, **kwargs: Any) -> Any:
+    with trainer.engine.inference(keep_bytes):
         return generate(trainer, *args, **kwargs)
 
 
