@@ -26,7 +26,7 @@ from shardwise.checkpoint.formats.live import Place
 from shardwise.checkpoint.snapshot import changed_by_hand, changes_of
 from shardwise.checkpoint.write import Copying, leave_refusal, note_path, write_text
 from shardwise.errors import CheckpointError
-from shardwise.memory import DiskRows
+from shardwise.memory import Rows
 from shardwise.plan.placement import Box, Run, Span, common_runs
 from shardwise.system.devices import RankDevice
 from shardwise.system.disk import is_memory, write_at
@@ -52,16 +52,17 @@ class Row:
     """Start in `tensor`, start in the whole tensor, and number of elements."""
     is_hidden: bool
     """Whether only an optimizer's step, or a call to the engine, changes it: see `Entry`."""
-    disk: DiskRows | None
+    elsewhere: Rows | None
+    """What `tensor` is only an address of, if it is one: rows on a disk, or codes."""
 
     def values(self) -> Tensor:
         """A copy, flat, on the CPU, in the dtype of the files."""
-        tensor = self.tensor if self.disk is None else self.disk.read(self.tensor)
+        tensor = self.tensor if self.elsewhere is None else self.elsewhere.read(self.tensor)
         return tensor.to(device="cpu", dtype=self.place.dtype, copy=True)
 
     def num_changes(self) -> int:
         """How often it was changed in place, by torch's counter."""
-        return changes_of(self.tensor) if self.disk is None else self.disk.num_changes
+        return changes_of(self.tensor) if self.elsewhere is None else self.elsewhere.num_changes
 
 
 def rows_of(content: Content, origins: Mapping[str, str], places: Mapping[str, Place]) -> list[Row]:
@@ -103,8 +104,8 @@ class OwnRows:
         self._late = [(row, row.num_changes()) for row in rows if row.is_hidden]
         self._may_change = threading.Event()
         self._is_abandoned = False
-        for disk in {row.disk for row, _ in self._late if row.disk is not None}:
-            disk.keep_for(self._may_change)
+        for rows_elsewhere in {row.elsewhere for row, _ in self._late if row.elsewhere is not None}:
+            rows_elsewhere.keep_for(self._may_change)
 
     def wait_for_copy(self) -> None:
         """Return once the model's memory may change."""
