@@ -73,6 +73,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "zero3": (frozen, {"preset": "zero3"}),
     "zero3 bf16": (llama, {"preset": "zero3", "precision": "bf16"}),
     "hsdp": (frozen, HSDP),
+    "frozen as codes": (frozen, {"preset": "zero3", "storage": {"frozen": "int8"}}),
     "host": (frozen, {"preset": "zero3-offload", "precision": "bf16"}),
     "disk": (frozen, {"preset": "infinity", "precision": "bf16"}),
     "tp": (llama, {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}}),
