@@ -257,7 +257,6 @@ def test_a_version_that_is_lost_with_a_rank(
     images.mkdir()
 
     def work(world: sw.World, _: int) -> None:
-        torch.manual_seed(0)
         model = models[world.rank]
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             engine.publish(tmp_path / "weights", version=1)
