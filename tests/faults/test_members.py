@@ -75,8 +75,8 @@ def test_rank_0_and_its_neighbour_die_at_once_and_others_take_their_places(tmp_p
         assert (met[0]["step"], met[0]["lost"][0]) == (20, 0)
     assert {tuple(one) for one in all_facts(tmp_path, "done", "members")} <= {(2, 3, 4, 5), (2, 3, 5, 4)}
     assert sorted(all_facts(tmp_path, "done", "rank")) == [0, 1, 2, 3]
-    # the main one, the one that reads the news, the one that leaves launchers that were replaced, and the one that knows
-    # whether there is a launcher
+    # the main one, the one that reads the news, the one that leaves launchers that were replaced, and the one that
+    # knows whether there is a launcher
     assert set(all_facts(tmp_path, "done", "threads")) <= {3, 4}
     assert sorted(all_facts(tmp_path, "joined", "is_newcomer")) == [False] * 4 + [True] * 2
     assert "killed by SIGKILL" in said
