@@ -34,7 +34,7 @@ EXECUTOR = _of(
     "executor",
     (
         "a gather does not put this rank's part into the buffer",
-        "allocate_full()\n            if flat.shared is None:\n                self._part_of_full(shard).copy_(source)",
+        "allocate_full()\n            self._place(source, shard)",
         "allocate_full()",
         "presets",
     ),
@@ -88,8 +88,8 @@ EXECUTOR = _of(
     ),
     (
         "a unit whose backward cannot be seen is freed after its forward",
-        "if not (training and unit.name in current.kept):",
-        "if True:",
+        "if training and unit.name in current.kept:",
+        "if False:",
         "values_after_forward",
     ),
     (
@@ -146,7 +146,7 @@ BUILDER = _of(
     ),
     (
         "a resting buffer that is held whole is freed",
-        "if flat.resident or flat.table.held == flat.table.full:",
+        "if flat.resident or (flat.table.held == flat.table.full and not _is_held_as_it_rests(flat)):",
         "if flat.resident:",
         "golden program presets",
     ),
