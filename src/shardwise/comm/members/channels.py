@@ -240,11 +240,11 @@ class MemberChannel:
         attempt: str,
         member: int,
         seal: Seal,
-        another: Callable[[], Store | None] | None = None,
+        another: Callable[[bool], Store | None] | None = None,
     ) -> None:
         """`store` must not be used by other code; it can be cloned. `another` returns the store of a launcher that has
-        taken over from the one of the last store, or `None` as long as there is none; without it, nobody takes over.
-        """
+        taken over from the one of the last store, or `None` as long as there is none; if it is given `True`, the last
+        store has failed before it was followed, and is asked for again. Without it, nobody takes over."""
         self.member = member
         self._attempt = attempt
         self._seal = seal
@@ -324,8 +324,11 @@ class MemberChannel:
 
     def store_of(self, generation: int) -> Store:
         """The store in which its members meet, over a connection of its own."""
-        with self._changed:
-            return PrefixStore(generation_prefix(self._attempt, generation), _twin(self._root))
+        return self._meeting(generation, self._root)
+
+    def _meeting(self, generation: int, root: Store) -> Store:
+        """Not under the lock, which whoever follows the next launcher needs, while a silent one lets this wait."""
+        return PrefixStore(generation_prefix(self._attempt, generation), _twin(root))
 
     def stores_of(self, generation: int) -> Callable[[], Store | None]:
         """The same, each time that it is called after another launcher has taken over; else `None`."""
@@ -334,10 +337,11 @@ class MemberChannel:
         def next_store() -> Store | None:
             nonlocal last
             with self._changed:
-                if self._num_stores == last:
-                    return None
-                store, last = self.store_of(generation), self._num_stores
-                return store
+                number, root = self._num_stores, self._root
+            if number == last:
+                return None
+            store, last = self._meeting(generation, root), number
+            return store
 
         return next_store
 
@@ -362,8 +366,7 @@ class MemberChannel:
             while True:
                 try:
                     if store is None:
-                        with self._changed:
-                            store = _twin(self._root)
+                        store = _twin(self._root)
                     for announcement in self._announcements(store, number, pause):
                         number += 1
                         if not read(announcement):
@@ -400,9 +403,11 @@ class MemberChannel:
     def _follow_the_next(self) -> Store | None:
         """Send the launcher that takes over what the last one may not have acted on. Returns a connection to its store;
         `None` if none takes over, or this channel is closed. Waits without a limit: `launch/orphans.py` has one."""
+        has_failed = False
         while self._another is not None:
-            if (store := self._another()) is not None:
-                with contextlib.suppress(RuntimeError), self._changed:  # that one may die too
+            if (store := self._another(has_failed)) is not None:
+                has_failed = True  # unless it is followed: that one may die too, or only this connection to it break
+                with contextlib.suppress(RuntimeError), self._changed:
                     self._use(store)
                     for sent in self._unconfirmed:
                         self._put(sent)

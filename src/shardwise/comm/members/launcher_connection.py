@@ -35,7 +35,7 @@ class LauncherConnection:
         self._first = LauncherAddress(0, host, port)
         images = env.get("SHARDWISE_IMAGES", "")
         self._folder = Path(images) if images else None
-        self._number = -1
+        self._number, self._connected_at = -1, 0.0
         self._peers: dict[int, Peer] = {}
         """By number of a launcher: where connections to its store lead."""
 
@@ -53,10 +53,11 @@ class LauncherConnection:
                     raise CommError(f"The launcher does not answer at {where}: {error}.") from error
             time.sleep(_LOOK_SECONDS)
 
-    def again(self) -> TCPStore | None:
-        """A connection to a launcher that has taken over since the last one; `None` if there is none yet."""
+    def again(self, has_failed: bool) -> TCPStore | None:
+        """A connection to a launcher that has taken over since the last one, or to that same one if the last connection
+        `has_failed` before it was of use; `None` if there is none yet."""
         address = self._address()
-        if address is None or address.number == self._number:
+        if address is None or (address.number == self._number and not has_failed):
             return None
         try:
             return self._connected(address, _TRY_SECONDS)
@@ -81,8 +82,12 @@ class LauncherConnection:
             return
         here = peers.get(address.number)  # which may be where the last one was
         old = [number for number, peer in peers.items() if number < address.number and peer != here]
-        if old and not break_connections([peers[number] for number in old]) and self._number > max(old):
-            for number in old:  # no other connection to it is made any more
+        if not old or break_connections([peers[number] for number in old]) or self._number <= max(old):
+            return
+        if (
+            time.monotonic() - self._connected_at > _ALL_SECONDS
+        ):  # torch tries again, with pauses, but no longer
+            for number in old:
                 del self._peers[number]
 
     @property
@@ -108,5 +113,5 @@ class LauncherConnection:
             wait_for_workers=False,
             timeout=datetime.timedelta(seconds=seconds),
         )
-        self._number = address.number
+        self._number, self._connected_at = address.number, time.monotonic()
         return store
