@@ -242,7 +242,7 @@ def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
     with sw.shard(whole, "ddp", optimizer=adamw(whole)) as engine:
         engine.resume(tmp_path)
         for name, param in twin.named_parameters():
-            # AdamW makes more of rounding where a gradient is nearly zero; a copy that is not updated is off by the rate.
+            # AdamW makes more of rounding where a gradient is nearly zero; a copy left behind is off by the rate.
             assert torch.allclose(engine.get(name), param, atol=1e-5), name
 
 

@@ -84,9 +84,7 @@ class LauncherConnection:
         old = [number for number, peer in peers.items() if number < address.number and peer != here]
         if not old or break_connections([peers[number] for number in old]) or self._number <= max(old):
             return
-        if (
-            time.monotonic() - self._connected_at > _ALL_SECONDS
-        ):  # torch tries again, with pauses, but no longer
+        if time.monotonic() - self._connected_at > _ALL_SECONDS:  # torch tries again, with pauses, but no longer
             for number in old:
                 del self._peers[number]
 
