@@ -240,11 +240,11 @@ class MemberChannel:
         attempt: str,
         member: int,
         seal: Seal,
-        another: Callable[[bool], Store | None] | None = None,
+        another: Callable[[], Store | None] | None = None,
     ) -> None:
         """`store` must not be used by other code; it can be cloned. `another` returns the store of a launcher that has
-        taken over from the one of the last store, or `None` as long as there is none; if it is given `True`, the last
-        store has failed before it was followed, and is asked for again. Without it, nobody takes over."""
+        taken over from the one of the last store, or `None` as long as there is none; without it, nobody takes over.
+        """
         self.member = member
         self._attempt = attempt
         self._seal = seal
@@ -403,11 +403,9 @@ class MemberChannel:
     def _follow_the_next(self) -> Store | None:
         """Send the launcher that takes over what the last one may not have acted on. Returns a connection to its store;
         `None` if none takes over, or this channel is closed. Waits without a limit: `launch/orphans.py` has one."""
-        has_failed = False
         while self._another is not None:
-            if (store := self._another(has_failed)) is not None:
-                has_failed = True  # unless it is followed: that one may die too, or only this connection to it break
-                with contextlib.suppress(RuntimeError), self._changed:
+            if (store := self._another()) is not None:
+                with contextlib.suppress(RuntimeError), self._changed:  # that one may die too
                     self._use(store)
                     for sent in self._unconfirmed:
                         self._put(sent)

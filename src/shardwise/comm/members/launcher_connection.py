@@ -53,11 +53,10 @@ class LauncherConnection:
                     raise CommError(f"The launcher does not answer at {where}: {error}.") from error
             time.sleep(_LOOK_SECONDS)
 
-    def again(self, has_failed: bool) -> TCPStore | None:
-        """A connection to a launcher that has taken over since the last one, or to that same one if the last connection
-        `has_failed` before it was of use; `None` if there is none yet."""
+    def again(self) -> TCPStore | None:
+        """A connection to a launcher that has taken over since the last one; `None` if there is none yet."""
         address = self._address()
-        if address is None or (address.number == self._number and not has_failed):
+        if address is None or address.number == self._number:
             return None
         try:
             return self._connected(address, _TRY_SECONDS)
