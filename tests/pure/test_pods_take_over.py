@@ -27,6 +27,7 @@ from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.places.ssh import SshSettings
 from shardwise.launch.signals import SignalLog
 from shardwise.version import __version__
+from tests.thorough import soak
 
 JOB = Job((__file__,), 3, elastic=Elastic(1, 3))
 PLAN = PodsPlan(JOB, tuple(Share(Host(f"pod {n}"), n, 1) for n in range(3)), SshSettings("/"), {}, slots_per_host=1)
@@ -106,6 +107,7 @@ def workers_with(server: Any, folder: Folder) -> PodWorkers:
     return PodWorkers(PLAN, server, ("h", 1), Logs(folder, keeps=False), lambda _: None)
 
 
+@soak("how long it waits for pods is counted by the clock, and a pod that comes later than that is not taken")
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_it_waits_for_more_than_half_and_goes_on_from_the_newest_version(is_whole: bool) -> None:
     """Pods without such ranks are not counted, however many they are, and connect again afterwards."""
