@@ -205,7 +205,7 @@ def test_a_failure_leaves_readers_where_they_are(
             for ask in (lambda: engine.publish(tmp_path, version=2), later, next_time):
                 engine.world.barrier()
                 failing[0] = place
-                with pytest.raises(CheckpointError, match=r"Version 2 .* no space is left.* the version before"):
+                with pytest.raises(CheckpointError, match=rf"Version 2 .* {WHY}.* the version before"):
                     ask()
                 found = sw.published(tmp_path)
                 assert found is not None
@@ -219,7 +219,7 @@ def test_a_failure_leaves_readers_where_they_are(
         failing[0] = places[0]
         engine.publish(tmp_path, version=3, wait=False)
         if engine.world.rank == 0 or places is ROWS:
-            with pytest.raises(CheckpointError, match=r"Version 3 .* no space is left"):
+            with pytest.raises(CheckpointError, match=rf"Version 3 .* {WHY}"):
                 engine.close()
 
     on_ranks(work)
@@ -370,6 +370,10 @@ def test_what_a_killed_job_leaves_goes(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     on_ranks(lambda engine: engine.publish(tmp_path, version=5, keep=1))
     assert {path.name for path in tmp_path.iterdir()} == {"version-00000005", "LATEST.json"}
+
+
+WHY = "(no space is left|another rank has failed, and the draft is gone)"
+"""Each rank writes its rows: one may find that the draft went with the failure of the other."""
 
 
 def unless(fails: Callable[[], bool], original: Callable[..., None]) -> Callable[..., None]:
