@@ -107,7 +107,7 @@ def workers_with(server: Any, folder: Folder) -> PodWorkers:
     return PodWorkers(PLAN, server, ("h", 1), Logs(folder, keeps=False), lambda _: None)
 
 
-@soak("how long it waits for pods is counted by the clock, and a pod that comes later than that is not taken")
+@soak("if enough new pods are ready before one with ranks has said so, the job starts anew: threads race here")
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_it_waits_for_more_than_half_and_goes_on_from_the_newest_version(is_whole: bool) -> None:
     """Pods without such ranks are not counted, however many they are, and connect again afterwards."""

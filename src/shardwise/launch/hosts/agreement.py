@@ -26,7 +26,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
-from shardwise.launch.hosts.host_messages import BEATS, Inbox, Message, packed, report
+from shardwise.comm.watch.sockets import break_when_silent
+from shardwise.launch.hosts.host_messages import Inbox, Message, packed, report
 from shardwise.launch.hosts.sealed_lines import (
     SealedConnection,
     SealedInbox,
@@ -165,16 +166,7 @@ class Presence:
 def dial(seat: Seat, waits: Waits) -> socket.socket:
     """A connection to another host, which breaks when that is silent. Raises `OSError`."""
     connection = socket.create_connection((seat.address, seat.port), timeout=waits.connect)
-    often = max(1, int(waits.silence / BEATS))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in {
-        "TCP_KEEPIDLE": often,
-        "TCP_KEEPINTVL": often,
-        "TCP_KEEPCNT": BEATS,
-        "TCP_USER_TIMEOUT": int(1000 * waits.silence),
-    }.items():
-        if (option := getattr(socket, name, None)) is not None:  # Linux has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    break_when_silent(connection, waits.silence)
     return connection
 
 
