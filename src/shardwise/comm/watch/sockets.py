@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from shardwise.system.silent_connections import break_when_silent
+
 Peer = tuple[str, int]
 """Where a connection leads: the numeric address of a host, and a port."""
 _Ports = tuple[int, int]
@@ -102,17 +104,6 @@ def end_silence(port: int, seconds: float) -> None:
         with contextlib.suppress(OSError):
             if twin.getpeername()[1] == port:
                 break_when_silent(twin, seconds)
-
-
-def break_when_silent(connection: socket.socket, seconds: float) -> None:
-    """Make a connection break once nothing has come over it for `seconds`, where the system can do that (Linux)."""
-    if not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return
-    often = max(1, int(seconds / 4))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, often)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, often)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def break_connections(peers: Collection[Peer]) -> int:

@@ -26,7 +26,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
-from shardwise.comm.watch.sockets import break_when_silent
 from shardwise.launch.hosts.host_messages import Inbox, Message, packed, report
 from shardwise.launch.hosts.sealed_lines import (
     SealedConnection,
@@ -37,6 +36,7 @@ from shardwise.launch.hosts.sealed_lines import (
     connect_to_launcher,
 )
 from shardwise.system.job_token import ForgedError
+from shardwise.system.silent_connections import break_when_silent
 
 _MAX_VOICE_BYTES = 2**20
 _SURE_SECONDS, _HANDSHAKE_SECONDS = 1.0, 5.0
