@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.checkpoint.draft_notes import Notes, Writer, file_name
-from shardwise.checkpoint.formats.drafts import swap_in
+from shardwise.checkpoint.formats.drafts import remove_draft, swap_in
 from shardwise.checkpoint.own_rows import BYTES, LostRankError, OwnRows, Row
 from shardwise.checkpoint.published import Published, Version, said_by
 from shardwise.checkpoint.write import leave_refusal, note_path
@@ -92,7 +91,7 @@ class Publisher:
             self._abandon()
             leave_refusal(draft / file_name(world.rank), error)  # rank 0 may wait for a note
             if world.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_draft(draft)
             raise
 
     def wait(self, world: World) -> None:
@@ -132,7 +131,7 @@ class Publisher:
             try:
                 weights.folder.begin(draft)
             except Exception as error:  # transformers may refuse a configuration
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_draft(draft)
                 raise CheckpointError(version.failure(error)) from error
         return draft.name
 
@@ -147,7 +146,7 @@ class Publisher:
         if not reasons:
             return [Writer(**one["writer"]) for one in every]
         if world.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove_draft(draft)
             if not self._has_said_why:
                 _log.info("Weights are gathered to be published, because %s.", reasons[0])
         self._has_said_why = True
@@ -297,12 +296,12 @@ class _OfAllRanks:
                 swap_in(self._draft, self._version.path)
                 self._version.announce()
         finally:
-            shutil.rmtree(self._draft, ignore_errors=True)
+            remove_draft(self._draft)
 
     def abandon(self) -> None:
         with self._ending:
             self._is_abandoned = True
-            shutil.rmtree(self._draft, ignore_errors=True)  # which ends the wait for notes
+            remove_draft(self._draft)  # which ends the wait for notes
 
     def _check_all(self) -> None:
         """Wait for the notes of all ranks, and remove them."""

@@ -30,6 +30,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.content import Content
 from shardwise.checkpoint.draft_notes import Notes, Writer, file_name
 from shardwise.checkpoint.folder import AfterwardsError
+from shardwise.checkpoint.formats.drafts import remove_draft
 from shardwise.checkpoint.image import WINDOW, Image, image_of
 from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.json_codec import as_bytes, check_depth, encode
@@ -214,7 +215,7 @@ class Saver:
             folders.check_room(folder, sum(one["bytes"] for one in every), every[0]["free"])
         except CheckpointError as error:
             if self._world.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_draft(draft)
             raise CheckpointError(f"{what}: {error}") from error
         self._own.add(folder.resolve())
         return _Prepared(*mine[0], draft, [Writer(**one["writer"]) for one in every])
@@ -268,7 +269,7 @@ class Saver:
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if "error" in outcome]
         if failed:
             if draft is not None and self._world.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_draft(draft)
             rank, failure = failed[0]
             kind = _KINDS[failure["kind"]]
             if kind in _WHOLE:
@@ -294,7 +295,7 @@ class Saver:
             self._agree(write, what, prepared.draft)
             self._agree(publish, what, prepared.draft)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, on all ranks: the last one to remove it leaves nothing
-            shutil.rmtree(prepared.draft, ignore_errors=True)
+            remove_draft(prepared.draft)
             raise
 
     def _begin_behind(self, prepared: _Prepared, what: str) -> _UnderWay:
@@ -327,7 +328,7 @@ class Saver:
     def _failed(self, prepared: _Prepared, what: str, error: Exception) -> _UnderWay:
         leave_refusal(prepared.draft / prepared.image.name, error)
         if self._world.rank == 0:
-            shutil.rmtree(prepared.draft, ignore_errors=True)  # the other ranks, which still write there, then fail too
+            remove_draft(prepared.draft)  # the other ranks, which still write there, then fail too
         return _UnderWay.failed(what, error)
 
     def _write_behind(self, prepared: _Prepared, feed: Feed, written: Callable[[], None]) -> None:
@@ -342,13 +343,13 @@ class Saver:
             except Exception:
                 written()
                 with contextlib.suppress(CheckpointError):
-                    self._notes(prepared).wait()  # a folder in which others still write cannot be removed
+                    self._notes(prepared).wait()  # the others shall not fail because the folder is gone
                 raise
             written()
             self._notes(prepared).wait()
             self._publish(prepared)
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove_draft(draft)
             raise
 
     def _notes(self, prepared: _Prepared) -> Notes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.checkpoint.write import flush
@@ -35,6 +35,18 @@ def drafted(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise CheckpointError(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_draft(draft: Path) -> None:
+    """Remove a draft in which other ranks may still write, if it is there.
+
+    It is renamed first. Otherwise a file that appears while others are removed leaves the folder behind; so it finds no
+    folder. Whoever begins the next draft removes what a crash between the two leaves, because the name begins the same.
+    """
+    gone = draft.with_name(f"{draft.name}-removed")
+    with suppress(OSError):
+        draft.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def swap_in(draft: Path, out: Path) -> None:
