@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import shardwise as sw
+from tests.drawing import drawing
 
 HOOK, DTYPE, CHANGE, WRAP = ("Hooks", "Dtypes and devices", "Changes of the model", "Wrappers and engines")
 
@@ -340,12 +341,8 @@ def weight_norm_before(loop: Loop) -> Any:
     return train(loop)
 
 
-_DRAWING = threading.Lock()
-"""Ranks are threads and share torch's random generator."""
-
-
 def _spectral_norm_before(loop: Loop) -> None:
-    with _DRAWING, torch.random.fork_rng():
+    with drawing(), torch.random.fork_rng():
         torch.manual_seed(5)
         parametrizations.spectral_norm(loop.model.blocks[0].up)
     loop.model.eval()  # without the power iteration, which the twin would run twice

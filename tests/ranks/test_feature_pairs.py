@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from twins import Batch, Run, adamw, assert_as_near, assert_same, batches, full_
 import shardwise as sw
 from shardwise.testing import run_ranks
 from tests import models
+from tests.drawing import drawing
 from tests.models import VOCAB, WIDTH, Transformer
 from tests.thorough import sampled
 
@@ -29,7 +29,7 @@ pytestmark = sampled
 
 Tensor = torch.Tensor
 NUM_STEPS, NUM_RANKS, ROWS = 4, 2, 8
-BUILDING = threading.Lock()  # threads share a random generator
+
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -155,7 +155,7 @@ class Race:
         """The model, with the same initial values in every call."""
         flags = dict.fromkeys(("tied", "recompute", "experts"), False)
         deferred = sharded and any(feature.deferred for feature in self.both)
-        with BUILDING, sw.deferred_init() if deferred else contextlib.nullcontext():
+        with drawing(), sw.deferred_init() if deferred else contextlib.nullcontext():
             torch.manual_seed(0)
             model = Subject(**{**flags, **self.one.model, **self.other.model})
         if any(feature.frozen for feature in self.both):

@@ -256,7 +256,7 @@ def test_generation_rehearsal_and_timelines(preset: str, tmp_path: Path) -> None
                     engine.backward(loss)
                     engine.step()
                 assert world.mean(loss.item()) == pytest.approx(expected.losses[number], rel=1e-5)
-                twin = model_of()
+                twin = copy.deepcopy(model)
                 twin.load_state_dict(engine.state_dict())
                 for keep_bytes in (None, 0):
                     with engine.inference(keep_bytes):
