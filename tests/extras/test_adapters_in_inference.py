@@ -108,7 +108,7 @@ def test_adapters_on_and_off_between_steps(keep_bytes: int | None) -> None:
             for _ in range(2):
                 engine.backward(own(input_ids=tokens, labels=tokens).loss)
                 engine.step()
-            plain = llama().train()
+            plain = copy.deepcopy(model)
             plain.load_state_dict(engine.state_dict())
             with engine.inference(keep_bytes):
                 own.eval()

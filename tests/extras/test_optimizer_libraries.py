@@ -201,8 +201,10 @@ def test_others_train_where_parameters_are_whole(name: str, num_ranks: int) -> N
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_others_are_refused_where_parameters_are_cut(name: str, preset: str) -> None:
+    models = [net() for _ in range(2)]
+
     def rank(world: sw.World) -> None:
-        model = net()
+        model = models[world.rank]
         with pytest.raises(ModelError, match=r"is not elementwise.*works as it is where each rank updates whole"):
             sw.shard(model, preset, optimizer=WHOLE[name](model.parameters()), world=world)
 
