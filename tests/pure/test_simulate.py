@@ -282,6 +282,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     split[-2] = "mesh={pp: 2, tp: 32}"
     assert main([*split, "--set", "accumulate=2"]) == 0
     assert "splits models or samples along pp, tp" in json.loads(capsys.readouterr().out)["restarts_because"]
+    split[-2] = "powersgd={rank: 4}"
+    split[1] = "ddp"
+    assert main(split) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["job"]["recovery"] == "restart"
+    assert told["restarts_because"] == "a job with this plan cannot be elastic: powersgd.rank is 4"
 
 
 MODEL = """
@@ -313,6 +319,14 @@ def test_the_step_of_a_model_is_predicted(tmp_path: Path, capsys: pytest.Capture
     assert job["step_seconds"] == predicted > 0
     num_params = 2 * 64 * 256 + 256 + 64
     assert job["checkpoint_write_seconds"] == pytest.approx(12 * num_params / 2**20)
+    assert main(["simulate", "--days", "0.01", "--storage", "1M", "--device", "cpu", *same]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["recovery"] == "buddy"
+    signs = ["onebit-adam" if word == "adamw" else "ddp" if word == "zero3" else word for word in same]
+    assert main(["simulate", "--days", "0.01", "--storage", "1M", "--device", "cpu", *signs]) == 0
+    assert "cannot be elastic: The optimizer sends one bit" in json.loads(capsys.readouterr().out)["restarts_because"]
+    wrong = ["adamx" if word == "adamw" else word for word in same]
+    assert main(["simulate", "--days", "0.01", *wrong]) == 2
+    assert "Did you mean 'adamw'?" in capsys.readouterr().err
     assert main(["simulate", "--days", "0.01", "--step-seconds", "1", *same]) == 2
     assert "Give one of them." in capsys.readouterr().err
 

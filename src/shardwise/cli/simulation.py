@@ -17,7 +17,7 @@ from shardwise.cli import explain
 from shardwise.cli.console import SafeConsole, console_for_output
 from shardwise.cli.explanation import example_units
 from shardwise.cli.output_files import require_svg, write
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 from shardwise.fit.failure_rates import DEFAULT, FailureRates, failure_rates, ranks_that_end
 from shardwise.fit.simulate import (
     LOSSES,
@@ -36,8 +36,9 @@ from shardwise.plan import Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.plan.replica_groups import Smaller, copy_axes, num_groups, with_fewer_ranks
+from shardwise.program import OPTIMIZERS
 from shardwise.program.buddies import kept_axes
-from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images
+from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images, why_not_elastic
 from shardwise.system.units import bytes_of, format_seconds
 
 NUM_CAUSES = 8
@@ -147,8 +148,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world, args.per_host)
     smaller, why_none = _smaller(args, plan, mesh)
-    recovery, why = _recovery(args, plan, mesh, smaller, why_none)
-    step = _given_step(args) if args.model is None else _predicted_step(args)
+    step = _given_step(args, plan) if args.model is None else _predicted_step(args)
+    recovery, why = _recovery(args, plan, mesh, step.why_not_elastic, smaller, why_none)
     write = load = 0.0
     if args.storage is not None:
         rate = bytes_of("--storage", args.storage)
@@ -185,10 +186,11 @@ class _Step:
     """What the simulation has to know about a step."""
 
     seconds: float
+    why_not_elastic: str
     checkpoint_bytes: int = 0
 
 
-def _given_step(args: argparse.Namespace) -> _Step:
+def _given_step(args: argparse.Namespace, plan: Plan) -> _Step:
     for name in ("batch", "hardware", "optimizer"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} is for --model, whose step is then predicted. Add --model FILE:CALLABLE.")
@@ -196,7 +198,8 @@ def _given_step(args: argparse.Namespace) -> _Step:
         raise ConfigError("How long is a step? Give --step-seconds, or --model, --batch and --hardware to predict it.")
     if (args.checkpoint_bytes is None) != (args.storage is None):
         raise ConfigError("--checkpoint-bytes and --storage say how long a checkpoint takes. Give both, or neither.")
-    return _Step(args.step_seconds, bytes_of("--checkpoint-bytes", args.checkpoint_bytes or "0"))
+    checkpoint_bytes = bytes_of("--checkpoint-bytes", args.checkpoint_bytes or "0")
+    return _Step(args.step_seconds, why_not_elastic(plan), checkpoint_bytes)
 
 
 def _predicted_step(args: argparse.Namespace) -> _Step:
@@ -205,6 +208,8 @@ def _predicted_step(args: argparse.Namespace) -> _Step:
         raise ConfigError("--step-seconds and --model both say how long a step is. Give one of them.")
     if args.batch is None or args.hardware is None:
         raise ConfigError("--model needs --batch and --hardware too, to predict a step.")
+    if args.optimizer is not None and args.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"--optimizer is {args.optimizer!r}. {nearest(args.optimizer, OPTIMIZERS)}")
     words = [args.plan, "--world", str(args.world), "--per-host", str(min(args.per_host, args.world)), "--time"]
     words += ["--model", args.model, "--batch", args.batch, "--hardware", args.hardware]
     words += ["--optimizer", args.optimizer] if args.optimizer else []
@@ -218,7 +223,7 @@ def _predicted_step(args: argparse.Namespace) -> _Step:
         num_bytes = bytes_of("--checkpoint-bytes", args.checkpoint_bytes)
     else:
         num_bytes = _checkpoint_bytes(args.model, found.subject.num_states)
-    return _Step(found.time.timeline.step_seconds, num_bytes)
+    return _Step(found.time.timeline.step_seconds, found.why_not_elastic, num_bytes)
 
 
 def _checkpoint_bytes(source: str, num_states: int) -> int:
@@ -265,12 +270,14 @@ def _smaller(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> tuple[Smaller,
 
 
 def _recovery(
-    args: argparse.Namespace, plan: Plan, mesh: Mesh, smaller: Smaller, why_none: str
+    args: argparse.Namespace, plan: Plan, mesh: Mesh, not_elastic: str, smaller: Smaller, why_none: str
 ) -> tuple[Recovery, str]:
     """What `elastic` does with this plan; or what is asked for."""
     if args.recovery != "plan":
         recovery: Recovery = args.recovery
         return recovery, "--recovery says so" if recovery == "restart" else ""
+    if not_elastic:
+        return "restart", f"a job with this plan cannot be elastic: {not_elastic.partition('. ')[0]}"
     if why := _why_restarted(plan, mesh, args.device, smaller, why_none):
         return "restart", why
     if _has_copies(plan, mesh, args.per_host):
