@@ -246,6 +246,7 @@ def test_runs_that_were_not_fitted_are_predicted(changed: dict[str, str], measur
         ({"ep": "4"}, "ep is 4, but nothing is known of the model's experts"),
         ({"zero": "? (old branch)"}, "zero is '? (old branch)', which names no stage"),
         ({"hidden": "1e400"}, "hidden is '1e400', which is not a whole number from 1 on"),
+        ({"hidden": "64", "heads": "96"}, "96 heads, 96 of keys and values, of width 64 are no model"),
         ({"hidden": "nan"}, "hidden is 'nan', which is not a whole number from 1 on"),
         ({"seq_len": "-3"}, "seq_len is '-3', which is not a whole number from 1 on"),
         ({"heads": "many"}, "heads is 'many', which is not a number"),

@@ -298,6 +298,9 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
     if layers > MAX_LAYERS or hidden > 1_000_000 or seq_len > 100_000_000:
         raise UnpricedError(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
     heads = cells.shape("heads") or max(1, hidden // 128)
+    kv_heads = cells.shape("kv_heads") or heads
+    if not kv_heads <= heads <= hidden:
+        raise UnpricedError(f"{heads} heads, {kv_heads} of keys and values, of width {hidden} are no model")
     in_notes = re.search(r"(\d{1,4})k vocab", cells.about)
     vocab = cells.number("vocab") or (int(in_notes[1]) * 1024 if in_notes else known.get("vocab"))
     experts = known.get("experts")
@@ -305,7 +308,7 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
         num_layers=layers,
         hidden=hidden,
         num_heads=heads,
-        num_kv_heads=cells.shape("kv_heads") or heads,
+        num_kv_heads=kv_heads,
         ffn=cells.shape("ffn") or (-(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden),
         vocab=vocab or (32_000 if is_gated else 51_200),
         seq_len=seq_len,
