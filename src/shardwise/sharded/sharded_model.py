@@ -23,10 +23,12 @@ from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.optim.precision import LossScaler, Norm, cast_floating
 from shardwise.parallel.experts.totals import lines_of_totals
 from shardwise.parallel.sequence import SplitBatches, WholeOutputs
+from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
 from shardwise.plan import Plan
 from shardwise.program import Activations
 from shardwise.runtime import NO_COPY, Inference
 from shardwise.runtime.activations import Treatments
+from shardwise.runtime.dropped_layers import refuse_dropped_layers
 from shardwise.runtime.micro_batches import MicroSteps
 from shardwise.sharded.assembly import Parts, assemble, treated
 from shardwise.sharded.sharding import Sharding
@@ -110,7 +112,7 @@ class ShardedModel:
         """Whether `before_change` is called for an update, which writes nothing that is frozen."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
-        self._has_noted_use = self._has_noted_drops = False
+        self._has_noted_use = self._has_noted_drops = self._has_all_layers = False
         self.has_recomputed = False
         """Whether gradients have been verified by computing them again, in any step."""
         self._num_backwards_before = 0
@@ -496,6 +498,8 @@ class ShardedModel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
+        if self.model.training and not self._has_all_layers:
+            self._require_all_layers()
         self.parts.runner.verifies = self._is_next_verified
         if self.disk is not None:
             self.disk.require_whole()
@@ -505,6 +509,17 @@ class ShardedModel:
             return None
         dtype = torch_dtype(self.table.compute)
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def _require_all_layers(self) -> None:
+        """Raise `ModelError` if a training forward skips layers in which ranks need each other. Those along tp draw the
+        same numbers, unless they have split the sequence."""
+        axes = {line.axis for line in self.lines if line.num_ranks > 1}
+        if not self.plan.tensor.sequence:
+            axes.discard(TENSOR_AXIS)
+        if axes:
+            along = " and ".join(sorted(axes))
+            refuse_dropped_layers(self.model, f"ranks along {along} need each other there, but each skips others")
+        self._has_all_layers = True
 
 
 @contextmanager
