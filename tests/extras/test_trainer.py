@@ -348,6 +348,15 @@ def test_generation_in_evaluation() -> None:
     assert ours["generated"]
 
 
+@pytest.mark.parametrize("kind", ["wav2vec2", "whisper"])
+def test_each_rank_skips_layers_of_its_own(kind: str) -> None:
+    plain = begin(2, jobs.skipping, None, kind)
+    ours = on_ranks(2, jobs.skipping, "zero3", kind)[0]
+    expected = plain()[0]
+    assert len(expected["losses"]) == 8
+    assert_same(ours, expected)
+
+
 @pytest.mark.parametrize(
     "settings", [{"bf16": True}, {"optim": "sgd", "torch_compile_backend": "aot_eager"}, {"optim": "adafactor"}]
 )

@@ -132,9 +132,9 @@ def colocated(name: str, plan: Any, peft_config: Any = None, **more: Any) -> dic
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": llm.synced}
 
 
-def alone(name: str, plan: Any, misled_from: int = 99) -> dict[str, Any]:
+def alone(name: str, plan: Any, misled_from: int = 99, **more: Any) -> dict[str, Any]:
     """Without vLLM: what is trained generates. Ranks from `misled_from` on get other rewards."""
-    trainer, seen = _trainer(name, plan, misled_from=misled_from, use_vllm=False)
+    trainer, seen = _trainer(name, plan, misled_from=misled_from, use_vllm=False, **more)
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen}
 

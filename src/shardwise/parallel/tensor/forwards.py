@@ -310,6 +310,29 @@ def with_params(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]
         params.update(before)
 
 
+@contextmanager
+def whole_head(module: nn.Module) -> Iterator[None]:
+    """Inside, `weight` and `bias` of a head that is split by words along `tp` have those of all ranks, for code that
+    multiplies with them by itself, such as fused losses. They are gathered, and every rank of the axis has to compute
+    the same with them; their gradient is that of its own words.
+
+    All ranks of the axis enter, in a forward of the model. A module that is not split is left as it is.
+    """
+    forward = vars(module).get("forward")
+    if not isinstance(forward, Column) or not forward.is_alone:
+        yield
+        return
+    dims = {"weight": 1 if forward.is_conv1d else 0, "bias": 0}
+    own = {name: module._parameters.get(name) for name in dims}
+    whole = {
+        name: gather_from(param, forward.line, dims[name], forward.sizes)
+        for name, param in own.items()
+        if param is not None
+    }
+    with with_params(module, whole):
+        yield
+
+
 def _sum_shared_heads(param: Tensor, line: Line, dim: int, own: Span, size: int) -> Tensor:
     made: Tensor = _apply(_SumSharedHeads, param, line, dim, own, size)
     return made
