@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from types import MethodType
@@ -149,7 +148,10 @@ def _with_whole_head(fused: Any) -> Any:
 
     @wraps(fused)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with sw.tensor.whole_head(model.get_output_embeddings()) if kwargs.get(_FUSED) else nullcontext():
+        if not kwargs.get(_FUSED):
+            return fused(model, *args, **kwargs)
+        head = model.get_output_embeddings()
+        with sw.tensor.whole_head(getattr(head, "base_layer", head)):  # with an adapter of peft TRL reads the base
             return fused(model, *args, **kwargs)
 
     return forward

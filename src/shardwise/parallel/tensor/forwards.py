@@ -22,6 +22,7 @@ from shardwise.parallel.tensor.functions import apply as _apply
 from shardwise.parallel.tensor.functions import copy_to, gather_from, gather_to, reduce_from, scatter_to
 from shardwise.parallel.tensor.regions import SEQUENCE_DIM, Regions
 from shardwise.plan.placement import Span
+from shardwise.runtime.compiled import own_forward
 from shardwise.runtime.hooks import in_backward
 
 Tensor = torch.Tensor
@@ -318,7 +319,7 @@ def whole_head(module: nn.Module) -> Iterator[None]:
 
     All ranks of the axis enter, in a forward of the model. A module that is not split is left as it is.
     """
-    forward = vars(module).get("forward")
+    forward = own_forward(module)
     if not isinstance(forward, Column) or not forward.is_alone:
         yield
         return
