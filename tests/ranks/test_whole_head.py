@@ -66,7 +66,7 @@ def test_all_words_are_there_in_a_forward(tied: bool, plan: dict[str, Any]) -> N
     def of_rank(world: sw.World) -> tuple[int, list[float], dict[str, Tensor]]:
         model, losses = models[world.rank], []
         with sw.shard(model, plan, optimizer=sgd(model), world=world) as engine:
-            share = engine.data_ranks.rank
+            share = engine.data_ranks[0]
             for parts in data:
                 loss = model(parts[share])
                 engine.backward(loss)
