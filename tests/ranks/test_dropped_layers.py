@@ -115,9 +115,9 @@ def test_layers_in_which_ranks_need_each_other_are_not_skipped() -> None:
     def of_rank(world: sw.World) -> None:
         model = models[world.rank]
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
-            model.eval()(torch.ones(4, WIDTH))
+            evaluated(model, torch.ones(4, WIDTH))
             with pytest.raises(ModelError, match=r"Talking skips layers .* ranks along dp need each other there"):
-                model.train()(torch.ones(4, WIDTH))
+                model(torch.ones(4, WIDTH))
             model.layerdrop = 0.0
             engine.backward(model(torch.ones(4, WIDTH) * (1 + world.rank)))
             engine.step()

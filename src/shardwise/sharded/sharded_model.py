@@ -112,12 +112,17 @@ class ShardedModel:
         """Whether `before_change` is called for an update, which writes nothing that is frozen."""
         self._has_begun = False
         """Whether `backward` has been called for the current step."""
-        self._has_noted_use = self._has_noted_drops = self._has_all_layers = False
+        self._has_noted_use = self._has_noted_drops = False
         self.has_recomputed = False
         """Whether gradients have been verified by computing them again, in any step."""
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
         communicates = sharding.experts is not None or self.converted.communicates
+        self._meets_along = {line.axis for line in self.lines if line.num_ranks > 1}
+        """The axes along which ranks need each other inside of layers; empty once it is known that they skip none. Ranks
+        along tp draw the same numbers, unless they have split the sequence."""
+        if not self.plan.tensor.sequence:
+            self._meets_along.discard(TENSOR_AXIS)
         self._weighs_losses = self.parts.pipeline is not None or communicates
         """Whether weights are applied to losses: see [Note: weights] in `comm/weighing.py`."""
         self._weight = 1.0
@@ -498,7 +503,7 @@ class ShardedModel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
-        if self.model.training and not self._has_all_layers:
+        if self._meets_along and self.model.training:
             self._require_all_layers()
         self.parts.runner.verifies = self._is_next_verified
         if self.disk is not None:
@@ -511,15 +516,9 @@ class ShardedModel:
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     def _require_all_layers(self) -> None:
-        """Raise `ModelError` if a training forward skips layers in which ranks need each other. Those along tp draw the
-        same numbers, unless they have split the sequence."""
-        axes = {line.axis for line in self.lines if line.num_ranks > 1}
-        if not self.plan.tensor.sequence:
-            axes.discard(TENSOR_AXIS)
-        if axes:
-            along = " and ".join(sorted(axes))
-            refuse_dropped_layers(self.model, f"ranks along {along} need each other there, but each skips others")
-        self._has_all_layers = True
+        along = " and ".join(sorted(self._meets_along))
+        refuse_dropped_layers(self.model, f"ranks along {along} need each other there, but each skips others")
+        self._meets_along.clear()
 
 
 @contextmanager
