@@ -118,7 +118,8 @@ class ShardedModel:
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
         communicates = sharding.experts is not None or self.converted.communicates
-        self._meets_along = {line.axis for line in self.lines if line.num_ranks > 1}
+        silent = () if self.converted.communicates else self.converted.lines
+        self._meets_along = {line.axis for line in self.lines if line.num_ranks > 1 and line not in silent}
         """The axes along which ranks need each other inside of layers; empty once it is known that they skip none. Ranks
         along tp draw the same numbers, unless they have split the sequence."""
         if not self.plan.tensor.sequence:
