@@ -273,7 +273,7 @@ class _Sampler:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._drawn = torch.Generator().manual_seed(3)
-        self.versions: list[dict[str, torch.Tensor]] = []
+        self.versions: list[dict[str, Any]] = []
 
     def generate_sequences(self, prompts: Any) -> Any:
         numpy, protocol = importlib.import_module("numpy"), importlib.import_module("verl.protocol")
@@ -298,7 +298,7 @@ class _Sampler:
 
     def update_weights(self, _: int) -> None:
         if hasattr(self._engine, "engine"):  # ours
-            self.versions.append({name: one.clone() for name, one in self._engine.get_per_tensor_param()[0]})
+            self.versions.append({name: one.tolist() for name, one in self._engine.get_per_tensor_param()[0]})
 
 
 class _Group:
@@ -407,6 +407,6 @@ def reinforced(folder: str, strategy: str, kind: str, settings: list[str]) -> di
     return {"logged": logged, "params": params, "versions": trainer.checkpoint_manager.versions}
 
 
-def _whole_params(engine: Any) -> dict[str, torch.Tensor]:
+def _whole_params(engine: Any) -> dict[str, Any]:
     state = engine.engine.state_dict() if hasattr(engine, "engine") else engine.module.state_dict()
-    return {name: value.detach().clone() for name, value in state.items()}
+    return {name: value.tolist() for name, value in state.items()}

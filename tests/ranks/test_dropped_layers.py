@@ -18,7 +18,16 @@ from tests.thorough import sampled
 
 Tensor = torch.Tensor
 WIDTH, LAYERS = 8, 3
-SKIPPED = [[{1}, {1}], [{1}, {1}], [{1}, {1}], [{0}, {1, 2}], [set(), {0, 1, 2}], [set(), set()], [{1}, {1}], [{2}, {0}]]
+SKIPPED = [
+    [{1}, {1}],
+    [{1}, {1}],
+    [{1}, {1}],
+    [{0}, {1, 2}],
+    [set(), {0, 1, 2}],
+    [set(), set()],
+    [{1}, {1}],
+    [{2}, {0}],
+]
 """By step and rank, the layers. In the first steps no rank calls the second one: what is recorded then does not have it."""
 
 
