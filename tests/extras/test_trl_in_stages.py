@@ -78,8 +78,8 @@ def test_completions_are_generated_and_rewarded_as_under_ddp(script: str, mesh: 
 @sampled
 @pytest.mark.parametrize("mesh", MESHES)
 def test_online_dpo(mesh: str) -> None:
-    # With AdamW's own `eps` the update of a parameter whose gradient is nearly zero is decided by rounding: the plain run
-    # moves by 2e-4 there when it is repeated in fp64. With this one it moves by 1.2e-7, and ours is 6e-8 from it.
+    # With AdamW's own `eps` rounding decides on updates where gradients are nearly zero: the plain run moves by 2e-4 when
+    # it is repeated in fp64. With this one it moves by 1.2e-7, and ours is 6e-8 from it.
     raced(mesh, trl_vllm_jobs.alone, "online_dpo", adam_epsilon=1e-3)
 
 

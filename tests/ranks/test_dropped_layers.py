@@ -28,7 +28,7 @@ SKIPPED = [
     [{1}, {1}],
     [{2}, {0}],
 ]
-"""By step and rank, the layers. In the first steps no rank calls the second one: what is recorded then does not have it."""
+"""By step and rank, the layers. In the first steps no rank calls the second one: no program has it."""
 
 
 class Layer(nn.Module):

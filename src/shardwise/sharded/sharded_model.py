@@ -120,8 +120,8 @@ class ShardedModel:
         communicates = sharding.experts is not None or self.converted.communicates
         silent = () if self.converted.communicates else self.converted.lines
         self._meets_along = {line.axis for line in self.lines if line.num_ranks > 1 and line not in silent}
-        """The axes along which ranks need each other inside of layers; empty once it is known that they skip none. Ranks
-        along tp draw the same numbers, unless they have split the sequence."""
+        """The axes along which ranks need each other inside of layers; empty once it is known that they skip none.
+        Ranks along tp draw the same numbers, unless they split the sequence."""
         if not self.plan.tensor.sequence:
             self._meets_along.discard(TENSOR_AXIS)
         self._weighs_losses = self.parts.pipeline is not None or communicates
