@@ -517,6 +517,13 @@ WHISPER: dict[str, Any] = {
 }  # fmt: skip
 
 
+OPT: dict[str, Any] = {
+    "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 32, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
 class DrawsByRank(transformers.TrainerCallback):
     """Each rank draws other numbers in each step, the same in every run."""
 
@@ -526,10 +533,7 @@ class DrawsByRank(transformers.TrainerCallback):
 
 def skipping(plan: Any, kind: str) -> dict[str, Any]:
     """A model of speech that skips half of its layers, on each rank others."""
-    from shardwise.integrations.transformers import Trainer
-
     torch.manual_seed(0)
-    labels = torch.randint(3, VOCABULARY, (32, 4))
     model: nn.Module
     if kind == "wav2vec2":
         model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**WAV2VEC2, layerdrop=0.5))
@@ -538,10 +542,37 @@ def skipping(plan: Any, kind: str) -> dict[str, Any]:
         config = transformers.WhisperConfig(**WHISPER, encoder_layerdrop=0.5, decoder_layerdrop=0.5)
         model = transformers.WhisperForConditionalGeneration(config)
         inputs = {"input_features": torch.randn(32, 8, 16)}
-    data = [{**{name: rows[index] for name, rows in inputs.items()}, "labels": labels[index]} for index in range(32)]
+    return _skipped(plan, model, inputs | {"labels": torch.randint(3, VOCABULARY, (32, 4))}, [DrawsByRank()])
+
+
+def skipping_alike(plan: Any, called: list[list[int]] | None = None) -> dict[str, Any]:
+    """One that skips half of its layers, or in each step those that are not `called`. Ranks share a batch."""
+    torch.manual_seed(0)
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5 if called is None else 0.0))
+    ids = torch.randint(3, VOCABULARY, (32, 6))
+    seen: list[list[int]] = []
+    model.model.decoder.register_forward_pre_hook(lambda *_: seen.append([]))
+    for number, layer in enumerate(model.model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: seen[-1].append(number))
+        if called is not None:
+            layer.forward = _where(called, seen, number, layer.forward)
+    return _skipped(plan, model, {"input_ids": ids, "labels": ids}, []) | {"called": seen}
+
+
+def _where(called: list[list[int]], seen: list[list[int]], number: int, forward: Any) -> Any:
+    def as_told(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(hidden, *args, **kwargs) if number in called[len(seen) - 1] else hidden
+
+    return as_told
+
+
+def _skipped(plan: Any, model: nn.Module, columns: dict[str, torch.Tensor], callbacks: list[Any]) -> dict[str, Any]:
+    from shardwise.integrations.transformers import Trainer
+
+    data = [{name: rows[index] for name, rows in columns.items()} for index in range(32)]
     settings = {**DEFAULTS, "max_steps": 8, "optim": "sgd", "learning_rate": 1e-2}
     arguments = TrainingArguments(tempfile.mkdtemp(), ddp_find_unused_parameters=True, **settings)
-    given = {"args": arguments, "train_dataset": data, "callbacks": [DrawsByRank()]}
+    given = {"args": arguments, "train_dataset": data, "callbacks": callbacks}
     trainer = transformers.Trainer(model, **given) if plan is None else Trainer(model, shardwise=plan, **given)
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None))
