@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.ranks.split_models import TENSOR, VOCABULARY, Transformer, tokens
 
@@ -78,3 +79,19 @@ def test_all_words_are_there_in_a_forward(tied: bool, plan: dict[str, Any]) -> N
         assert losses == pytest.approx([by_share[share] for by_share in expected], rel=1e-5)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)
+
+
+def test_a_module_whose_output_stays_split_is_refused() -> None:
+    models = [Fused(tied=False) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
+
+    def of_rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with (
+            sw.shard(model, plan, world=world),
+            pytest.raises(ModelError, match="this Linear has the style column"),
+            sw.tensor.whole_head(model.blocks[0].up),
+        ):
+            pass
+
+    run_ranks(2, of_rank)

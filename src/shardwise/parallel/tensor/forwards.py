@@ -317,12 +317,18 @@ def whole_head(module: nn.Module) -> Iterator[None]:
     multiplies with them by itself, such as fused losses. They are gathered, and every rank of the axis has to compute
     the same with them; their gradient is that of its own words.
 
-    All ranks of the axis enter, in a forward of the model. A module that is not split is left as it is.
+    All ranks of the axis enter, in a forward of the model. A module that is not split is left as it is. Raises
+    `ModelError` for one whose output is not gathered.
     """
     forward = own_forward(module)
-    if not isinstance(forward, Column) or not forward.is_alone:
+    if not isinstance(forward, Column):
         yield
         return
+    if not forward.is_alone:
+        raise ModelError(
+            f"whole_head is for a head that is split by words, and this {type(module).__name__} has the style column. "
+            f"Give it vocabulary or vocabulary_cut in tensor.plan."
+        )
     dims = {"weight": 1 if forward.is_conv1d else 0, "bias": 0}
     own = {name: module._parameters.get(name) for name in dims}
     whole = {
