@@ -66,15 +66,17 @@ SPLITS: dict[str, tuple[int, int, str]] = {
     "dp": (2, 2, "{dp: 2}"),
     "pp": (2, 1, "{pp: 2}"),
     "pp x dp": (4, 2, "{pp: 2, dp: 2}"),
+    "tp": (2, 1, "{tp: 2, dp: -1}"),
     "pp x dp x ep": (8, 4, "{pp: 2, dp: 2, ep: 2}"),
 }
 METHODS = ("sft", "dpo", "grpo", "grpo-colocated", "online-dpo", "sft-lora")
-IN_STAGES = [("grpo", "pp x dp"), ("grpo-colocated", "pp"), ("rloo", "pp"), ("online-dpo", "pp")]
+SHARING = [("grpo", "pp x dp"), ("grpo-colocated", "pp"), ("rloo", "pp"), ("online-dpo", "pp"), ("grpo", "tp")]
+"""Whose ranks share prompts."""
 
 
 @sampled
 @pytest.mark.parametrize(
-    ("method", "split"), [*((method, "dp") for method in METHODS), *IN_STAGES, ("experts", "pp x dp x ep")]
+    ("method", "split"), [*((method, "dp") for method in METHODS), *SHARING, ("experts", "pp x dp x ep")]
 )
 def test_an_unmodified_script_is_trained_by_a_plan_alone(tmp_path: Path, method: str, split: str) -> None:
     ranks, peers, mesh = SPLITS[split]

@@ -348,6 +348,27 @@ def test_generation_in_evaluation() -> None:
     assert ours["generated"]
 
 
+@pytest.mark.parametrize("kind", ["wav2vec2", "whisper"])
+def test_each_rank_skips_layers_of_its_own(kind: str) -> None:
+    plain = begin(2, jobs.skipping, None, kind)
+    ours = on_ranks(2, jobs.skipping, "zero3", kind)[0]
+    expected = plain()[0]
+    assert len(expected["losses"]) == 8
+    assert_same(ours, expected)
+
+
+def test_ranks_along_tp_skip_the_same_layers() -> None:
+    ours = on_ranks(2, jobs.skipping_alike, {"preset": "zero3", "mesh": {"dp": 1, "tp": 2}})
+    assert ours[0]["called"] == ours[1]["called"]
+    assert len({str(called) for called in ours[0]["called"]}) > 3
+    assert_same(ours[0], on_ranks(1, jobs.skipping_alike, None, ours[0]["called"])[0])
+
+
+def test_skipped_layers_are_refused_over_split_sequences() -> None:
+    with pytest.raises(RuntimeError, match=r"skips layers at random .* ranks along sp need each other there"):
+        on_ranks(2, jobs.skipping_alike, {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}})
+
+
 @pytest.mark.parametrize(
     "settings", [{"bf16": True}, {"optim": "sgd", "torch_compile_backend": "aot_eager"}, {"optim": "adafactor"}]
 )

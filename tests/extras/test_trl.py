@@ -11,7 +11,7 @@ import trl_jobs as jobs
 from rank_processes import begin, on_ranks
 from safetensors.torch import load_file
 
-from tests.thorough import sampled
+from tests.thorough import each_value, sampled
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,13 +29,17 @@ def test_a_run_is_that_of_ddp(name: str) -> None:
         torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [{"dp": -1, "sp": 2}, {"pp": 2}], ids=str)
+MESHES = [{"dp": -1, "sp": 2}, {"pp": 2}, {"dp": -1, "tp": 2}, {"pp": 2, "dp": -1, "tp": 2}]
+
+
+@each_value
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["supervised", "preferred"])
-def test_split_sequences_and_stages_are_trained_as_whole_ones(name: str, mesh: dict[str, int]) -> None:
+def test_split_models_are_trained_as_whole_ones(name: str, mesh: dict[str, int]) -> None:
     job = getattr(jobs, name)
     settings = {"eval_strategy": "steps", "eval_steps": 2} if name == "supervised" else {}
     plain = begin(1, job, None, **settings)
-    ours = on_ranks(2, job, {"preset": "zero3", "mesh": mesh}, **settings)[0]
+    ours = on_ranks(2 if len(mesh) < 3 else 4, job, {"preset": "zero3", "mesh": mesh}, **settings)[0]
     expected = plain()[0]
     for figure in ("losses", "norms", "rates"):
         assert ours[figure] == pytest.approx(expected[figure], abs=1e-5), figure
@@ -78,11 +82,6 @@ def test_adapters_and_rewards_in_stages(name: str, tmp_path: Path) -> None:
         assert files[0].keys() == files[1].keys()
         for parameter, value in files[0].items():
             torch.testing.assert_close(files[1][parameter], value, rtol=1e-5, atol=1e-5)
-
-
-def test_a_head_that_trl_reads_by_itself_cannot_be_split_by_words() -> None:
-    with pytest.raises(RuntimeError, match="compute log-probabilities from the head's weight themselves"):
-        on_ranks(2, jobs.supervised, {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}})
 
 
 def test_completions_are_generated_and_rewarded_as_under_ddp() -> None:

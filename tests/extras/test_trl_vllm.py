@@ -75,7 +75,7 @@ def test_online_dpo_generates_by_itself_as_under_ddp() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "online_dpo"])
 def test_ranks_that_share_samples_are_refused(name: str) -> None:
-    with pytest.raises(RuntimeError, match="has sp, but trainers of TRL that generate share prompts along pp alone"):
+    with pytest.raises(RuntimeError, match="has sp, but trainers of TRL that generate take log-probabilities of whole"):
         on_ranks(2, jobs.alone, name, PAIR)
 
 

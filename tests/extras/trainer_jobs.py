@@ -501,3 +501,78 @@ def passed_on_in_bf16(plan: Any) -> dict[str, Any]:
     second.train()
     logs = [*first.state.log_history, *second.state.log_history]
     return {"dtypes": dtypes, "losses": [log["loss"] for log in logs if "loss" in log]}
+
+
+WAV2VEC2: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": [8, 8],
+    "conv_stride": [4, 4], "conv_kernel": [8, 8], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2, "vocab_size": VOCABULARY, "apply_spec_augment": False, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0,
+}  # fmt: skip
+WHISPER: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0, "num_mel_bins": 8,
+    "max_source_positions": 8, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+OPT: dict[str, Any] = {
+    "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 32, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+class DrawsByRank(transformers.TrainerCallback):
+    """Each rank draws other numbers in each step, the same in every run."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.manual_seed(100 * state.global_step + args.process_index)
+
+
+def skipping(plan: Any, kind: str) -> dict[str, Any]:
+    """A model of speech that skips half of its layers, on each rank others."""
+    torch.manual_seed(0)
+    model: nn.Module
+    if kind == "wav2vec2":
+        model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**WAV2VEC2, layerdrop=0.5))
+        inputs = {"input_values": torch.randn(32, 400)}
+    else:
+        config = transformers.WhisperConfig(**WHISPER, encoder_layerdrop=0.5, decoder_layerdrop=0.5)
+        model = transformers.WhisperForConditionalGeneration(config)
+        inputs = {"input_features": torch.randn(32, 8, 16)}
+    return _skipped(plan, model, inputs | {"labels": torch.randint(3, VOCABULARY, (32, 4))}, [DrawsByRank()])
+
+
+def skipping_alike(plan: Any, called: list[list[int]] | None = None) -> dict[str, Any]:
+    """One that skips half of its layers, or in each step those that are not `called`. Ranks share a batch."""
+    torch.manual_seed(0)
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5 if called is None else 0.0))
+    ids = torch.randint(3, VOCABULARY, (32, 6))
+    seen: list[list[int]] = []
+    model.model.decoder.register_forward_pre_hook(lambda *_: seen.append([]))
+    for number, layer in enumerate(model.model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: seen[-1].append(number))
+        if called is not None:
+            layer.forward = _where(called, seen, number, layer.forward)
+    return _skipped(plan, model, {"input_ids": ids, "labels": ids}, []) | {"called": seen}
+
+
+def _where(called: list[list[int]], seen: list[list[int]], number: int, forward: Any) -> Any:
+    def as_told(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(hidden, *args, **kwargs) if number in called[len(seen) - 1] else hidden
+
+    return as_told
+
+
+def _skipped(plan: Any, model: nn.Module, columns: dict[str, torch.Tensor], callbacks: list[Any]) -> dict[str, Any]:
+    from shardwise.integrations.transformers import Trainer
+
+    data = [{name: rows[index] for name, rows in columns.items()} for index in range(32)]
+    settings = {**DEFAULTS, "max_steps": 8, "optim": "sgd", "learning_rate": 1e-2}
+    arguments = TrainingArguments(tempfile.mkdtemp(), ddp_find_unused_parameters=True, **settings)
+    given = {"args": arguments, "train_dataset": data, "callbacks": callbacks}
+    trainer = transformers.Trainer(model, **given) if plan is None else Trainer(model, shardwise=plan, **given)
+    trainer.train()
+    return told(trainer, getattr(trainer, "engine", None))

@@ -25,7 +25,7 @@ from trainer_jobs import llama, told
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from trl_jobs import COMMON, ours, texts, tokenizer
+from trl_jobs import COMMON, LARGE_EPS, ours, texts, tokenizer
 
 from tests.ranks.sampler_servers import StandIn
 
@@ -132,9 +132,9 @@ def colocated(name: str, plan: Any, peft_config: Any = None, **more: Any) -> dic
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen, "synced": llm.synced}
 
 
-def alone(name: str, plan: Any, misled_from: int = 99) -> dict[str, Any]:
+def alone(name: str, plan: Any, misled_from: int = 99, **more: Any) -> dict[str, Any]:
     """Without vLLM: what is trained generates. Ranks from `misled_from` on get other rewards."""
-    trainer, seen = _trainer(name, plan, misled_from=misled_from, use_vllm=False)
+    trainer, seen = _trainer(name, plan, misled_from=misled_from, use_vllm=False, **more)
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen}
 
@@ -175,7 +175,7 @@ def _trainer(
     own = {"num_generations": 2, "max_completion_length": 6, "gradient_accumulation_steps": 1, "max_steps": 3}
     if name == "online_dpo":
         own = {"max_new_tokens": 6, "max_steps": 3, "gradient_accumulation_steps": 1, "max_length": 24}
-    given_to_all = {**common, **own, "learning_rate": 3e-2, "use_vllm": True}
+    given_to_all = {**common, **own, "learning_rate": 3e-2, "adam_epsilon": LARGE_EPS, "use_vllm": True}
     arguments = settings(tempfile.mkdtemp(), **{**given_to_all, **more})
     seen: list[Any] = []
 

@@ -6,9 +6,10 @@ import importlib
 import json
 import logging.handlers
 import os
+import pickle
 import sys
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,16 +60,17 @@ class Samples(Dataset):  # type: ignore[type-arg]
         return {"input_ids": row, "position_ids": torch.arange(len(row)), "loss_mask": mask}
 
 
-def write_model(folder: Path) -> None:
-    """A tiny Llama with a tokenizer that has nothing but its special words."""
+def write_model(folder: Path, kind: str = "LlamaForCausalLM") -> None:
+    """A tiny Llama with a tokenizer that has nothing but its special words; of that class of transformers."""
     tokenizers = importlib.import_module("tokenizers")
     transformers = importlib.import_module("transformers")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager", pad_token_id=0, eos_token_id=1,
+        num_labels=1,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    getattr(transformers, kind)(config).save_pretrained(folder)
     words = {f"w{index}": index for index in range(VOCAB)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
     transformers.PreTrainedTokenizerFast(
@@ -123,18 +125,43 @@ def _alone(engine: Any, module: Any) -> Any:
     return module
 
 
-def fine_tuned(folder: str, strategy: str, settings: list[str], *, steps: int = 4, resumes: bool = False) -> Any:
-    """verl's own SFT trainer, unmodified: what it logs, by step."""
-    _import_verl()
+def _register_engines() -> None:
+    """Ours, and verl's own for one process."""
     importlib.import_module("shardwise.integrations.verl")
     base = importlib.import_module("verl.workers.engine.base")
     fsdp = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     unsharded = {"_build_fsdp_module": lambda self, module: _alone(self, module)}
-    base.EngineRegistry.register("language_model", "fsdp2", "cpu")(
-        type("Plain", (fsdp.FSDPEngineWithLMHead,), unsharded)
-    )
+    for kind, theirs in (("language_model", fsdp.FSDPEngineWithLMHead), ("value_model", fsdp.FSDPEngineWithValueHead)):
+        base.EngineRegistry.register(kind, "fsdp2", "cpu")(type("Plain", (theirs,), unsharded))
     patches = importlib.import_module("verl.models.transformers.monkey_patch")
     patches.is_trl_available = lambda: False  # it patches a class that TRL has no more
+    utilities = importlib.import_module("verl.utils.model")
+    utilities.load_valuehead_model = _load_critic
+
+
+def _load_critic(*, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+    """As verl does, without flash attention, which wants an accelerator."""
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoModelForTokenClassification.from_pretrained(
+        local_path,
+        dtype=torch_dtype,
+        config=model_config,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _meet() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = {} if size > 1 else {"store": torch.distributed.HashStore()}
+    # verl's own call wants an accelerator's backend beside gloo
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size, **store)
+
+
+def fine_tuned(folder: str, strategy: str, settings: list[str], *, steps: int = 4, resumes: bool = False) -> Any:
+    """verl's own SFT trainer, unmodified: what it logs, by step."""
+    _import_verl()
+    _register_engines()
     trainer = importlib.import_module("verl.trainer.sft_trainer")
     hydra = importlib.import_module("hydra")
     log = Path(folder) / f"{strategy}-{os.environ['RANK']}.jsonl"
@@ -154,10 +181,7 @@ def fine_tuned(folder: str, strategy: str, settings: list[str], *, steps: int = 
                 *SETTINGS,
             ],
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = {} if size > 1 else {"store": torch.distributed.HashStore()}
-    # verl's own call wants an accelerator's backend beside gloo
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=size, **store)
+    _meet()
     trainer.SFTTrainer(config).fit()
     torch.distributed.destroy_process_group()
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -189,3 +213,200 @@ def planned(settings: dict[str, Any]) -> str:
     qat = importlib.import_module("verl.workers.config").QATEngineConfig
     given = {name: qat(**value) if name == "qat" else value for name, value in settings.items()}
     return str(ours.plan_of(ours.ShardwiseEngineConfig(strategy="shardwise", **given), 4))
+
+
+# -- its trainer of PPO and GRPO ----------------------------------------------------------------------------
+
+MODELS = "actor_rollout_ref.model", "critic.model"
+ENGINES = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"
+RL_SETTINGS = (
+    *(f"{model}.enable_gradient_checkpointing=false" for model in MODELS),
+    *(f"+{model}.override_config.attn_implementation=eager" for model in MODELS),
+    *(f"{model}.use_remove_padding=false" for model in MODELS),
+    *(f"+{engine}.mixed_precision.param_dtype=fp32" for engine in ENGINES),
+    *(f"{engine}.use_torch_compile=false" for engine in ENGINES),
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.optim.override_optimizer_config={eps:1e-3}",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=48",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.actor.use_torch_compile=false",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.name=vllm",
+    "critic.optim.lr=1e-2",
+    "critic.optim.override_optimizer_config={eps:1e-3}",
+    "critic.ppo_max_token_len_per_gpu=48",
+    "data.dataloader_num_workers=0",
+    "data.train_batch_size=4",
+    "data.shuffle=false",
+    "trainer.balance_batch=false",
+    "trainer.critic_warmup=0",
+    "trainer.device=cpu",
+    "trainer.logger=[file]",
+    "trainer.n_gpus_per_node=1",
+    "trainer.resume_mode=disable",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+)
+"""With so large an eps, AdamW does not make whole steps of rounding."""
+ESTIMATORS = {
+    "ppo": ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+    "grpo": ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"),
+}
+
+
+class _Prompts(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class _Sampler:
+    """In the place of servers: the same samples in each run, with a reward for each; keeps the weights it is given."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._drawn = torch.Generator().manual_seed(3)
+        self.versions: list[dict[str, Any]] = []
+
+    def generate_sequences(self, prompts: Any) -> Any:
+        numpy, protocol = importlib.import_module("numpy"), importlib.import_module("verl.protocol")
+        num, length, most = len(prompts), 4, 8
+        asked = torch.randint(2, VOCAB, (num, length), generator=self._drawn)
+        answers = torch.randint(2, VOCAB, (num, most), generator=self._drawn)
+        lengths = torch.randint(3, most + 1, (num, 1), generator=self._drawn)
+        mask = (torch.arange(most) < lengths).long()
+        answers = answers * mask
+        asked[::2, 0] = 0  # a shorter prompt, padded on the left
+        attended = torch.cat([(asked > 0).long(), mask], 1)
+        scores = torch.zeros(num, most).scatter(1, lengths - 1, (answers > VOCAB // 2).float().mean(1, keepdim=True))
+        tensors = {
+            "prompts": asked, "responses": answers, "response_mask": mask, "input_ids": torch.cat([asked, answers], 1),
+            "attention_mask": attended, "position_ids": (attended.cumsum(1) - 1).clamp(min=0), "rm_scores": scores,
+        }  # fmt: skip
+        others = {"multi_modal_inputs": numpy.array([{} for _ in range(num)], dtype=object)}
+        return protocol.DataProto.from_dict(tensors, others, meta_info={"timing": {}})
+
+    def sleep_replicas(self) -> None:
+        """They sample in no memory."""
+
+    def update_weights(self, _: int) -> None:
+        if hasattr(self._engine, "engine"):  # ours
+            self.versions.append({name: one.tolist() for name, one in self._engine.get_per_tensor_param()[0]})
+
+
+class _Group:
+    """In the place of a group of ray's workers: every rank runs the trainer, and has one of the workers. Batches are
+    divided, and results put together, by verl's own functions."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._worker, name)
+        decorator, protocol = (
+            importlib.import_module(f"verl.{one}") for one in ("single_controller.base.decorator", "protocol")
+        )
+        tensors = importlib.import_module("verl.utils.tensordict_utils")
+        how = getattr(method, decorator.MAGIC_ATTR)
+        if not isinstance(how["dispatch_mode"], dict):
+            return method
+
+        def call(data: Any) -> Any:
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            own = pickle.loads(pickle.dumps(protocol.BatchData(data).chunk(chunks=size)[rank]))  # as ray sends it
+            every: list[Any] = [None] * size
+            torch.distributed.all_gather_object(every, method(own))
+            for one in every[1:]:  # what differs there, such as how fast a rank was, cannot be put together
+                tensors.assign_non_tensor(one, metrics=tensors.get(every[0], "metrics"))
+            whole = protocol.BatchData(every).concat()
+            return whole if how["blocking"] else SimpleNamespace(get=lambda: whole)
+
+        return call
+
+
+def reinforced(folder: str, strategy: str, kind: str, settings: list[str]) -> dict[str, Any]:
+    """verl's own trainer of PPO or GRPO, with its own workers for actor, reference and critic: what it logs, by step,
+    the actor's and the critic's parameters at the end, and the weights that samplers got."""
+    _import_verl()
+    _register_engines()
+    trainers = importlib.import_module("verl.trainer.ppo.ray_trainer")
+    workers, losses = (importlib.import_module(f"verl.workers.{one}") for one in ("engine_workers", "utils.losses"))
+    configs = importlib.import_module("verl.utils.config")
+    hydra = importlib.import_module("hydra")
+    log = Path(folder) / f"{kind}-{strategy}-{os.environ['RANK']}.jsonl"
+    os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
+    place = str(Path(trainers.__file__).parents[1] / "config")
+    with hydra.initialize_config_dir(place, version_base=None):
+        config = hydra.compose(
+            "ppo_trainer",
+            [
+                *RL_SETTINGS,
+                *ESTIMATORS[kind],
+                f"actor_rollout_ref.model.path={folder}/model",
+                f"critic.model.path={folder}/critic",
+                f"actor_rollout_ref.actor.strategy={strategy}",
+                f"critic.strategy={strategy}",
+                *settings,
+            ],
+        )
+
+    class Trainer(trainers.RayPPOTrainer):  # type: ignore[misc,name-defined]  # verl has no types
+        def init_workers(self) -> None:
+            actor = workers.ActorRolloutRefWorker(config.actor_rollout_ref, "actor")
+            actor.init_model()
+            self.actor_rollout_wg = _Group(actor)
+            if self.use_reference_policy:
+                reference = workers.ActorRolloutRefWorker(config.actor_rollout_ref, "ref")
+                reference.init_model()
+                self.ref_policy_wg = _Group(reference)
+            self.checkpoint_manager = self.async_rollout_manager = _Sampler(actor.actor.engine)
+            if self.use_critic:
+                self._init_critic()
+
+        def _init_critic(self) -> None:
+            """As verl's own does."""
+            asked = configs.omega_conf_to_dataclass(config.critic)
+            asked.engine.infer_max_token_len_per_gpu = asked.ppo_infer_max_token_len_per_gpu
+            asked.engine.max_token_len_per_gpu = asked.ppo_max_token_len_per_gpu
+            asked.engine.use_dynamic_bsz = asked.use_dynamic_bsz
+            critic = workers.TrainingWorker(
+                workers.TrainingWorkerConfig(
+                    model_type="value_model",
+                    model_config=asked.model,
+                    engine_config=asked.engine,
+                    optimizer_config=asked.optim,
+                    checkpoint_config=asked.checkpoint,
+                    profiler_config=None,
+                )
+            )
+            critic.reset()
+            critic.set_loss_fn(partial(losses.value_loss, config=asked))
+            self.critic_wg = _Group(critic)
+
+    _meet()
+    trainer = Trainer(
+        config, None, {trainers.Role.ActorRolloutRef: None}, SimpleNamespace(get_n_gpus=lambda: 1),
+        train_dataset=_Prompts(), val_dataset=_Prompts(),
+        collate_fn=lambda rows: {"number": torch.tensor(rows)[:, None]},
+    )  # fmt: skip
+    trainer.init_workers()
+    trainer.fit()
+    engines = {"actor": trainer.actor_rollout_wg._worker.actor.engine}
+    if trainer.use_critic:
+        engines["critic"] = trainer.critic_wg._worker.engine
+    params = {name: _whole_params(engine) for name, engine in engines.items()}
+    torch.distributed.destroy_process_group()
+    logged = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return {"logged": logged, "params": params, "versions": trainer.checkpoint_manager.versions}
+
+
+def _whole_params(engine: Any) -> dict[str, Any]:
+    state = engine.engine.state_dict() if hasattr(engine, "engine") else engine.module.state_dict()
+    return {name: value.tolist() for name, value in state.items()}

@@ -32,10 +32,10 @@ from shardwise.integrations.accelerate_fp8 import request_of
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.model_patches import (
     engine_folder,
+    gather_fused_heads,
     is_prepared,
     param_ids,
     patch_zero_grad,
-    refuse_fused_heads,
     refuse_no_sync,
     refuse_other_engines,
     synchronize_generation,
@@ -273,7 +273,7 @@ class Accelerator(BatchSharingAccelerator):
             self._coordination.release()
             if plan.preset == "auto":
                 plan = self._chosen(model, plan, mine, device)
-            refuse_fused_heads(model, plan)
+            gather_fused_heads(model, plan)
             if self.runs_whole_steps:
                 plan = sw.load_plan(plan, [f"accumulate={self.num_micro_batches}"])
             tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, mine[0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +20,8 @@ from shardwise.integrations.plans import has_stages
 _ZERO_GRAD = "zero_grad"
 _HAND_OVER = "hand_over"
 _NO_SYNC = "no_sync"
+_FUSED = "fused_lm_head"
+"""The argument by which TRL's forward gives log-probabilities in the place of logits."""
 _CALL = "_compiled_call_impl"
 """What torch's `Module.__call__` calls in the place of forward and hooks, if it is there."""
 _FSDP_MARK = "_is_fsdp_managed_module"
@@ -48,8 +52,8 @@ def engine_folder(folder: str, number: int) -> Path:
 
 
 def synchronize_generation(model: nn.Module) -> None:
-    """Let transformers treat the model like one of FSDP: `generate()` continues until all ranks have finished, and
-    LayerDrop calls skipped layers nevertheless, because all ranks must gather their weights."""
+    """Let transformers treat models that generate like those of FSDP: `generate()` continues until all ranks have
+    finished. Other modules do without: they would compute what LayerDrop skips, and here ranks may skip others."""
     for module in model.modules():
         if hasattr(module, "generation_config"):
             setattr(module, _FSDP_MARK, True)
@@ -128,18 +132,29 @@ def take_over(model: nn.Module) -> bool:
     return True
 
 
-def refuse_fused_heads(model: nn.Module, plan: sw.Plan) -> None:
-    """Raise `ConfigError` for a model of TRL's trainers over `tp`: its forward reads the weight of the head by itself,
-    of which a rank has some words only."""
+def gather_fused_heads(model: nn.Module, plan: sw.Plan) -> None:
+    """Let a model of TRL's trainers over `tp` have all words of its head where its forward reads the head's weight by
+    itself (`add_fused_lm_head`). Asked again, it changes nothing."""
     if (plan.mesh or {}).get("tp", 1) == 1:
         return
     for module in model.modules():
-        forward = getattr(module.__dict__.get("forward"), "__func__", None)
-        if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
-            raise ConfigError(
-                "TRL's trainers compute log-probabilities from the head's weight themselves (add_fused_lm_head), and "
-                "over tp a rank has only some words of it. Leave tp out of the mesh; sp splits long sequences."
-            )
+        fused = getattr(module.__dict__.get("forward"), "__func__", None)
+        if _FUSED in getattr(getattr(fused, "__code__", None), "co_varnames", ()):
+            module.__dict__["forward"] = MethodType(_with_whole_head(fused), module)
+
+
+def _with_whole_head(fused: Any) -> Any:
+    """`fused` is TRL's forward. This is no hook, because adapters of peft call the forward of their model without."""
+
+    @wraps(fused)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get(_FUSED):
+            return fused(model, *args, **kwargs)
+        head = model.get_output_embeddings()
+        with sw.tensor.whole_head(getattr(head, "base_layer", head)):  # with an adapter of peft TRL reads the base
+            return fused(model, *args, **kwargs)
+
+    return forward
 
 
 def refuse_no_sync(model: nn.Module) -> None:

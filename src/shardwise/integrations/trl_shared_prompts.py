@@ -1,4 +1,4 @@
-"""TRL's trainers that generate, where ranks share prompts: those of one pipeline.
+"""TRL's trainers that generate, where ranks share prompts: those of one pipeline, or along `tp`.
 
 [Note: one process] TRL (1.16) numbers prompts, completions and rewards by the process that has them, and takes the
 rewards of a group from several. Ranks that share prompts are one process to it: a round has as many completions as
@@ -15,8 +15,6 @@ from typing import Any
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
-from shardwise.integrations.accelerate_batches import AXES
-from shardwise.integrations.plans import has_stages
 
 _CONFIGS = {"GRPOConfig", "RLOOConfig", "OnlineDPOConfig"}
 _STEPS = ("training_step", "prediction_step")
@@ -32,16 +30,16 @@ def generates(args: Any) -> bool:
 
 def require_known(args: Any, plan: sw.Plan) -> None:
     """Raise `ConfigError` unless the trainer with these arguments can have ranks that share prompts, as `plan` does."""
-    others = [axis for axis in AXES if axis != "pp" and (plan.mesh or {}).get(axis, 1) > 1]
-    if others:
+    if (plan.mesh or {}).get("sp", 1) > 1:
         raise ConfigError(
-            f"The plan's mesh has {' and '.join(others)}, but trainers of TRL that generate share prompts along pp "
-            f"alone. Use data axes (dp, node, local) and pp."
+            "The plan's mesh has sp, but trainers of TRL that generate take log-probabilities of whole completions, "
+            "and a rank along sp has some of their tokens. Use data axes (dp, node, local), tp and pp."
         )
     if not any(kind.__name__ in _CONFIGS for kind in type(args).__mro__):
         raise ConfigError(
             f"{type(args).__name__} is that of a trainer which generates, and of these only GRPOTrainer, RLOOTrainer "
-            f"and OnlineDPOTrainer of TRL train in pipeline stages. Use a mesh of data axes only (dp, node, local)."
+            f"and OnlineDPOTrainer of TRL let ranks share prompts, along tp or pp. Use a mesh of data axes only (dp, "
+            f"node, local)."
         )
 
 
@@ -98,15 +96,15 @@ def _rewards_of_first(trainer: Any, reward: Callable[..., Any], *args: Any, **kw
 
 
 def sync_reference(trainer: Any) -> None:
-    """Let `sync_ref_model` of a `trainer` in pipeline stages read the model's parameters from all of them. Raises
+    """Let `sync_ref_model` of a `trainer` whose ranks have parts of the model read whole parameters. Raises
     `ConfigError` if it has another way than TRL's callback."""
-    if not has_stages(trainer.plan) or not getattr(trainer.args, "sync_ref_model", False):
+    if trainer.accelerator.ranks_per_batch == 1 or not getattr(trainer.args, "sync_ref_model", False):
         return
     found = [one for one in trainer.callback_handler.callbacks if hasattr(one, _SYNC)]
     if not found:
         raise ConfigError(
-            f"{type(trainer).__name__} has a way of its own to sync_ref_model, and would copy the parameters of one "
-            f"pipeline stage. Leave sync_ref_model out, or the axis pp."
+            f"{type(trainer).__name__} has a way of its own to sync_ref_model, and would copy this rank's part of the "
+            f"model. Leave sync_ref_model out, or the axes tp and pp."
         )
     for callback in found:
         setattr(callback, _SYNC, partial(_mix, trainer))

@@ -2,7 +2,7 @@
 
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffer_sync import BufferSync
-from shardwise.runtime.compiled import WrappedForward, check_backend
+from shardwise.runtime.compiled import WrappedForward, check_backend, own_forward
 from shardwise.runtime.decisions import Decisions, decided
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.grad_mover import GradMover
@@ -34,5 +34,6 @@ __all__ = [
     "in_backward",
     "keeps_all",
     "named_tensors",
+    "own_forward",
     "tensors_in",
 ]

@@ -61,6 +61,14 @@ class WrappedForward:
         return copy.deepcopy(self.forward, memo)
 
 
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of `module` without what a plan wraps around it."""
+    forward: Callable[..., Any] = module.forward
+    while isinstance(forward, WrappedForward):
+        forward = forward.forward
+    return forward
+
+
 class CompiledUnits:
     """The compiled forwards of units that are modules below the root. `remove` puts the originals back.
 

@@ -23,6 +23,7 @@ from shardwise.memory import Unit
 from shardwise.program import END_OF_BACKWARD, Moment, UnitSpec
 from shardwise.program.schedule import Op
 from shardwise.runtime.compiled import CompiledUnits
+from shardwise.runtime.dropped_layers import dropped_layers
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.hooks import Hooks, Listener, in_backward
@@ -78,7 +79,8 @@ class Runner:
         # Apart, so that a rank that has ended an evaluation does not meet one that asks for a unit.
         closings, ways = partial(exchange, subject="closings"), partial(exchange, subject="ways")
         self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, closings)
-        self._ways = Ways(self.passes, self._evaluation, self._post_backward, self.programs, ways)
+        drops_layers = lambda: model.training and bool(dropped_layers(model))  # noqa: E731
+        self._ways = Ways(self.passes, self._evaluation, self._post_backward, self.programs, ways, drops_layers)
         self._ways.may_differ = settings.paths_differ
         self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._ways)
         self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)

@@ -4,7 +4,8 @@
 and a rank that calls less does the rest as the program says (see [Note: left out, or added] in `post_backward.py`); so
 one program serves all. That cannot be known in advance of parameters that are gathered, because a rank that calls more
 than the program has would gather alone. So if ranks went different ways to such parameters in a pass that was recorded,
-or the plan says that they will, no program is made and passes go on in rounds.
+or the plan says that they will, no program is made and passes go on in rounds. So it is while the model skips layers at
+random ([Note: each rank drops its own] in `dropped_layers.py`).
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ class Ways:
         post_backward: PostBackward,
         programs: Programs,
         exchange: Callable[[bytes], list[bytes]],
+        drops_layers: Callable[[], bool],
     ) -> None:
+        """`drops_layers`: whether a forward of the model would skip layers at random now."""
         self._passes = passes
         self._evaluation = evaluation
         self._gathering = post_backward.gathering
         self._post_backward = post_backward
         self._programs = programs
         self._exchange = exchange
+        self._drops_layers = drops_layers
         self._units = {unit.name: unit for unit in self._gathering.units}
         self._gathers = any(not unit.comes_alone for unit in self._gathering.units)
         self.may_differ = False
@@ -111,7 +115,8 @@ class Ways:
         # Those are gathered at other moments from now on, so that what was recorded of them says nothing.
         script.unlearned = tuple(moment for moment in trace if moment.unit not in ended.unforeseen)
         gathered = [moment for moment in trace if not self._units[moment.unit].comes_alone]
-        mine = [is_complete and not script.is_too_long, _digest(trace), _digest(gathered)]
+        is_lasting = not (self._gathers and self._drops_layers())
+        mine = [is_complete and is_lasting and not script.is_too_long, _digest(trace), _digest(gathered)]
         told = [json.loads(message) for message in self._exchange(json.dumps(mine).encode())]
         if not all(can_learn for can_learn, *_ in told):
             return None

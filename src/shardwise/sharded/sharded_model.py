@@ -23,10 +23,12 @@ from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.optim.precision import LossScaler, Norm, cast_floating
 from shardwise.parallel.experts.totals import lines_of_totals
 from shardwise.parallel.sequence import SplitBatches, WholeOutputs
+from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
 from shardwise.plan import Plan
 from shardwise.program import Activations
 from shardwise.runtime import NO_COPY, Inference
 from shardwise.runtime.activations import Treatments
+from shardwise.runtime.dropped_layers import refuse_dropped_layers
 from shardwise.runtime.micro_batches import MicroSteps
 from shardwise.sharded.assembly import Parts, assemble, treated
 from shardwise.sharded.sharding import Sharding
@@ -116,6 +118,12 @@ class ShardedModel:
         self._num_backwards_before = 0
         self._parts: Parts | None = assemble(model, optimizers, sharding, world, self.data_group, self.peers, self)
         communicates = sharding.experts is not None or self.converted.communicates
+        silent = () if self.converted.communicates else self.converted.lines
+        self._meets_along = {line.axis for line in self.lines if line.num_ranks > 1 and line not in silent}
+        """The axes along which ranks need each other inside of layers; empty once it is known that they skip none.
+        Ranks along tp draw the same numbers, unless they split the sequence."""
+        if not self.plan.tensor.sequence:
+            self._meets_along.discard(TENSOR_AXIS)
         self._weighs_losses = self.parts.pipeline is not None or communicates
         """Whether weights are applied to losses: see [Note: weights] in `comm/weighing.py`."""
         self._weight = 1.0
@@ -496,6 +504,8 @@ class ShardedModel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
+        if self._meets_along and self.model.training:
+            self._require_all_layers()
         self.parts.runner.verifies = self._is_next_verified
         if self.disk is not None:
             self.disk.require_whole()
@@ -505,6 +515,11 @@ class ShardedModel:
             return None
         dtype = torch_dtype(self.table.compute)
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def _require_all_layers(self) -> None:
+        along = " and ".join(sorted(self._meets_along))
+        refuse_dropped_layers(self.model, f"ranks along {along} need each other there, but each skips others")
+        self._meets_along.clear()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor import draws
 from shardwise.parallel.tensor.forwards import Column, VocabularyEmbedding
-from shardwise.runtime import WrappedForward
+from shardwise.runtime import own_forward
 
 Tensor = torch.Tensor
 Compute = Callable[..., tuple[Tensor, ...]]
@@ -57,7 +57,7 @@ def over_logits(
     def forward(given: Tensor) -> tuple[Tensor, ...]:
         return _by_chunks(_projection(head, inner), given, compute, per_row, chunk_rows, around)
 
-    inner = _own_forward(head)
+    inner = own_forward(head)  # activations are recomputed here already
     with _in_place_of_forward(head, forward):
         made: tuple[Tensor, ...] = nn.Module.__call__(head, rows)
     return made
@@ -65,7 +65,7 @@ def over_logits(
 
 def enter(head: nn.Module | Tensor, hidden: Tensor) -> Tensor:
     """The input of `head` [..., H] as each rank along `tp` needs it. Its ranks call; differentiable."""
-    forward = None if isinstance(head, torch.Tensor) else _own_forward(head)
+    forward = None if isinstance(head, torch.Tensor) else own_forward(head)
     return forward.entered(hidden) if isinstance(forward, Column) and forward.is_linear else hidden
 
 
@@ -73,7 +73,7 @@ def num_words(head: nn.Module | Tensor) -> int | None:
     """The size of the vocabulary; `None` if the head does not say."""
     if isinstance(head, torch.Tensor):
         return head.shape[0]
-    forward = _own_forward(head)
+    forward = own_forward(head)
     if isinstance(forward, Column):
         return sum(forward.sizes)
     for name in ("out_features", "nf", "num_embeddings"):
@@ -125,14 +125,6 @@ def _in_place_of_forward(head: nn.Module, forward: Callable[[Tensor], Any]) -> I
             del head.__dict__["forward"]
         else:
             head.__dict__["forward"] = own
-
-
-def _own_forward(head: nn.Module) -> Callable[..., Any]:
-    """Its forward without what a plan wraps around it: activations are recomputed here already."""
-    forward: Callable[..., Any] = head.forward
-    while isinstance(forward, WrappedForward):
-        forward = forward.forward
-    return forward
 
 
 # -- heads -------------------------------------------------------------------------------------------------

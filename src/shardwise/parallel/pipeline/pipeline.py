@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.comm import BatchCheck, Line, World, link_between
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.sends import Channel, as_sent, most_under_way
-from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout, refuse_dropped_layers
+from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing, StagedModel
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads
@@ -22,6 +22,7 @@ from shardwise.parallel.pipeline.whole_tensors import AcrossStages
 from shardwise.plan.mesh import Mesh
 from shardwise.program.schedule import Op
 from shardwise.runtime import named_tensors, tensors_in
+from shardwise.runtime.dropped_layers import refuse_dropped_layers
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.system.telemetry import STAGES, Timeline
 
@@ -268,7 +269,7 @@ class Pipeline:
         form = (called, is_whole, is_split, loss_fn is None, self.staged.model.training, part.form)
         if form not in self._carried:
             if self.staged.model.training:
-                refuse_dropped_layers(self.staged.model)
+                refuse_dropped_layers(self.staged.model, "a pipeline stage needs those with which it begins")
             self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
         return self._carried[form]
 

@@ -20,7 +20,6 @@ from shardwise.system.name_patterns import matches_by_parts
 
 AXIS = "pp"
 _ROUTERS = "output_router_logits"
-_LAYERDROP = "layerdrop"
 Span = tuple[int, int]
 """The numbers of the first and the last of some consecutive modules of the model."""
 _LIBRARIES = frozenset({"shardwise", "torch", "transformers", "accelerate", "peft"})
@@ -204,23 +203,6 @@ def refuse_sums_over_layers(settings: object, what: str) -> None:
             f"{what} has {_ROUTERS}, which makes the last stage add a loss over the routers of all layers, and it has "
             f"only its own. Set it to False."
         )
-
-
-def refuse_dropped_layers(model: nn.Module) -> None:
-    """Raise `ModelError` if a training forward skips layers at random (LayerDrop, https://arxiv.org/abs/1909.11556).
-
-    Ranks draw different numbers, so those that train one stage together would gather different layers; and a stage that
-    skips all of its layers has nothing to pass on.
-    """
-    for name, module in model.named_modules():
-        for owner in (module, getattr(module, "config", None)):
-            share = getattr(owner, _LAYERDROP, 0)
-            if isinstance(share, int | float) and share > 0:
-                raise ModelError(
-                    f"{name or type(model).__name__} skips layers at random in training ({_LAYERDROP} {share}), and a "
-                    f"pipeline stage needs those with which it begins. Set it to 0: with transformers, "
-                    f"from_pretrained(..., layerdrop=0), or encoder_layerdrop=0 and decoder_layerdrop=0."
-                )
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[int]:

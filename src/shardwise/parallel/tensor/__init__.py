@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardwise.parallel.tensor.forwards import whole_head
 from shardwise.parallel.tensor.functions import (
     copy_to,
     gather_from,
@@ -42,6 +43,7 @@ __all__ = [
     "reduce_scatter_from",
     "scatter_to",
     "split_for",
+    "whole_head",
 ]
 
 

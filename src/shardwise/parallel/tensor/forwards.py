@@ -22,6 +22,7 @@ from shardwise.parallel.tensor.functions import apply as _apply
 from shardwise.parallel.tensor.functions import copy_to, gather_from, gather_to, reduce_from, scatter_to
 from shardwise.parallel.tensor.regions import SEQUENCE_DIM, Regions
 from shardwise.plan.placement import Span
+from shardwise.runtime.compiled import own_forward
 from shardwise.runtime.hooks import in_backward
 
 Tensor = torch.Tensor
@@ -308,6 +309,35 @@ def with_params(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]
         yield
     finally:
         params.update(before)
+
+
+@contextmanager
+def whole_head(module: nn.Module) -> Iterator[None]:
+    """Inside, `weight` and `bias` of a head that is split by words along `tp` have those of all ranks, for code that
+    multiplies with them by itself, such as fused losses. They are gathered, and every rank of the axis has to compute
+    the same with them; their gradient is that of its own words.
+
+    All ranks of the axis enter, in a forward of the model. A module that is not split is left as it is. Raises
+    `ModelError` for one whose output is not gathered.
+    """
+    forward = own_forward(module)
+    if not isinstance(forward, Column):
+        yield
+        return
+    if not forward.is_alone:
+        raise ModelError(
+            f"whole_head is for a head that is split by words, and this {type(module).__name__} has the style column. "
+            f"Give it vocabulary or vocabulary_cut in tensor.plan."
+        )
+    dims = {"weight": 1 if forward.is_conv1d else 0, "bias": 0}
+    own = {name: module._parameters.get(name) for name in dims}
+    whole = {
+        name: gather_from(param, forward.line, dims[name], forward.sizes)
+        for name, param in own.items()
+        if param is not None
+    }
+    with with_params(module, whole):
+        yield
 
 
 def _sum_shared_heads(param: Tensor, line: Line, dim: int, own: Span, size: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Group, World
+from shardwise.runtime.dropped_layers import dropped_layers
 from shardwise.system.devices import RankDevice
 
 Tensor = torch.Tensor
@@ -91,11 +92,11 @@ class Generators:
 
 def draws(model: nn.Module) -> bool:
     """Whether a training forward of `model` draws random numbers, judging by its dropout modules and by attributes such
-    as `attention_dropout` and a router's `jitter_noise`."""
+    as `attention_dropout` and a router's `jitter_noise`, or because it skips layers."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
         numbers = {name: value for name, value in vars(module).items() if type(value) is float and value > 0}
         if any("drop" in name or "jitter" in name for name in numbers):
             return True
-    return False
+    return bool(dropped_layers(model))
