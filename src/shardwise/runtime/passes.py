@@ -10,9 +10,10 @@ ahead. A pass that departs from the record goes on without look-ahead, still cor
 (`begin_op`). A step that departs from the record goes on op by op: after each backward all buffers are back at rest.
 
 [Note: awake in a schedule] Parameters that every rank keeps whole need nothing before a use and nothing after it. While
-the engine itself runs a schedule, and follows its program, they are plain tensors from their first use to the end: in a
-stage of small blocks, a fifth of the calls for each block were to let them rest and to wake them. Not so in the calls of
-a loop of one's own, between which code may do with parameters at rest what it likes.
+the engine itself runs a schedule, and follows its program, they are plain tensors from their first use to the end: an
+eighth of the calls for a block was to wake them and to let them rest. Nothing intercepts a write in between, so writes
+are counted. Not so in the calls of a loop of one's own, between which code may do what it likes with parameters at
+rest.
 """
 
 from __future__ import annotations
