@@ -61,8 +61,10 @@ class Pass:
         """Units that stay whole after their forward."""
         self.keeps_awake = False
         """Whether parameters that are whole anyway stay plain once they are: see [Note: awake in a schedule]."""
-        self.awake: dict[str, tuple[Unit, int]] = {}
-        """The units of these, by name, each with its write counter when it was opened."""
+        self.awake: set[str] = set()
+        """The units of these."""
+        self.first_opened: dict[str, tuple[Unit, int]] = {}
+        """Those that could be, by name, each with its write counter when it was first opened."""
         self.lasting: set[str] = set()
         """Units that stay whole until the pass ends, because not all uses of them are known."""
 
@@ -75,8 +77,12 @@ class Pass:
 
     def note_open(self, unit: Unit) -> None:
         """In a schedule, `unit` is whole and its parameters are plain."""
-        if unit.stays_whole and self.script.is_followed:
-            self.awake[unit.name] = unit, unit.num_writes()
+        if not unit.stays_whole:
+            return
+        if unit.name not in self.first_opened:
+            self.first_opened[unit.name] = unit, unit.num_writes()
+        if self.script.is_followed:
+            self.awake.add(unit.name)
 
     def keep(self, unit: Unit) -> None:
         """`unit` is used in an unforeseen way: keep it whole until the pass ends."""

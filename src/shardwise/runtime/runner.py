@@ -326,9 +326,9 @@ class Runner:
         self._end_schedule(is_complete=True)
 
     def _require_unwritten(self) -> None:
-        """Raise `ModelError` if code that a schedule ran, such as its loss, has written to parameters that were awake:
-        nothing has intercepted it."""
-        for unit, num_writes in self.passes.current.awake.values():
+        """Raise `ModelError` if code that a schedule ran, such as its loss, has written to parameters: once they stay
+        awake, nothing intercepts that."""
+        for unit, num_writes in self.passes.current.first_opened.values():
             if unit.num_writes() != num_writes:
                 raise changed_inside(unit.name)
 
