@@ -25,6 +25,8 @@ TORCH, OURS, APART = "torch", "shardwise", "apart"
 DEEPSPEED, OURS_ZERO1 = "deepspeed-1 1f1b", "shardwise-zero1 1f1b"
 LOOPS = {"shardwise loop": 1, "shardwise loop of 2": 2}
 """Loops of one's own that call the model: how many calls share the micro-batches of a step."""
+WHOLE_STEP = "shardwise step"
+"""`engine.forward_backward` of the model of these loops."""
 SIZES = ("light", "heavy")
 Spans = dict[str, list[float]]
 """By rank and op (`0 F3@1`), when it began and ended, in microseconds."""
@@ -36,7 +38,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
     held_size = "tiny" if args.quick else "held"
     pairs = [(f"{TORCH} {schedule}", f"{OURS} {schedule}") for schedule in SCHEDULES]
     pairs += [(DEEPSPEED, OURS_ZERO1)] if find_spec("deepspeed") else []
-    pairs += [(f"{OURS} gpipe", loop) for loop in LOOPS]
+    pairs += [(WHOLE_STEP, loop) for loop in LOOPS]
     engines = list(dict.fromkeys([APART, *(engine for pair in pairs for engine in pair)]))
     result: dict[str, Any] = header(args.note) | {"benchmark": "pipeline", "ranks": NUM_RANKS, "races": []}
     wrong = []
@@ -45,16 +47,18 @@ def main(args: argparse.Namespace, console: Console) -> int:
         ranks = run_ranks("benchmarks.pipeline_rank", options, num_ranks=NUM_RANKS, timeout_seconds=1800)
         rows = standings([rank["turns"] for rank in ranks], engines)
         waits = [waited(name, spans, size) for name, spans in ranks[0]["spans"].items()]
+        calls = {name: [rank["calls"][name] for rank in ranks] for name in engines}
         result["races"].append(
             {
                 "size": size,
                 "turns": [rank["turns"] for rank in ranks],
                 "summary": [row._asdict() for row in rows],
                 "waits": [wait._asdict() for wait in waits],
+                "calls": calls,
             }
         )
         file = write_result(args.out / "pipeline.json", result)
-        _show(size, rows, dict(pairs), waits, console)
+        _show(size, rows, {own: peer for peer, own in pairs}, waits, calls, console)
         wrong += [f"{size}: {sentence}" for sentence in faults_of(rows)]
     result["memory"] = held = [memory_of(engine, held_size) for engine in engines if engine not in (APART, DEEPSPEED)]
     file = write_result(args.out / "pipeline.json", result)
@@ -159,9 +163,13 @@ def bubble_of(spans: Spans) -> float:
 
 
 def _show(
-    size: str, rows: Sequence[Standing], peers: Mapping[str, str], waits: Sequence[Waited], console: Console
+    size: str,
+    rows: Sequence[Standing],
+    peer_of: Mapping[str, str],
+    waits: Sequence[Waited],
+    calls: Mapping[str, Sequence[int]],
+    console: Console,
 ) -> None:
-    peer_of = {ours: peer for peer, ours in peers.items()}
     lines = []
     for row in rows:
         peer = peer_of.get(row.engine)
@@ -174,10 +182,11 @@ def _show(
                 "-" if peer is None else f"{row.over[peer]:.2f}",
                 f"{row.cpu_seconds * 1000:.1f}",
                 "-" if peer is None else f"{row.cpu_over[peer]:.2f}",
+                " ".join(map(str, calls[row.engine])),
                 f"{row.loss:.5f}",
             ]
         )
-    columns = ["engine", "ms/step", "passes", f"x {APART}", "x peer", "CPU ms", "CPU x peer", "loss"]
+    columns = ["engine", "ms/step", "passes", f"x {APART}", "x peer", "CPU ms", "CPU x peer", "calls by rank", "loss"]
     show_figures(f"{size}, fp32, {NUM_RANKS} stages", columns, lines, console)
     shown = [
         [

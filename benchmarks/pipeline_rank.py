@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 from benchmarks.engines import adamw
 from benchmarks.figures import write_figures
 from benchmarks.model import Block
-from benchmarks.pipeline import APART, DEEPSPEED, LOOPS, OURS_ZERO1, TORCH, spans_of
+from benchmarks.pipeline import APART, DEEPSPEED, LOOPS, OURS_ZERO1, TORCH, WHOLE_STEP, spans_of
 from benchmarks.pipeline_sizes import PIPELINE_SIZES, PipelineSize
 from benchmarks.turns import Trainer, take_turns
 from benchmarks.worker import warm_up
@@ -43,6 +45,7 @@ def main() -> None:
         engines: dict[str, Engine] = {}
         trainers = {name: _trainer(name, size, world, engines) for name in args.engines.split(",")}
         figures["turns"] = take_turns(trainers, args.rounds, args.steps)
+        figures["calls"] = {name: _calls(trainer) for name, trainer in trainers.items()}
         figures["spans"] = {name: _timelines(engine, size) for name, engine in engines.items()}
         dist.barrier()
 
@@ -54,6 +57,8 @@ def _trainer(name: str, size: PipelineSize, world: World, engines: dict[str, Eng
         return _deepspeed(size)
     if name in LOOPS:
         return _loop(size, world, LOOPS[name])
+    if name == WHOLE_STEP:
+        return _whole_step(size, world)
     maker, _, schedule = name.partition(" ")
     if maker == TORCH:
         return _torch(size, schedule)
@@ -161,17 +166,28 @@ class Losing(nn.Module):
         return cross_entropy(self.layers(x), y)
 
 
-def _loop(size: PipelineSize, world: World, num_calls: int) -> Trainer:
-    """`loss = model(x, y); engine.backward(loss)`, whose calls split their batches among the stages themselves."""
+def _losing(size: PipelineSize, world: World, accumulate: int) -> tuple[Losing, Engine]:
     stages = [[f"layers.{layer}" for layer in stage] for stage in cut_evenly(size, world.size)]
     plan = {
         "preset": "ddp",
         "mesh": {"pp": world.size, "dp": 1},
-        "accumulate": num_calls,
+        "accumulate": accumulate,
         "pipeline": {"stages": stages},
     }
     model = Losing(size)
-    engine = shard(model, plan, optimizer=adamw(model), world=world)
+    return model, shard(model, plan, optimizer=adamw(model), world=world)
+
+
+def _whole_step(size: PipelineSize, world: World) -> Trainer:
+    """`engine.train_step(batch)`, in its two parts."""
+    _, engine = _losing(size, world, size.num_micro_batches)
+    batch = tokens(size)
+    return Trainer(lambda: engine.forward_backward(batch), engine.step)
+
+
+def _loop(size: PipelineSize, world: World, num_calls: int) -> Trainer:
+    """`loss = model(x, y); engine.backward(loss)`, whose calls split their batches among the stages themselves."""
+    model, engine = _losing(size, world, num_calls)
     batches = list(zip(*(one.chunk(num_calls) for one in tokens(size)), strict=True))
 
     def passes() -> Tensor:
@@ -254,7 +270,24 @@ def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return update
 
 
-# -- what happened when -----------------------------------------------------------------------------------
+# -- what is called, and what happened when ---------------------------------------------------------------
+
+
+def _calls(trainer: Trainer) -> int:
+    """How many Python functions a forward and backward calls on this thread, anybody's."""
+    num_calls = 0
+
+    def note(_: FrameType, event: str, __: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        trainer.passes()
+    finally:
+        sys.setprofile(None)
+    trainer.update()
+    return num_calls
 
 
 def _timelines(engine: Engine, size: PipelineSize) -> list[Any]:

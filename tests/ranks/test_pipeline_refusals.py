@@ -361,6 +361,34 @@ def test_a_loss_function_over_all_parameters_is_refused() -> None:
         run_ranks(2, rank)
 
 
+@pytest.mark.parametrize("step_of_write", [0, 2], ids=["recorded", "followed"])
+def test_a_loss_function_that_writes_to_a_parameter_is_refused(step_of_write: int) -> None:
+    """Parameters that are whole anyway are plain tensors later, so that nothing intercepts the write. That to a bias
+    autograd does not find, for it has saved none."""
+    models = [Decoder() for _ in range(2)]
+    finished: list[int] = []
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+
+        def clips(loss: Tensor) -> Tensor:
+            if len(finished) == 2 * step_of_write:
+                with torch.no_grad():
+                    mine.blocks[-1].down.bias.clamp_(-0.1, 0.1)
+            return loss
+
+        with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+            for step in range(3):
+                engine.train_step(batches(1, 4)[0], loss_fn=clips)
+                world.barrier()
+                finished.append(step)
+                world.barrier()
+
+    with pytest.raises((ModelError, FaultError), match="was changed in place while the model computed"):
+        run_ranks(2, rank)
+    assert len(finished) == 2 * step_of_write
+
+
 def test_a_rehearsal_refuses_what_the_first_step_does() -> None:
     models = [Penalised(PENALTIES["of all parameters"][0]) for _ in range(2)]
 

@@ -55,6 +55,11 @@ class Unit:
         return not any(action.communicates for action in gather_due(self.spec, self.moments.before_forward))
 
     @cached_property
+    def stays_whole(self) -> bool:
+        """Whether its parameters rest as they are computed with."""
+        return all(flat.spec.resident and flat.shared is None for flat in self.flats)
+
+    @cached_property
     def trained_grads(self) -> tuple[FlatGradients, ...]:
         """The gradients of the trainable flat buffers."""
         return tuple(flat.grads for flat in self.flats if flat.spec.trainable)

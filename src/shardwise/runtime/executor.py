@@ -40,12 +40,15 @@ class BoundBlock:
     ) -> None:
         """`units`: the name of the unit of each flat buffer."""
         self.moment = block.moment
-        self._place = place_before(block.moment)
+        self.place = place_before(block.moment)
+        """What is computed before it."""
         ends_backward = block.moment.edge == "after" and block.moment.phase in ("backward", "backward_input")
         self.closes = block.moment.unit if ends_backward else ""
         """The unit whose backward ends at this moment, or ""."""
         self._journal, self._together = collectives.journal, collectives.together
         self._steps: tuple[Step, ...] = tuple(zip(block.actions, calls, strict=True))
+        self.acts = bool(self._steps)
+        """Whether there are any."""
         self._unit_of_gather = {action: units.get(action.flat) for action in block.actions if action.verb == "gather"}
         self._gathers_several = not collectives.is_host and any(len(run) > 1 for run in self._runs(self._steps))
         self.frees = frozenset(action.flat for action in block.actions if action.verb == "free")
@@ -53,16 +56,19 @@ class BoundBlock:
         self._keeping = tuple(step for step in self._steps if step[0].verb != "free")
         self._timeline = timeline
 
-    def run(self, *, frees: bool = True) -> None:
+    def run(self) -> None:
+        """Note that its moment has come, and make the calls. Of the blocks of a pass a `Script` notes that."""
+        self._journal.moment = self.moment
+        self._journal.clock.reach(self.place)
+        if self.acts:
+            self.act()
+
+    def act(self, *, frees: bool = True) -> None:
         """Make the calls in order. Each is noted in the journal first, because faults are explained from it.
 
         `frees=False` leaves gathered buffers gathered.
         """
         journal = self._journal
-        journal.moment = self.moment
-        journal.clock.reach(self._place)
-        if not self._steps:
-            return
         steps = self._steps if frees else self._keeping
         if journal.before is not None:
             steps = tuple((action, partial(_make_unless, journal.before, action, call)) for action, call in steps)

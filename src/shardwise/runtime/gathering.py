@@ -98,11 +98,11 @@ class Gathering:
     ) -> None:
         """Run the program's block for `moment`; without a block, what the table requires."""
         if block is not None and self.watcher is None:
-            block.run()
+            block.act()
             return
         with self.unwatched():
             if block is not None:
-                block.run()
+                block.act()
             else:
                 self._act(moment, unit, current, training=training)
 
@@ -214,12 +214,12 @@ class Gathering:
         for flat in unit.flats:
             flat.owes_free |= flat.name in block.frees
 
-    def free_owed(self) -> None:
+    def free_owed(self, awake: Collection[str]) -> None:
         """At the end of a backward within a schedule, free what was owed. What the program keeps or is gathering
-        stays."""
+        stays, and the parameters of units that are `awake` do not rest."""
         for unit in self.units:
             for flat in unit.flats:
-                if not flat.guard.is_resting:
+                if not flat.guard.is_resting and unit.name not in awake:
                     flat.guard.rest()
                 flat.lasts = False
                 if flat.owes_free:

@@ -8,6 +8,12 @@ ahead. A pass that departs from the record goes on without look-ahead, still cor
 [Note: a schedule is a pass] Under a pipeline the micro-batches of a step are one pass and follow one program (see
 [Note: over the schedule] in `program/whole_schedule.py`); the code that runs the schedule announces each op
 (`begin_op`). A step that departs from the record goes on op by op: after each backward all buffers are back at rest.
+
+[Note: awake in a schedule] Parameters that every rank keeps whole need nothing before a use and nothing after it. While
+the engine itself runs a schedule, and follows its program, they are plain tensors from their first use to the end: an
+eighth of the calls for a block was to wake them and to let them rest. Nothing intercepts a write in between, so writes
+are counted. Not so in the calls of a loop of one's own, between which code may do what it likes with parameters at
+rest.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ class Pass:
     def __init__(self, script: Script, moments: MomentsByUnit, *, reduces: bool) -> None:
         self.script = script
         self.moments = moments
-        """Those of the running op."""
+        """Those of the running op, and the end of its backward."""
         self.reduces = reduces
         """Whether its gradients are reduced; not inside `no_sync`."""
         self.op: Op | None = None
@@ -53,13 +59,14 @@ class Pass:
         """Units whose backward has ended on this rank and is not closed yet, in that order."""
         self.kept: set[str] = set()
         """Units that stay whole after their forward."""
+        self.keeps_awake = False
+        """Whether parameters that are whole anyway stay plain once they are: see [Note: awake in a schedule]."""
+        self.awake: set[str] = set()
+        """The units of these."""
+        self.first_opened: dict[str, tuple[Unit, int]] = {}
+        """Those that could be, by name, each with its write counter when it was first opened."""
         self.lasting: set[str] = set()
         """Units that stay whole until the pass ends, because not all uses of them are known."""
-
-    @property
-    def end_of_backward(self) -> Moment:
-        """The end of the running backward."""
-        return END_OF_BACKWARD if self.op is None else Moment("after", "backward", "", self.op.micro_batch)
 
     def end_backward(self) -> None:
         """In a schedule, the backward of one micro-batch has ended."""
@@ -67,6 +74,15 @@ class Pass:
         self.open.clear()
         self.ended.clear()
         self.lasting.clear()
+
+    def note_open(self, unit: Unit) -> None:
+        """In a schedule, `unit` is whole and its parameters are plain."""
+        if not unit.stays_whole:
+            return
+        if unit.name not in self.first_opened:
+            self.first_opened[unit.name] = unit, unit.num_writes()
+        if self.script.is_followed:
+            self.awake.add(unit.name)
 
     def keep(self, unit: Unit) -> None:
         """`unit` is used in an unforeseen way: keep it whole until the pass ends."""
@@ -88,6 +104,7 @@ class MomentsByUnit(dict[str, UnitMoments]):
         super().__init__()
         self._op = op
         self._halved = halved
+        self.end_of_backward = END_OF_BACKWARD if op is None else Moment("after", "backward", "", op.micro_batch)
 
     def __missing__(self, unit: str) -> UnitMoments:
         phase: Phase = "backward"
@@ -147,6 +164,7 @@ class Passes:
         script = self._scripts.setdefault((kind, self.reduces), Script(self._journal))
         self.current = Pass(script, self._moments, reduces=self.reduces)
         self.current.halved = halved
+        self.current.keeps_awake = kind == "schedule"
         self.current.is_running = True
         script.begin()
 

@@ -63,9 +63,10 @@ class PostBackward:
         current.open.discard(unit.name)
         current.kept.discard(unit.name)
         current.ended[unit.name] = unit
-        while (block := current.script.advance_to_end(current.ended)) is not None:
+        while current.ended and (block := current.script.advance_to_end(current.ended)) is not None:
             self._end(self._by_name[block.closes])  # it has finished here, and is freed
-            block.run()
+            if block.acts:
+                block.act()
 
     def arrive_at(self, moment: Moment, unit: Unit | None = None) -> BoundBlock | None:
         """Close every backward that is due before `moment`, which is one of `unit`, if given. Returns the program's
@@ -136,7 +137,7 @@ class PostBackward:
         block = current.script.advance(moment) or current.script.take(moment)
         has_ended = self._end(unit)
         if block is not None:
-            block.run(frees=has_ended)
+            block.act(frees=has_ended)
             if not has_ended:
                 self.gathering.owe_frees(unit, block)
 
@@ -191,7 +192,7 @@ class PostBackward:
             self._halves.note_closed(unit)
         current.open.discard(unit.name)
         if current.ended.pop(unit.name, None) is not None:
-            for flat in unit.flats:
+            for flat in () if unit.name in current.awake else unit.flats:
                 flat.guard.rest()
             return True
         if not current.has_used(unit):

@@ -26,7 +26,7 @@ from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.dropped_layers import dropped_layers
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.gathering import Gathering
-from shardwise.runtime.hooks import Hooks, Listener, in_backward
+from shardwise.runtime.hooks import Hooks, Listener, changed_inside, in_backward
 from shardwise.runtime.inference import Inference
 from shardwise.runtime.passes import Evaluation, Passes
 from shardwise.runtime.post_backward import PostBackward
@@ -165,11 +165,14 @@ class Runner:
         moment = (current.moments[unit.name] if training else unit.moments).before_forward
         script = current.script if training else self._evaluation.script
         block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
-        if block is not None and self.gathering.watcher is None:  # here and below: see [Note: once for each event]
-            block.run()
-        else:
+        if block is None or self.gathering.watcher is not None:
             self.gathering.run(block, moment, unit, self.passes.current, training=training)
-        self.gathering.open(unit)
+        elif block.acts:  # here and below: see [Note: once for each event]
+            block.act()
+        if unit.name not in current.awake:
+            self.gathering.open(unit)
+            if current.keeps_awake:
+                current.note_open(unit)
         if self.verifies and training:
             self._verify(unit.moments.before_forward)
         if self._timeline.is_on:
@@ -192,11 +195,11 @@ class Runner:
         block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
         if training and unit.name in current.kept:
             pass
-        elif block is not None and self.gathering.watcher is None:
-            block.run()
-        else:
+        elif block is None or self.gathering.watcher is not None:
             self.gathering.run(block, moment, unit, current, training=training)
-        for flat in unit.flats:
+        elif block.acts:
+            block.act()
+        for flat in () if unit.name in current.awake else unit.flats:
             flat.guard.rest()
             if flat.shared is not None:  # pages of what stays whole until its backward: activations peak at the loss
                 flat.relax()
@@ -215,11 +218,14 @@ class Runner:
         moment = current.moments[unit.name].before_backward
         block = current.script.advance(moment) or self._post_backward.arrive_at(moment, unit)
         current.open.add(unit.name)  # only now: its use before this one may have been closed just above
-        if block is not None and self.gathering.watcher is None:
-            block.run()
-        else:
+        if block is None or self.gathering.watcher is not None:
             self.gathering.run(block, moment, unit, current)
-        self.gathering.open(unit)
+        elif block.acts:
+            block.act()
+        if unit.name not in current.awake:
+            self.gathering.open(unit)
+            if current.keeps_awake:
+                current.note_open(unit)
         if self.verifies:
             self._verify(unit.moments.before_backward)
         if self._timeline.is_on:
@@ -245,15 +251,16 @@ class Runner:
         current = self.passes.current
         if self.halves.are_second:
             return
-        block = self._post_backward.arrive_at(current.end_of_backward)
+        block = self._post_backward.arrive_at(current.moments.end_of_backward)
         for unit in self.units if self._timeline.is_on else ():  # those with parameters that got no gradient
             self._timeline.end(UNITS, f"backward {unit.name}")
         if block is not None:
-            block.run()
+            block.act()
         if current.op is not None and current.script.is_followed:
-            self.gathering.free_owed()
+            self.gathering.free_owed(current.awake)
         else:
             self.gathering.come_to_rest()
+            current.awake.clear()
         if current.op is not None:
             self.gathering.expect_gradients()
         if current.op is None and self._ways.learn(current, reduces=current.reduces):
@@ -314,10 +321,18 @@ class Runner:
         self.passes.begin_schedule(self.halves.units)
         try:
             yield
+            self._require_unwritten()
         except BaseException:
             self.fail_schedule()
             raise
         self._end_schedule(is_complete=True)
+
+    def _require_unwritten(self) -> None:
+        """Raise `ModelError` if code that a schedule ran, such as its loss, has written to parameters: once they stay
+        awake, nothing intercepts that."""
+        for unit, num_writes in self.passes.current.first_opened.values():
+            if unit.num_writes() != num_writes:
+                raise changed_inside(unit.name)
 
     def begin_call(self, num: int) -> int:
         """A call of a model in stages begins, with `num` micro-batches, whose ops are announced by `passes.begin_op`;
@@ -352,7 +367,7 @@ class Runner:
         current = self.passes.current
         block = self._post_backward.arrive_at(END_OF_BACKWARD)
         if block is not None:
-            block.run()
+            block.act()
         self.gathering.come_to_rest()
         if is_complete and self._ways.learn(current, reduces=self.passes.reduces):
             self._watching.note_seen(training=True)

@@ -74,6 +74,8 @@ class Script:
             return None
         self._next += 1
         self.trace.append(block.moment)
+        self._journal.moment = block.moment
+        self._journal.clock.reach(block.place)
         return block
 
     def expects(self, moment: Moment) -> bool:
@@ -140,6 +142,8 @@ class Script:
             block.moment = moment  # one object from now on, which need not be compared
         self._next += 1
         self.trace.append(moment)
+        self._journal.moment = moment
+        self._journal.clock.reach(block.place)
         return block
 
     def take(self, moment: Moment) -> BoundBlock | None:

@@ -262,21 +262,22 @@ class _StageTrainer:
 
     def __init__(self, sharded: ShardedModel, parts: Sequence[MicroBatch]) -> None:
         self._sharded = sharded
+        self._runner = sharded.parts.runner
         self._parts = parts
         self._micro_batch = 0
-        self._reduces = sharded.parts.runner.passes.reduces
+        self._reduces = self._runner.passes.reduces
         self._reduces_each = bool(sharded.table.grad.shard)
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
         self._micro_batch = op.micro_batch
         reduces = self._reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
-        self._sharded.parts.runner.passes.begin_op(op, reduces=reduces)
+        self._runner.passes.begin_op(op, reduces=reduces)
 
     def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
-        return self._sharded.parts.runner.halves.first(micro_batch)
+        return self._runner.halves.first(micro_batch)
 
     def backward_of_weights(self, aside: Sequence[Aside]) -> None:
-        runner = self._sharded.parts.runner
+        runner = self._runner
         if self._sharded.progress.scaler is not None:
             runner.passes.note_scaled()
         left: dict[str, list[Aside]] = {}
@@ -293,14 +294,13 @@ class _StageTrainer:
         self._sharded.backward(loss, self._parts[self._micro_batch].weight)
 
     def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        runner = self._sharded.parts.runner
         if self._sharded.progress.scaler is not None:
-            runner.passes.note_scaled()  # the loss was scaled on another stage
+            self._runner.passes.note_scaled()  # the loss was scaled on another stage
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         else:  # nothing of this stage is trained, but it still counts as a backward
-            runner.end_of_backward()
+            self._runner.end_of_backward()
 
 
 def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:

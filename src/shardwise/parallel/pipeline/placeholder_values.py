@@ -72,8 +72,9 @@ class Placeholders:
         """What a module of an earlier stage returns."""
         assert self._arrived is not None
         layout = self._arrived.layout.alike.get(name)
-        if layout in self._made and self.dependence is None and not self._arrived.layout.results:
-            return self._another(layout)
+        made = None if layout is None or self._arrived.layout.results else self._made.get(layout)
+        if made is not None and self.dependence is None:
+            return made.view_as(made)  # another tensor over it, for `StageMessage.within`
         calls = self._arrived.layout.returned.get(name)
         if not calls:
             return self._of_layout(Layout.of(self._arrived.tensors[0]), Result(name, 0, 0))
@@ -183,8 +184,9 @@ class Placeholders:
         received = self._arrived.result(result)
         if received is not None:
             return received
-        if layout in self._made and self.dependence is None:
-            return self._another(layout)
+        known = self._made.get(layout)
+        if known is not None and self.dependence is None:
+            return known.view_as(known)
         first = self._arrived.tensors[0]
         shape = list(layout.shape)
         if self._sequence_parts > 1 and tuple(shape) == tuple(first.shape):  # masks are made for whole sequences
@@ -199,11 +201,6 @@ class Placeholders:
         if self.dependence is not None:
             self.dependence.mark(made, str(result))
         return made
-
-    def _another(self, layout: Layout) -> Tensor:
-        """Another tensor over a stand-in of this layout, for `StageMessage.within`."""
-        made = self._made[layout]
-        return made.view_as(made)
 
     def _guard(self, tensor: Tensor, name: str) -> None:
         """Raise if a gradient flows back to a stand-in: then the stage's output depends on it."""

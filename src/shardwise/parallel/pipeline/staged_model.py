@@ -105,6 +105,8 @@ class _Running:
     first: int
     last: int
     arrived: StageMessage | None
+    has_received: bool
+    """Whether there are tensors in what it received."""
     stand_ins: Placeholders
     passing: Passing = Passing()
     notes_returns: bool = True
@@ -124,10 +126,6 @@ class _Running:
     results: dict[Result, tuple[Tensor, int]] = field(default_factory=dict)
     """Those that are carried on, with their versions."""
     handed_over: StageMessageLayout | None = None
-
-    @property
-    def has_received(self) -> bool:
-        return self.arrived is not None and bool(self.arrived.tensors)
 
 
 @dataclass(frozen=True)
@@ -431,7 +429,10 @@ class StagedModel:
         called = self.model if called is None else called  # a module may have a length, of zero too
         is_asked = not passing.is_known and last + 1 < len(self._names)
         notes_returns = is_asked or is_watched or bool(passing.carried.readers) or passing.wanted is not None
-        now = _Running(called, stage, first, last, arrived, stand_ins, passing, notes_returns, is_backward)
+        has_received = arrived is not None and bool(arrived.tensors)
+        now = _Running(
+            called, stage, first, last, arrived, has_received, stand_ins, passing, notes_returns, is_backward
+        )
         others = [one for one in self._slots[:first] + self._slots[last + 1 :] if one.own is not None]
         for one in others:
             one.holder[one.key] = one.absent

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -32,22 +33,22 @@ class Block:
         self.num_bytes = len(mapped)
         self.address = ctypes.addressof(mapped)
         self.pins = 0
-        self.has_tensor = False
+        self._array: Callable[[], object | None] = lambda: None
+        """A weak reference to what the tensor over it and all its views keep alive."""
 
     def tensor(self, num_bytes: int) -> Tensor:
         """Its first bytes. The block is in use until this tensor and all its views are gone."""
-        self.has_tensor = True
         array = np.frombuffer(memoryview(self.mapped), np.uint8, num_bytes)
-        weakref.finalize(array, self._release).atexit = False
+        self._array = weakref.ref(array)
         return torch.from_numpy(array)
 
-    def _release(self) -> None:
-        """Called from any thread, when the last view is gone."""
-        self.has_tensor = False
+    @property
+    def has_tensor(self) -> bool:
+        return self._array() is not None
 
     @property
     def is_idle(self) -> bool:
-        return not self.has_tensor and self.pins == 0
+        return self.pins == 0 and self._array() is None
 
 
 class Arena:
@@ -62,7 +63,7 @@ class Arena:
 
     def take(self, num_bytes: int) -> Tensor:
         """A uint8 tensor of `num_bytes` of undefined content. Raises `OSError` if the system has no more memory."""
-        found = self._smallest(num_bytes, lambda block: block.is_idle)
+        found = _smallest([block for block in self._fitting(num_bytes) if block.is_idle])
         return (found or self._make(num_bytes)).tensor(num_bytes)
 
     def soon(self, num_bytes: int) -> Block | None:
@@ -70,15 +71,16 @@ class Arena:
 
         `None` if a block is idle, or there are only few blocks.
         """
-        if num_bytes < _SMALL_BYTES or self._smallest(num_bytes, lambda block: block.is_idle):
+        fitting = self._fitting(num_bytes)
+        if num_bytes < _SMALL_BYTES or any(block.is_idle for block in fitting):
             return None
-        large = [block for block in self._blocks if block.num_bytes >= _SMALL_BYTES]
-        return self._smallest(num_bytes, lambda block: not block.has_tensor) if len(large) >= NUM_KEPT_BLOCKS else None
+        num_large = sum(block.num_bytes >= _SMALL_BYTES for block in self._blocks)
+        unlent = [block for block in fitting if not block.has_tensor]
+        return _smallest(unlent) if num_large >= NUM_KEPT_BLOCKS else None
 
-    def _smallest(self, num_bytes: int, fits: Callable[[Block], bool]) -> Block | None:
+    def _fitting(self, num_bytes: int) -> list[Block]:
         longest = max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
-        fitting = [block for block in self._blocks if num_bytes <= block.num_bytes <= longest and fits(block)]
-        return min(fitting, key=lambda block: block.num_bytes, default=None)
+        return [block for block in self._blocks if num_bytes <= block.num_bytes <= longest]
 
     def rest(self, *, keeps_some: bool) -> None:
         """Give back the pages of all idle blocks, or of all but the largest few."""
@@ -90,7 +92,7 @@ class Arena:
         """The block that contains `tensor`, and the byte at which it starts; `None` if it is other memory."""
         address = tensor.data_ptr()
         for block in self._blocks:
-            if block.has_tensor and block.address <= address < block.address + block.num_bytes:
+            if block.address <= address < block.address + block.num_bytes and block.has_tensor:
                 return block, address - block.address
         return None
 
@@ -113,3 +115,7 @@ class Arena:
         self._blocks.remove(block)
         self._unused[block.num_bytes].append(block.offset)
         give_back(block.mapped)
+
+
+def _smallest(blocks: Iterable[Block]) -> Block | None:
+    return min(blocks, key=attrgetter("num_bytes"), default=None)
