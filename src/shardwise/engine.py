@@ -383,6 +383,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop all gradients. A step drops them too; this is for gradients that are not to be used. All ranks call."""
+        self._require_open()
         self._sharded.zero_grad()
 
     @contextmanager
@@ -1140,6 +1141,7 @@ class Engine:
     def _require_open(self) -> None:
         if not self._is_open:
             raise StateError("This engine was closed; call shard() again to train the model.")
+        self.world.journal.require_usable()
         if self._sharded.is_taken_down:
             raise StateError(
                 "A change of plan failed half-way, and this engine's values are gone with it. Close it, make another "

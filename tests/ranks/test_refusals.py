@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from twins import adamw, batches
 
 import shardwise as sw
-from shardwise.errors import ConfigError, ModelError, PlacementError, StateError
+from shardwise.errors import ConfigError, FaultError, ModelError, PlacementError, StateError
 from shardwise.testing import run_ranks
 from tests.models import Transformer
 
@@ -251,6 +252,47 @@ def test_a_rank_that_fails_releases_the_others() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         run_ranks(3, rank)
+
+
+def test_a_loop_that_catches_a_fault_cannot_go_on(tmp_path: Path) -> None:
+    """Every entry raises it again, and says where the loop has caught it; also with `ddp`, where forwards send nothing.
+    Closing does not."""
+    models = [nn.Linear(3, 2) for _ in range(2)]
+
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(torch.ones(1, 3))
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = sw.shard(model, "ddp", optimizer=optimizer, world=world)
+        loss = model(torch.ones(1, 3)).sum()
+        with pytest.raises(FaultError) as first:
+            engine.mean(loss) if world.rank else engine.backward(loss)
+        entries: list[Callable[[], object]] = [
+            lambda: model(torch.ones(1, 3)),
+            lambda: evaluate(model),
+            lambda: engine(torch.ones(1, 3)),
+            lambda: engine.backward(loss),
+            engine.step,
+            optimizer.step,
+            engine.zero_grad,
+            lambda: engine.get("weight"),
+            lambda: engine.eval_step(torch.ones(1, 3), loss_fn=torch.sum),
+            lambda: engine.save(tmp_path),
+        ]
+        line = first.traceback[0].lineno + 1
+        for entry in entries:
+            with pytest.raises(FaultError) as again:
+                entry()
+            told = str(again.value)
+            assert told.startswith(str(first.value))
+            assert f"raised before, at test_refusals.py:{line}, and the script went on" in told
+            assert told.count("raised before") == 1
+        engine.close()
+
+    run_ranks(2, rank, patience_seconds=0.5)
 
 
 def test_rows_that_contradict_each_other() -> None:

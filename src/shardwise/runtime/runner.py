@@ -101,6 +101,8 @@ class Runner:
     # -- events: the model ------------------------------------------------------------------------------
 
     def enter_root(self) -> None:
+        if not is_dynamo_compiling():
+            self._journal.require_usable()
         if self._inference is not None:
             return
         self.recover_if_cut_short()

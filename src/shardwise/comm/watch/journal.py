@@ -41,7 +41,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.status import Entered, PassPath, Status, Track
 from shardwise.comm.work import LinkError, Work
-from shardwise.errors import CommError, FaultError, StateError
+from shardwise.errors import CommError, StateError
 from shardwise.program import Action, Moment
 from shardwise.system.telemetry import StepClock
 
@@ -125,6 +125,8 @@ class Journal:
         """What went wrong. Once it is set, nothing more can be sent."""
         self.explain: Callable[[LinkError], CommError] | None = None
         """Finds out why a link broke; blocks while it asks the other ranks."""
+        self._raised_at = ""
+        """The user's line at which the fault was raised first. If it is raised again, the loop has caught it there."""
         self._thread_id = threading.get_ident()
         self._place: tuple[str, str] | None = None
         """Where this rank is, while its frames are not to be read: see `unobserved`."""
@@ -233,13 +235,34 @@ class Journal:
         if self.fault is None:
             self.fault = Fault(_CLOSED, (self.rank,), "")
 
-    def _refusal(self, fault: Fault) -> FaultError | StateError:
+    def _refusal(self, fault: Fault) -> CommError | StateError:
         if fault.kind != _CLOSED:
-            return fault.error()
+            return self._again(fault.error())
         return StateError(
             f"The world of rank {self.rank} was closed, so nothing more can be sent to the other ranks. Call "
             f"world.close() after the last step, or leave its `with` then."
         )
+
+    def _again(self, error: CommError) -> CommError:
+        """`error`, which is about to be raised; if one was before, with where the script has caught that."""
+        caught_at = self._raised_at
+        self._raised_at = caught_at or _outwards_in_words(sys._getframe())[1] or "an unknown line"
+        if caught_at and not self._goes_on:
+            error.args = (
+                f"{error}\nThis was raised before, at {caught_at}, and the script went on without training: there, "
+                "take out what catches it (such as `except Exception: continue`), or let `FaultError` through.",
+            )
+        return error
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.fault is not None and self.fault.goes_on
+
+    def require_usable(self) -> None:
+        """Raise the fault, if there is one, also where nothing would be sent: a loop that caught it must not go on with
+        computations that lead nowhere. Not where the ranks go on in a new world, nor if only the world was closed."""
+        if self.fault is not None and not self._goes_on and self.fault.kind != _CLOSED:
+            raise self._refusal(self.fault)
 
     def begin_pass(self, trace: list[Moment]) -> None:
         """A pass over the model begins; its moments will be appended to `trace`."""
@@ -249,8 +272,8 @@ class Journal:
     def failure(self, error: LinkError) -> CommError:
         """The error to raise for a broken link: the fault, if there is one or one is found soon."""
         if self.fault is not None and self.fault.kind != _CLOSED:
-            return self.fault.error()
-        return self.explain(error) if self.explain is not None else CommError(str(error))
+            return self._again(self.fault.error())
+        return self._again(self.explain(error)) if self.explain is not None else CommError(str(error))
 
     # -- what the watch calls ---------------------------------------------------------------------------
 
