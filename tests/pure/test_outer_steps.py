@@ -201,6 +201,8 @@ def test_copies_are_compared_within_an_island() -> None:
         ({"islands": {"every": 4, "fragments": 2, "overlap": 2}}, "Make overlap 1 or less"),
         ({"preset": "infinity"}, "Rows on a disk are not supported with islands"),
         ({"offload": {"optim": 1.0, "optim_disk": 0.5}}, "Rows on a disk are not supported with islands"),
+        ({"preset": "zero3", "offload": {"param": 1.0, "param_disk": 0.5}}, "Rows on a disk are not supported"),
+        ({"budget": {"device": "1GB", "host": "1GB", "disk": "/tmp/rows"}}, "Rows on a disk are not supported"),
         ({"survive": "buddy"}, "Leave out survive: other islands go on"),
         ({"preset": "ddp", "powersgd": 2}, "sent as factors along a single axis"),
         ({"islands": {"wire": "fp64"}}, "islands.wire is fp64, and master weights are fp32"),
