@@ -197,8 +197,8 @@ def search(
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Python's collector leaves alone what is there before a search: a model and the libraries, millions of objects that
-    it would walk through time and again, which took an eighth of a search for a Llama of 13 B parameters."""
+    """Python's collector leaves alone what is there before a search: a model and the libraries, millions of objects
+    that it would walk through time and again, which took a sixth of a search for a Llama of 13 B parameters."""
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
         gc.freeze()
