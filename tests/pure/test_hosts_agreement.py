@@ -3,9 +3,7 @@ agree on the next one, with what they have of it: simulated processes, as in tes
 
 from __future__ import annotations
 
-import io
 import itertools
-import json
 import queue
 import socket
 import threading
@@ -55,6 +53,7 @@ from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import new_token
 from shardwise.system.launcher_address import LauncherAddress
 from tests.patience import PATIENCE
+from tests.pure.far_end import FarEnd
 from tests.pure.test_launcher_succession import NEVER, TOKEN, KilledError, Life, Mortal, Processes, Workers, check
 from tests.thorough import THOROUGH, varies
 
@@ -555,40 +554,11 @@ def test_a_launcher_that_takes_over_waits_for_hosts_but_not_until_others_take_it
     assert gathered(15, a=0, c=0, b=1) == ({"a", "b"}, pytest.approx(1, abs=0.1)), "strangers do not count"
 
 
-class Carrier:
-    """The connection of a host, of which the test is the other end."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
-        self.stdin, self.stdout, self.stderr = self, self, io.BytesIO()
-        self._lines: queue.Queue[bytes] = queue.Queue()
-
-    def say(self, **message: Any) -> None:
-        self._lines.put(packed(message))
-
-    def write(self, block: bytes) -> None:
-        self.sent.append(json.loads(block[1:]))
-
-    def readline(self, limit: int) -> bytes:
-        return self._lines.get()
-
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._lines.put(b"")
-        return 0
-
-    def kill(self) -> None:
-        self._lines.put(b"")
-
-
 def test_a_launcher_that_takes_over_hears_what_has_ended_meanwhile_and_what_never_began() -> None:
     shares = {"host-0": Share(Host("a"), 0, 3), "host-1": Share(Host("b"), 3, 1)}
     seats = {"host-0": ("h", 7), "host-1": ("i", 8)}
     memory = RemoteMemory(shares, seats, {0: "a", 1: "a", 2: "a", 3: "b", 4: "gone"}, {}, 0, 5)
-    carrier, found = Carrier(), list[Event]()
+    carrier, found = FarEnd(), list[Event]()
     with Folder(None) as folder:
         arrivals: Arrivals = queue.Queue(256)
         workers = RemoteWorkers(PLAN, [], arrivals, ("h", 1), Logs(folder, keeps=False), lambda _: None)
@@ -616,7 +586,7 @@ def test_a_launcher_that_takes_over_hears_what_has_ended_meanwhile_and_what_neve
     last = found[-1]
     assert isinstance(last, Ended)
     assert last.outcome.time == pytest.approx(50, abs=5), "the host's clock is 50 s ahead"
-    told = [one for one in carrier.sent if one["do"] in ("launcher", "trust", "member")]
+    told = carrier.orders("launcher", "trust", "member")
     assert [one["do"] for one in told] == ["launcher", "member"]
     assert told[1]["attempt"]["token"] == ""
     assert told[1]["environment"] == {}, "others could read what is secret"

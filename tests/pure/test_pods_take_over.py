@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import json
-import queue
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +10,12 @@ import pytest
 
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.mirror import HostsState
-from shardwise.launch.elastic.on_pods import _gather
-from shardwise.launch.elastic.pods import PodWorkers
+from shardwise.launch.elastic.on_pods import _ANEW_SECONDS, _gather
+from shardwise.launch.elastic.pods import BACK_SECONDS, PodWorkers
 from shardwise.launch.elastic.remote import RemoteMemory
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.workers import HostLost
 from shardwise.launch.hosts.agreement import Kept, Seat
-from shardwise.launch.hosts.host_messages import packed
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.log_folder import Folder
@@ -27,58 +24,35 @@ from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.places.ssh import SshSettings
 from shardwise.launch.signals import SignalLog
 from shardwise.version import __version__
-from tests.thorough import soak
+from tests.pure.far_end import FarEnd
 
-JOB = Job((__file__,), 3, elastic=Elastic(1, 3))
+ELASTIC = Elastic(1, 3, launcher_timeout_seconds=60.0)
+JOB = Job((__file__,), 3, elastic=ELASTIC)
 PLAN = PodsPlan(JOB, tuple(Share(Host(f"pod {n}"), n, 1) for n in range(3)), SshSettings("/"), {}, slots_per_host=1)
 LABELS = {"a": "host-0", "b": "host-1", "c": "host-2"}
 
 
-class Pod:
+class Pod(FarEnd):
     """The process in a pod, as a carrier of messages to it."""
 
     def __init__(self, name: str, version: int | None = None) -> None:
         """`version` is that of what the last launcher had decided; `None` if it has no ranks of that."""
-        self.name, self.sent, self.is_cut = name, list[dict[str, Any]](), False
-        self.stdin, self.stdout, self.stderr = self, self, io.BytesIO()
-        self._lines: queue.Queue[bytes] = queue.Queue()
+        super().__init__()
+        self.name = name
         if version is not None:
             kept = kept_by(name, version)
-            self._say("returning", label=kept.label, state=kept.state, **kept.voice())
+            self.say(kind="returning", label=kept.label, state=kept.state, **kept.voice())
 
-    def _say(self, kind: str, **more: Any) -> None:
-        self._lines.put(packed({"kind": kind, **more}))
-
-    def write(self, block: bytes) -> None:
-        order = json.loads(block[1:])
-        self.sent.append(order)
+    def answer(self, order: dict[str, Any]) -> None:
         match order["do"]:
             case "look":
-                self._say("facts", python="3", shardwise=__version__, torch="2", problem="", time=0.0)
+                self.say(kind="facts", python="3", shardwise=__version__, torch="2", problem="", time=0.0)
             case "members":
-                self._say("members", address="", launcher="", problem="", port=0)
+                self.say(kind="members", address="", launcher="", problem="", port=0)
             case "reach":
-                self._say("reached", problem="")
+                self.say(kind="reached", problem="")
             case "adopt":
-                self._say("adopted", members=order["members"], time=0.0)
-
-    def readline(self, limit: int) -> bytes:
-        return self._lines.get()
-
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._lines.put(b"")
-        return 0
-
-    def kill(self) -> None:
-        self.is_cut = True
-        self._lines.put(b"")
-
-    def orders(self, *kinds: str) -> list[dict[str, Any]]:
-        return [order for order in self.sent if order["do"] in kinds]
+                self.say(kind="adopted", members=order["members"], time=0.0)
 
 
 def kept_by(name: str, version: int) -> Kept:
@@ -90,39 +64,53 @@ def kept_by(name: str, version: int) -> Kept:
 
 
 class Server:
-    """Pods that have connected, each of them after so many looks."""
+    """Pods connect, each of them when `comes` says so of those that are ready."""
 
-    def __init__(self, **pods: tuple[int, Pod]) -> None:
-        self._pods, self._num_looks = pods, 0
+    def __init__(self, *pods: Pod) -> None:
+        self._pods = {pod.name: pod for pod in pods}
+        self.comes: Callable[[Pod], bool] = lambda _: True
 
     def names(self) -> list[str]:
-        self._num_looks += 1
-        return [name for name, (at, _) in self._pods.items() if at <= self._num_looks]
+        return [name for name, pod in self._pods.items() if self.comes(pod)]
 
     def take(self, name: str) -> Pod:
-        return self._pods.pop(name)[1]
+        return self._pods.pop(name)
+
+
+class Clock:
+    """Stands still until something is so, and then goes on by a second at each look."""
+
+    def __init__(self, starts: Callable[[], bool]) -> None:
+        self.now, self._starts = 0.0, starts
+
+    def __call__(self) -> float:
+        self.now += self._starts()
+        return self.now
 
 
 def workers_with(server: Any, folder: Folder) -> PodWorkers:
     return PodWorkers(PLAN, server, ("h", 1), Logs(folder, keeps=False), lambda _: None)
 
 
-@soak("if enough new pods are ready before one with ranks has said so, the job starts anew: threads race here")
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_it_waits_for_more_than_half_and_goes_on_from_the_newest_version(is_whole: bool) -> None:
-    """Pods without such ranks are not counted, however many they are, and connect again afterwards."""
-    c, b, new = Pod("c", 6), Pod("b", 7), [Pod(f"new-{n}") for n in range(3)]
-    later = {"a": (12, Pod("a", 7))} if is_whole else {}
-    fresh = {one.name: (1, one) for one in new}
-    server = Server(c=(1, c), b=(8, b), **fresh, **later)
+    """Pods without such ranks are not counted, however many they are and however long before, and connect again."""
+    a, b, c, new = Pod("a", 7), Pod("b", 7), Pod("c", 6), [Pod(f"new-{n}") for n in range(3)]
+    server = Server(*new, c, b, *([a] if is_whole else []))
     slots = Slots(3, Budget(1, 600), can_add=True)
     with Folder(None) as folder, SignalLog() as signals:
         workers = workers_with(server, folder)
-        last = _gather(PLAN, workers, slots, signals, 0.0, back_seconds=3.0 if is_whole else 0.1)
+        num_before = {"c": 0, "b": 1, "a": 2}
+        server.comes = lambda pod: (
+            pod in new or (slots.num_usable(0.0) >= len(new) and num_before[pod.name] == len(workers.returning()))
+        )
+        clock = Clock(lambda: not is_whole and len(workers.returning()) == 2)
+        last = _gather(PLAN, workers, slots, signals, 0.0, clock)
         assert last is not None
         assert (last.version, last.number, last.run_id) == (7, 4, "run")
         pods = workers.returning()
         assert set(pods) == ({"host-0", "host-1", "host-2"} if is_whole else {"host-1", "host-2"})
+        assert (clock.now > BACK_SECONDS) is not is_whole
         workers.adopt(last.workers, pods)
         assert [one.orders("adopt") for one in (b, c)] == [
             [{"do": "adopt", "members": [1]}],
@@ -134,12 +122,20 @@ def test_it_waits_for_more_than_half_and_goes_on_from_the_newest_version(is_whol
         workers.disconnect()
 
 
-def test_pods_that_come_back_after_that_are_sent_away() -> None:
+@pytest.mark.parametrize("launcher_seconds", [60.0, 0.0])
+def test_pods_that_come_back_after_that_are_sent_away(launcher_seconds: float) -> None:
+    """Where ranks end with their launcher, nobody waits for them."""
     c, late = Pod("c"), Pod("a", 7)
+    server, slots = Server(c, late), Slots(3, Budget(1, 600), can_add=True)
     with Folder(None) as folder, SignalLog() as signals:
-        workers = workers_with(Server(c=(1, c), a=(40, late)), folder)
-        plan = replace(PLAN, job=replace(JOB, nproc=1))
-        assert _gather(plan, workers, Slots(3, Budget(1, 600), can_add=True), signals, 0.0) is None
+        workers = workers_with(server, folder)
+        server.comes = lambda pod: pod is c or workers.has_begun
+        plan = replace(
+            PLAN, job=replace(JOB, nproc=1, elastic=replace(ELASTIC, launcher_timeout_seconds=launcher_seconds))
+        )
+        clock = Clock(lambda: slots.num_usable(0.0) == 1)
+        assert _gather(plan, workers, slots, signals, 0.0, clock) is None
+        assert (clock.now >= _ANEW_SECONDS) == (launcher_seconds > 0)
         while not late.orders("bye"):
             workers.wait(1)
             workers.events()

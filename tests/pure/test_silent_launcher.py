@@ -1,5 +1,6 @@
 """A launcher's host becomes silent: nothing comes from it any more, and no connection to it breaks. Its ranks follow
-the next launcher, whatever they were just asking the last one, or were about to."""
+the next launcher, whatever they were just asking the last one, or were about to. If only connections to it break, they
+connect to it again."""
 
 from __future__ import annotations
 
@@ -29,10 +30,13 @@ NEVER = 10**9
 
 class Cable:
     """To the store at a port: passes so many blocks on, in both directions, and is out then. Like a host that has
-    become silent, it closes nothing; and whoever connects later gets no answer, as one that is connected already."""
+    become silent, it closes nothing; and whoever connects later gets no answer, as one that is connected already.
 
-    def __init__(self, port: int, last: int) -> None:
-        self.num_passed = 0
+    With `num_breaks`, all connections break instead, and again after as many blocks; later ones are not affected."""
+
+    def __init__(self, port: int, last: int, num_breaks: int = 0) -> None:
+        self.num_passed, self.num_breaks = 0, 0
+        self._most_breaks, self._every = num_breaks, last
         self.is_out = threading.Event()
         self._last, self._port = last, port
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -49,7 +53,7 @@ class Cable:
             for key, _ in self._selector.select(0.01):
                 if key.fileobj is self._listener:
                     self._join(self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._port)))
-                elif not self.is_out.is_set():
+                elif not self.is_out.is_set() and key.fileobj in self._ends:
                     self._pass_on(key)
 
     def _join(self, one: socket.socket, other: socket.socket) -> None:
@@ -67,11 +71,23 @@ class Cable:
                 key.data.shutdown(socket.SHUT_WR)
             return
         if self.num_passed == self._last:
-            self.is_out.set()
+            self._end()
             return
         self.num_passed += 1
         with contextlib.suppress(OSError):  # the other end is gone
             key.data.sendall(block)
+
+    def _end(self) -> None:
+        if not self._most_breaks:
+            self.is_out.set()
+            return
+        self.num_breaks += 1
+        self._last = self._last + self._every if self.num_breaks < self._most_breaks else NEVER
+        for end in self._ends:
+            with contextlib.suppress(KeyError):  # it was at its end already
+                self._selector.unregister(end)
+            end.close()
+        self._ends.clear()
 
     def close(self) -> None:
         self._is_closed = True
@@ -166,18 +182,19 @@ class Rank:
 
 
 @contextlib.contextmanager
-def cable(port: int, last: int) -> Iterator[Cable]:
-    made = Cable(port, last)
+def cable(port: int, last: int, num_breaks: int = 0) -> Iterator[Cable]:
+    made = Cable(port, last, num_breaks)
     try:
         yield made
     finally:
         made.close()
 
 
-def run(folder: Path, last: int) -> int:
-    """A job whose first launcher's cable is out after so many blocks; returns how many have passed."""
+def run(folder: Path, last: int, num_breaks: int = 0) -> int:
+    """A job whose first launcher's cable is out after so many blocks, or breaks so often; returns how many blocks have
+    passed."""
     first, deadline = Launcher(), time.monotonic() + PATIENCE
-    with cable(first.port, last) as line:
+    with cable(first.port, last, num_breaks) as line:
         LauncherAddress(0, "127.0.0.1", line.port).write(folder)
         rank, launcher = Rank(folder, line.port), first
         while not rank.is_done:
@@ -188,6 +205,7 @@ def run(folder: Path, last: int) -> int:
                 LauncherAddress(1, "127.0.0.1", launcher.port).write(folder)
             time.sleep(0.001)
         assert (rank.error, rank.heard) == (None, ["entering", "formed", "end"]), last
+        assert line.num_breaks == num_breaks, last
         return line.num_passed
 
 
@@ -197,3 +215,12 @@ def test_ranks_follow_the_next_launcher_wherever_the_last_one_becomes_silent(tmp
     assert num_blocks > 30
     for last in range(0, num_blocks, 1 if THOROUGH else 7):
         run(tmp_path, last)
+
+
+@varies
+def test_ranks_connect_again_to_a_launcher_that_lives_however_often_the_connection_breaks(tmp_path: Path) -> None:
+    """At first while they follow it, then at once after they have connected again, or while they do."""
+    for last in range(10, 40, 1 if THOROUGH else 9):
+        run(tmp_path, last, num_breaks=1)
+    for every in range(8, 13):
+        run(tmp_path, every, num_breaks=3)

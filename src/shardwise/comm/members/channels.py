@@ -1,9 +1,9 @@
 """Channels between the launcher and the members of a job: keys of a store that the launcher owns.
 
 The launcher writes its announcements to `news/0`, `news/1`, ..., each member its messages to `from/<member>/0`, ...; a
-count of all messages shows the launcher when there is something to read. A member's report to the others is stored
-under a separate key, with the number of the message that it belongs to, and copied from there when the next generation
-begins.
+count that each message raises shows the launcher when there is something to read. A member's report to the others is
+stored under a separate key, with the number of the message that it belongs to, and copied from there when the next
+generation begins.
 
 Every key is written once, and its name is part of what is sealed: an old message or report cannot be repeated in the
 place of a new one.
@@ -11,7 +11,8 @@ place of a new one.
 [Note: launchers that take over] A launcher that is killed takes its store along, and the next one has an empty one. So
 it publishes the last announcements again, under their numbers, and each member sends again what the launcher may not
 have acted on: all since the last generation that was formed, because a launcher writes down which messages it has
-acted on before it publishes anything. What is sent twice has the same key, and is read once.
+acted on before it publishes anything. What is sent twice has the same key, and is read once. The same is done where
+only the connection has broken, as one cannot know what has arrived.
 
 [Note: forged messages] What a stranger writes where the next message will be, such as a copy of an earlier one, is not
 there for the reader: the genuine one will replace it. Only if that has been sent before, and so was overwritten, can
@@ -75,6 +76,11 @@ def generation_prefix(attempt: str, generation: int) -> str:
 
 def _report_key(member: int, number: int) -> str:
     return f"report-of/{member}/{number}"
+
+
+def _mark_of(key: str) -> str:
+    """Where a member notes that it has written a message: a count of all would count twice what is sent again."""
+    return f"sent/{key}"
 
 
 def _pause() -> None:
@@ -167,7 +173,7 @@ class LauncherChannel:
                 self._note_report(member)
                 self._num_read[member] = self._num_read.get(member, 0) + 1
         for key, forgery in forged.items():
-            if sum(self._num_read.values()) < num_sent:  # it was sent and counted, and is not there any more
+            if self._store.check([_mark_of(key)]):  # it was sent, and is not there any more
                 raise forgery
             self._forged.ignore(key)
         return found
@@ -242,8 +248,9 @@ class MemberChannel:
         seal: Seal,
         another: Callable[[], Store | None] | None = None,
     ) -> None:
-        """`store` must not be used by other code; it can be cloned. `another` returns the store of a launcher that has
-        taken over from the one of the last store, or `None` as long as there is none; without it, nobody takes over.
+        """`store` must not be used by other code; it can be cloned. `another` returns a store over a new
+        connection, of the launcher of the last store or of one that has taken over from it, or `None` as long as none
+        answers; without it, nobody takes over.
         """
         self.member = member
         self._attempt = attempt
@@ -287,7 +294,8 @@ class MemberChannel:
     def _put(self, sent: _Sent) -> None:
         if sent.report is not None:
             self._store.set(_report_key(self.member, sent.number), sent.report)
-        self._store.set(f"from/{self.member}/{sent.number}", sent.message.to_json())
+        self._store.set(key := f"from/{self.member}/{sent.number}", sent.message.to_json())
+        self._store.add(_mark_of(key), 1)
         self._store.add(_NUM_SENT, 1)
 
     def confirm(self, generation: int) -> None:

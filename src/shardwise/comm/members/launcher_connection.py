@@ -54,13 +54,14 @@ class LauncherConnection:
             time.sleep(_LOOK_SECONDS)
 
     def again(self) -> TCPStore | None:
-        """A connection to a launcher that has taken over since the last one; `None` if there is none yet."""
+        """A new connection to the launcher that is followed now, which may be the last one if only the connection to
+        it has broken; `None` while it does not answer, or nobody takes over."""
         address = self._address()
-        if address is None or address.number == self._number:
+        if address is None:
             return None
         try:
             return self._connected(address, _TRY_SECONDS)
-        except (RuntimeError, OSError):  # it has died too
+        except (RuntimeError, OSError):  # it has died, and the next one is not there yet
             return None
 
     def watch(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -43,6 +44,9 @@ BEGIN_AGAIN = 143
 """The status of a launcher in whose place another one is to be started, as if it had been evicted."""
 _FEWER_SECONDS = 60.0
 """How long to wait for more pods once there are enough to begin."""
+_ANEW_SECONDS = 16.0
+"""With `--launcher-timeout`: how long after the first pod has come others may still come that have ranks. They wait up
+to 10 s for the answer of a launcher that is gone, and 5 s before they try the next one (`launch/hosts/pod.py`)."""
 _TELL_SECONDS = 60.0
 _LOOK_MILLISECONDS = 100
 
@@ -117,20 +121,24 @@ def _gather(
     slots: Slots,
     signals: SignalLog,
     fewer_seconds: float,
-    back_seconds: float = BACK_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> HostsState | None:
     """Wait for the requested pods, or, after a while, for as many as the job needs. If pods have ranks of a launcher
-    that is lost, wait for more than half of those, and return what it had decided."""
+    that is lost, wait for more than half of those, and return what it had decided.
+
+    Pods that are new do not know whether others have such ranks. So it is not how many of them have come that decides
+    whether there are others, but `_ANEW_SECONDS`."""
     assert plan.job.elastic is not None
     least, wanted = plan.job.elastic.least, plan.job.nproc
-    enough_at, tell_at, pause = float("inf"), time.monotonic() + _TELL_SECONDS, _TELL_SECONDS
-    late_at = float("inf")
+    enough_at, tell_at, pause = float("inf"), clock() + _TELL_SECONDS, _TELL_SECONDS
+    late_at, anew_at = float("inf"), float("inf") if plan.job.elastic.launcher_timeout_seconds else 0.0
     while not signals.received:
         workers.wait(_LOOK_MILLISECONDS)
-        now = time.monotonic()
+        now = clock()
         for event in workers.events():
             match event:
                 case HostReady():
+                    anew_at = min(anew_at, now + _ANEW_SECONDS)
                     say(slots.ready(event.host, event.num_slots, now))
                 case HostLost():
                     say(f"host {event.host} is gone ({event.why}).")
@@ -141,7 +149,7 @@ def _gather(
                     workers.leave(event.host)
         if returning := {label: pod.returning for label, pod in workers.returning().items()}:
             if newest := with_the_newest(returning):
-                late_at = min(late_at, now + back_seconds)
+                late_at = min(late_at, now + BACK_SECONDS)
                 is_whole = {label for label, _, _ in returning[newest[0]]["hosts"]} <= returning.keys()
                 if is_whole or now > late_at:
                     workers.has_begun = True
@@ -149,9 +157,9 @@ def _gather(
             continue
         num_slots = slots.num_usable(now)
         enough_at = min(enough_at, now) if num_slots >= least else float("inf")
-        if num_slots >= wanted or now - enough_at > fewer_seconds:
+        if now >= anew_at and (num_slots >= wanted or now - enough_at > fewer_seconds):
             break
-        if now > tell_at:
+        if num_slots < wanted and now > tell_at:
             tell_at, pause = now + 2 * pause, 2 * pause
             say(f"{num_slots} of {plan.describe_need()}. Waiting for the others.")
     workers.has_begun = True
