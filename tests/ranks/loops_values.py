@@ -234,6 +234,25 @@ def data_assigned(loop: Loop) -> Any:
     loop.model.head.weight.data = torch.full((VOCAB, WIDTH), 0.05)
 
 
+@action(WRITE, "`kept = p.data`; `p.data = tensor`; evaluation; `p.data = kept`")
+def data_put_back(loop: Loop) -> Any:
+    params = list(loop.model.parameters())
+    kept = [p.data for p in params]
+    for p in params:
+        p.data = torch.full_like(p, 0.05)
+    with torch.no_grad():
+        loss = loop.loss().item()
+    for p, data in zip(params, kept, strict=True):
+        p.data = data
+    return Local(loss)
+
+
+@action(WRITE, "`p.data, q.data = q.data, p.data`")
+def data_exchanged(loop: Loop) -> Any:
+    first, second = (block.up.weight for block in loop.model.blocks)
+    first.data, second.data = second.data, first.data
+
+
 @action(WRITE, "`p.data.copy_(tensor)`, `p.copy_(tensor)` under `no_grad`")
 def params_copied_to(loop: Loop) -> Any:
     loop.model.head.weight.data.copy_(torch.full((VOCAB, WIDTH), 0.1))

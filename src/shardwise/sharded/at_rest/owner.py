@@ -120,6 +120,7 @@ class ParamHome:
         self._unit = unit
         self._flat = flat
         self._index = index
+        self._views: list[weakref.ref[Whole]] = []
         self.use = use
 
     @property
@@ -214,7 +215,13 @@ class ParamHome:
         owner.runner.step.close_params()
 
     def whole(self) -> Whole:
-        return Whole(self, (), plainly(Tensor.detach, [self.param], {}))
+        made = Whole(self, (), plainly(Tensor.detach, [self.param], {}))
+        self._views = [*(ref for ref in self._views if ref() is not None), weakref.ref(made)]
+        return made
+
+    def views(self) -> list[Whole]:
+        alive = (ref() for ref in self._views)
+        return [view for view in alive if view is not None and view.source is self]
 
     def assembled(self, part: Tensor) -> Tensor:
         """The tensor of the unsplit model, of which this rank has `part`."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.errors import CommError
+from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole
 from shardwise.system.torch_private import (
@@ -229,10 +229,42 @@ def _set_data(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     handle, value = args
     if value is handle or (isinstance(value, Whole) and isinstance(handle, Resting) and value.source is handle.home()):
         return
-    if isinstance(handle, Resting):
-        handle.home().require_alike(value)
     with torch.no_grad():
+        if isinstance(handle, Resting):
+            handle.home().require_alike(value)
+            for earlier in handle.home().views():
+                earlier.source = _Kept(earlier.source, _generic(Tensor.clone, (earlier,), {}))
         handle.copy_(value)
+
+
+class _Kept:
+    """The values that a parameter had before it was given other memory by `param.data = ...`, for code that still has
+    what `param.data` was: a `Source`. Here the memory stays the same and is written to, so these are a copy."""
+
+    def __init__(self, before: Source, values: Tensor) -> None:
+        self.name = f"former values of {before.name}"
+        self.use = use
+        self._values = values
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        yield self._values
+
+    def recover(self, error: CommError) -> bool:  # noqa: ARG002
+        return False
+
+    def take_over(self, values: Tensor) -> None:
+        """They were written to in place."""
+
+    def scale(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        func(self._values, *args, **kwargs)
+        return True
+
+    def norm(self, norm_type: float) -> float | None:  # noqa: ARG002
+        return None
+
+    def refuse(self, what: str) -> NoReturn:
+        raise StateError(f"Code asks for {what} of {self.name}. Take a copy with .clone(), which is a plain tensor.")
 
 
 def _copy(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
