@@ -262,6 +262,8 @@ class MemberChannel:
         self._unconfirmed: list[_Sent] = []
         """See [Note: launchers that take over]."""
         self._changed = threading.Condition(threading.RLock())
+        self._renewed = 0
+        """The number of the last store that was found to be lost when something was sent or asked."""
         self._is_closed = False
 
     def _use(self, store: Store) -> None:
@@ -290,6 +292,7 @@ class MemberChannel:
             except RuntimeError:
                 if self._another is None:
                     raise
+                self._renew()
 
     def _put(self, sent: _Sent) -> None:
         if sent.report is not None:
@@ -326,6 +329,7 @@ class MemberChannel:
                 except RuntimeError:
                     if self._another is None:
                         raise
+                    self._renew()
                     self._changed.wait_for(lambda: self._is_closed or self._num_stores != number)  # noqa: B023
                     if self._is_closed:
                         raise
@@ -407,6 +411,13 @@ class MemberChannel:
                 continue
             yield announcement
             number += 1
+
+    def _renew(self) -> None:
+        """Follow the next launcher, or this one again, in a thread: that which reads the news has a connection of its
+        own, and notices nothing if only this one has broken. Called under the lock."""
+        if self._renewed != self._num_stores:
+            self._renewed = self._num_stores
+            threading.Thread(target=self._follow_the_next, name=f"shardwise-renew-{self.member}", daemon=True).start()
 
     def _follow_the_next(self) -> Store | None:
         """Send the launcher that takes over what the last one may not have acted on. Returns a connection to its store;
