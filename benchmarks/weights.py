@@ -19,7 +19,9 @@ NUM_RANKS = 2
 STREAM, STREAM_ON_ALL = "weights to rank 0", "weights to all ranks"
 GATHERED, PUBLISHED, BESIDE = "gathered into files", "published as files", "published beside steps"
 STATE, STATE_ON_ALL, FSDP2 = "state_dict on rank 0", "state_dict on all ranks", "fsdp2 state_dict on rank 0"
-WAYS = {STREAM: STATE, STATE: STATE, FSDP2: STATE, STREAM_ON_ALL: STATE_ON_ALL, STATE_ON_ALL: STATE_ON_ALL}
+DEEPSPEED = "deepspeed-3, parameter by parameter"
+WAYS = {STREAM: STATE, STATE: STATE, FSDP2: STATE, DEEPSPEED: STATE}
+WAYS |= {STREAM_ON_ALL: STATE_ON_ALL, STATE_ON_ALL: STATE_ON_ALL}
 WAYS |= {GATHERED: STATE, PUBLISHED: STATE, BESIDE: STATE}
 """Each with the one that it is compared with. Of what is done beside steps, the call alone is timed."""
 
@@ -39,6 +41,8 @@ def main(args: argparse.Namespace, console: Console) -> int:
     title = f"{result['params'] / 1e6:.0f} M parameters under zero3 to copies in bf16 ({size}), {NUM_RANKS} ranks"
     show_figures(title, columns, [_line(row) for row in result["summary"]], console)
     console.print(f"\n{file}", markup=False)
+    if DEEPSPEED not in ranks[0]["ways"]:
+        console.print("Without DeepSpeed, which is not installed.", markup=False)
     return 0 if all(row["agrees"] for row in result["summary"]) else 1
 
 

@@ -1,7 +1,8 @@
 """One rank of `weights`: a sharded Llama, whose weights are copied, in bf16, to where a sampler would have them.
 
 All ways end with the same: every tensor in memory that was there before. A peer's `state_dict` is that of PyTorch's own
-documentation for one whole copy; what it has sent is what the kernel counts of gloo's connections.
+documentation for one whole copy, and with DeepSpeed it is what TRL (1.16) does before each generation; what peers have
+sent is what the kernel counts of gloo's connections.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,7 @@ from benchmarks.checkpoint_rank import shared_folder
 from benchmarks.figures import write_figures
 from benchmarks.llama import Blocks, LlamaSize
 from benchmarks.traffic import tcp_sent_bytes
-from benchmarks.weights import BESIDE, FSDP2, GATHERED, PUBLISHED, STATE, STATE_ON_ALL, STREAM, STREAM_ON_ALL
+from benchmarks.weights import BESIDE, DEEPSPEED, FSDP2, GATHERED, PUBLISHED, STATE, STATE_ON_ALL, STREAM, STREAM_ON_ALL
 from shardwise.system.process_memory import PeakOverBaseline
 
 SIZES = {
@@ -95,7 +97,7 @@ class Sampler:
 def measure(world: sw.World, size: LlamaSize, num_turns: int, folder: Path) -> dict[str, Any]:
     model = build(size)
     sampler, params = Sampler(model), sum(param.numel() for param in model.parameters())
-    peer = fsdp2(build(size))
+    peer, of_deepspeed = fsdp2(build(size)), deepspeed_3(build(size))
     with sw.shard(model, "zero3", world=world) as engine:
         is_first = world.rank == 0
         version = iter(range(1, 1000))
@@ -113,6 +115,12 @@ def measure(world: sw.World, size: LlamaSize, num_turns: int, folder: Path) -> d
             if is_first:
                 sampler.take(state)
 
+        def one_by_one() -> None:
+            assert of_deepspeed is not None
+            for name, values in whole_params(of_deepspeed):
+                if is_first:
+                    sampler.receive(name, values)
+
         def gather() -> None:
             engine.save_pretrained(folder / "gathered", dtype="bf16", overwrite=True)
 
@@ -129,6 +137,8 @@ def measure(world: sw.World, size: LlamaSize, num_turns: int, folder: Path) -> d
             PUBLISHED: (partial(publish, True), False),
             BESIDE: (partial(publish, False), False),
         }
+        if of_deepspeed is not None:
+            ways[DEEPSPEED] = one_by_one, is_first
         every = {name: Turns() for name in ways}
         ledger = world.collectives(torch.device("cpu")).ledger
 
@@ -138,7 +148,7 @@ def measure(world: sw.World, size: LlamaSize, num_turns: int, folder: Path) -> d
         for _ in range(num_turns):
             for name, (way, receives) in ways.items():
                 one = every[name]
-                count = tcp_sent_bytes if name == FSDP2 else sent_bytes
+                count = tcp_sent_bytes if name in (FSDP2, DEEPSPEED) else sent_bytes
                 world.barrier()
                 before = count() or 0
                 started, cpu_started = time.perf_counter(), time.process_time()
@@ -177,6 +187,32 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+
+
+def deepspeed_3(model: Llama) -> nn.Module | None:
+    """Its ZeRO-3 with parameters in bf16, and no optimizer; `None` if it is not installed."""
+    if find_spec("deepspeed") is None:
+        return None
+    import deepspeed as ds
+
+    ds.ops.__compatible_ops__ = {}  # see `engines.deepspeed`
+    ds.init_distributed("gloo", verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 2**31,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    return cast(nn.Module, ds.initialize(model=model, config=config)[0].module)
+
+
+def whole_params(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each gathered alone, on all ranks, as TRL does where parameters are DeepSpeed's."""
+    import deepspeed as ds
+
+    for name, param in model.named_parameters():
+        with ds.zero.GatheredParameters([param]):
+            yield name, param.data
 
 
 def main() -> None:
