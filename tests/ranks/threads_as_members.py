@@ -192,6 +192,7 @@ class ThreadMembership:
         self.members = tuple(range(size))
         self.world = self.crowd.world(self.member, range(size), self.crowd.office)
         self.world.membership = self
+        self.world.journal.is_elastic = True
         return self.world
 
     def come(self) -> World | None:
@@ -246,6 +247,7 @@ class ThreadMembership:
         self.members, rank = now, now.index(self.member)
         self.world = renewed = self.crowd.world(rank, now, office)
         renewed.membership = self
+        renewed.journal.is_elastic = True
         renewed.generation = self.crowd.generation
         if self._planted is not None:
             self._planted(renewed)

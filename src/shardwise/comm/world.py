@@ -235,6 +235,7 @@ class World:
         self.generation, self.members, self.membership = generation, members, membership
         self.hosts = hosts
         self.local_size = even_local_size(hosts) if hosts else self.local_size
+        self.journal.is_elastic = True
         if self._watch is not None:
             self._watch.goes_on = True
 

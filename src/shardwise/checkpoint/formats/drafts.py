@@ -41,12 +41,13 @@ def remove_draft(draft: Path) -> None:
     """Remove a draft in which other ranks may still write, if it is there.
 
     It is renamed first. Otherwise a file that appears while others are removed leaves the folder behind; so it finds no
-    folder. Whoever begins the next draft removes what a crash between the two leaves, because the name begins the same.
+    folder. Of ranks that remove it at once, the last one to do so leaves nothing. Whoever begins the next draft removes
+    what a crash leaves, because the name begins the same.
     """
     gone = draft.with_name(f"{draft.name}-removed")
     with suppress(OSError):
         draft.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def swap_in(draft: Path, out: Path) -> None:

@@ -125,6 +125,8 @@ class Journal:
         """What went wrong. Once it is set, nothing more can be sent."""
         self.explain: Callable[[LinkError], CommError] | None = None
         """Finds out why a link broke; blocks while it asks the other ranks."""
+        self.is_elastic = False
+        """Whether the ranks may go on in a new world after a fault, which is then met where something is sent."""
         self._raised_at = ""
         """The user's line at which the fault was raised first. If it is raised again, the loop has caught it there."""
         self._thread_id = threading.get_ident()
@@ -260,8 +262,8 @@ class Journal:
 
     def require_usable(self) -> None:
         """Raise the fault, if there is one, also where nothing would be sent: a loop that caught it must not go on with
-        computations that lead nowhere. Not where the ranks go on in a new world, nor if only the world was closed."""
-        if self.fault is not None and not self._goes_on and self.fault.kind != _CLOSED:
+        computations that lead nowhere. Not in an elastic job, nor if only the world was closed."""
+        if self.fault is not None and not self.is_elastic and self.fault.kind != _CLOSED:
             raise self._refusal(self.fault)
 
     def begin_pass(self, trace: list[Moment]) -> None:
