@@ -275,3 +275,7 @@ def test_an_error_that_cannot_say_what_it_is_is_reported_all_the_same() -> None:
 
     assert in_words(Mute()) == "Mute: <exception str() failed>"
     assert in_words(ValueError("two\nlines")) == "ValueError: two"
+    assert (
+        in_words(ValueError("\x1b]0;title\x07"))
+        == "ValueError: \N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}"
+    )

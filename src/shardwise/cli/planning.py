@@ -93,6 +93,8 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
         on_cpu=machine.is_processor,
         disk=base.disk,
     )
+    if subject.rows_of_batch < 1:
+        raise ConfigError(f"The batch of {args.batch} has no samples; return one of at least 1.")
     subject.num_rows = args.rows if args.rows is not None else args.world * subject.rows_of_batch
     if subject.num_rows < 1:
         raise ConfigError(f"--rows is {args.rows}; give at least 1.")

@@ -161,14 +161,17 @@ def hardware_of(run: Run, profile: Hardware) -> Hardware:
 
 
 def _bandwidths(link: str) -> tuple[float | None, float | None]:
-    """Bytes per second of a node and of a rank, where the words say so."""
-    if found := re.search(r"(\d+)x\s*(?:ib)?\s*(\d+)\s*gb(?:ps|/s)?.*per node", link):
-        return int(found[1]) * int(found[2]) * 1e9 / 8, None
-    if found := re.search(r"(\d+)\s*gbps(?:/| per )node", link):
-        return int(found[1]) * 1e9 / 8, None
-    if found := re.search(r"(\d+)\s*gb/s .*per gpu", link):
-        return None, int(found[1]) * 1e9 / 8
-    return None, None
+    """Bytes per second of a node and of a rank, where the words say so. Raises `UnpricedError` for none at all."""
+    number, node, rank = r"(?<!\d)(\d{1,6})", None, None
+    if found := re.search(rf"{number}x\s*(?:ib)?\s*(\d{{1,6}})\s*gb(?:ps|/s)?.*per node", link):
+        node = int(found[1]) * int(found[2])
+    elif found := re.search(rf"{number}\s*gbps(?:/| per )node", link):
+        node = int(found[1])
+    elif found := re.search(rf"{number}\s*gb/s .*per gpu", link):
+        rank = int(found[1])
+    if 0 in (node, rank):
+        raise UnpricedError(f"interconnect is {link[:40]!r}, over which nothing is sent")
+    return tuple(None if rate is None else rate * 1e9 / 8 for rate in (node, rank))  # type: ignore[return-value]
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
@@ -197,6 +200,8 @@ def read_run(row: Row) -> Run:
     sizes = _Sizes.of(cells, model)
     recompute = cells.text("recompute")
     precision = cells.text("precision")
+    if precision and not re.search("bf16|fp16|fp8|float8|fp4", precision):
+        raise UnpricedError(f"precision is {precision[:40]!r}, and prices are for bf16, fp16, fp8 and fp4")
     if modern and not precision:
         raise UnpricedError("precision is not given, and the device computes in fp8 as well as in bf16")
     how = Execution(
@@ -236,7 +241,7 @@ def read_run(row: Row) -> Run:
     )
     link = cells.text("interconnect")
     per_node = NVLINK_DOMAIN if "nvl72" in link else cells.number("gpus_per_node") or 8
-    memory = re.search(r"(\d+) ?gi?b", device)
+    memory = re.search(r"(?<!\d)(\d{1,5}) ?gi?b", device)
     return Run(
         job,
         gpu,
@@ -360,6 +365,8 @@ class _Sizes:
         cp, ep, chunks = (cells.number(axis) or 1 for axis in ("cp", "ep", "vpp"))
         if gpus > MAX_RANKS or pp * pp * chunks > MAX_OPS:
             raise UnpricedError(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
+        if pp > model.num_layers:
+            raise UnpricedError(f"pp {pp} stages have {model.num_layers} layers")
         if gpus % (tp * pp * cp):
             raise UnpricedError(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")
         dp = gpus // (tp * pp * cp)
@@ -387,9 +394,11 @@ def _zero(cells: _Cells, software: Software, modern: bool) -> int:
     given = cells.text("zero")
     if "fsdp" in given:
         return 3
-    if given.startswith("?"):
+    if given in ("none", "no", "off"):
+        return 0
+    named = re.findall(r"(?<![\d.-])[0-3](?!\d)", given or " ".join(re.findall(r"deepspeed zero \d+", cells.about)))
+    if (given and not named) or given.startswith("?"):
         raise UnpricedError(f"zero is {given[:40]!r}, which names no stage")
-    named = re.findall("[0-3]", given) if given else re.findall(r"deepspeed zero (\d)", cells.about)
     return next(map(int, named), 1 if modern else software.zero)
 
 

@@ -195,11 +195,15 @@ def search(
         return _Search(subject, limits, base or Plan(), space or Space(), objective, most_evaluated).run(world_size)
 
 
+_FROZEN_AT_START = gc.get_freeze_count()
+"""What the interpreter has frozen itself: nothing in Python 3.11, some hundred objects in 3.12."""
+
+
 @contextmanager
 def _frozen() -> Iterator[None]:
     """Python's collector leaves alone what is there before a search: a model and the libraries, millions of objects
     that it would walk through time and again, which took a sixth of a search for a Llama of 13 B parameters."""
-    is_ours = gc.get_freeze_count() == 0
+    is_ours = gc.get_freeze_count() <= _FROZEN_AT_START
     if is_ours:
         gc.freeze()
     try:

@@ -43,6 +43,7 @@ from shardwise.comm.watch.status import Entered, PassPath, Status, Track
 from shardwise.comm.work import LinkError, Work
 from shardwise.errors import CommError, StateError
 from shardwise.program import Action, Moment
+from shardwise.system.printable import printable
 from shardwise.system.telemetry import StepClock
 
 NUM_REMEMBERED = 32
@@ -330,12 +331,12 @@ class Journal:
 
 
 def in_words(error: BaseException) -> str:
-    """For example `ValueError: a bad batch`."""
+    """For example `ValueError: a bad batch`. Other ranks print it."""
     try:
         text = str(error).strip().partition("\n")[0]
     except Exception:  # the user's own class may fail in any way; in the words of Python's tracebacks
         text = "<exception str() failed>"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 class Awaited:
