@@ -163,28 +163,36 @@ def fine_tuned(folder: str, strategy: str, settings: list[str], *, steps: int = 
     _import_verl()
     _register_engines()
     trainer = importlib.import_module("verl.trainer.sft_trainer")
-    hydra = importlib.import_module("hydra")
-    log = Path(folder) / f"{strategy}-{os.environ['RANK']}.jsonl"
-    os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
-    place = str(Path(trainer.__file__).parent / "config")
-    with hydra.initialize_config_dir(place, version_base=None):
-        config = hydra.compose(
-            "sft_trainer_engine",
-            [
-                *settings,
-                f"engine.strategy={strategy}",
-                f"model.path={folder}/model",
-                f"trainer.default_local_dir={folder}/{strategy}",
-                f"trainer.total_training_steps={steps}",
-                f"trainer.resume_mode={'auto' if resumes else 'disable'}",
-                f"data.custom_cls.path={__file__}",
-                *SETTINGS,
-            ],
-        )
+    log = _logs_to(folder, strategy)
+    config = _config_of(
+        "sft_trainer_engine",
+        *settings,
+        f"engine.strategy={strategy}",
+        f"model.path={folder}/model",
+        f"trainer.default_local_dir={folder}/{strategy}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.resume_mode={'auto' if resumes else 'disable'}",
+        f"data.custom_cls.path={__file__}",
+        *SETTINGS,
+    )
     _meet()
     trainer.SFTTrainer(config).fit()
     torch.distributed.destroy_process_group()
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def _logs_to(folder: str, name: str) -> Path:
+    """Where verl's trainer on this rank will log, as lines of JSON."""
+    log = Path(folder) / f"{name}-{os.environ['RANK']}.jsonl"
+    os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
+    return log
+
+
+def _config_of(name: str, *settings: str) -> Any:
+    """verl's own configuration of this name, with `settings`."""
+    hydra = importlib.import_module("hydra")
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        return hydra.compose(name, list(settings))
 
 
 def offloaded(folder: str, settings: list[str], steps: int) -> dict[str, Any]:
@@ -339,23 +347,17 @@ def reinforced(folder: str, strategy: str, kind: str, settings: list[str]) -> di
     trainers = importlib.import_module("verl.trainer.ppo.ray_trainer")
     workers, losses = (importlib.import_module(f"verl.workers.{one}") for one in ("engine_workers", "utils.losses"))
     configs = importlib.import_module("verl.utils.config")
-    hydra = importlib.import_module("hydra")
-    log = Path(folder) / f"{kind}-{strategy}-{os.environ['RANK']}.jsonl"
-    os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
-    place = str(Path(trainers.__file__).parents[1] / "config")
-    with hydra.initialize_config_dir(place, version_base=None):
-        config = hydra.compose(
-            "ppo_trainer",
-            [
-                *RL_SETTINGS,
-                *ESTIMATORS[kind],
-                f"actor_rollout_ref.model.path={folder}/model",
-                f"critic.model.path={folder}/critic",
-                f"actor_rollout_ref.actor.strategy={strategy}",
-                f"critic.strategy={strategy}",
-                *settings,
-            ],
-        )
+    log = _logs_to(folder, f"{kind}-{strategy}")
+    config = _config_of(
+        "ppo_trainer",
+        *RL_SETTINGS,
+        *ESTIMATORS[kind],
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"critic.model.path={folder}/critic",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"critic.strategy={strategy}",
+        *settings,
+    )
 
     class Trainer(trainers.RayPPOTrainer):  # type: ignore[misc,name-defined]  # verl has no types
         def init_workers(self) -> None:

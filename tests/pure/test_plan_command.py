@@ -21,6 +21,8 @@ class Model(nn.Module):
         return self.blocks(x).square().mean()
 def batch():
     return torch.ones(4, 64)
+def empty():
+    return torch.ones(0, 64)
 """
 
 
@@ -64,3 +66,9 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
 def test_what_is_refused(words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_batch_without_samples_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words[4] = words[4].replace(":batch", ":empty")
+    assert main([*words, "--world", "8"]) == 2
+    assert "tiny.py:empty has no samples" in capsys.readouterr().err

@@ -25,6 +25,9 @@ either **equal** to the same loop on one process, or refused with an error; noth
 - A forward that writes to a parameter through `.data` is detected, and refused, only while a pass is recorded: the
   first one and each that deviates from it. Torch does not count such writes, and checking every pass would cost time.
   In other passes the write is lost where parameters are gathered.
+- `p.data = tensor` copies: what is written to `tensor` afterwards does not reach the parameter, and two parameters that
+  are given the same tensor are not tied. What `p.data` was keeps its values, but views of it (`p.data[0]`) follow the
+  parameter.
 
 `tests/ranks/test_plain_loops.py` runs each operation under `zero3`, `zero2`, `zero1` and `ddp`, with shared memory and
 with messages, and random combinations of them. {open}This page is written by `tests/ranks/loops_page.py`, from that

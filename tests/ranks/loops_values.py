@@ -242,9 +242,11 @@ def data_put_back(loop: Loop) -> Any:
         p.data = torch.full_like(p, 0.05)
     with torch.no_grad():
         loss = loop.loss().item()
+    kept[0].mul_(0.5)
+    norm = kept[0].norm().item()
     for p, data in zip(params, kept, strict=True):
         p.data = data
-    return Local(loss)
+    return Local(loss), norm
 
 
 @action(WRITE, "`p.data, q.data = q.data, p.data`")

@@ -250,16 +250,12 @@ class Journal:
         """`error`, which is about to be raised; if one was before, with where the script has caught that."""
         caught_at = self._raised_at
         self._raised_at = caught_at or _outwards_in_words(sys._getframe())[1] or "an unknown line"
-        if caught_at and not self._goes_on:
+        if caught_at and not self.is_elastic:
             error.args = (
                 f"{error}\nThis was raised before, at {caught_at}, and the script went on without training: there, "
                 "take out what catches it (such as `except Exception: continue`), or let `FaultError` through.",
             )
         return error
-
-    @property
-    def _goes_on(self) -> bool:
-        return self.fault is not None and self.fault.goes_on
 
     def require_usable(self) -> None:
         """Raise the fault, if there is one, also where nothing would be sent: a loop that caught it must not go on with

@@ -256,9 +256,8 @@ class _Kept:
     def take_over(self, values: Tensor) -> None:
         """They were written to in place."""
 
-    def scale(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        func(self._values, *args, **kwargs)
-        return True
+    def scale(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        return False
 
     def norm(self, norm_type: float) -> float | None:  # noqa: ARG002
         return None
