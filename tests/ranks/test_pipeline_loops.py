@@ -18,6 +18,7 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
+from shardwise.parallel.pipeline.loop_calls import most_parts
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
 from shardwise.testing import run_ranks
 from tests import inside
@@ -611,9 +612,14 @@ def test_a_model_that_puts_samples_elsewhere_is_refused() -> None:
         run_ranks(2, rank)
 
 
+def test_most_parts_of_a_call() -> None:
+    assert [most_parts(samples, 2) for samples in (1, 8, 9, 12, 16, 100)] == [4, 4, 4, 6, 8, 8]
+    assert [most_parts(samples, 4) for samples in (8, 16, 32, 64)] == [8, 8, 16, 16]
+
+
 def test_how_a_batch_is_split() -> None:
     def sizes(*args: Any, most: int = 4, **kwargs: Any) -> list[int]:
-        parts, rows = parts_of(MicroBatch(args, kwargs), most)
+        parts, rows = parts_of(MicroBatch(args, kwargs), lambda _: most)
         assert len(parts) == len(rows)
         return rows
 
@@ -630,5 +636,6 @@ def test_how_a_batch_is_split() -> None:
     assert sizes(torch.arange(4)) == [1, 1, 1, 1]
     assert sizes(ids, lengths=[1] * 8) == [1]
     assert sizes(3, "x") == [1]
-    (first, _), _ = parts_of(MicroBatch((ids[:2],), {"scale": torch.ones(()), "pair": [torch.arange(2)] * 2}), 4)
+    both = MicroBatch((ids[:2],), {"scale": torch.ones(()), "pair": [torch.arange(2)] * 2})
+    (first, _), _ = parts_of(both, lambda samples: samples)
     assert (len(first.args[0]), first.kwargs["scale"].item(), first.kwargs["pair"][1].tolist()) == (1, 1.0, [0])

@@ -145,8 +145,8 @@ def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list
     return [replace(part, weight=weight, weighing=weighing) for part, weight in zip(parts, weights, strict=True)]
 
 
-def parts_of(whole: MicroBatch, most: int) -> tuple[list[MicroBatch], list[int]]:
-    """At most `most` parts of what a model is called with, split along the samples, and how many each has.
+def parts_of(whole: MicroBatch, most_for: Callable[[int], int]) -> tuple[list[MicroBatch], list[int]]:
+    """At most `most_for(samples)` parts of what a model is called with, split along the samples, and how many each has.
 
     Samples are the first dimension of its tensors. Tensors without dimensions, and those with one entry in the first,
     are every part's. It stays whole if that leaves it open what belongs to a sample: if tensors differ in the first
@@ -162,7 +162,9 @@ def parts_of(whole: MicroBatch, most: int) -> tuple[list[MicroBatch], list[int]]
         return [whole], [1]
     others = {size for one in tensors if one.dim() and one.shape[0] == rows for size in one.shape[1:]}
     sizes = next(
-        sizes for num in range(min(most, rows), 0, -1) if num == 1 or not others & set(sizes := even_sizes(rows, num))
+        sizes
+        for num in range(min(most_for(rows), rows), 0, -1)
+        if num == 1 or not others & set(sizes := even_sizes(rows, num))
     )
     bounds = [0, *accumulate(sizes)]
     shares = (_share(given, slice(start, stop), rows) for start, stop in pairwise(bounds))
