@@ -14,7 +14,7 @@ from datasets import Dataset
 from lightning_jobs import trainer_of, values
 from torch import nn
 from torch.utils.data import DataLoader
-from trainer_jobs import DEFAULTS, LENGTH, VOCABULARY, Rows, llama, llama_config, make, rows, told
+from trainer_jobs import DEFAULTS, LENGTH, VOCABULARY, Rows, llama, llama_config, make, mixtral, rows, told
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl_jobs import COMMON, adapters, by_token, ours, texts, tokenizer
 
@@ -60,6 +60,10 @@ def packed(plan: Any, **settings: Any) -> dict[str, Any]:
 
 def language(plan: Any, **settings: Any) -> dict[str, Any]:
     return result(trained(plan, llama(), (padded(48), padded(7, 1)), **settings))
+
+
+def of_experts(plan: Any, **settings: Any) -> dict[str, Any]:
+    return result(trained(plan, mixtral(), (padded(48), padded(7, 1)), **settings))
 
 
 def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -20,8 +20,14 @@ MESHES: dict[str, tuple[int, int, dict[str, int]]] = {
     "pp x dp": (4, 2, {"pp": 2, "dp": 2}),
     "pp x tp": (4, 1, {"pp": 2, "dp": 1, "tp": 2}),
 }
+WITH_EXPERTS: dict[str, tuple[int, int, dict[str, int]]] = {
+    "pp x ep": (4, 2, {"pp": 2, "ep": 2}),
+    "pp x dp x ep": (8, 4, {"pp": 2, "dp": 2, "ep": 2}),
+}
 SCRIPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "packed documents": (jobs.packed, {}),
+    "one micro-batch": (jobs.language, {"gradient_accumulation_steps": 1}),
+    "three micro-batches": (jobs.language, {"gradient_accumulation_steps": 3}),
     "recomputed": (jobs.language, {"activation_checkpointing": True}),
     "smoothed labels": (jobs.language, {"label_smoothing_factor": 0.1}),
     "a loss of its own": (jobs.own_loss, {}),
@@ -74,6 +80,19 @@ def test_a_script_trains_as_without_stages(script: str, mesh: str, tmp_path: Pat
 
 
 @sampled
+@pytest.mark.parametrize("mesh", WITH_EXPERTS)
+def test_a_mixture_of_experts(mesh: str) -> None:
+    ranks, peers, axes = WITH_EXPERTS[mesh]
+    rows = {"per_device_train_batch_size": 4 // peers, "per_device_eval_batch_size": 4 // peers}
+    plain = begin(peers, jobs.of_experts, None, **rows)
+    ours = on_ranks(ranks, jobs.of_experts, {"preset": "zero1", "mesh": axes}, **rows)
+    expected = plain()[0]
+    assert len(expected["losses"]) == 4
+    for run in ours:
+        assert_same(run, expected)
+
+
+@sampled
 @pytest.mark.parametrize("mesh", MESHES)
 def test_masks_are_drawn_alike_beside_dropout(mesh: str) -> None:
     """Stages drop different numbers of features, and their collators go on with the same random numbers."""
@@ -85,7 +104,9 @@ def test_masks_are_drawn_alike_beside_dropout(mesh: str) -> None:
 
 
 @sampled
-@pytest.mark.parametrize(("mesh", "then"), [("pp x dp", (4, {"pp": 4})), ("pp x tp", (2, {"pp": 2}))])
+@pytest.mark.parametrize(
+    ("mesh", "then"), [("pp x dp", (4, {"pp": 4})), ("pp x dp", (2, {"dp": 2})), ("pp x tp", (2, {"pp": 2}))]
+)
 def test_the_best_checkpoint_is_loaded_and_others_resumed(mesh: str, then: tuple[int, Any], tmp_path: Path) -> None:
     """With another number of stages, whose ranks have as many batches."""
     ranks, peers, axes = MESHES[mesh]
@@ -97,7 +118,7 @@ def test_the_best_checkpoint_is_loaded_and_others_resumed(mesh: str, then: tuple
         assert_same(run, expected, further=1e-4)
         assert run["bests_loss"] == pytest.approx(expected["bests_loss"], abs=1e-5)
     num_ranks, others = then
-    rows = {"per_device_train_batch_size": 2 * peers}  # of all batches
+    rows = {"per_device_train_batch_size": 2 * peers // others.get("dp", 1)}
     resumed = on_ranks(num_ranks, jobs.resumed, {"preset": "zero3", "mesh": others}, str(tmp_path / "ours"), **rows)
     assert resumed[0]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
 
