@@ -56,7 +56,8 @@ def _trainer(name: str, size: PipelineSize, world: World, engines: dict[str, Eng
     if name == DEEPSPEED:
         return _deepspeed(size)
     if name in LOOPS:
-        return _loop(size, world, LOOPS[name])
+        trainer, engines[name] = _loop(size, world, LOOPS[name])
+        return trainer
     if name == WHOLE_STEP:
         return _whole_step(size, world)
     maker, _, schedule = name.partition(" ")
@@ -77,9 +78,17 @@ def _memory(name: str, size: PipelineSize, world: World, num_steps: int) -> dict
         for _ in range(num_steps):
             trainer.passes()
             trainer.update()
+    return {"peak_bytes": memory.peak_bytes, "promised_bytes": _promised(name, size, engines.get(name))}
+
+
+def _promised(name: str, size: PipelineSize, engine: Engine | None) -> int:
+    if engine is None:
+        return 0
+    if name in LOOPS:
+        called = tuple(one.chunk(LOOPS[name])[0] for one in tokens(size))
+        return engine.rehearse(called, as_call=True).total
     x, y = (one[: size.micro_batch] for one in tokens(size))
-    promised = {f: e.rehearse(x, loss=lambda words: cross_entropy(words, y)).total for f, e in engines.items()}
-    return {"peak_bytes": memory.peak_bytes, "promised_bytes": promised.get(name, 0)}
+    return engine.rehearse(x, loss=lambda words: cross_entropy(words, y)).total
 
 
 # -- model and data ---------------------------------------------------------------------------------------
@@ -185,7 +194,7 @@ def _whole_step(size: PipelineSize, world: World) -> Trainer:
     return Trainer(lambda: engine.forward_backward(batch), engine.step)
 
 
-def _loop(size: PipelineSize, world: World, num_calls: int) -> Trainer:
+def _loop(size: PipelineSize, world: World, num_calls: int) -> tuple[Trainer, Engine]:
     """`loss = model(x, y); engine.backward(loss)`, whose calls split their batches among the stages themselves."""
     model, engine = _losing(size, world, num_calls)
     batches = list(zip(*(one.chunk(num_calls) for one in tokens(size)), strict=True))
@@ -200,7 +209,7 @@ def _loop(size: PipelineSize, world: World, num_calls: int) -> Trainer:
                 engine.step()  # ends a micro-batch
         return torch.stack(losses).mean()
 
-    return Trainer(passes, engine.step)
+    return Trainer(passes, engine.step), engine
 
 
 def _torch(size: PipelineSize, schedule: str) -> Trainer:

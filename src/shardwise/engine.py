@@ -1015,7 +1015,14 @@ class Engine:
         """
         return self._session.cost_of_copies
 
-    def rehearse(self, batch: object, loss: Loss | None = None, *, expert_load: float = EXPERT_LOAD) -> Footprint:
+    def rehearse(
+        self,
+        batch: object,
+        loss: Loss | None = None,
+        *,
+        expert_load: float = EXPERT_LOAD,
+        as_call: bool = False,
+    ) -> Footprint:
         """What a step on `batch` will hold on this rank at its peak, activations included: see `Footprint`.
 
         Runs a copy of the model on fake tensors, without memory or arithmetic. Nothing is changed and nothing is sent;
@@ -1023,6 +1030,9 @@ class Engine:
         split, pass this rank's part of a batch, from `split_sequence`. `batch` is a tensor, a tuple of arguments, or a
         dict of keyword arguments, of which only shapes and dtypes matter. `loss` maps the model's output to the loss,
         and must be given if a loop computes the loss itself; by default it is the output, or its `loss`.
+
+        With `as_call`, `batch` is what a loop of one's own calls the model with: in pipeline stages, where such a call
+        holds all of it, that is another sum than a schedule's, and an upper bound. Without stages it changes nothing.
 
         How many tokens the experts of this rank will get is not known in advance. If experts have a capacity, the count
         is as many as all ranks along `ep` may send; otherwise `expert_load` times an even share, at least 1.
@@ -1034,7 +1044,7 @@ class Engine:
         self._require_open()
         if not expert_load >= 1:
             raise ConfigError(f"expert_load is {expert_load}; give how many times an even share, at least 1.")
-        return rehearsed(self._sharded, batch, loss, expert_load)
+        return rehearsed(self._sharded, batch, loss, expert_load, as_call=as_call)
 
     def fit_activations(
         self,

@@ -27,7 +27,7 @@ from shardwise.parallel.pipeline.survey import Exchange, Found, carried, empty
 from shardwise.plan.placement import Dtype
 from shardwise.program import Activations
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
-from shardwise.program.schedule import Schedule
+from shardwise.program.schedule import Schedule, schedule_of_call
 from shardwise.runtime.activations import BEHIND_BYTES, Treatments
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import (
@@ -67,7 +67,7 @@ def rehearse_stages(layout: StageLayout, rehearse: RehearseStage) -> None:
 
 @dataclass
 class StageRehearsal:
-    """Rehearses the stages of one rank with one micro-batch."""
+    """Rehearses the stages of one rank with one micro-batch, or with what a loop calls the model with."""
 
     staged: StagedModel
     units: Sequence[Unit]
@@ -82,6 +82,9 @@ class StageRehearsal:
     """Counts what each stage computes."""
     on_cpu: bool | None = None
     """As in `rehearse`."""
+    as_call: bool = False
+    """Whether `batch` is that of a call in a loop of one's own. Its parts leave together what one forward with all of
+    them would leave, which is what is rehearsed: what a block needs only while it computes is counted for the whole."""
     _worked: dict[int, tuple[Worked, ...]] = field(default_factory=dict)
     _counted: dict[int, Activations] = field(default_factory=dict)
     _found: dict[int, _Held] = field(default_factory=dict)
@@ -144,7 +147,7 @@ class StageRehearsal:
 
     def together(self) -> Activations:
         """The activations of all micro-batches of a step, in the order of this rank's schedule."""
-        row = self.staged.layout.schedule.rows[self.staged.pp_rank]
+        row = self.schedule.rows[self.staged.pp_rank]
         linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
         halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
         stages = {
@@ -161,6 +164,11 @@ class StageRehearsal:
             staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + of_units),
             unit_bytes=max((one.unit_bytes for one in self._counted.values()), default=0),
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        layout = self.staged.layout
+        return schedule_of_call(layout.num_ranks, layout.num_stages) if self.as_call else layout.schedule
 
     @property
     def sent_bytes(self) -> int:
@@ -199,7 +207,7 @@ class StageRehearsal:
     def _beside(self, there: Callable[[Activations], int]) -> int:
         """The most bytes that forwards of all stages keep on a lower tier at once."""
         held = {stage: there(one) for stage, one in self._counted.items()}
-        beside = held_beside(self.staged.layout.schedule, self.staged.pp_rank, held, held)
+        beside = held_beside(self.schedule, self.staged.pp_rank, held, held)
         return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
 
     def _most_behind(self) -> int:
@@ -300,7 +308,7 @@ def _forward_and_backward(
     held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
     held.sent_back = 0 if arrived is None else arrived.gradient_bytes
     held.sent += held.sent_back
-    held.messages = _message_bytes(staged.layout.schedule, arrived, held.handed_over)
+    held.messages = _message_bytes(rehearsal.schedule, arrived, held.handed_over)
     with_grads = [one for one in outputs if one.requires_grad]
     if with_grads:
         with staged.running(stage, given, is_backward=True):

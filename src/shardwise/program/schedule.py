@@ -202,6 +202,17 @@ def schedule_of(plan: Plan, num_ranks: int) -> Schedule:
     return schedule_for(asked.schedule, num_ranks, plan.accumulate, num_chunks)
 
 
+def schedule_of_call(num_ranks: int, num_stages: int) -> Schedule:
+    """What a call of the model and its backward run, counted as one micro-batch: stages in order, then backwards in the
+    opposite order."""
+    there = [range(rank, num_stages, num_ranks) for rank in range(num_ranks)]
+    rows = tuple(
+        (*(Op("F", 0, stage) for stage in stages), *(Op("B", 0, stage) for stage in reversed(stages)))
+        for stages in there
+    )
+    return Schedule("call", num_ranks, num_stages, 1, rows)
+
+
 _FORWARD_BACKWARD: tuple[OpKind, OpKind] = ("F", "B")
 
 

@@ -124,12 +124,16 @@ def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
     return replace(report, measured=_measured(sharded), measured_on_host=on_host, measured_on_disk=on_disk)
 
 
-def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
-    """What a step on `batch` will hold on this rank, including activations."""
+def rehearsed(
+    sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float, *, as_call: bool
+) -> Footprint:
+    """What a step on `batch` will hold on this rank, including activations; `as_call`: with the model called by a loop
+    of one's own."""
     from shardwise.sharded.activation_disk import check_room  # only jobs that ask for it load it
     from shardwise.sharded.rehearsed_step import rehearse_step  # likewise
 
-    activations = rehearse_step(sharded, batch, loss, expert_load, sharded.parts.sharding.treatments).activations
+    treatments = sharded.parts.sharding.treatments
+    activations = rehearse_step(sharded, batch, loss, expert_load, treatments, as_call=as_call).activations
     check_room(sharded, activations)
     sharded.rehearsed = (activations,)
     return promise_of(sharded, activations)

@@ -50,8 +50,9 @@ def rehearse_step(
     treatments: Treatments,
     *,
     counts_work: bool = False,
+    as_call: bool = False,
 ) -> RehearsedStep:
-    """A step on `batch` with the given `treatments` of activations.
+    """A step on `batch` with the given `treatments` of activations; `as_call`: see `StageRehearsal`.
 
     Under a pipeline all its ranks call; otherwise no other rank is asked. Raises `ModelError` for a model that cannot
     be rehearsed.
@@ -82,6 +83,7 @@ def rehearse_step(
                 treatments,
                 around,
                 watch,
+                as_call=as_call,
             )
             return RehearsedStep(stages.activations(sharded.parts.pipeline.exchange), stages.worked)
         activations = rehearse(
