@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic import copies, layouts, recovery
 from shardwise.elastic.copies import CopyMeter
-from shardwise.errors import TierError
+from shardwise.errors import StateError, TierError
 from shardwise.memory import Copy, DiskMemory, disk_memory
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import image_bytes
@@ -326,6 +326,41 @@ def test_a_lost_ranks_disk_that_answers_nothing_is_given_up_and_not_its_readers(
     assert not list((tmp_path / "own").iterdir())
     silent.goes_on.set()
     lost.close()
+
+
+def test_one_rank_alone_waits_for_a_lost_ranks_disk_that_answers_nothing(
+    tmp_path: Path, silent: SilentOfOne, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not try again what it could not read."""
+    ended: dict[int, Exception] = {}
+    models = [Net() for _ in range(NUM_RANKS)]
+    monkeypatch.setattr(disk_memory, "Patience", lambda name, _: Patience(name, 0.0))  # for disks of lost ranks
+
+    def work(world: World, member: int) -> None:
+        own, plan = models[member], {**DISKS["infinity"], "disk": str(tmp_path / "scratch")}
+        engine = sw.shard(own, plan, optimizer=adamw(own), world=world)
+
+        def dies(_: int, num_steps: int, __: str) -> bool:
+            if num_steps == AT:
+                silent.verb = "read"
+                raise Killed
+            return False
+
+        if member == 1:
+            plant(dies, engine.world)
+        try:
+            while engine.num_steps < NUM_STEPS:
+                x, y = batches()[engine.num_steps]
+                engine.train_step(x, y, loss_fn=loss_of)
+        except (TierError, StateError) as error:
+            ended[member] = error
+            raise Killed from error
+
+    assert not run_members(NUM_RANKS, work, tmp_path)
+    kinds = {member: type(error) for member, error in ended.items()}
+    assert kinds == {0: StateError, 2: TierError, 3: StateError}
+    assert f"{tmp_path}/scratch, the disk of a lost rank, has answered nothing" in str(ended[2])
+    assert "no whole state is left" in str(ended[0])
 
 
 def test_nobody_waits_for_the_disk_of_a_lost_rank_that_deletes_nothing(

@@ -357,6 +357,13 @@ class Layout:
                 held.tensors[rank, name, PARAM] = tensor
         return held
 
+    def give_up_silent(self, images: Mapping[int, list[Image]]) -> None:
+        """Nobody else of this host is to wait for disks of lost ranks that have answered nothing."""
+        for image in (one for of_rank in images.values() for one in of_rank):
+            paths = [Path(path) for rows in image.directory.rows for path in rows.paths]
+            if self.disk is not None and any(map(self.disk.is_silent, paths)):
+                image.live_step = image.shadow_step = TORN
+
     def _rows_of(self, image: Image, *, is_own: bool) -> list[DiskRows]:
         """What an image has on a disk. Raises `TierError` if the files of another rank cannot be opened."""
         if is_own and self.survival is not None:

@@ -36,7 +36,15 @@ from shardwise.elastic.rebuild import make_plain, rebuilt, take_down, with_group
 from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
-from shardwise.errors import CommError, CorruptionError, FaultError, SpareError, StateError, TurnedAwayError
+from shardwise.errors import (
+    CommError,
+    CorruptionError,
+    FaultError,
+    SpareError,
+    StateError,
+    TierError,
+    TurnedAwayError,
+)
 from shardwise.plan.replica_groups import group_size, num_groups
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
@@ -362,7 +370,11 @@ class Recovery:
         self._check_agreement(layout, version, readers)
         self.iterations.version = version
         self._sharded.progress.num_steps = self.iterations.num_steps[version]
-        self._lay_out(layout, layout.held(self.world.rank, readers, images, version), version)
+        try:
+            self._lay_out(layout, layout.held(self.world.rank, readers, images, version), version)
+        except TierError:
+            layout.give_up_silent(images)
+            raise
         self._undo_ended_iteration()
         if self.iterations.is_void():
             self.loop_state.note_settings()

@@ -223,6 +223,11 @@ class DiskMemory:
             queue.note_done = own.note_done
         return self._queues_of_others[folder]
 
+    def is_silent(self, path: Path) -> bool:
+        """Whether a file of a rank that is gone is on a disk that was given up."""
+        queue = self._queues_of_others.get(path.parent)
+        return queue is not None and queue.patience.is_over
+
     def _close_queues_of_others(self) -> None:
         for queue in self._queues_of_others.values():
             queue.close()
