@@ -11,6 +11,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import table_for
 from shardwise.program import FlatSpec
+from shardwise.system.disk import Removals
 
 WHOLE = Source(live_step=5, shadow_step=4, is_live_whole=True, sees_update=False)
 ONLY_ITS_SHARDS = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=False)
@@ -22,7 +23,7 @@ def layout(preset: str, left: tuple[int, ...], mesh: dict[str, int]) -> Layout:
     """Of four ranks, of which those in `left` survive."""
     known = Mesh.of(mesh, 4)
     table = table_for(Plan(preset=preset, mesh=mesh), known).on(known)
-    return Layout(0, 4, [(FlatSpec("w", 1024, 1, table, known, True), ())], left, folder=None)
+    return Layout(0, 4, [(FlatSpec("w", 1024, 1, table, known, True), ())], left, folder=None, removals=Removals())
 
 
 def newest(left: tuple[int, ...], seen: list[Sources], preset: str = "zero1") -> tuple[int, dict[int, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.launch.elastic import on_pods
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.mirror import HostsState
 from shardwise.launch.elastic.on_pods import _ANEW_SECONDS, _gather
@@ -120,6 +121,26 @@ def test_it_waits_for_more_than_half_and_goes_on_from_the_newest_version(is_whol
         lost = [] if is_whole else [HostLost("a", (0,), "it was lost with the launcher")]
         assert workers.events() == lost
         workers.disconnect()
+
+
+def test_it_says_what_it_waits_for_while_half_of_the_pods_or_fewer_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, said = Pod("a", 7), Pod("b", 7), list[str]()
+    monkeypatch.setattr(on_pods, "say", said.append)
+    server, slots = Server(a, b), Slots(3, Budget(1, 600), can_add=True)
+    with Folder(None) as folder, SignalLog() as signals:
+        workers = workers_with(server, folder)
+        server.comes = lambda pod: pod is a or any("have come back" in one for one in said)
+        clock = Clock(lambda: bool(workers.returning()))
+        last = _gather(PLAN, workers, slots, signals, 0.0, clock)
+        assert last is not None
+        assert last.version == 7
+        assert len(workers.returning()) == 2
+        assert clock.now > BACK_SECONDS
+        workers.disconnect()
+    (told,) = [one for one in said if "have come back" in one]
+    assert told.startswith("1 of 3 pods with ranks of the last launcher have come back: a. ")
+    assert "the ranks that are there end within 60 s (--launcher-timeout)" in told
+    assert "delete these pods" in told
 
 
 @pytest.mark.parametrize("launcher_seconds", [60.0, 0.0])

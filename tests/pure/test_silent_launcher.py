@@ -9,9 +9,10 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from shardwise.comm.members import Announcement, ChannelMemory, LauncherChannel, MemberMessage
@@ -32,11 +33,13 @@ class Cable:
     """To the store at a port: passes so many blocks on, in both directions, and is out then. Like a host that has
     become silent, it closes nothing; and whoever connects later gets no answer, as one that is connected already.
 
-    With `num_breaks`, all connections break instead, and again after as many blocks; later ones are not affected."""
+    With `num_breaks`, all connections break instead, and again after as many blocks; later ones are not affected. With
+    a `text`, only that one breaks which is the first to carry it: before or after that (`arrives`)."""
 
-    def __init__(self, port: int, last: int, num_breaks: int = 0) -> None:
+    def __init__(self, port: int, last: int, num_breaks: int = 0, text: bytes = b"", *, arrives: bool = False) -> None:
         self.num_passed, self.num_breaks = 0, 0
         self._most_breaks, self._every = num_breaks, last
+        self._text, self._arrives = text, arrives
         self.is_out = threading.Event()
         self._last, self._port = last, port
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -74,8 +77,13 @@ class Cable:
             self._end()
             return
         self.num_passed += 1
-        with contextlib.suppress(OSError):  # the other end is gone
-            key.data.sendall(block)
+        is_it = bool(self._text) and self._text in block
+        if not is_it or self._arrives:
+            with contextlib.suppress(OSError):  # the other end is gone
+                key.data.sendall(block)
+        if is_it:
+            self.num_breaks, self._text = self.num_breaks + 1, b""
+            self._break([source, key.data])
 
     def _end(self) -> None:
         if not self._most_breaks:
@@ -83,11 +91,14 @@ class Cable:
             return
         self.num_breaks += 1
         self._last = self._last + self._every if self.num_breaks < self._most_breaks else NEVER
-        for end in self._ends:
+        self._break(self._ends)
+
+    def _break(self, ends: Sequence[socket.socket]) -> None:
+        for end in list(ends):
             with contextlib.suppress(KeyError):  # it was at its end already
                 self._selector.unregister(end)
             end.close()
-        self._ends.clear()
+            self._ends.remove(end)
 
     def close(self) -> None:
         self._is_closed = True
@@ -182,19 +193,19 @@ class Rank:
 
 
 @contextlib.contextmanager
-def cable(port: int, last: int, num_breaks: int = 0) -> Iterator[Cable]:
-    made = Cable(port, last, num_breaks)
+def cable(port: int, last: int, num_breaks: int, text: bytes, *, arrives: bool) -> Iterator[Cable]:
+    made = Cable(port, last, num_breaks, text, arrives=arrives)
     try:
         yield made
     finally:
         made.close()
 
 
-def run(folder: Path, last: int, num_breaks: int = 0) -> int:
-    """A job whose first launcher's cable is out after so many blocks, or breaks so often; returns how many blocks have
-    passed."""
+def run(folder: Path, last: int, num_breaks: int = 0, text: bytes = b"", *, arrives: bool = False) -> int:
+    """A job whose first launcher's cable is out after so many blocks, or breaks as `Cable` says; returns how many
+    blocks have passed."""
     first, deadline = Launcher(), time.monotonic() + PATIENCE
-    with cable(first.port, last, num_breaks) as line:
+    with cable(first.port, last, num_breaks, text, arrives=arrives) as line:
         LauncherAddress(0, "127.0.0.1", line.port).write(folder)
         rank, launcher = Rank(folder, line.port), first
         while not rank.is_done:
@@ -205,7 +216,7 @@ def run(folder: Path, last: int, num_breaks: int = 0) -> int:
                 LauncherAddress(1, "127.0.0.1", launcher.port).write(folder)
             time.sleep(0.001)
         assert (rank.error, rank.heard) == (None, ["entering", "formed", "end"]), last
-        assert line.num_breaks == num_breaks, last
+        assert line.num_breaks == (1 if text else num_breaks), last
         return line.num_passed
 
 
@@ -224,3 +235,12 @@ def test_ranks_connect_again_to_a_launcher_that_lives_however_often_the_connecti
         run(tmp_path, last, num_breaks=1)
     for every in range(8, 13):
         run(tmp_path, every, num_breaks=3)
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("text", ["from/0/0", "from/0/1", "from/0/2", "sent/from/0/1", "sent/from/0/2"])
+def test_a_message_comes_once_if_the_connection_that_sends_it_is_the_only_one_that_breaks(
+    text: str, arrives: bool, tmp_path: Path
+) -> None:
+    """The news still come, so that nothing but the message itself tells of it; it may have been read, or not."""
+    run(tmp_path, NEVER, text=text.encode(), arrives=arrives)

@@ -28,6 +28,7 @@ from shardwise.system.disk import (
     IoQueue,
     Patience,
     Pending,
+    Removals,
     Step,
     SystemCalls,
     TierFolder,
@@ -282,6 +283,8 @@ def test_a_disk_that_answers_nothing_is_given_up_and_not_waited_for_again(tmp_pa
         patience.seconds = PATIENCE  # none of these waits again
         with pytest.raises(TierError, match="has answered nothing"):
             file.read(0, BufferPool(1, PAGE).take()).wait()
+        with pytest.raises(TierError, match="has answered nothing"):
+            file.get(8, 16)  # one block is not read by the thread that waits for it either
         pending = file.read(0, BufferPool(1, PAGE).take())
         pending.join()
         assert not pending.is_done
@@ -308,6 +311,36 @@ def test_a_disk_that_goes_on_is_waited_for_however_slow_it_is() -> None:
     Pending([Slow()], patience).wait()
     assert waits == [600] * 4
     assert not patience.is_over
+
+
+def test_files_on_a_disk_that_answers_nothing_are_deleted_when_it_does_or_named() -> None:
+    removals, goes_on = Removals(), threading.Event()
+    deleted: list[str] = []
+
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def delete_later() -> None:
+        assert goes_on.wait(PATIENCE)
+        deleted.append("first")
+
+    removals.start(Path("silent/first"), delete_later)
+    removals.start(Path("silent/second"), lambda: deleted.append("second"))
+    broken, done = threading.Event(), threading.Event()
+    removals.start(Path("broken/file"), fail)
+    removals.start(Path("broken/other"), broken.set)
+    removals.start(Path("good/file"), done.set)
+    assert broken.wait(PATIENCE)
+    assert done.wait(PATIENCE), "another disk is not kept waiting"
+    left = {Path("broken/file"), Path("silent/first"), Path("silent/second")}
+    assert left <= set(removals.settle(0.0))
+    removals.start(Path("silent/third"), lambda: deleted.append("third"))
+    assert {*left, Path("silent/third")} <= set(removals.settle(PATIENCE)), "nobody waits for it again"
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "shardwise removal":
+            thread.join(PATIENCE)
+    assert deleted == ["first"], "what was given up is not begun any more"
 
 
 # --- whose a folder is -----------------------------------------------------------------------------------

@@ -20,16 +20,17 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.elastic import copies
+from shardwise.elastic import copies, layouts, recovery
 from shardwise.elastic.copies import CopyMeter
-from shardwise.errors import TierError
+from shardwise.errors import StateError, TierError
 from shardwise.memory import Copy, DiskMemory, disk_memory
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import image_bytes
 from shardwise.runtime.activations import activation_offload, on_disk
-from shardwise.system.disk import SystemCalls, TierFolder
+from shardwise.system.disk import IoQueue, Patience, Removals, SystemCalls, TierFolder, remove_files_beside
 from shardwise.testing import plant, run_ranks
 from tests import inside
+from tests.patience import PATIENCE
 from tests.ranks.lost_groups import ROWS, DiesBefore, Layers, race_of
 from tests.ranks.test_buddies import HOSTS, HostDiesAt
 from tests.ranks.test_lost_ranks import (
@@ -304,6 +305,86 @@ def test_a_rank_whose_disk_answers_nothing_is_lost(
     plan = with_activations("zero1", tmp_path) if name == "activations" else DISKS[name]
     void = race(plan, falls_silent, tmp_path, loop=loop, model=Deep(), hosts=hosts, dies_of=TierError)
     assert set(void) == {0, 2, 3}
+
+
+def test_a_lost_ranks_disk_that_answers_nothing_is_given_up_and_not_its_readers(
+    tmp_path: Path, silent: SilentOfOne
+) -> None:
+    lost = DiskMemory(tmp_path / "lost", 1, job="1", keeps_versions=True)
+    paths = [lost.rows("a", 4096).file.path]
+    reader = DiskMemory(tmp_path / "own", 0, queue=IoQueue(1, 4096, Patience("own", PATIENCE)), job="1")
+    mine = reader.rows("b", 4096)
+    mine.part(0, 0, [16], torch.float32)
+    found = reader.rows_of_other("a", paths, 4096)
+    silent.verb, found.file.queue.patience.seconds = "read", 0.0
+    with pytest.raises(TierError, match=f"^{tmp_path}/lost, the disk of a lost rank, has answered nothing for 0 s"):
+        found.read(found.part(0, 0, [16], torch.float32))
+    mine.write(mine.part(0, 0, [16], torch.float32), torch.arange(16.0))
+    assert mine.read(mine.part(0, 0, [16], torch.float32)).tolist() == list(range(16))
+    assert not reader.patience.is_over
+    reader.close()
+    assert not list((tmp_path / "own").iterdir())
+    silent.goes_on.set()
+    lost.close()
+
+
+def test_one_rank_alone_waits_for_a_lost_ranks_disk_that_answers_nothing(
+    tmp_path: Path, silent: SilentOfOne, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not try again what it could not read."""
+    ended: dict[int, Exception] = {}
+    models = [Net() for _ in range(NUM_RANKS)]
+    monkeypatch.setattr(disk_memory, "Patience", lambda name, _: Patience(name, 0.0))  # for disks of lost ranks
+
+    def work(world: World, member: int) -> None:
+        own, plan = models[member], {**DISKS["infinity"], "disk": str(tmp_path / "scratch")}
+        engine = sw.shard(own, plan, optimizer=adamw(own), world=world)
+
+        def dies(_: int, num_steps: int, __: str) -> bool:
+            if num_steps == AT:
+                silent.verb = "read"
+                raise Killed
+            return False
+
+        if member == 1:
+            plant(dies, engine.world)
+        try:
+            while engine.num_steps < NUM_STEPS:
+                x, y = batches()[engine.num_steps]
+                engine.train_step(x, y, loss_fn=loss_of)
+        except (TierError, StateError) as error:
+            ended[member] = error
+            raise Killed from error
+
+    assert not run_members(NUM_RANKS, work, tmp_path)
+    kinds = {member: type(error) for member, error in ended.items()}
+    assert kinds == {0: StateError, 2: TierError, 3: StateError}
+    assert f"{tmp_path}/scratch, the disk of a lost rank, has answered nothing" in str(ended[2])
+    assert "no whole state is left" in str(ended[0])
+
+
+def test_nobody_waits_for_the_disk_of_a_lost_rank_that_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on, asked = threading.Event(), threading.Event()
+
+    def remove(path: Path) -> None:
+        asked.set()
+        assert goes_on.wait(PATIENCE)
+        remove_files_beside(path)
+
+    def at_the_end(removals: Removals, seconds: float) -> list[Path]:
+        assert seconds == recovery.REMOVAL_SECONDS
+        assert asked.wait(PATIENCE), "some rank of the host deletes them"
+        goes_on.set()
+        return [*settle(removals, PATIENCE), Path("scratch/rows-7")]
+
+    settle = Removals.settle
+    monkeypatch.setattr(layouts, "remove_files_beside", remove)
+    monkeypatch.setattr(Removals, "settle", at_the_end)
+    void = race(DISKS["infinity"], DiesAt({1: 40}), tmp_path, shares_memory=False)
+    assert set(void) == {0, 2, 3}
+    assert "could not be deleted, as their disk has failed or answers nothing: scratch/rows-7. The next" in caplog.text
 
 
 def test_a_rank_without_room_for_more_is_lost_when_another_is(tmp_path: Path, disk: BreakingOfOne) -> None:

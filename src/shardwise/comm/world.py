@@ -236,8 +236,6 @@ class World:
         self.hosts = hosts
         self.local_size = even_local_size(hosts) if hosts else self.local_size
         self.journal.is_elastic = True
-        if self._watch is not None:
-            self._watch.goes_on = True
 
     def finish_joining(self, opened: Opened, timeout_seconds: float, *, shares_memory: bool) -> None:
         """Run the first exchanges, after which a fault can interrupt ranks. All ranks call; raises as sending does."""

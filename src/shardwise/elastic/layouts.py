@@ -33,7 +33,7 @@ from shardwise.plan.replica_groups import is_lone
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import Keepers, keepers, kept_axes
 from shardwise.sharded.sharded_model import ShardedModel
-from shardwise.system.disk import remove_files_beside
+from shardwise.system.disk import Removals, remove_files_beside
 
 Tensor = torch.Tensor
 _COPY = "copy-"
@@ -79,6 +79,8 @@ class Layout:
     ranks: tuple[int | None, ...]
     """By rank of the present world: its rank in this layout, or `None` if it was not part of it."""
     folder: Path | None
+    removals: Removals
+    """Of what ranks that are gone have on disks."""
     keepers: Keepers = ()
     """Which rank keeps the copy of whose state, on another host."""
     hosts: tuple[str, ...] = ()
@@ -93,7 +95,7 @@ class Layout:
     """Tensors that every rank has whole and that never change, by parameter."""
 
     @classmethod
-    def of(cls, sharded: ShardedModel, label: int, folder: Path | None, meter: CopyMeter) -> Layout:
+    def of(cls, sharded: ShardedModel, label: int, folder: Path | None, meter: CopyMeter, removals: Removals) -> Layout:
         """The layout of a sharded model, with images, which are empty before `survival.begin`."""
         flats, world = sharded.parts.flats, sharded.world
         specs = [(flat.spec, flat.slots) for flat in flats]
@@ -117,7 +119,7 @@ class Layout:
         }
         ranks = tuple(range(world.size))
         disk = sharded.disk
-        return cls(label, world.size, specs, ranks, own, kept_by, world.hosts, survival, flats, disk, still)
+        return cls(label, world.size, specs, ranks, own, removals, kept_by, world.hosts, survival, flats, disk, still)
 
     def regrouped(self, origins: Sequence[int | None]) -> Layout:
         """The same layout for the ranks of another world."""
@@ -160,16 +162,16 @@ class Layout:
 
     def remove(self, *, is_last: bool = True) -> None:
         """Delete its images and copies: no rank will return to it. If it `is_last`, nor to any other that lost ranks
-        were in, and nothing that they have on a disk stays."""
+        were in, and nothing that they have on a disk stays. That is deleted in the background."""
         if self.survival is not None:
             self.survival.close()
         for rank in self.gone:
             for path in self._files_of(rank):
-                _remove(path, all_of_rank=is_last and not path.name.startswith(_COPY))
+                self._remove(path, all_of_rank=is_last and not path.name.startswith(_COPY))
         lost = [rank for rank, keeper in enumerate(self.keepers) if keeper in self.gone]
         for rank in lost:  # copies that a lost rank of this host kept
             for path in self._files_of(rank, [_COPY]):
-                _remove(path)
+                self._remove(path)
 
     def clear(self) -> None:
         """Delete all images of this host, of any rank: no rank will return to it."""
@@ -177,7 +179,7 @@ class Layout:
             self.survival.close()
         for rank in range(self.size):
             for path in self._files_of(rank):
-                _remove(path)
+                self._remove(path)
 
     def leave(self, world: World) -> None:
         """This rank has come to the end. The last one of its host deletes all images; until then others may need them,
@@ -190,8 +192,27 @@ class Layout:
         if all(self._mark_of(rank).exists() for rank in world.ranks_of_host):
             for rank in range(self.size):
                 for path in self._files_of(rank):
-                    _remove(path)
+                    self._remove(path)
                 self._mark_of(rank).unlink(missing_ok=True)
+
+    def _remove(self, path: Path, *, all_of_rank: bool = False) -> None:
+        """Delete an image and its files on a disk; with `all_of_rank`, all that the rank that made them has there."""
+        files: list[Path] = []
+        with contextlib.suppress(StateError, FileNotFoundError):  # it is not complete, or another rank has deleted it
+            files += [Path(one) for rows in Image.open(path).directory.rows for one in rows.paths]
+
+        def delete() -> None:
+            for file in files:
+                if all_of_rank:
+                    remove_files_beside(file)
+                else:
+                    file.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # the last: if this rank is killed first, others know by it what is to be done
+
+        if files:
+            self.removals.start(files[0], delete)
+        else:
+            delete()
 
     def _mark_of(self, rank: int) -> Path:
         """A file that is there when a rank has left."""
@@ -336,6 +357,13 @@ class Layout:
                 held.tensors[rank, name, PARAM] = tensor
         return held
 
+    def give_up_silent(self, images: Mapping[int, list[Image]]) -> None:
+        """Nobody else of this host is to wait for disks of lost ranks that have answered nothing."""
+        for image in (one for of_rank in images.values() for one in of_rank):
+            paths = [Path(path) for rows in image.directory.rows for path in rows.paths]
+            if self.disk is not None and any(map(self.disk.is_silent, paths)):
+                image.live_step = image.shadow_step = TORN
+
     def _rows_of(self, image: Image, *, is_own: bool) -> list[DiskRows]:
         """What an image has on a disk. Raises `TierError` if the files of another rank cannot be opened."""
         if is_own and self.survival is not None:
@@ -402,17 +430,6 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
                 held.trained.add(cell.name)
         elif cell.kind not in (BLOCK, AT):
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
-
-
-def _remove(path: Path, *, all_of_rank: bool = False) -> None:
-    """Delete an image and its files on a disk; with `all_of_rank`, all that the rank that made them has there."""
-    with contextlib.suppress(StateError, FileNotFoundError):  # it is not complete, or another rank has deleted it
-        for file in (Path(one) for rows in Image.open(path).directory.rows for one in rows.paths):
-            if all_of_rank:
-                remove_files_beside(file)
-            else:
-                file.unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
 
 
 def _file_name(label: int, rank: int) -> str:

@@ -36,13 +36,24 @@ from shardwise.elastic.rebuild import make_plain, rebuilt, take_down, with_group
 from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
-from shardwise.errors import CommError, CorruptionError, FaultError, SpareError, StateError, TurnedAwayError
+from shardwise.errors import (
+    CommError,
+    CorruptionError,
+    FaultError,
+    SpareError,
+    StateError,
+    TierError,
+    TurnedAwayError,
+)
 from shardwise.plan.replica_groups import group_size, num_groups
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
+from shardwise.system.disk import Removals
 
 _CODE_FAULTS = ("contradiction", "deadlock")
 """Kinds of faults that would occur with any set of ranks."""
+REMOVAL_SECONDS = 5.0
+"""How long ranks that let others in, or end, wait until what lost ranks had on disks is deleted."""
 _log = logging.getLogger("shardwise")
 
 
@@ -141,6 +152,7 @@ class Recovery:
         self._num_left_out = len(_left_out(membership.folder))
         """Batches skipped so far, those before this rank joined included."""
         self.copy_meter = CopyMeter()
+        self._removals = Removals()
         self._pace_meter = PaceMeter()
         self._num_layouts = 0 if arrival is None else arrival.label
         self._layout: Layout
@@ -181,6 +193,12 @@ class Recovery:
                 layout.leave(self.world)
             else:
                 layout.survival.close(removes=False)
+        if is_end and (left := self._removals.settle(REMOVAL_SECONDS)):
+            _log.warning(
+                "These files of ranks that are gone could not be deleted, as their disk has failed or answers nothing: "
+                "%s. The next job in the folder deletes them; without one, delete them yourself.",
+                ", ".join(map(str, left)),
+            )
 
     # -- versions of the state ------------------------------------------------------------------------------
 
@@ -298,6 +316,7 @@ class Recovery:
             self.world = self._membership.come_back().world
             for layout in layouts:
                 layout.clear()
+            self._removals.settle(REMOVAL_SECONDS)
             if former.sharding.disk is not None:  # this rank opens its folder anew
                 former.sharding.disk.close()
             sharded, arrival = arrive(
@@ -333,6 +352,8 @@ class Recovery:
         for layout in (self._former, self._layout):
             if layout is not None and layout.survival is not None:
                 layout.survival.await_copies() if error is None else layout.survival.end_copies()
+        if lets_in:  # a spare that comes back makes files of the same names
+            self._removals.settle(REMOVAL_SECONDS)
         reports = self._regroup(lets_in=lets_in)
         layouts = [one for one in (self._layout, self._former) if one is not None]
         layout, version, readers = choose(layouts, reports, self.world)
@@ -349,7 +370,11 @@ class Recovery:
         self._check_agreement(layout, version, readers)
         self.iterations.version = version
         self._sharded.progress.num_steps = self.iterations.num_steps[version]
-        self._lay_out(layout, layout.held(self.world.rank, readers, images, version), version)
+        try:
+            self._lay_out(layout, layout.held(self.world.rank, readers, images, version), version)
+        except TierError:
+            layout.give_up_silent(images)
+            raise
         self._undo_ended_iteration()
         if self.iterations.is_void():
             self.loop_state.note_settings()
@@ -498,7 +523,8 @@ class Recovery:
         """Make the layout of `sharded` the present one, with images. All ranks call."""
 
         def make() -> None:
-            self._layout = Layout.of(sharded, self._num_layouts, self._membership.folder, self.copy_meter)
+            folder = self._membership.folder
+            self._layout = Layout.of(sharded, self._num_layouts, folder, self.copy_meter, self._removals)
 
         make_images(self.world, make)
 

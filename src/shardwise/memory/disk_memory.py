@@ -38,7 +38,7 @@ from shardwise.memory.disk_rows import DiskRows
 from shardwise.memory.host_memory import Copy
 from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
 from shardwise.system.devices import RankDevice
-from shardwise.system.disk import BufferPool, DiskFile, IoQueue, Pending, TierFolder, folder_of
+from shardwise.system.disk import BufferPool, DiskFile, IoQueue, Patience, Pending, TierFolder, folder_of
 from shardwise.system.telemetry import ON_THE_WAY, ByteMeter, StepClock, Timeline
 
 Tensor = torch.Tensor
@@ -104,6 +104,9 @@ class DiskMemory:
         self._queue.note_done = self._clock.note_disk_call
         self.patience = self._queue.patience
         """How long this rank waits for the disk, if that answers nothing."""
+        self._queues_of_others: dict[Path, IoQueue] = {}
+        """By folder, for files of ranks that are gone. Another folder may be on another disk: if that answers nothing,
+        this rank's own still does, and its requests are not behind others that never end."""
         self._meter = ByteMeter()
         self.timeline = Timeline()
         """Records the reads and writes of a step."""
@@ -143,10 +146,11 @@ class DiskMemory:
         self._reads = DiskReads(self._pool_for_reads, self.wait_for)
 
     def close_previous(self) -> None:
-        """Close the files of previous plans."""
+        """Close the files of previous plans. Nothing of ranks that are gone is read any more."""
         for rows in self._left:
             rows.close()
         self._left = []
+        self._close_queues_of_others()
 
     def is_in(self, named: str) -> bool:
         """Whether this is the folder that a plan names so, or one that it named so from another working directory."""
@@ -199,16 +203,35 @@ class DiskMemory:
         """The rows of a rank that is gone, whose files others can read. Raises `TierError` if they cannot be opened, or
         that does not return: their disk may be the reason why the rank is gone."""
         files: list[DiskFile] = []
+        queue = self._queue_of_other(paths[0].parent)
 
         def open_all() -> None:
-            files.extend(self.folder.open(path, num_bytes, self._queue) for path in paths)
+            files.extend(self.folder.open(path, num_bytes, queue) for path in paths)
 
-        self.wait_for(self._queue.start([open_all]))
+        self.wait_for(queue.start([open_all]))
         first, *others = files
         rows = DiskRows(name, first)
         for file in others:
             rows.add_version(file)
         return rows
+
+    def _queue_of_other(self, folder: Path) -> IoQueue:
+        own = self._queue
+        if folder not in self._queues_of_others:
+            patience = Patience(f"{folder}, the disk of a lost rank,", own.patience.seconds)
+            queue = self._queues_of_others[folder] = IoQueue(own.depth, own.block_bytes, patience)
+            queue.note_done = own.note_done
+        return self._queues_of_others[folder]
+
+    def is_silent(self, path: Path) -> bool:
+        """Whether a file of a rank that is gone is on a disk that was given up."""
+        queue = self._queues_of_others.get(path.parent)
+        return queue is not None and queue.patience.is_over
+
+    def _close_queues_of_others(self) -> None:
+        for queue in self._queues_of_others.values():
+            queue.close()
+        self._queues_of_others.clear()
 
     def file(self, name: str, num_bytes: int, *, cut: int = 0, is_named: bool = False) -> DiskFile:
         """A separate file in the folder; the caller counts and closes it. For `cut` and `is_named` see `DiskFile`."""
@@ -390,6 +413,7 @@ class DiskMemory:
             if not self.outlives_rank:
                 rows.remove()
         self.drop_prepared()
+        self._close_queues_of_others()
         self._queue.close()
         self.folder.close()
 

@@ -127,7 +127,8 @@ class Journal:
         self.explain: Callable[[LinkError], CommError] | None = None
         """Finds out why a link broke; blocks while it asks the other ranks."""
         self.is_elastic = False
-        """Whether the ranks may go on in a new world after a fault, which is then met where something is sent."""
+        """Whether the ranks may go on in a new world after a fault, which is then met where something is sent; what
+        the fault says ends with that."""
         self._raised_at = ""
         """The user's line at which the fault was raised first. If it is raised again, the loop has caught it there."""
         self._thread_id = threading.get_ident()

@@ -68,8 +68,6 @@ class Watchdog:
         """`abort` breaks this rank's links, `lost_ranks` returns the ranks whose links are closed already, and
         `end_lost_waits` ends waits for them that would go on; from any thread."""
         self.patience_seconds = patience_seconds
-        self.goes_on = False
-        """Whether the surviving ranks form a new world after a fault; the text of the fault says so."""
         self._journal = journal
         self._size = size
         self._board = board
@@ -185,7 +183,7 @@ class Watchdog:
             self._deliver(self._claim(fault))
 
     def _claim(self, fault: Fault) -> Fault:
-        return self._board.claim(replace(fault, origin=self._journal.rank, goes_on=self.goes_on))
+        return self._board.claim(replace(fault, origin=self._journal.rank, goes_on=self._journal.is_elastic))
 
     def _give_up(self, error: Exception) -> None:
         """The watchdog itself failed: report that to the others, and to this rank."""
@@ -294,7 +292,7 @@ class Watchdog:
             return departure(last, [mine])
         if lost.outlived_by(last):
             return disconnection(lost.rank, lost.why, mine)
-        longest = self._period_seconds + 2 * _HURRIED_PERIOD_SECONDS if self.goes_on else 0.0
+        longest = self._period_seconds + 2 * _HURRIED_PERIOD_SECONDS if self._journal.is_elastic else 0.0
         if lost.seconds < max(_LOST_AFTER_SECONDS, longest):
             return None
         return disappearance(lost.rank, last, lost.why, mine, self._lost_host(lost.rank))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import CutOffError, HostsState, Mirror
 from shardwise.launch.elastic.place import Place
-from shardwise.launch.elastic.pods import BACK_SECONDS, PodWorkers
+from shardwise.launch.elastic.pods import BACK_SECONDS, Pod, PodWorkers
 from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
@@ -127,10 +127,12 @@ def _gather(
     that is lost, wait for more than half of those, and return what it had decided.
 
     Pods that are new do not know whether others have such ranks. So it is not how many of them have come that decides
-    whether there are others, but `_ANEW_SECONDS`."""
+    whether there are others, but `_ANEW_SECONDS`. While half of them or fewer are back, the others may follow the last
+    launcher on a node that was cut off; nobody here can know, so it says what it waits for, and how to end that."""
     assert plan.job.elastic is not None
     least, wanted = plan.job.elastic.least, plan.job.nproc
     enough_at, tell_at, pause = float("inf"), clock() + _TELL_SECONDS, _TELL_SECONDS
+    back_at, told_of = float("inf"), set[str]()
     late_at, anew_at = float("inf"), float("inf") if plan.job.elastic.launcher_timeout_seconds else 0.0
     while not signals.received:
         workers.wait(_LOOK_MILLISECONDS)
@@ -148,7 +150,12 @@ def _gather(
                     slots.leaves(event.host, now)
                     workers.leave(event.host)
         if returning := {label: pod.returning for label, pod in workers.returning().items()}:
-            if newest := with_the_newest(returning):
+            back_at = min(back_at, now)
+            newest = with_the_newest(returning)
+            if not newest and now > back_at + BACK_SECONDS and told_of != returning.keys():
+                told_of = set(returning)
+                say(_too_few(workers.returning(), plan.job.elastic.launcher_timeout_seconds))
+            if newest:
                 late_at = min(late_at, now + BACK_SECONDS)
                 is_whole = {label for label, _, _ in returning[newest[0]]["hosts"]} <= returning.keys()
                 if is_whole or now > late_at:
@@ -164,3 +171,16 @@ def _gather(
             say(f"{num_slots} of {plan.describe_need()}. Waiting for the others.")
     workers.has_begun = True
     return None
+
+
+def _too_few(returning: Mapping[str, Pod], launcher_timeout_seconds: float) -> str:
+    """What to do if half of the last launcher's pods, or fewer, are back: these are `returning`."""
+    newest = max((pod.returning for pod in returning.values()), key=lambda one: (one["number"], one["version"]))
+    names = ", ".join(sorted(pod.share.host.name for pod in returning.values()))
+    return (
+        f"{len(returning)} of {len(newest['hosts'])} pods with ranks of the last launcher have come back: {names}. To "
+        f"go on with their ranks, it takes more than half of them, since the others may go on without these. If no "
+        f"more come, the ranks that are there end within {launcher_timeout_seconds:g} s (--launcher-timeout), and the "
+        f"script starts again from its last checkpoint. If the others are lost, delete these pods: then it need not "
+        f"wait for that."
+    )

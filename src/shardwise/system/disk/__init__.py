@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.system.disk.mounts import check_local, is_memory
     from shardwise.system.disk.page_buffers import BufferPool, Stage, pages, tensors_in_pages
     from shardwise.system.disk.pending import Patience, Pending
+    from shardwise.system.disk.removals import Removals
     from shardwise.system.disk.sliced_file import SlicedFile
     from shardwise.system.disk.slices import Step, steps, walk
     from shardwise.system.disk.tier_folder import (
@@ -46,6 +47,7 @@ __all__ = [
     "Patience",
     "Pending",
     "Region",
+    "Removals",
     "SlicedFile",
     "Stage",
     "Step",
@@ -80,6 +82,7 @@ _HOMES = {
     "Patience": "shardwise.system.disk.pending",
     "Pending": "shardwise.system.disk.pending",
     "Region": "shardwise.system.disk.align",
+    "Removals": "shardwise.system.disk.removals",
     "SlicedFile": "shardwise.system.disk.sliced_file",
     "Stage": "shardwise.system.disk.page_buffers",
     "Step": "shardwise.system.disk.slices",

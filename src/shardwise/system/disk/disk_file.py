@@ -177,8 +177,8 @@ class DiskFile:
         return parts
 
     def _now(self, work: Callable[[int, memoryview], None], start: int, buffer: torch.Tensor) -> None:
-        """Do it and wait; this thread does a single block itself."""
-        if len(self._parts(start, start + buffer.numel())) == 1:
+        """Do it and wait. This thread does a single block itself, if it would wait for ever anyway."""
+        if self.queue.patience.seconds is None and len(self._parts(start, start + buffer.numel())) == 1:
             self.queue.do_here(partial(work, start, memoryview(buffer.numpy().data)))
         else:
             self._start(work, start, buffer).wait()
