@@ -78,12 +78,12 @@ def test_drawn_plans_train_like_their_twins(tmp_path: Path) -> None:
 
 def drawn_wire(draw: random.Random, preset: str, *, has_two_axes: bool) -> dict[str, Any]:
     """Gradients beside codes are sent in bf16 only where they are rounded once, as the twin does: along two axes they
-    are along each, and in an all-reduce their sums are too."""
+    are along each, in an all-reduce their sums are too, and with `zero1` before they are divided by the ranks."""
     kinds = ("grad",) if preset in OF_COPIES else draw.choice((("grad",), ("param",), ("grad", "param")))
     wire: dict[str, Any] = {}
     for kind in kinds:
         wire[kind] = {"dtype": draw.choice(("int8", "int4", "fp8")), "block": draw.choice(BLOCKS)}
-        if draw.random() < 0.25 and (kind == "param" or not (has_two_axes or preset in OF_COPIES)):
+        if draw.random() < 0.25 and (kind == "param" or not (has_two_axes or preset in (*OF_COPIES, "zero1"))):
             wire[kind]["rest"] = "bf16"
     if "param" in kinds and draw.random() < 0.25:
         wire["param"]["axes"] = "everywhere"
