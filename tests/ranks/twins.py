@@ -291,7 +291,8 @@ def assert_same(run: Run, twin: Run, *, loss: float = 1e-6, param: float = 1e-5,
     for index, (ours, theirs) in enumerate(zip(run.norms, twin.norms, strict=True)):
         assert abs(ours - theirs) <= norm * abs(theirs), f"step {index}: norm {ours}, the twin has {theirs}"
     for name, theirs in twin.params.items():
-        difference = (run.params[name] - theirs.float()).abs().max().item()
+        differences = (run.params[name] - theirs.float()).abs().flatten()
+        difference = differences.max().item() if differences.numel() else 0.0
         assert difference <= param, f"{name} differs by {difference}"
 
 
@@ -346,9 +347,12 @@ def rounded_by(codes: dict[str, Any] | None) -> Callable[[Tensor], Tensor]:
     """A tensor through its codes: written down once more, without looking at the library."""
     if codes is None:
         return lambda tensor: tensor
-    block, largest = codes["block"], {"int8": 127, "int4": 7, "fp8": 448}[codes["dtype"]]
+    largest, default = {"int8": (127, 256), "int4": (7, 128), "fp8": (448, 256)}[codes["dtype"]]
+    block = codes.get("block") or default
 
     def through(tensor: Tensor) -> Tensor:
+        if not tensor.numel():
+            return tensor
         rows = nn.functional.pad(tensor.detach().flatten().float(), (0, -tensor.numel() % block)).view(-1, block)
         scales = (rows.abs().max(dim=1, keepdim=True).values / largest).bfloat16().float()
         if largest == 448:

@@ -128,9 +128,11 @@ def twin_run(
     accumulate: int = 1,
     waits_whole: bool = False,
     sends_frozen: bool = True,
+    resident_below: int = 0,
 ) -> Run:
     """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
-    `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do."""
+    `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do. Frozen
+    parameters of fewer elements than `resident_below` stay whole on every rank, so they are never sent."""
     to_params, sent = rounded_by(wire.get("param")), _Sent(wire)
     to_frozen = rounded_by(wire.get("frozen", wire.get("param")))
     rest = rest_rounded_by(wire.get("param"))
@@ -143,7 +145,7 @@ def twin_run(
         with torch.no_grad():
             for name, param in computed.named_parameters():
                 rounds = to_params if param.requires_grad else to_frozen
-                is_sent = param.requires_grad or sends_frozen
+                is_sent = param.requires_grad or (sends_frozen and param.numel() >= resident_below)
                 param.copy_((rounds if is_coded(name, param) else rest)(param) if is_sent else param)
         losses, of_batches = [], []
         for part_of_step in range(accumulate):

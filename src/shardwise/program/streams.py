@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
@@ -16,8 +16,8 @@ def overlap(program: Program) -> Program:
     """Put gathers and reductions on their own streams.
 
     The computation waits for a gather in the block of the unit's own moment. A reduction is waited for when the next
-    one is about to start, so that at most two gradient buffers are live; a reduction over several axes advances by one
-    axis at each such point. All are done by the end of the backward.
+    one is about to start, or, of codes, when it has, so that at most two gradient buffers are live; a reduction over
+    several axes advances by one axis at each such point. All are done by the end of the backward.
     """
     return _overlap_reductions(_overlap_gathers(program))
 
@@ -167,6 +167,11 @@ class _Chain:
     steps: deque[Action]
     started: Action | None = None
 
+    @property
+    def sends_codes(self) -> bool:
+        """Whether the step under way does."""
+        return self.started is not None and bool(self.started.codes)
+
     def advance(self) -> Iterator[Action]:
         """Finish the step under way, and start the next."""
         if self.started is not None:
@@ -190,23 +195,31 @@ def _overlap_reductions(program: Program) -> Program:
     for block in program:
         chains = _chains(block.actions)
         actions = [action for action in block.actions if action.subject != "grad"]
+        going_on: list[str] = []
         if block.moment.edge == "before":
             opens = block.moment.unit if block.moment.leaves_gradients else None
             for flat in [flat for flat in pending if opens in _possible_units(flat)]:
                 actions += _drained(pending.pop(flat))
         elif chains or block.moment == END_OF_BACKWARD or not block.moment.leaves_gradients:
-            for flat, chain in list(pending.items()):
-                if flat in chains or block.moment == END_OF_BACKWARD:
-                    actions += _drained(pending.pop(flat))
-                    continue
-                actions += chain.advance()
-                if chain.started is None:
-                    del pending[flat]
-        for flat, chain in chains.items():
+            for flat in [flat for flat in pending if flat in chains or block.moment == END_OF_BACKWARD]:
+                actions += _drained(pending.pop(flat))
+            going_on = [*pending]
+        # Codes are made before they are sent, and summed when they have come. So that the link has something to carry
+        # meanwhile, the next codes are made before these are waited for, which keeps the memory of these for longer.
+        late = _beside_codes(pending)
+        for chain in (*(pending[flat] for flat in going_on if flat not in late), *chains.values()):
             actions += chain.advance()
-            pending[flat] = chain
+        for chain in (pending[flat] for flat in going_on if flat in late):
+            actions += chain.advance()
+        pending = {flat: chain for flat, chain in (pending | chains).items() if chain.started is not None}
         blocks.append(Block(block.moment, tuple(actions)))
     return tuple(blocks)
+
+
+def _beside_codes(pending: Mapping[str, _Chain]) -> set[str]:
+    """The flat buffers that are being reduced as codes, and the others of their units, whose messages come later."""
+    coded = {unit for flat, chain in pending.items() if chain.sends_codes for unit in _possible_units(flat)}
+    return {flat for flat in pending if not coded.isdisjoint(_possible_units(flat))}
 
 
 def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:

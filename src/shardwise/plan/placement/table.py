@@ -194,13 +194,17 @@ class Table:
         return tuple(sorted(used, key=lambda axis: -count[axis]))
 
     def on(self, mesh: Mesh) -> Table:
-        """The same table without the axes on which the mesh has a single rank."""
+        """The same table without the axes on which the mesh has a single rank; with none left nothing is sent, so that
+        gradients are not rounded for it."""
         mesh.require(self.axes, "The table")
 
         def keep(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
-        return self._with_axes(keep)
+        table = self._with_axes(keep)
+        if not table.axes and narrows(self.grad_wire, self.compute):
+            return replace(table, grad_wire=Wire(self.compute))
+        return table
 
     def stored_as(self, dtype: Dtype) -> Table:
         """The same table for frozen parameters that are stored, gathered and used in `dtype`."""
