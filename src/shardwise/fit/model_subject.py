@@ -431,7 +431,9 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
             if not forward:
                 raise ModelError(f"Stage {stage} of the pipeline has no unit whose activations are known.")
             held = forward[-1].live_bytes + message_bytes
-            own = replace(whole.activations, marks=(*marks, Mark(END_OF_BACKWARD, 0, 0)))
+            heap = max(mark.heap_bytes for mark in marks)
+            ended = Mark(END_OF_BACKWARD, 0, 0)
+            own = replace(whole.activations, marks=(*marks, ended), peak_heap_bytes=heap)
             stages[stage] = StageBytes(own, held, held)
         names = set().union(*names_of.values())
         in_transit = MESSAGES_IN_FLIGHT * message_bytes * len(names_of)
@@ -464,18 +466,18 @@ def _marks_of_stage(marks: Sequence[Mark], stage_of: Sequence[int], stage: int, 
     """Those of the units of a stage, above what stages before it hold. Where a unit is also used in another stage, its
     moments there are, here, when this stage begins or ends."""
     found: list[Mark] = []
-    below = now = 0
+    below = heap_below = now = heap_now = 0
     for mark, at in zip(marks, stage_of, strict=True):
         is_forward = mark.moment.phase == "forward"
         if at == stage:
-            now = max(0, mark.live_bytes - below)
+            now, heap_now = max(0, mark.live_bytes - below), max(0, mark.heap_bytes - heap_below)
         elif at < stage and is_forward:
-            below = mark.live_bytes
+            below, heap_below = mark.live_bytes, mark.heap_bytes
         elif at < stage:
-            now = 0
+            now = heap_now = 0
         if mark.moment.unit in names:
             peak = max(0, mark.peak_bytes - below) if at == stage else now
-            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=0))
+            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=heap_now))
     return found
 
 

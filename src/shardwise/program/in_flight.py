@@ -45,6 +45,12 @@ class StageBytes:
     aside: int = 0
     """Bytes that the first half of a backward leaves for the second."""
 
+    @property
+    def held_heap(self) -> int:
+        """Those of `held` that lie in the heap."""
+        left = [mark.heap_bytes for mark in self.activations.marks if mark.moment.phase == "forward"]
+        return min(self.held, left[-1]) if left else 0
+
 
 def over_schedule(
     row: Sequence[Op], stages: Mapping[int, StageBytes], halved: Container[str] = (), sent_bytes: int = 0
@@ -55,22 +61,29 @@ def over_schedule(
     transit between stages at any time.
     """
     alive: dict[tuple[int, int], int] = {}
+    in_heap: dict[tuple[int, int], int] = {}
+    """Those of them that lie there."""
+    held_heap = {stage: found.held_heap for stage, found in stages.items()}
+    peak_heap = 0
     marks: list[Mark] = []
     for op in row:
-        own = alive.pop((op.stage, op.micro_batch), 0)
-        beside = sum(alive.values()) + sent_bytes
+        own, own_heap = alive.pop((op.stage, op.micro_batch), 0), in_heap.pop((op.stage, op.micro_batch), 0)
+        beside, heap = sum(alive.values()) + sent_bytes, sum(in_heap.values())
+        peak_heap = max(peak_heap, stages[op.stage].activations.peak_heap_bytes + heap)
         for mark in _marks_of(op, stages[op.stage], halved, min(own, stages[op.stage].aside)):
             edge, phase, unit = mark.moment.edge, mark.moment.phase, mark.moment.unit
             moment = Moment(edge, phase, unit, op.micro_batch)  # `replace` takes several times as long
-            marks.append(Mark(moment, mark.peak_bytes + beside, mark.live_bytes + beside))
+            marks.append(Mark(moment, mark.peak_bytes + beside, mark.live_bytes + beside, mark.heap_bytes + heap))
         if op.kind in "FI":
             found = stages[op.stage]
             alive[op.stage, op.micro_batch] = found.held if op.kind == "F" else min(own, found.aside)
+            in_heap[op.stage, op.micro_batch] = held_heap[op.stage] if op.kind == "F" else min(own_heap, found.aside)
     counted = [found.activations for found in stages.values()]
     return Activations(
         (*marks, Mark(END_OF_BACKWARD, sent_bytes, sent_bytes)),
         max((one.process_bytes for one in counted), default=0),
         all(one.on_cpu for one in counted),
+        peak_heap_bytes=peak_heap,
     )
 
 
