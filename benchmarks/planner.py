@@ -89,6 +89,7 @@ class Runs:
             "measured": max(rank["seconds"] for rank in ranks),
             "predicted_peak_bytes": foreseen.peak_bytes,
             "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+            "share_bytes": max(rank["share_bytes"] for rank in ranks),
             "explained": str(timeline),
         }
 
@@ -228,7 +229,7 @@ def rank_correlation(rows: Sequence[Values], of: str) -> float:
 
 def _show(rows: Sequence[Values], console: Console) -> None:
     head = ["model", "plan", "measured ms", "predicted ms", "roofline ms", "error"]
-    head += ["measured MiB", "predicted MiB", "error"]
+    head += ["resident MiB", "share MiB", "predicted MiB", "error"]
     show_figures("planner", head, [_line(row) for row in rows], console)
     for of in ("predicted", "roofline"):
         errors = errors_of(rows, of)
@@ -237,7 +238,7 @@ def _show(rows: Sequence[Values], console: Console) -> None:
             f"rank correlation {rank_correlation(rows, of):.2f}",
             markup=False,
         )
-    errors = errors_of(rows, "predicted_peak_bytes", "peak_bytes")
+    errors = errors_of(rows, "predicted_peak_bytes", "share_bytes")
     console.print(
         f"memory: median error {median(errors):.1%}, mean {mean(errors):.1%}, at most {max(errors):.1%}", markup=False
     )
@@ -249,8 +250,8 @@ def _line(row: Values) -> list[str]:
         _text_of(row["plan"]),
         *(f"{row[key] * 1e3:.1f}" for key in ("measured", "predicted", "roofline")),
         f"{row['predicted'] / row['measured'] - 1:+.0%}",
-        *(f"{row[key] / 2**20:.0f}" for key in ("peak_bytes", "predicted_peak_bytes")),
-        f"{row['predicted_peak_bytes'] / row['peak_bytes'] - 1:+.0%}",
+        *(f"{row[key] / 2**20:.0f}" for key in ("peak_bytes", "share_bytes", "predicted_peak_bytes")),
+        f"{row['predicted_peak_bytes'] / row['share_bytes'] - 1:+.0%}",
     ]
 
 

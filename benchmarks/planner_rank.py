@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,34 @@ from shardwise import World, shard
 from shardwise.plan.mesh import SEQUENCE_AXIS
 from shardwise.system.process_memory import PeakOverBaseline
 
+SMAPS = Path("/proc/self/smaps_rollup")
+EVERY_SECONDS = 0.01
+
+
+class PeakShare(threading.Thread):
+    """By how much this process's proportional set size grows, sampled until `finish`: pages that ranks share count for
+    each in part, so that those of a host add up to what is taken of it. Resident memory counts a peer's pages, too,
+    once they are read."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._baseline = _share_bytes()
+        self._ended = threading.Event()
+        self.peak_bytes = 0
+
+    def run(self) -> None:
+        while not self._ended.wait(EVERY_SECONDS):
+            self.peak_bytes = max(self.peak_bytes, _share_bytes() - self._baseline)
+
+    def finish(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def _share_bytes() -> int:
+    lines = SMAPS.read_text().splitlines() if SMAPS.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -31,6 +60,8 @@ def main() -> None:
     with write_figures(args.out) as figures, World.join() as world:
         warm_up(torch.device("cpu"))
         with PeakOverBaseline() as memory:
+            share = PeakShare()
+            share.start()
             torch.manual_seed(0)
             model = MODELS[args.model].build()
             plan = json.loads(args.plan)
@@ -39,7 +70,9 @@ def main() -> None:
             if SEQUENCE_AXIS in plan["mesh"]:
                 rows = engine.split_sequence(rows)
             seconds = []
-            for _ in range(args.warm + args.steps):
+            for number in range(args.warm + args.steps):
+                if number == args.warm:
+                    share.finish()  # reading it takes time of the steps that are timed
                 world.barrier()
                 started = time.perf_counter()
                 engine.train_step(rows)
@@ -47,6 +80,7 @@ def main() -> None:
                 seconds.append(time.perf_counter() - started)
         figures["seconds"] = median(seconds[args.warm :])
         figures["peak_bytes"] = memory.peak_bytes
+        figures["share_bytes"] = share.peak_bytes
 
 
 if __name__ == "__main__":

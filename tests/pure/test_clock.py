@@ -323,6 +323,26 @@ def test_messages_take_time_between_stages() -> None:
     assert with_messages.step_seconds == pytest.approx(4 * 3 + 6, rel=1e-5)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_gradients_that_stages_share_are_exchanged_before_the_norm(at_once: bool) -> None:
+    """Each rank sends its own to the two others, two seconds each: one after the other, and all ranks at once. A rank
+    that is timed alone waits for nobody else."""
+    mesh, schedule = Mesh.of({"pp": 3, "dp": 1}, 3), schedule_for("1f1b", 3, 1)
+    programs = []
+    for pp_rank, row in enumerate(schedule.rows):
+        own = units(f"{'abc'[pp_rank]}t", mesh, "ddp")
+        step = plan_step(own, schedule_trace(row, straight_passes(row, {pp_rank: own[:1]})))
+        of_units = {"abc"[pp_rank]: (pp_rank,), "t": (pp_rank,)}
+        sent = dict.fromkeys(range(2), 0.0)
+        programs.append(RankProgram(step, {own[0].name: computing(1)}, pp_rank, row, sent, of_units, {"t": (0, 1, 2)}))
+    shown = programs if at_once else [replace(programs[0], row=())]
+    plain = [replace(one, holders={}) for one in shown]
+    (with_shared, *_), (without, *_) = (time_ranks(some, TOY, mesh).ranks for some in (shown, plain))
+    assert with_shared.seconds - without.seconds == pytest.approx(4, rel=1e-3)  # padded for three ranks
+    assert with_shared.exposed["pp"] - without.exposed.get("pp", 0) == pytest.approx(4, rel=1e-3)
+    assert "add gradients t" in [event.text for event in with_shared.events]
+
+
 def test_gathers_behind_a_step_are_hidden_by_the_next_one() -> None:
     """Of `zero1` on devices, alone and in a pipeline: each unit's gather is waited for where it is used next."""
 
@@ -412,6 +432,8 @@ def test_every_action_of_a_program_is_timed_in_its_order_with_its_bytes(preset: 
             if action.communicates or action.copies:
                 timed_by_stream.setdefault(event.stream, []).append(event.text)
     assert timed_by_stream == by_stream
+    prices = Prices(step, TOY.with_ranks(2), mesh)
+    assert [action for action in planned if action.sent_bytes and not prices.of(action).seconds] == []
     moved = sum(Action.parse(text).sent_bytes for texts in timed_by_stream.values() for text in texts)
     assert moved == step.sent_bytes() + sum(step.copied_bytes().values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,25 @@ def test_stages_of_a_pipeline_compute_together_what_the_whole_model_does() -> No
         flops_of(one.operations) for one in whole.values()
     )
     assert found[0].message_bytes == {0: POSITIONS * WIDTH * 4}
+
+
+def test_gradients_that_stages_share_are_timed_with_the_bytes_that_are_counted() -> None:
+    plan, model = Plan(preset="zero1", mesh={"pp": 2, "dp": 1}, accumulate=2), on_meta()
+    model.head.weight = model.tokens.weight
+    mesh = mesh_for(plan, 2)
+    kinds = rank_units(model, plan, mesh)
+    counted_ranks = count_step(model, batch(), plan, mesh, counts_work=True)
+    assert [one.tied_bytes for one in counted_ranks] == [WORDS * WIDTH * 4] * 2
+    programs = [kind.program(plan, one) for kind, one in zip(kinds, counted_ranks, strict=True)]
+    assert [dict(one.holders) for one in programs] == [{"tokens+": (0, 1)}] * 2
+    machine = hardware("h100-sxm").with_ranks(1)
+    link = machine.network.model_copy(update={"bytes_per_second": 1.0, "share": 1.0})
+    slow = machine.model_copy(update={"network": link})
+    timelines = [
+        time_ranks(some, slow, mesh, num_micro_batches=2).step_seconds
+        for some in (programs, [replace(one, holders={}) for one in programs])
+    ]
+    assert timelines[0] - timelines[1] == pytest.approx(WORDS * WIDTH * 4, rel=0.01)
 
 
 @sampled

@@ -53,7 +53,13 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
     ("more", "said"),
     [
         (["--world", "0"], "--world is 0"),
+        (["--world", "1000000000"], "--world is 1000000000; give at most 2000000"),
         (["--world", "12"], "do not divide --world 12"),
+        (["--world", "8", "--per-host", "0"], "--per-host is 0; give at least 1"),
+        (["--world", "8", "--rows", "1000000000000000000"], "--rows is 1000000000000000000; give 1 to 1073741824"),
+        (["--world", "8", "--micro-batch", "4,-1"], "--micro-batch is '4,-1'; give whole numbers from 1 on"),
+        (["--world", "8", "--most", "0"], "--most is 0; give at least 1"),
+        (["--world", "8", "--measure", "-1"], "--measure is -1; give at least 0"),
         (["--world", "8", "--hardware", "h100-smx"], "Did you mean 'h100-sxm'"),
         (["--world", "8", "--optimizer", "adamm"], "Did you mean 'adam"),
         (["--world", "8", "--axes", "pt"], "--axes names 'pt'"),

@@ -194,6 +194,19 @@ def test_activations_are_those_of_each_op_beside_what_others_have_left() -> None
     assert "before backward_weights a #0" not in by_moment
 
 
+def test_the_heap_holds_what_micro_batches_in_flight_leave_in_it() -> None:
+    """Of the 100 bytes of each forward 60 lie there, of one micro-batch at most 80. Two are in flight on the first of
+    two ranks."""
+    pair = [Moment("after", "forward", "a"), Moment("after", "backward", "a")]
+    marks = (Mark(pair[0], 100, 100, 60), Mark(pair[1], 90, 0, 0), Mark(Moment("after", "backward"), 1, 0))
+    stage = StageBytes(Activations(marks, 7, peak_heap_bytes=80), held=100)
+    found = over_schedule(row_of("1f1b", 1, rank=0), {0: stage})
+    assert found.peak_heap_bytes == 60 + 80
+    by_moment = {str(mark.moment): mark.heap_bytes for mark in found.marks}
+    assert [by_moment[f"after forward a #{batch}"] for batch in range(4)] == [60, 120, 120, 120]
+    assert [by_moment[f"after backward a #{batch}"] for batch in range(4)] == [60, 60, 60, 0]
+
+
 @varies
 @settings(deadline=None, max_examples=drawn(25, 400))
 @given(st.sampled_from(sorted(TABLES)), st.sampled_from(SCHEDULES), st.integers(0, 2**32), st.integers(1, 3))

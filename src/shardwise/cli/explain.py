@@ -20,7 +20,7 @@ from shardwise.fit.step_time import StepTime, step_time
 from shardwise.observe.differences import Difference, compared
 from shardwise.observe.run_view import RECORD, read_run
 from shardwise.plan import Budget, Plan, load_plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import Mesh, check_num_ranks
 from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
 from shardwise.plan.placement.islands import check_islands
 from shardwise.plan.replica_groups import shrinking_axis
@@ -146,6 +146,7 @@ def explained(args: argparse.Namespace) -> Explanation:
     if args.world is None or args.world < 1:
         given = "" if args.world is None else f", not {args.world}"
         raise ConfigError(f"The number of ranks is unknown. Give --world N, at least 1{given}.")
+    check_num_ranks("--world", args.world)
     if args.optimizer_states < 0:
         raise ConfigError(f"--optimizer-states is {args.optimizer_states}; give 0 or more.")
     if args.per_host is not None and (args.per_host < 1 or args.world % args.per_host):

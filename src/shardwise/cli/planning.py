@@ -18,13 +18,14 @@ from shardwise.cli.model_file import batch_from, build_model
 from shardwise.cli.output_files import require_absent, require_svg, write
 from shardwise.errors import ConfigError, nearest
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
-from shardwise.fit.candidates import Space
+from shardwise.fit.candidates import MOST_ROWS, Space
 from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, OBJECTIVES, Found, Limits, Ranked, as_json, search
 from shardwise.observe.pictures import Point, front_picture
 from shardwise.plan import DtypeName, Offload, Plan, load_plan
+from shardwise.plan.mesh import check_num_ranks
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import read_calibration
 from shardwise.system.units import bytes_of, format_bytes, format_seconds
@@ -68,8 +69,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
-    if args.world < 1:
-        raise ConfigError(f"--world is {args.world}; give at least 1.")
+    check_num_ranks("--world", args.world)
+    for name, least in (("per_host", 1), ("most", 1), ("measure", 0)):
+        given = getattr(args, name)
+        if given is not None and given < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {given}; give at least {least}.")
     if args.optimizer not in OPTIMIZERS:
         raise ConfigError(f"--optimizer is {args.optimizer!r}. {nearest(args.optimizer, OPTIMIZERS)}")
     if args.hardware is None:
@@ -77,7 +81,7 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
     else:
         named = hardware(args.hardware)
     num_local = args.per_host or (args.world if named.is_processor else min(args.world, named.ranks_per_node))
-    if num_local < 1 or args.world % num_local:
+    if args.world % num_local:
         raise ConfigError(f"{num_local} ranks on each host do not divide --world {args.world}. Give --per-host.")
     machine = named.with_ranks(num_local)
     base = load_plan({} if args.base is None else args.base, args.set)
@@ -96,8 +100,8 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
     if subject.rows_of_batch < 1:
         raise ConfigError(f"The batch of {args.batch} has no samples; return one of at least 1.")
     subject.num_rows = args.rows if args.rows is not None else args.world * subject.rows_of_batch
-    if subject.num_rows < 1:
-        raise ConfigError(f"--rows is {args.rows}; give at least 1.")
+    if not 1 <= subject.num_rows <= MOST_ROWS:
+        raise ConfigError(f"--rows is {subject.num_rows}; give 1 to {MOST_ROWS}, the samples of a step on all ranks.")
     return subject, _limits(args, machine), base
 
 
@@ -121,7 +125,9 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
         try:
             rows = tuple(map(int, args.micro_batch.split(",")))
         except ValueError:
-            raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers, such as 1,2,4.") from None
+            rows = (0,)
+        if min(rows) < 1:
+            raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers from 1 on, such as 1,2,4.")
     known = (*get_args(DtypeName), "int8", "int4", "fp8")
     if args.wires and args.wires not in known:
         raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, known)}")

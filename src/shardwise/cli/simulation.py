@@ -33,7 +33,7 @@ from shardwise.fit.simulate import (
 )
 from shardwise.observe.pictures import Bar, bar_picture
 from shardwise.plan import Plan, load_plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import Mesh, check_num_ranks
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.plan.replica_groups import Smaller, copy_axes, num_groups, with_fewer_ranks
 from shardwise.program import OPTIMIZERS
@@ -44,6 +44,7 @@ from shardwise.system.units import bytes_of, format_seconds
 NUM_CAUSES = 8
 """Causes that are printed: those that take most time."""
 NUM_INTERVAL_SEEDS = 3
+MOST_RUNS = 10_000
 HOW: dict[Recovery, str] = {
     "restart": "all ranks restart from the last checkpoint",
     "host": "the others repeat the step, from images on their host; if a host is lost, all ranks restart",
@@ -125,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulated(args: argparse.Namespace) -> Simulated:
-    if args.runs < 1:
-        raise ConfigError(f"--runs is {args.runs}; give at least 1.")
+    if not 1 <= args.runs <= MOST_RUNS:
+        raise ConfigError(f"--runs is {args.runs}; give 1 to {MOST_RUNS}: the mean of more is the same.")
     if args.failures is not None and args.rank_hours is not None:
         raise ConfigError("--failures and --rank-hours both say how often ranks are lost. Give one of them.")
     rates = failure_rates(args.failures or DEFAULT) if args.rank_hours is None else ranks_that_end(args.rank_hours)
@@ -143,8 +144,9 @@ def _simulated(args: argparse.Namespace) -> Simulated:
 
 def _job(args: argparse.Namespace) -> tuple[Job, str]:
     """The job, and why its ranks restart."""
-    if args.world < 1 or args.per_host < 1:
-        raise ConfigError(f"--world is {args.world} and --per-host {args.per_host}; give at least 1.")
+    check_num_ranks("--world", args.world)
+    if args.per_host < 1:
+        raise ConfigError(f"--per-host is {args.per_host}; give at least 1.")
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world, args.per_host)
     smaller, why_none = _smaller(args, plan, mesh)

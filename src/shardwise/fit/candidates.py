@@ -29,6 +29,8 @@ ON_DEVICE, ON_HOST = _using("device"), _using("device", "host")
 SPLITTING = ("pp", "ep", "sp", "tp")
 """Axes along which ranks compute different things, from outside inwards."""
 MOST_STAGES = 64
+MOST_ROWS = 2**30
+"""Samples of a step; larger numbers are mistakes."""
 SCHEDULE = Pipeline().schedule
 """That of a plan which says nothing."""
 IN_STAGES = tuple((name, chunks) for name, kind in SCHEDULES.items() for chunks in kind.chunks)

@@ -13,6 +13,7 @@ ones take exactly what the next takes, and are not simulated one by one.
 
 [Note: messages between stages] A message takes the time of its bytes on the link between the two ranks, from the end of
 the op that makes it, beside whatever either does: messages share no links with collectives here. A receiver waits.
+Gradients of parameters that several stages have are such messages too, before the norm.
 """
 
 from __future__ import annotations
@@ -165,6 +166,8 @@ class RankProgram:
     row: Sequence[Op] = ()
     message_bytes: Mapping[int, float] = field(default_factory=dict)
     stages_of_units: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The pipeline ranks that have the parameters of a unit, where several have: an embedding tied to the head."""
 
 
 def time_step(
@@ -221,7 +224,8 @@ def _leaves_in_flight(step: StepProgram) -> bool:
 # -- ranks together ---------------------------------------------------------------------------------------
 
 _Key = tuple[int, str, int, int]
-"""A message: the number of the step, `F` or `B`, micro-batch, and the stage that made it."""
+"""A message: the number of the step, `F` or `B`, micro-batch, and the stage that made it. Of gradients that are added
+up: the number of the step, the unit, and the pipeline ranks to and from which they go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +460,7 @@ class _Rank:
             if block.moment.edge == "before":  # what ranks agree on is the norm of gradients that are complete
                 place = agreed[0] if agreed else len(block.actions)
                 yield from self._act(replace(block, actions=block.actions[:place]))
+                yield from self._add_up(str(block.moment))
                 self._compute(self._prices.norm(), "gradient norm", str(block.moment))
                 yield from self._act(replace(block, actions=block.actions[place:]))
                 continue
@@ -482,7 +487,7 @@ class _Rank:
             end = self._end_of(op, program, place)
             source = _source_of(op, self._last_stage)
             if source is not None:
-                yield from self._receive((self._number, *source), op)
+                yield from self._receive((self._number, *source), f"wait {op.kind}{op.micro_batch}@{op.stage}")
             begun = self._streams.now
             for block, worked in zip(program[place:end], work[place:end], strict=True):
                 yield from self._walk(block, worked)
@@ -507,14 +512,14 @@ class _Rank:
                 return place
         return place
 
-    def _receive(self, key: _Key, op: Op) -> _Asked:
+    def _receive(self, key: _Key, text: str) -> _Asked:
         begun = self._streams.now
         arrived = yield _Receive(key)
         self._streams.sleep_until(arrived)
         waited = self._streams.now - begun
         if waited > 0:
             self._exposed[PIPELINE] = self._exposed.get(PIPELINE, 0.0) + waited
-            self._note(STAGES, f"wait {op.kind}{op.micro_batch}@{op.stage}", begun, PIPELINE)
+            self._note(STAGES, text, begun, PIPELINE)
 
     def _send(self, op: Op) -> None:
         kind, batch, stage = op
@@ -533,6 +538,34 @@ class _Rank:
         self.send(
             (self._number, "F" if kind == "F" else "B", batch, stage), to, self._streams.now, num_bytes, self.number
         )
+
+    def _add_up(self, moment: str) -> _Asked:
+        """Each rank sends its gradient to all others that have the parameter, and adds up what comes: see [Note: shared
+        parameters] in `parallel/pipeline/tied_gradients.py`."""
+        line = self._prices.ranks_along(PIPELINE) if self.program.holders else ()
+        sums = []
+        for unit, holders in self.program.holders.items():
+            num_bytes = self._prices.due_bytes(self._by_unit[unit].flats)
+            others = [place for place in holders if line[place] != self.number]
+            own = line.index(self.number)
+            self._compute(self.hardware.flat_seconds(2 * num_bytes), f"copy gradients {unit}", moment)
+            for count, place in enumerate(others, start=1):  # one after the other, on one link
+                if self._num_ranks > 1:
+                    self.send(
+                        (self._number, unit, place, own), place, self._streams.now, count * num_bytes, self.number
+                    )
+                else:
+                    pair = tuple(sorted((self.number, line[place])))
+                    seconds = self.hardware.collective_seconds("send", num_bytes, pair)
+                    cost = Cost(seconds, self.hardware.links_of(pair), PIPELINE)
+                    self._communicate(f"exchange gradients {unit}", cost, moment)
+            sums.append(
+                (unit, [(self._number, unit, own, place) for place in others], (3 * len(others) + 2) * num_bytes)
+            )
+        for unit, keys, num_bytes in sums:
+            for key in keys if self._num_ranks > 1 else ():
+                yield from self._receive(key, f"wait gradients {unit}")
+            self._compute(self.hardware.flat_seconds(num_bytes), f"add gradients {unit}", moment)
 
     # -- blocks -----------------------------------------------------------------------------------------
 
@@ -637,7 +670,7 @@ class _Rank:
                 yield from self._meet(action, cost, moment)
             else:
                 self._compute(cost.computing, self._text(action), moment)
-                self._communicate(action, cost, moment)
+                self._communicate(self._text(action), cost, moment)
 
     def _wait(self, action: Action, effect: Effect, moment: str) -> None:
         flight = self._made.get((action.flat, effect.waits or ""))
@@ -674,13 +707,13 @@ class _Rank:
         if (action.verb, action.subject) == ("fetch", "states"):
             self._await(flight, f"wait {action.transfer}states", moment)
 
-    def _communicate(self, action: Action, cost: Cost, moment: str) -> None:
+    def _communicate(self, text: str, cost: Cost, moment: str) -> None:
         """Communication that the computing stream does itself."""
         if cost.seconds:
             begun = self._streams.now
             self._streams.compute(cost.seconds, cost.links or ("",))
             self._exposed[cost.axis] = self._exposed.get(cost.axis, 0.0) + self._streams.now - begun
-            self._note(COMPUTE, self._text(action), begun, cost.axis, moment)
+            self._note(COMPUTE, text, begun, cost.axis, moment)
 
     def _meet(self, action: Action, cost: Cost, moment: str) -> _Asked:
         begun = self._streams.now

@@ -106,13 +106,14 @@ def count_step(
 
 @dataclass(frozen=True)
 class RankUnits:
-    """The units of one kind of rank. In a pipeline, `row` are its ops, and `stages_of_units` says which of its stages
-    use which unit."""
+    """The units of one kind of rank. In a pipeline, `row` are its ops, `stages_of_units` says which of its stages use
+    which unit, and `holders` which pipeline ranks train a unit that several have."""
 
     rank: int
     units: tuple[UnitSpec, ...]
     row: tuple[Op, ...] = ()
     stages_of_units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     _steps: dict[tuple[Trace, int | None], StepProgram] = field(default_factory=dict, compare=False, repr=False)
 
@@ -123,7 +124,8 @@ class RankUnits:
         step = self._steps.get((trace, prefetch_bytes))
         if step is None:
             step = self._steps[trace, prefetch_bytes] = plan_step(self.units, trace, prefetch_bytes=prefetch_bytes)
-        return RankProgram(step, counted.worked, self.rank, self.row, counted.message_bytes, self.stages_of_units)
+        sent, stages = counted.message_bytes, self.stages_of_units
+        return RankProgram(step, counted.worked, self.rank, self.row, sent, stages, self.holders)
 
 
 def rank_units(
@@ -150,7 +152,7 @@ def rank_units(
     layout = found.stages
     if layout is None:
         return [RankUnits(0, units(every))]
-    ranks = []
+    ranks, present = [], params_by_pp_rank(model, layout)
     for pp_rank in range(layout.num_ranks):
         own = {stage: layout.params_of(model, stage) for stage in layout.at(pp_rank)}
         choices = of_params(every, set().union(*own.values()))
@@ -158,9 +160,23 @@ def rank_units(
             choice.name: tuple(stage for stage, some in own.items() if not some.isdisjoint(choice.params.values()))
             for choice in choices
         }
-        rank = mesh.rank({**dict.fromkeys(mesh.axes, 0), PIPELINE: pp_rank})
-        ranks.append(RankUnits(rank, units(choices), layout.schedule.rows[pp_rank], stages))
+        rank, specs = mesh.rank({**dict.fromkeys(mesh.axes, 0), PIPELINE: pp_rank}), units(choices)
+        ranks.append(RankUnits(rank, specs, layout.schedule.rows[pp_rank], stages, _shared(choices, specs, present)))
     return ranks
+
+
+def _shared(
+    choices: Sequence[UnitChoice], specs: Sequence[UnitSpec], present: Sequence[set[torch.Tensor]]
+) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that train each unit that several have, by what is `present` on each; what they share lies in
+    units of its own."""
+    trained = {unit.name for unit in specs if any(flat.trainable for flat in unit.flats)}
+    holders = {
+        one.name: tuple(place for place, params in enumerate(present) if next(iter(one.params.values())) in params)
+        for one in choices
+        if one.name in trained
+    }
+    return {name: places for name, places in holders.items() if len(places) > 1}
 
 
 @dataclass(frozen=True)

@@ -418,8 +418,6 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
             users.setdefault(name, set()).update(some)
     stage_of = _stages_of(whole.activations.marks, users)
     last = max(op.stage for rank in ranks for op in rank.row)
-    most_at_marks = max(mark.heap_bytes for mark in whole.activations.marks)
-    heap_within = max(0, whole.activations.peak_heap_bytes - most_at_marks)  # for the time that a unit computes
     found = []
     for rank in ranks:
         stages = {}
@@ -433,9 +431,10 @@ def _of_stages(ranks: Sequence[RankUnits], whole: Counted, message_bytes: int) -
             if not forward:
                 raise ModelError(f"Stage {stage} of the pipeline has no unit whose activations are known.")
             held = forward[-1].live_bytes + message_bytes
-            heap = max(mark.heap_bytes for mark in marks) + heap_within
-            own = replace(whole.activations, marks=(*marks, Mark(END_OF_BACKWARD, 0, 0)), peak_heap_bytes=heap)
-            stages[stage] = StageBytes(own, held, held, forward[-1].heap_bytes)
+            heap = max(mark.heap_bytes for mark in marks)
+            ended = Mark(END_OF_BACKWARD, 0, 0)
+            own = replace(whole.activations, marks=(*marks, ended), peak_heap_bytes=heap)
+            stages[stage] = StageBytes(own, held, held)
         names = set().union(*names_of.values())
         in_transit = MESSAGES_IN_FLIGHT * message_bytes * len(names_of)
         held_by_rank = over_schedule(rank.row, stages, names, in_transit)
@@ -467,18 +466,18 @@ def _marks_of_stage(marks: Sequence[Mark], stage_of: Sequence[int], stage: int, 
     """Those of the units of a stage, above what stages before it hold. Where a unit is also used in another stage, its
     moments there are, here, when this stage begins or ends."""
     found: list[Mark] = []
-    below = now = heap_below = heap = 0
+    below = heap_below = now = heap_now = 0
     for mark, at in zip(marks, stage_of, strict=True):
         is_forward = mark.moment.phase == "forward"
         if at == stage:
-            now, heap = max(0, mark.live_bytes - below), max(0, mark.heap_bytes - heap_below)
+            now, heap_now = max(0, mark.live_bytes - below), max(0, mark.heap_bytes - heap_below)
         elif at < stage and is_forward:
             below, heap_below = mark.live_bytes, mark.heap_bytes
         elif at < stage:
-            now = heap = 0
+            now = heap_now = 0
         if mark.moment.unit in names:
             peak = max(0, mark.peak_bytes - below) if at == stage else now
-            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=heap))
+            found.append(replace(mark, peak_bytes=peak, live_bytes=now, heap_bytes=heap_now))
     return found
 
 

@@ -148,10 +148,14 @@ class Prices:
 
     def norm(self) -> float:
         """Before a step: the norm of all gradients that are due here is computed."""
-        trained = (flat for flat in self.flats.values() if flat.trainable and not flat.updates_below)
         return self.hardware.flat_seconds(
-            sum(flat.num_bytes(flat.table.due.shard, flat.table.due.dtype) for flat in trained)
+            self.due_bytes(flat for flat in self.flats.values() if not flat.updates_below)
         )
+
+    @staticmethod
+    def due_bytes(flats: Iterable[FlatSpec]) -> int:
+        """One rank's part of the gradients with which `flats` are updated."""
+        return sum(flat.num_bytes(flat.table.due.shard, flat.table.due.dtype) for flat in flats if flat.trainable)
 
     def verification(self, program: Program, num_micro_batches: int = 1) -> float:
         """What is added to a verified step: `build_verification`, of which the pass is run `num_micro_batches`

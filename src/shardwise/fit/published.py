@@ -35,6 +35,13 @@ PREDICTED = ("predicted_step_seconds", "predicted_peak_bytes", "predicted_fits",
 MAX_CELL = 1_000_000
 MAX_OPS, MAX_LAYERS, MAX_RANKS = 20_000, 4096, 2_000_000
 """Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
+MAX_PER_NODE, MAX_WIDTH, MAX_VOCAB, MAX_BATCH = 1024, 1_000_000, 10_000_000, 10_000_000
+LINKS = r"nvl|nvswitch|xgmi|ib\b|infiniband|roce|rdma|ethernet|efa|slingshot|pcie|gb|cx-?\d|hdr|ndr|dgx|hgx|selene|node"
+"""What words for an interconnect have at least one of: links, their rates, and machines that are known for theirs."""
+RECOMPUTED = frozenset(
+    ("selective", "op", "layer", "norm", "layernorm", "act", "moe", "moe_act", "mlp", "core_attn", "mla_up_proj")
+) | {"shared_expert", "shared_experts"}
+"""Words for what is recomputed of a layer: those of sources, and Megatron's `recompute_modules`."""
 GPUS = (
     (r"gb300", "gb300"),
     (r"b300", "b300"),
@@ -161,7 +168,10 @@ def hardware_of(run: Run, profile: Hardware) -> Hardware:
 
 
 def _bandwidths(link: str) -> tuple[float | None, float | None]:
-    """Bytes per second of a node and of a rank, where the words say so. Raises `UnpricedError` for none at all."""
+    """Bytes per second of a node and of a rank, where the words say so. Raises `UnpricedError` for none at all, and for
+    words that name no link."""
+    if link and not re.search(LINKS, link):
+        raise UnpricedError(f"interconnect is {link[:40]!r}, which names no link")
     number, node, rank = r"(?<!\d)(\d{1,6})", None, None
     if found := re.search(rf"{number}x\s*(?:ib)?\s*(\d{{1,6}})\s*gb(?:ps|/s)?.*per node", link):
         node = int(found[1]) * int(found[2])
@@ -237,10 +247,13 @@ def read_run(row: Row) -> Run:
         zero=zero,
         overlaps=modern and zero < 3,
         narrow_grads=software.narrow_grads,
-        offloads="cpu" in cells.text("offload"),
+        offloads=_offloads(cells.text("offload")),
     )
     link = cells.text("interconnect")
-    per_node = NVLINK_DOMAIN if "nvl72" in link else cells.number("gpus_per_node") or 8
+    given_per_node = cells.number("gpus_per_node") or 8
+    if given_per_node > MAX_PER_NODE:
+        raise UnpricedError(f"gpus_per_node is {given_per_node}, and no node has more than {MAX_PER_NODE}")
+    per_node = NVLINK_DOMAIN if "nvl72" in link else given_per_node
     memory = re.search(r"(?<!\d)(\d{1,5}) ?gi?b", device)
     return Run(
         job,
@@ -300,22 +313,26 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
     layers = cells.needed("layers", cells.shape("layers"))
     hidden = cells.needed("hidden", cells.shape("hidden"))
     seq_len = cells.needed("seq_len", cells.shape("seq_len"))
-    if layers > MAX_LAYERS or hidden > 1_000_000 or seq_len > 100_000_000:
+    if layers > MAX_LAYERS or hidden > MAX_WIDTH or seq_len > 100_000_000:
         raise UnpricedError(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
     heads = cells.shape("heads") or max(1, hidden // 128)
     kv_heads = cells.shape("kv_heads") or heads
-    if not kv_heads <= heads <= hidden:
+    if not kv_heads <= heads <= hidden or heads % kv_heads:
         raise UnpricedError(f"{heads} heads, {kv_heads} of keys and values, of width {hidden} are no model")
     in_notes = re.search(r"(\d{1,4})k vocab", cells.about)
     vocab = cells.number("vocab") or (int(in_notes[1]) * 1024 if in_notes else known.get("vocab"))
+    vocab = vocab or (32_000 if is_gated else 51_200)
+    ffn = cells.shape("ffn") or (-(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden)
+    if ffn > MAX_WIDTH or vocab > MAX_VOCAB:
+        raise UnpricedError(f"an inner width of {ffn} and {vocab} words are no model")
     experts = known.get("experts")
     return Transformer(
         num_layers=layers,
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        ffn=cells.shape("ffn") or (-(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden),
-        vocab=vocab or (32_000 if is_gated else 51_200),
+        ffn=ffn,
+        vocab=vocab,
         seq_len=seq_len,
         head_size=known.get("head_size") or 0,
         gated=is_gated,
@@ -367,6 +384,8 @@ class _Sizes:
             raise UnpricedError(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
         if pp > model.num_layers:
             raise UnpricedError(f"pp {pp} stages have {model.num_layers} layers")
+        if model.seq_len < cp:
+            raise UnpricedError(f"cp {cp} ranks share {model.seq_len} tokens")
         if gpus % (tp * pp * cp):
             raise UnpricedError(f"{gpus} GPUs are no multiple of tp {tp} x pp {pp} x cp {cp}")
         dp = gpus // (tp * pp * cp)
@@ -380,6 +399,8 @@ class _Sizes:
             raise UnpricedError(f"ep {ep} does not divide dp {dp} x tp {tp}")
         micro = cells.needed("micro_batch", cells.number("micro_batch"))
         batch = cells.number("global_batch_seqs") or cells.number("gbs_derived")
+        if batch is not None and batch > MAX_BATCH:
+            raise UnpricedError(f"global_batch_seqs {batch} is no batch")
         count, rest = divmod(cells.needed("global_batch_seqs", batch), dp * micro)
         if rest or not count:
             raise UnpricedError(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
@@ -396,7 +417,9 @@ def _zero(cells: _Cells, software: Software, modern: bool) -> int:
         return 3
     if given in ("none", "no", "off"):
         return 0
-    named = re.findall(r"(?<![\d.-])[0-3](?!\d)", given or " ".join(re.findall(r"deepspeed zero \d+", cells.about)))
+    named = re.findall(
+        r"(?<![\d.-])[0-3](?![\d.]|e\d)", given or " ".join(re.findall(r"deepspeed zero \d+", cells.about))
+    )
     if (given and not named) or given.startswith("?"):
         raise UnpricedError(f"zero is {given[:40]!r}, which names no stage")
     return next(map(int, named), 1 if modern else software.zero)
@@ -405,7 +428,15 @@ def _zero(cells: _Cells, software: Software, modern: bool) -> int:
 def _recompute(given: str) -> Recompute:
     if given in ("full", "none", ""):
         return "full" if given == "full" else "none"
+    if not RECOMPUTED.issuperset(re.split(r"[\s,]+", given)):
+        raise UnpricedError(f"recompute is {given[:40]!r}, and not full, none, selective or parts of a layer")
     return "selective"
+
+
+def _offloads(given: str) -> bool:
+    if given not in ("", "none", "no", "off") and "cpu" not in given:
+        raise UnpricedError(f"offload is {given[:40]!r}, and only what goes to the cpu is priced")
+    return "cpu" in given
 
 
 def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Attention:
@@ -459,6 +490,11 @@ def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             header = list(reader.fieldnames or ())
+            twice = sorted({column for column in header if column and header.count(column) > 1})
+            if twice:
+                raise ConfigError(
+                    f"{path} has the column {', '.join(twice)} twice, and rows cannot say which one counts. Leave one."
+                )
             missing = [column for column in COLUMNS if column not in header]
             if missing:
                 raise ConfigError(

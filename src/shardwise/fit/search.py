@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
 from shardwise.fit.candidates import (
+    MOST_ROWS,
     ON_DEVICE,
     ON_HOST,
     SPLITTING,
@@ -32,6 +33,7 @@ from shardwise.fit.candidates import (
 )
 from shardwise.fit.hardware import Hardware
 from shardwise.plan import Plan, PolicyName, PrecisionName
+from shardwise.plan.mesh import check_num_ranks
 from shardwise.plan.placement import PRESETS
 from shardwise.system.units import format_bytes, format_seconds
 
@@ -189,8 +191,16 @@ def search(
     """The best plans for `subject` on `world_size` ranks. `base` says what all of them have in common.
 
     Raises `ConfigError` if none fits, with by how much, and what would make one fit; or if none is possible, with the
-    reasons.
+    reasons; or for numbers of ranks, samples or evaluations that no search ends with.
     """
+    check_num_ranks("The number of ranks", world_size)
+    if not 1 <= subject.num_rows <= MOST_ROWS:
+        raise ConfigError(
+            f"The samples of a step are {subject.num_rows}; give 1 to {MOST_ROWS}. Every way to divide them among "
+            f"ranks and micro-batches is looked at."
+        )
+    if most_evaluated < 1:
+        raise ConfigError(f"{most_evaluated} candidates are to be evaluated at most; give at least 1.")
     with _frozen():
         return _Search(subject, limits, base or Plan(), space or Space(), objective, most_evaluated).run(world_size)
 

@@ -151,10 +151,8 @@ class StageRehearsal:
         linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
         halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
         stages = {
-            stage: StageBytes(
-                counted, held.after_forward, self._aside(stage, halved, linear), min(held.heap, counted.peak_heap_bytes)
-            )
-            for (stage, counted), held in zip(self._counted.items(), self._found.values(), strict=True)
+            stage: StageBytes(counted, self._found[stage].after_forward, self._aside(stage, halved, linear))
+            for stage, counted in self._counted.items()
         }
         sent = sum(held.messages for held in self._found.values())
         found = over_schedule(row, stages, {unit.name for unit in halved}, sent)
@@ -228,8 +226,6 @@ class _Held:
 
     after_forward: int = 0
     """Held until the backward: what autograd saves, the received input, and the output that is sent."""
-    heap: int = 0
-    """How many of these lie in the heap."""
     sent: int = 0
     """Sent to the next stage, and back to the previous one."""
     sent_back: int = 0
@@ -294,7 +290,7 @@ def _forward_and_backward(
 ) -> None:
     held.begin()
     args, kwargs = take()
-    before, heap_before = living.live_bytes, living.heap_bytes
+    before = living.live_bytes
     given = None if arrived is None else empty(arrived, rehearsal.device)
     is_last = stage + 1 == len(staged.layout.stages)
     is_watched = held.passed_on is None
@@ -309,7 +305,6 @@ def _forward_and_backward(
         held.handed_over = None if is_last else staged.handed_over
     del args, kwargs
     held.after_forward = max(0, living.live_bytes - before)
-    held.heap = max(0, living.heap_bytes - heap_before)
     held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
     held.sent_back = 0 if arrived is None else arrived.gradient_bytes
     held.sent += held.sent_back

@@ -41,6 +41,21 @@ SAME_PARAMS_AXES = ("tp",)
 """Model axes along which ranks have the same list of parameters: each holds its part of one that is split, and a copy
 of any other. Along the others (pipeline stages), each rank has its own list."""
 
+MOST_RANKS = 2_000_000
+"""Of what is planned or simulated: some ten times the largest cluster of accelerators so far. What asks for each rank's
+host, or for every way to divide the ranks, would take hours and all memory for a mistyped number."""
+
+
+def check_num_ranks(what: str, num_ranks: int) -> None:
+    """Raise `ConfigError` if that many ranks, given as `what`, cannot be planned."""
+    if num_ranks < 1:
+        raise ConfigError(f"{what} is {num_ranks}; give at least 1.")
+    if num_ranks > MOST_RANKS:
+        raise ConfigError(
+            f"{what} is {num_ranks}; give at most {MOST_RANKS}. No cluster has a tenth of that, and what is computed "
+            f"for each rank would not end."
+        )
+
 
 @dataclass(frozen=True)
 class Mesh:

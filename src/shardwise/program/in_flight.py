@@ -44,8 +44,12 @@ class StageBytes:
     """Bytes that the forward leaves for the backward."""
     aside: int = 0
     """Bytes that the first half of a backward leaves for the second."""
-    held_heap: int = 0
-    """How many of `held` lie in the heap of the process."""
+
+    @property
+    def held_heap(self) -> int:
+        """Those of `held` that lie in the heap."""
+        left = [mark.heap_bytes for mark in self.activations.marks if mark.moment.phase == "forward"]
+        return min(self.held, left[-1]) if left else 0
 
 
 def over_schedule(
@@ -58,23 +62,22 @@ def over_schedule(
     """
     alive: dict[tuple[int, int], int] = {}
     in_heap: dict[tuple[int, int], int] = {}
+    """Those of them that lie there."""
+    held_heap = {stage: found.held_heap for stage, found in stages.items()}
     peak_heap = 0
     marks: list[Mark] = []
     for op in row:
-        own = alive.pop((op.stage, op.micro_batch), 0)
-        beside = sum(alive.values()) + sent_bytes
-        own_heap = in_heap.pop((op.stage, op.micro_batch), 0)
-        heap_beside = sum(in_heap.values())
-        peak_heap = max(peak_heap, heap_beside + stages[op.stage].activations.peak_heap_bytes)
+        own, own_heap = alive.pop((op.stage, op.micro_batch), 0), in_heap.pop((op.stage, op.micro_batch), 0)
+        beside, heap = sum(alive.values()) + sent_bytes, sum(in_heap.values())
+        peak_heap = max(peak_heap, stages[op.stage].activations.peak_heap_bytes + heap)
         for mark in _marks_of(op, stages[op.stage], halved, min(own, stages[op.stage].aside)):
             edge, phase, unit = mark.moment.edge, mark.moment.phase, mark.moment.unit
             moment = Moment(edge, phase, unit, op.micro_batch)  # `replace` takes several times as long
-            peak, live = mark.peak_bytes + beside, mark.live_bytes + beside
-            marks.append(Mark(moment, peak, live, mark.heap_bytes + heap_beside))
+            marks.append(Mark(moment, mark.peak_bytes + beside, mark.live_bytes + beside, mark.heap_bytes + heap))
         if op.kind in "FI":
             found = stages[op.stage]
             alive[op.stage, op.micro_batch] = found.held if op.kind == "F" else min(own, found.aside)
-            in_heap[op.stage, op.micro_batch] = found.held_heap if op.kind == "F" else min(own_heap, found.aside)
+            in_heap[op.stage, op.micro_batch] = held_heap[op.stage] if op.kind == "F" else min(own_heap, found.aside)
     counted = [found.activations for found in stages.values()]
     return Activations(
         (*marks, Mark(END_OF_BACKWARD, sent_bytes, sent_bytes)),

@@ -39,7 +39,11 @@ class RehearsedStep:
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
         trace = tuple(one.moment for one in self.worked if one.moment != END_OF_BACKWARD)
         step = plan_step(tuple(unit.spec for unit in units), trace, prefetch_bytes=prefetch_bytes)
-        return RankProgram(step, self.worked, sharded.world.rank)
+        staged = sharded.parts.sharding.staged
+        names = {unit.name: unit.flats[0].slots[0].name for unit in units if unit.trained_grads}
+        holders = {} if staged is None else {unit: staged.holders[name] for unit, name in names.items()}
+        shared = {unit: places for unit, places in holders.items() if len(places) > 1}
+        return RankProgram(step, self.worked, sharded.world.rank, holders=shared)
 
 
 def rehearse_step(
