@@ -130,6 +130,7 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
         (["explain", "zero3", "--wrld=2"], "Did you mean '--world'?"),
         (["launch", "--npoc", "2", "train.py"], "Did you mean '--nproc'?"),
         (["explain", "zero3", "zero2"], "unrecognized arguments: zero2\n"),
+        (["explain", "zero3", "--set", "mesh=dp:2", "mesh=tp:2"], "mesh=tp:2. Put a value with braces or spaces in"),
         (["launch", "--where", "slurn", "train.py"], "argument --where: there is no 'slurn'. Did you mean 'slurm'?"),
         (
             ["launch", "--bind", "core", "train.py"],

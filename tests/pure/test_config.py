@@ -355,6 +355,7 @@ ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
             "a.yaml:3: the key 'grad' is given twice, first on line 2.",
         ),
         ("a.yaml", "mesh:\n  1: 2\n", "a.yaml:2: the key '1' is not text. Put it in quotes."),
+        ("a.yaml", "mesh: {dp:2, tp: 2}", "a.yaml:1: 'dp:2' is one word. Put a space after the colon: 'dp: 2'."),
         ("a.yaml", "? [a]\n: 2\n", "a.yaml:1: the key here is not text."),
         ("a.yaml", "rows: &r\n  param: *r\n", "a.yaml:1: an alias refers to the mapping that contains it."),
         ("a.yaml", "- preset\n", "a.yaml:1: a plan is a mapping of keys to values"),

@@ -465,6 +465,7 @@ say(kind="lost")
 say(kind=["a"])
 print("Welcome")
 say(kind="output", rank=1, is_error=False, text="mine")
+sys.stderr.write("\\x1b]0;title\\x07\\n")
 for _ in range(40):
     sys.stdout.write("\\x1e" + "x" * 2**20)
     sys.stderr.write("y" * 2**20)
@@ -475,7 +476,7 @@ for letter in "\\x1e" + json.dumps({"kind": "failed"}) + "\\n":
 """
 
 
-def test_a_host_that_lies_and_floods() -> None:
+def test_a_host_that_lies_and_floods(capsys: pytest.CaptureFixture[str]) -> None:
     """It speaks for its own ranks alone, fills no memory, and may be slow."""
     arrivals: Any = queue.Queue(2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -486,6 +487,8 @@ def test_a_host_that_lies_and_floods() -> None:
     assert heard[0]["text"] == "mine"
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * host_messages.MAX_LINE_BYTES
     assert len(host.complaints) < 2**22
+    assert "\x1b" not in host.complaints
+    assert "\x1b" not in capsys.readouterr().err
 
 
 LYING = """

@@ -78,6 +78,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_DropoutNd": (nn.modules.dropout, "the common class of dropouts, whose random numbers ranks must share"),
     # tensors
     "_version": (TENSOR, "a write in place to what is kept or sent is noticed"),
+    "_base": (TENSOR, "a write to the tensor of which a part was assigned to a parameter is noticed"),
     "_is_view": (torch.Tensor, "a question about a parameter at rest that needs no values"),
     "_typed_storage": (torch.Tensor, "the older of two ways to a storage, which is refused like the other"),
     "_make_wrapper_subclass": (
@@ -226,6 +227,7 @@ def test_the_seams_have_what_they_import() -> None:
     assert torch_private.storage_id(freed[0]) != torch_private.storage_id(freed[1])
     assert torch_private.parsed_to("cpu", torch.float64)[:2] == (torch.device("cpu"), torch.float64)
     assert {"grad", "data", "requires_grad"} <= torch_private.TENSOR_ATTRIBUTES.keys()
+    torch_private.set_version(TENSOR, TENSOR._version + 1)
     alias = torch_private.with_same_version(TENSOR)
     alias.add_(0)
     assert alias._version == TENSOR._version

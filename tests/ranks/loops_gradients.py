@@ -227,6 +227,36 @@ def grad_of_another_shape(loop: Loop) -> Any:
     return "accepted"
 
 
+@action(WRITE, "`kept = p.grad`; `p.grad = tensor`; `p.grad = kept`; then `kept.mul_(0.5)`")
+def grad_put_back(loop: Loop) -> Any:
+    loop.backward()
+    p = loop.model.head.weight
+    kept, row = p.grad, p.grad[0]
+    p.grad = torch.full_like(p, 0.05)
+    seen = row.clone()
+    p.grad = kept
+    kept.mul_(0.5)
+    loop.update()
+    return seen
+
+
+@action(WRITE, "`p.grad, q.grad = q.grad, p.grad`")
+def grads_exchanged(loop: Loop) -> Any:
+    loop.backward()
+    first, second = (block.up.weight for block in loop.model.blocks)
+    first.grad, second.grad = second.grad, first.grad
+    loop.update()
+
+
+@action(WRITE, "`p.grad = tensor`, then `tensor.add_(1)`: in PyTorch a write to the gradient")
+def grad_assigned_and_written(loop: Loop) -> Any:
+    loop.backward()
+    tensor = torch.full_like(loop.model.head.weight, 0.05)
+    loop.model.head.weight.grad = tensor
+    tensor.add_(1)
+    loop.update()
+
+
 @action(WRITE, "`p.grad[0] = 0`: a row that is not to be trained")
 def grad_row(loop: Loop) -> Any:
     loop.backward()

@@ -25,9 +25,13 @@ either **equal** to the same loop on one process, or refused with an error; noth
 - A forward that writes to a parameter through `.data` is detected, and refused, only while a pass is recorded: the
   first one and each that deviates from it. Torch does not count such writes, and checking every pass would cost time.
   In other passes the write is lost where parameters are gathered.
-- `p.data = tensor` copies: what is written to `tensor` afterwards does not reach the parameter, and two parameters that
-  are given the same tensor are not tied. What `p.data` was keeps its values, but views of it (`p.data[0]`) follow the
-  parameter.
+- `p.data = tensor` and `p.grad = tensor` copy. What `p.data` or `p.grad` was keeps its values, and so do views of it. A
+  later write to `tensor`, which would be one to the parameter in PyTorch, is refused at the parameter's next use. It
+  goes unseen if what was assigned is `tensor.data` or `tensor.detach()`. In the other direction nothing is shared:
+  `tensor` does not follow the training.
+- Between forward and backward, a write by `p.data` goes through, as in PyTorch, and `p.data = tensor` does not:
+  PyTorch's error in the backward says that the parameter was "modified by an inplace operation". Assign before the
+  forward or after the backward.
 
 `tests/ranks/test_plain_loops.py` runs each operation under `zero3`, `zero2`, `zero1` and `ddp`, with shared memory and
 with messages, and random combinations of them. {open}This page is written by `tests/ranks/loops_page.py`, from that

@@ -249,10 +249,79 @@ def data_put_back(loop: Loop) -> Any:
     return Local(loss), norm
 
 
-@action(WRITE, "`p.data, q.data = q.data, p.data`")
+@action(
+    WRITE, "`row = p.data[0]`, `p.detach().t()`, ...; `p.data = tensor`: they keep the former values, and share them"
+)
+def views_kept(loop: Loop) -> Any:
+    p = loop.model.head.weight
+    row, turned, (_, below) = p.data[0], p.detach().t(), p.data.split([5, 8])
+    p.data = torch.full((VOCAB, WIDTH), 0.05)
+    row.add_(1)
+    below.zero_()
+    return row.clone(), turned.clone(), p.detach().clone()
+
+
+@action(
+    WRITE, "`p.data.view_as(q).mul_(0.5)`, `torch.broadcast_tensors(p.data, q)`: views made with a second parameter"
+)
+def views_of_several(loop: Loop) -> Any:
+    p, bias = loop.model.head.weight, loop.model.head.bias
+    p.data.view_as(p).mul_(0.5)
+    with torch.no_grad():
+        _, turned = torch.broadcast_tensors(bias, p.data.t())
+        turned[0].fill_(0.3)
+
+
+@action(WRITE, "`kept = p.data`; `p.data = tensor`; `p.data = kept`; then `kept.mul_(0.5)`, which is `p` again")
+def data_put_back_and_written(loop: Loop) -> Any:
+    p = loop.model.head.weight
+    kept = p.data
+    p.data = torch.full((VOCAB, WIDTH), 0.05)
+    p.data = kept
+    kept.mul_(0.5)
+
+
+@action(WRITE, "`p.data, q.data = q.data, p.data`, and writing to what they were")
 def data_exchanged(loop: Loop) -> Any:
     first, second = (block.up.weight for block in loop.model.blocks)
-    first.data, second.data = second.data, first.data
+    mine, other = first.data, second.data
+    first.data, second.data = other, mine
+    mine.mul_(0.5)
+
+
+@action(WRITE, "`p.data = tensor`, then `tensor.add_(1)`: in PyTorch a write to the parameter")
+def data_assigned_and_written(loop: Loop) -> Any:
+    p, flat = loop.model.head.weight, torch.full((VOCAB * WIDTH,), 0.05)
+    kept = p.detach().clone()
+    p.data = flat.view(VOCAB, WIDTH)
+    flat.add_(1)
+    try:
+        return p.detach().clone()
+    finally:
+        p.data = kept
+
+
+@action(WRITE, "`p.data = q.data`: in PyTorch they share memory from then on")
+def data_tied(loop: Loop) -> Any:
+    first, second = (block.up.weight for block in loop.model.blocks)
+    kept = first.detach().clone()
+    first.data = second.data
+    try:
+        loop.loss()
+    finally:
+        first.data = kept
+
+
+@action(WRITE, "`p.data.data = tensor`, which changes nothing in PyTorch")
+def data_of_data_assigned(loop: Loop) -> Any:
+    loop.model.head.weight.data.data = torch.zeros(VOCAB, WIDTH)
+
+
+@action(WRITE, "`plain.data = p.data` of a parameter that is not sharded")
+def data_given_away(loop: Loop) -> Any:
+    plain = nn.Parameter(torch.zeros(VOCAB, WIDTH))
+    plain.data = loop.model.head.weight.data
+    return plain.detach().clone()
 
 
 @action(WRITE, "`p.data.copy_(tensor)`, `p.copy_(tensor)` under `no_grad`")
@@ -384,6 +453,40 @@ def written_before_backward(loop: Loop) -> Any:
     finally:
         loop.optimizer.zero_grad()
     return "accepted"
+
+
+@action(WRITE, "`p.data.mul_(1.5)`, `p.data[0] = 0` between forward and backward: the backward takes the new values")
+def data_written_before_backward(loop: Loop) -> Any:
+    loss = loop.loss()
+    loop.model.head.weight.data.mul_(1.5)
+    loop.model.blocks[0].up.weight.data[0] = 0
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(WRITE, "`p.data = tensor` between forward and backward: in PyTorch the backward takes the former values")
+def data_assigned_before_backward(loop: Loop) -> Any:
+    loss, kept = loop.loss(), loop.model.head.weight.detach().clone()
+    loop.model.head.weight.data = torch.full((VOCAB, WIDTH), 0.05)
+    try:
+        loss.backward()
+    finally:
+        loop.model.head.weight.data = kept
+    loop.update()
+    return Local(loss.item())
+
+
+@action(WRITE, "weights exchanged for an evaluation between forward and backward: `p.data = tensor`, `p.data = kept`")
+def data_put_back_before_backward(loop: Loop) -> Any:
+    loss, p = loop.loss(), loop.model.head.weight
+    kept, p.data = p.data, torch.full((VOCAB, WIDTH), 0.05)
+    with torch.no_grad():
+        evaluated = loop.loss().item()
+    p.data = kept
+    loss.backward()
+    loop.update()
+    return Local([loss.item(), evaluated])
 
 
 # -- losses -------------------------------------------------------------------------------------------------

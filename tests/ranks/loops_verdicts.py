@@ -41,6 +41,12 @@ REFUSED: dict[str, str] = {
     "pruned_later": "was assigned to a model that is sharded",
     "module_added": "was put into a model that is sharded",
     "module_replaced": "was put into a model that is sharded",
+    "data_tied": "was assigned the memory of",
+    "data_assigned_and_written": "Code wrote to a tensor after assigning it",
+    "data_of_data_assigned": "other memory for what its .data was",
+    "data_given_away": "have incompatible tensor type",
+    "data_assigned_before_backward": "has been modified by an inplace operation",
+    "grad_assigned_and_written": "Code wrote to a tensor after assigning it",
     "wrapped_in_ddp": "If it is a wrapper that spreads a model over ranks by itself",
 }
 """For each action, a part of its error message."""

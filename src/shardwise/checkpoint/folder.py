@@ -140,9 +140,12 @@ def check_room(folder: Path, num_bytes: int, free_bytes: int) -> None:
 def read_note(draft: Path, name: str) -> dict[str, Any] | None:
     """A rank's note about its finished file; `None` until there is one."""
     try:
-        note: dict[str, Any] = json.loads(read_own_text(note_path(draft / name), MAX_INDEX_BYTES))
+        text = read_own_text(note_path(draft / name), MAX_INDEX_BYTES)
     except FileNotFoundError:
         return None
+    if not text:  # see `leave_refusal`
+        return {"error": f"its file could not be written, nor a note why. Is the file system of {draft.parent} full?"}
+    note: dict[str, Any] = json.loads(text)
     return note
 
 
@@ -158,8 +161,8 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
         target.rename(old)
     try:
         draft.rename(target)
-    except OSError:
-        if old.exists():
+    except BaseException:
+        if old.exists() and not target.exists():
             old.rename(target)
         raise
     try:
@@ -171,7 +174,8 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
             f"The checkpoint {target} is written, but {target.parent / LATEST} could not be updated ({error}). "
             f"To continue from it, call resume({str(target)!r})."
         ) from error
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def thin_out(folder: Path, keep: Keep, newest_step: int, metrics: dict[Path, dict[str, float]]) -> None:

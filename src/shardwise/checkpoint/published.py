@@ -29,8 +29,9 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.write import flush, write_text
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.checkpoint.formats.drafts import remove_draft
+from shardwise.checkpoint.write import flush, said_by, write_text
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init.safetensors_headers import Stored, read_head
 from shardwise.system.safe_files import inside, is_portable_name, read_json
 
@@ -188,6 +189,7 @@ class Version:
     number: int
     keep: int
     has_begun: bool = False
+    _draft: Path | None = None
 
     @property
     def path(self) -> Path:
@@ -202,7 +204,13 @@ class Version:
     def begin(self) -> Path:
         """Where to make a draft of it. What a killed job has left is removed."""
         _tidy(self.folder)
-        return self.folder / f".writing-{self.path.name}-{secrets.token_hex(4)}"
+        self._draft = self.folder / f".writing-{self.path.name}-{secrets.token_hex(4)}"
+        return self._draft
+
+    def abandon(self) -> None:
+        """Remove the draft, on the rank that has begun it."""
+        if self._draft is not None:
+            remove_draft(self._draft)
 
     def failure(self, error: BaseException) -> str:
         """What is said when it could not be made, because of `error`."""
@@ -237,11 +245,6 @@ class Version:
         for number in there:
             if number not in kept:
                 shutil.rmtree(folder_of(self.folder, number), ignore_errors=True)
-
-
-def said_by(error: BaseException) -> str:
-    """Our own errors as they are; others with their type."""
-    return str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
 
 
 def _tidy(folder: Path) -> None:

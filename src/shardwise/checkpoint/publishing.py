@@ -28,8 +28,8 @@ import torch
 from shardwise.checkpoint.draft_notes import Notes, Writer, file_name
 from shardwise.checkpoint.formats.drafts import remove_draft, swap_in
 from shardwise.checkpoint.own_rows import BYTES, LostRankError, OwnRows, Row
-from shardwise.checkpoint.published import Published, Version, said_by
-from shardwise.checkpoint.write import leave_refusal, note_path
+from shardwise.checkpoint.published import Published, Version
+from shardwise.checkpoint.write import leave_refusal, note_path, said_by
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ShardwiseError
 
@@ -73,7 +73,11 @@ class Publisher:
         self, world: World, version: Version, weights: Weights, *, tell: Sequence[Told] = (), wait: bool = True
     ) -> None:
         """Make a folder of `weights`, and announce it; see `Engine.publish`. All ranks call."""
-        name = self._on_rank_0(world, lambda: self._begin(version, weights, may_lose=world.membership is not None))
+        try:
+            name = self._on_rank_0(world, lambda: self._begin(version, weights, may_lose=world.membership is not None))
+        except BaseException:
+            version.abandon()  # Ctrl-C, or a rank that was lost, after rank 0 has begun
+            raise
         version.has_begun = True
         if not name:
             return  # it was announced, and then a rank was lost
@@ -131,7 +135,6 @@ class Publisher:
             try:
                 weights.folder.begin(draft)
             except Exception as error:  # transformers may refuse a configuration
-                remove_draft(draft)
                 raise CheckpointError(version.failure(error)) from error
         return draft.name
 
@@ -197,7 +200,7 @@ class Publisher:
             try:
                 message["answer"] = work()
             except (ShardwiseError, OSError) as error:
-                message["refusal"] = str(error)
+                message["refusal"] = said_by(error)
         told = json.loads(world.exchange(json.dumps(message).encode(), "publish")[0])
         self._under_way = None
         if "refusal" in told:

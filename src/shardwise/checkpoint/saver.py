@@ -37,7 +37,7 @@ from shardwise.checkpoint.json_codec import as_bytes, check_depth, encode
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.checkpoint.snapshot import Snapshot, stage_bytes
-from shardwise.checkpoint.write import Copying, Feed, leave_refusal, live, write_rank
+from shardwise.checkpoint.write import Copying, Feed, leave_refusal, live, said_by, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.system.disk import Stage
@@ -116,7 +116,7 @@ class Saver:
     def claim(self, folder: Path) -> None:
         """Take the right to write into `folder`, until `close`. All ranks call; if one fails, all raise."""
         what = f"{folder} cannot be claimed"
-        self._agree(lambda: self._hold(folder) if self._world.rank == 0 else None, what, None)
+        self._agree(lambda: self._hold(folder) if self._world.rank == 0 else None, what)
 
     def save(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool = True) -> Path:
         """Write the checkpoint `target`, then point `latest` at it. All ranks call.
@@ -128,12 +128,18 @@ class Saver:
         `wait`, or by `close`.
         """
         self.wait()
-        prepared = self._prepare(target, make, wait=wait)
+        draft = target.parent / f"{folders.WRITING}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
         what = f"The checkpoint {target} could not be written"
-        if wait:
-            self._write_now(prepared, what)
-        else:
-            self._under_way = self._begin_behind(prepared, what)
+        try:
+            prepared = self._prepare(target, make, draft, wait=wait)  # rank 0's draft, which is that of all
+            draft = prepared.draft
+            if wait:
+                self._write_now(prepared, what)
+            else:
+                self._under_way = self._begin_behind(prepared, what)
+        except BaseException:  # Ctrl-C and a lost rank, too; of ranks that remove it, the last one leaves nothing
+            remove_draft(draft)
+            raise
         return target
 
     def wait_for_copy(self) -> None:
@@ -159,7 +165,7 @@ class Saver:
             self._world.barrier()
         finally:
             under_way.wait()
-        self._agree(under_way.result, under_way.what, None)
+        self._agree(under_way.result, under_way.what)
 
     def close(self) -> None:
         """Wait for a checkpoint that is written in the background, and release the folders. Raises what this rank knows
@@ -175,7 +181,7 @@ class Saver:
                 except AfterwardsError:
                     raise
                 except (CheckpointError, OSError) as error:
-                    raise CheckpointError(f"{under_way.what}: {_describe(error)}") from error
+                    raise CheckpointError(f"{under_way.what}: {said_by(error)}") from error
         finally:
             for lock in self._locks.values():
                 lock.release()
@@ -183,7 +189,9 @@ class Saver:
 
     # -- before anything is written ---------------------------------------------------------------------
 
-    def _prepare(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool) -> _Prepared:
+    def _prepare(
+        self, target: Path, make: Callable[[], tuple[Request, Content]], draft: Path, *, wait: bool
+    ) -> _Prepared:
         """What this rank will write, memory to stage it, and an empty draft on a disk with room for what all ranks
         write.
 
@@ -193,7 +201,7 @@ class Saver:
         mine: list[tuple[Request, Content, Image, torch.Tensor]] = []
         folder = target.parent
 
-        def begin(draft: Path) -> dict[str, Any]:
+        def begin() -> dict[str, Any]:
             request, content = make()
             rank = self._world.rank
             document = as_bytes(request.memories)
@@ -207,18 +215,14 @@ class Saver:
             facts = {"bytes": image.num_bytes, "free": free, "draft": draft.name, "step": request.step}
             return {**facts, "writer": asdict(Writer.me())}
 
-        name = f"{folders.WRITING}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-        every = self._agree(lambda: begin(folder / name), what, folder / name)
-        draft = folder / every[0]["draft"]
+        every = self._agree(begin, what)
         try:  # on every rank, because all have the same data
             _check_steps([one["step"] for one in every])
             folders.check_room(folder, sum(one["bytes"] for one in every), every[0]["free"])
         except CheckpointError as error:
-            if self._world.rank == 0:
-                remove_draft(draft)
             raise CheckpointError(f"{what}: {error}") from error
         self._own.add(folder.resolve())
-        return _Prepared(*mine[0], draft, [Writer(**one["writer"]) for one in every])
+        return _Prepared(*mine[0], folder / every[0]["draft"], [Writer(**one["writer"]) for one in every])
 
     def _open(self, folder: Path, draft: Path) -> int:
         """Create the draft, in a folder that is locked; returns the free bytes there."""
@@ -259,17 +263,15 @@ class Saver:
             self._locks[folder] = lock
         lock.check()
 
-    def _agree(self, work: Callable[[], Result], what: str, draft: Path | None) -> list[Result]:
-        """Run `work` on every rank and exchange the outcomes; if one failed, remove `draft` and raise on all."""
+    def _agree(self, work: Callable[[], Result], what: str) -> list[Result]:
+        """Run `work` on every rank and exchange the outcomes; if one failed, raise on all."""
         try:
             outcome: dict[str, Any] = {"result": work()}
         except Exception as error:  # the others must learn of it, whatever it is
-            outcome = {"error": _describe(error), "kind": _kind_of(error).__name__}
+            outcome = {"error": said_by(error), "kind": _kind_of(error).__name__}
         outcomes = [json.loads(message) for message in self._world.exchange(json.dumps(outcome).encode(), "checkpoint")]
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if "error" in outcome]
         if failed:
-            if draft is not None and self._world.rank == 0:
-                remove_draft(draft)
             rank, failure = failed[0]
             kind = _KINDS[failure["kind"]]
             if kind in _WHOLE:
@@ -285,18 +287,18 @@ class Saver:
         def write() -> None:
             feed = Feed(prepared.image, live(prepared.image, prepared.stage, Copying(self._world.rank_device)))
             feed.start()
-            write_rank(prepared.draft, feed, prepared.content.numbers)
+            try:
+                write_rank(prepared.draft, feed, prepared.content.numbers)
+            finally:
+                if feed.is_alive():  # Ctrl-C just before: it would keep the interpreter from exiting
+                    feed.stop()
 
         def publish() -> None:
             if self._world.rank == 0:
                 self._publish(prepared)
 
-        try:
-            self._agree(write, what, prepared.draft)
-            self._agree(publish, what, prepared.draft)
-        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, on all ranks: the last one to remove it leaves nothing
-            remove_draft(prepared.draft)
-            raise
+        self._agree(write, what)
+        self._agree(publish, what)
 
     def _begin_behind(self, prepared: _Prepared, what: str) -> _UnderWay:
         """Copy what may change at any time, and leave the rest to threads.
@@ -314,15 +316,17 @@ class Saver:
             under_way = _UnderWay(what, lambda written: self._write_behind(kept, feed, written))
             feed.start()
             under_way.start()
-        except Exception as error:  # a device error, or no thread available
+            self._snapshot = snapshot
+            snapshot.go_on()
+        except BaseException as error:  # a device error, or no thread available, or Ctrl-C
             if snapshot is not None:
                 snapshot.go_on()
                 snapshot.end()
             if feed is not None and feed.is_alive():
                 feed.stop()
+            if not isinstance(error, Exception):
+                raise
             return self._failed(prepared, what, error)
-        self._snapshot = snapshot
-        snapshot.go_on()
         return under_way
 
     def _failed(self, prepared: _Prepared, what: str, error: Exception) -> _UnderWay:
@@ -411,7 +415,7 @@ class _UnderWay(threading.Thread):
             self._work(self.written.set)
         except Exception as error:  # raised by `result`, in the thread that asks
             self._error = error
-            logging.getLogger("shardwise").error("%s: %s", self.what, _describe(error))
+            logging.getLogger("shardwise").error("%s: %s", self.what, said_by(error))
         finally:
             self.written.set()
 
@@ -455,8 +459,3 @@ _WHOLE = (AfterwardsError, StateError)
 
 def _kind_of(error: Exception) -> type[ShardwiseError]:
     return next((kind for kind in _KINDS.values() if isinstance(error, kind)), CheckpointError)
-
-
-def _describe(error: Exception) -> str:
-    """Our own errors as they are; others with their type."""
-    return str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}."

@@ -7,6 +7,7 @@ a disk was as fast as `dd`, through the cache between a fifth of that and all of
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -19,8 +20,12 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.image import WINDOW, Image, Sums
+from shardwise.errors import ShardwiseError
 from shardwise.system.devices import Event, RankDevice, Stream
 from shardwise.system.disk import open_direct, write_at
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FREE_SOME = " Free some space there, or give another folder."
 
 
 class Copying:
@@ -146,10 +151,22 @@ def write_rank(draft: Path, feed: Feed, numbers: dict[str, Any]) -> None:
 
 
 def leave_refusal(path: Path, error: BaseException) -> None:
-    """Remove the file at `path`, to free its space, and leave a note with the error."""
+    """Remove the file at `path`, to free its space, and leave a note with the error: an empty one where even that does
+    not fit, so that nobody waits for it."""
     with contextlib.suppress(OSError):  # the first failure is the one that counts
         path.unlink(missing_ok=True)
-        write_text(note_path(path), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        try:
+            write_text(note_path(path), json.dumps({"error": said_by(error)}))
+        except OSError:
+            note_path(path).touch()
+
+
+def said_by(error: BaseException) -> str:
+    """Our own errors as they are; others with their type, and a full disk with what to do."""
+    if isinstance(error, ShardwiseError):
+        return str(error)
+    is_full = isinstance(error, OSError) and error.errno in _NO_SPACE
+    return f"{type(error).__name__}: {error}.{_FREE_SOME if is_full else ''}"
 
 
 def note_path(path: Path) -> Path:
@@ -159,9 +176,13 @@ def note_path(path: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically, and flush it."""
     fresh = path.with_name(f".{path.name}.fresh")
-    fresh.write_text(text)
-    flush(fresh)
-    fresh.replace(path)
+    try:
+        fresh.write_text(text)
+        flush(fresh)
+        fresh.replace(path)
+    except BaseException:  # a full disk, Ctrl-C
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def flush(path: Path) -> None:

@@ -123,6 +123,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
             hint = f". {nearest(option, self._option_string_actions)}" if option else ""
+            if not option and any("=" in word for word in unknown):  # the shell has made two words of a={b:1,c:2}
+                hint = ". Put a value with braces or spaces in quotes: --set 'mesh={dp: 2, tp: 2}'"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known
 

@@ -20,6 +20,7 @@ from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_deepspeed import TUNING_VARIABLE, USE_VARIABLE, read_with
 from shardwise.integrations.hf_zero3 import LIVE
 from shardwise.integrations.plans import PlanLike, without
+from shardwise.system.printable import printable
 from shardwise.system.process_rank import process_rank_of
 
 _YES = ("true", "1", "yes")
@@ -72,7 +73,7 @@ class DeepSpeedAccelerator(Accelerator):
         report = reading.report(monitors_by=_LOG_WITH)
         if model is not None and not self._has_reported and self.is_main_process and report:
             self._has_reported = True
-            print(f"shardwise: about the DeepSpeed config\n{report}")
+            print(f"shardwise: about the DeepSpeed config\n{printable(report)}")
         plan = sw.load_plan(reading.plan)
         return without(plan, "clip_grad_norm"), plan.clip_grad_norm
 

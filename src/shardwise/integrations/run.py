@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.scripts import run_script
 from shardwise.integrations.takeover import Takeover
+from shardwise.system.printable import printable
 from shardwise.system.process_rank import process_rank_of
 
 USAGE = "usage: python -m shardwise.integrations.run --plan PLAN [-m] script [arguments]"
@@ -28,16 +29,16 @@ def main(arguments: Sequence[str]) -> None:
     try:
         takeover = Takeover(json.loads(plan) if plan.startswith("{") else plan)
     except ShardwiseError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
+        print(f"shardwise: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     takeover.install()
     run_script(command)
     if not takeover.is_used and not process_rank_of(os.environ).rank:
-        print(
+        why = (
             f"shardwise: the script created no Trainer of transformers or Lightning, and no Accelerator, so the plan "
-            f"{plan} had no effect. In a plain loop call engine = sw.shard(model, {plan!r}, optimizer=optimizer).",
-            file=sys.stderr,
+            f"{plan} had no effect. In a plain loop call engine = sw.shard(model, {plan!r}, optimizer=optimizer)."
         )
+        print(printable(why), file=sys.stderr)
 
 
 if __name__ == "__main__":

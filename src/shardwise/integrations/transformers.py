@@ -30,6 +30,7 @@ from shardwise.integrations.trainer_arguments import refuse_arguments
 from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps
 from shardwise.integrations.trl import feed_generation
 from shardwise.integrations.trl_shared_prompts import count_completions_once, share_prompts, sync_reference
+from shardwise.system.printable import printable
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
@@ -103,7 +104,7 @@ class ShardwiseTrainerMixin(_Base):
         reading = self._sections.reading(self.model)
         self.plan = without(sw.load_plan(reading.plan), "accumulate", "clip_grad_norm")
         if self.args.process_index == 0 and (report := reading.report(monitors_by=_REPORT_TO)):
-            print(f"shardwise: about the DeepSpeed config\n{report}")
+            print(f"shardwise: about the DeepSpeed config\n{printable(report)}")
 
     def _refuse_two_optimizers(self) -> None:
         if self._sections is not None and self._sections.has("optimizer") and self.optimizer is not None:

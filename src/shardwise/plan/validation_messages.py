@@ -64,4 +64,6 @@ def _unknown_key(path: KeyPath, root: type[BaseModel], name: str) -> str:
 def _wrong_value(path: KeyPath, value: object, message: str, root: type[BaseModel], name: str) -> str:
     expected = words_at(root, path)
     hint = f"expected {expected}" if expected else message
+    if isinstance(value, str) and ":" in value and "mapping" in hint:
+        hint += ": {key: value}, with a space after the colon, and quotes around it in a shell"
     return f"{'.'.join(path) or name} is {reprlib.repr(value)}; {hint}."

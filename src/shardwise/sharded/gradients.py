@@ -10,6 +10,7 @@ them; `engine.step()` does both.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -85,8 +86,10 @@ class Gradients:
         """Whether they are those of some pipeline stages, and others are elsewhere."""
         self.is_taken = True
         """Whether the step may be taken: gradients are finite, or need not be."""
-        self.epoch = 0
-        """Incremented whenever gradients are dropped, so that the owner of one can tell that it is gone."""
+        self._num_dropped = 0
+        """How often all gradients were dropped."""
+        self._num_dropped_alone: Counter[tuple[str, int]] = Counter()
+        """How often one was."""
 
     # -- whether there are any --------------------------------------------------------------------------
 
@@ -114,6 +117,10 @@ class Gradients:
             return False
         self.prepare()
         return flat.grads.touched_anywhere[index]
+
+    def epoch_of(self, flat: Flat, index: int) -> tuple[int, int]:
+        """Another one whenever a parameter's gradient was dropped, so that who has it can tell that it is gone."""
+        return self._num_dropped, self._num_dropped_alone[flat.name, index]
 
     # -- for the step -----------------------------------------------------------------------------------
 
@@ -253,8 +260,12 @@ class Gradients:
             mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype), slot)
             piece.copy_(mean[span.start : span.stop] / flat.spec.num_summands)
             self._holds_more = True
-        flat.grads.note(index, has_one=value is not None)
+        self._note(flat, index, has_one=value is not None)
         self._forget_figures()
+
+    def _note(self, flat: Flat, index: int, *, has_one: bool) -> None:
+        flat.grads.note(index, has_one=has_one)
+        self._num_dropped_alone[flat.name, index] += not has_one
 
     # -- the end ----------------------------------------------------------------------------------------
 
@@ -270,7 +281,7 @@ class Gradients:
         self._runner.clear_faults()
         self._lost.clear()
         self._prepared_at, self._holds_more, self.is_taken = None, False, True
-        self.epoch += 1
+        self._num_dropped += 1
         self._forget_figures()
 
     def _zero_some(self, pieces: Sequence[Piece] | None, *, keep: bool) -> None:
@@ -289,7 +300,7 @@ class Gradients:
         for flat, index in places:
             if flat.spec.trainable and flat.grads.touched_anywhere[index]:
                 self.piece(flat, index).zero_()
-                flat.grads.note(index, has_one=keep)
+                self._note(flat, index, has_one=keep)
         self.is_taken = True
         self._forget_figures()
 

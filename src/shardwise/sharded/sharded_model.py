@@ -375,6 +375,7 @@ class ShardedModel:
         self.progress.gradient_norm = self.parts.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()
         self.parts.unfreezing.require_memory(member)
+        self.parts.owner.require_gradients_kept()
         if not self.parts.gradients.judge():
             optimizer.updates.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
@@ -504,6 +505,7 @@ class ShardedModel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.parts.owner.require_trainable()
+        self.parts.owner.require_params_kept()
         if self._meets_along and self.model.training:
             self._require_all_layers()
         self.parts.runner.verifies = self._is_next_verified

@@ -60,6 +60,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "refuse_address",
+    "set_version",
     "storage_id",
     "tree_flatten",
     "tree_iter",
@@ -155,6 +156,12 @@ def dispatch_modes() -> list[Any]:
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Device, dtype, ... from the arguments of `Tensor.to`, in all of its forms, as `nn.Module.to` reads them."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set how often `tensor` was written to, as autograd sees it. Without it a graph could not be sent back after the
+    memory of a parameter was exchanged and given back."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def with_same_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.write import flush
+from shardwise.checkpoint.write import flush, said_by
 from shardwise.errors import CheckpointError
 
 
@@ -32,7 +32,7 @@ def drafted(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         yield draft
         swap_in(draft, out)
     except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error}") from error
+        raise CheckpointError(f"{out} could not be written: {said_by(error)} What was there is unchanged.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -55,8 +55,15 @@ def swap_in(draft: Path, out: Path) -> None:
     flush(draft)
     old = out.parent / f".replaced-{out.name}"
     shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
-    draft.rename(out)
-    flush(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        if out.exists():
+            out.rename(old)
+        draft.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    try:
+        flush(out.parent)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)

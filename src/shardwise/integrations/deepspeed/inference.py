@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.integrations.deepspeed.accelerator import get_accelerator
 from shardwise.integrations.deepspeed.inference_config import InferenceConfig, read_inference_config
+from shardwise.system.printable import printable
 
 _TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HALVES = (torch.float16, torch.bfloat16)
@@ -104,7 +105,7 @@ def init_inference(
             joined.close(error)
         raise
     if joined.rank == 0 and (report := asked.report()):
-        print(f"shardwise: notes on the arguments of init_inference()\n{report}")
+        print(f"shardwise: notes on the arguments of init_inference()\n{printable(report)}")
     return InferenceEngine(split, asked)
 
 

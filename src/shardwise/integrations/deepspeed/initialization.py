@@ -33,6 +33,7 @@ from shardwise.integrations.deepspeed.onebit import is_onebit, make_onebit, requ
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.deepspeed.topology import require_topology
+from shardwise.system.printable import printable
 from shardwise.system.process_rank import process_rank_of
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -125,7 +126,7 @@ def initialize(
             joined.close(error)
         raise
     if joined.rank == 0 and (report := translated.report()):
-        print(f"shardwise: notes on the DeepSpeed config\n{report}")
+        print(f"shardwise: notes on the DeepSpeed config\n{printable(report)}")
     loader = None if training_data is None else engine.training_loader(training_data)
     return engine, made, loader, schedule
 

@@ -22,6 +22,7 @@ from shardwise.launch.hosts.host_messages import (
     report,
 )
 from shardwise.launch.places.hosts import Share
+from shardwise.system.printable import printable
 
 Arrivals = queue.Queue[tuple["Connection", Message]]
 _NUM_STDERR_LINES = 30
@@ -129,7 +130,7 @@ class Connection:
     def _read_errors(self) -> None:
         assert self._ssh.stderr is not None
         for line in bounded_lines(self._ssh.stderr, _MAX_STDERR_LINE_BYTES):
-            text = line.decode(errors="backslashreplace").rstrip()
+            text = printable(line.decode(errors="backslashreplace").rstrip())
             self._complaints.append(text)
             if self._has_answered and text:
                 print(f"{self.name}: {text}", file=sys.stderr, flush=True)

@@ -116,6 +116,9 @@ def _refuse_odd_keys(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
         line = key.start_mark.line + 1
         if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
             raise SourceError(f"the key {_as_written(key)} is not text. Put it in quotes.", line)
+        name, colon, follows = key.value.partition(":")
+        if colon and follows and not key.style and isinstance(value, yaml.ScalarNode) and value.value == "":
+            raise SourceError(f"{key.value!r} is one word. Put a space after the colon: '{name}: {follows}'.", line)
         if key.value in seen:
             raise SourceError(f"the key {key.value!r} is given twice, first on line {seen[key.value]}.", line)
         seen[key.value] = line

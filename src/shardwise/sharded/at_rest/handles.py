@@ -2,7 +2,7 @@
 
 [Note: whole tensors] `param.data`, `param.detach()`, a `state_dict()` and `param.grad` give such a tensor for a
 parameter at rest. It has the values at the time of reading, like a tensor that shares the parameter's memory, and what
-is written to it reaches every rank. Views of it remember how they were made.
+is written to it reaches every rank. Views of it remember how they were made, and share its `Memory`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from shardwise.system.torch_private import tree_leaves
 Tensor = torch.Tensor
 CALLED_BY_TORCH = {"__torch_function__": "an access to a whole tensor"}
 """See `comm/watch/journal.py`."""
+_META = torch.device("meta")
+_DEVICE = torch.ops.prim.device.default
 Step = Callable[[Tensor], Tensor]
 """Makes a view of its base."""
 
@@ -67,6 +69,8 @@ class Home(Source, Protocol):
     """The source of a parameter."""
 
     @property
+    def param(self) -> torch.nn.Parameter: ...
+    @property
     def comes_and_goes(self) -> bool:
         """Whether it is freed between computations."""
         ...
@@ -100,14 +104,13 @@ class Home(Source, Protocol):
         """Raise if the number of writes is not `num_writes` any more: a computation must not write to it."""
         ...
 
-    def whole(self) -> Whole: ...
-    def views(self) -> list[Whole]:
-        """What `whole` has returned and somebody still has."""
+    def whole(self, steps: tuple[Step, ...] = ()) -> Whole: ...
+    def assign(self, value: Tensor) -> None:
+        """`param.data = value`."""
         ...
 
     def gradient(self) -> Whole | None: ...
     def set_gradient(self, value: Tensor | None) -> None: ...
-    def require_alike(self, value: Tensor) -> None: ...
     def note_wish(self, *, trains: bool) -> None: ...
     def refuse_hook(self) -> NoReturn: ...
 
@@ -121,26 +124,53 @@ class Resting(AtRest):
         raise NotImplementedError
 
 
-class Whole(torch.Tensor):
-    """A tensor with a shape, a dtype and a device whose values are with `source`."""
+class Memory:
+    """What tensors that share memory in plain PyTorch have in common: an assignment gives all of them another source
+    at once ([Note: assigned memory] in `assigned.py`)."""
 
-    source: Source
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.heir: Callable[[Memory], None] | None = None
+        """Called, in place of keeping its values, when its source leaves this memory: it was assigned to another."""
+
+
+def uncounted(values: Tensor) -> Tensor:
+    """The step of `.data`: the same memory, but writes are not counted, so that autograd does not see them."""
+    return values.data
+
+
+class Whole(torch.Tensor):
+    """A tensor with a shape, a dtype and a device whose values are with the source of `memory`."""
+
+    memory: Memory
     steps: tuple[Step, ...]
+    shown_device: torch.device
 
     @staticmethod
     def __new__(
-        cls, source: Source, steps: tuple[Step, ...], like: Tensor, device: torch.device | None = None
+        cls, memory: Memory, steps: tuple[Step, ...], like: Tensor, device: torch.device | None = None
     ) -> Whole:
         """With the shape, strides and dtype of `like`; on its device unless `device` is given."""
+        # To torch it is on the meta device, so that `plain.data = whole`, which asks no subclass, is refused as one of
+        # incompatible types; with the device below, `plain` would have the address 0, and its next reader crashes.
         made = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=_META, dispatch_device=True
         )
         assert isinstance(made, Whole)
-        made.source, made.steps = source, steps
+        made.memory, made.steps, made.shown_device = memory, steps, device or like.device
         return made
 
     def __init__(self, *_: object) -> None:
         """`__new__` does everything."""
+
+    @property
+    def source(self) -> Source:
+        return self.memory.source
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it may be another part or shape than its memory has."""
+        return any(step is not uncounted for step in self.steps)
 
     def seen_in(self, values: Tensor) -> Tensor:
         """This view of the source's `values`."""
@@ -179,7 +209,9 @@ class Whole(torch.Tensor):
         types: Sequence[type],  # torch's signature
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
+    ) -> torch.device:
+        if func is _DEVICE:
+            return args[0].shown_device  # type: ignore[no-any-return]
         raise StateError(
             f"{func} reads a tensor of a sharded model that holds no values here, and does it below the functions of "
             f"PyTorch that know how to gather them. Give it a copy: tensor.clone(), on all ranks. If it is a wrapper "

@@ -15,7 +15,8 @@ from shardwise.memory import Flat, Unit
 from shardwise.plan.placement import Slot
 from shardwise.runtime import Agreement, Runner, changed_inside
 from shardwise.sharded.access import Access
-from shardwise.sharded.at_rest.handles import Resting, Whole
+from shardwise.sharded.at_rest.assigned import Present
+from shardwise.sharded.at_rest.handles import Resting, Step, Whole
 from shardwise.sharded.at_rest.unsplit import UnsplitSource
 from shardwise.sharded.at_rest.use import plainly, use
 from shardwise.sharded.gradients import Gradients
@@ -54,6 +55,8 @@ class Owner:
         it can be read now, from its present home."""
         self.unfrozen: set[str] = set()
         """Parameters that were frozen when the plan was made and are now meant to train."""
+        self.assigned: set[ParamHome] = set()
+        """Parameters whose `data` or `grad` was assigned."""
         self._flats = [flat for unit in units for flat in unit.flats]
         self._homes: dict[int, ParamHome] = {
             id(param): ParamHome(self, unit, flat, index)
@@ -91,6 +94,16 @@ class Owner:
                 f"call of the model makes it: unfreeze after a step, or after zero_grad(), and before that call."
             )
 
+    def require_params_kept(self) -> None:
+        """Raise before a forward if code goes on using what it assigned to a parameter as if it were its memory."""
+        for home in self.assigned:
+            home.require_kept()
+
+    def require_gradients_kept(self) -> None:
+        """The same before a step, for gradients."""
+        for home in self.assigned:
+            home.require_gradient_kept()
+
     def home_of(self, param: object) -> ParamHome:
         return self._homes[id(param)]
 
@@ -120,8 +133,11 @@ class ParamHome:
         self._unit = unit
         self._flat = flat
         self._index = index
-        self._views: list[weakref.ref[Whole]] = []
         self.use = use
+        self._present = Present(self, flat.params[index])
+        self._unsplit = Present(UnsplitSource(self))
+        self._gradient: Present | None = None
+        """That of the gradient which code has last read or assigned."""
 
     @property
     def _owner(self) -> Owner:
@@ -154,6 +170,7 @@ class ParamHome:
                 f"{self.name} is not whole on any rank: its engine was closed. Take engine.state_dict() before "
                 f"engine.close(); a model built anew, or this one, can load it."
             )
+        self.require_kept()
 
     # -- values -----------------------------------------------------------------------------------------
 
@@ -214,14 +231,23 @@ class ParamHome:
         owner.runner.gathering.note_written(self._unit)
         owner.runner.step.close_params()
 
-    def whole(self) -> Whole:
-        made = Whole(self, (), plainly(Tensor.detach, [self.param], {}))
-        self._views = [*(ref for ref in self._views if ref() is not None), weakref.ref(made)]
-        return made
+    def whole(self, steps: tuple[Step, ...] = ()) -> Whole:
+        return Whole(self._present.memory(), steps, plainly(Tensor.detach, [self.param], {}))
 
-    def views(self) -> list[Whole]:
-        alive = (ref() for ref in self._views)
-        return [view for view in alive if view is not None and view.source is self]
+    def assign(self, value: Tensor) -> None:
+        self._require_alike(value)
+        if isinstance(value, Whole) and value.memory is self._present.memory() and not value.is_view:
+            return
+        self._present.leave(lambda: self.whole().clone())
+        self._unsplit.leave(lambda: self.unsplit().clone())
+        self.param.copy_(value)
+        self._present.enter(value)
+        self._owner.assigned.add(self)
+
+    def require_kept(self) -> None:
+        """Raise if code goes on using what it assigned as if it were this parameter's memory."""
+        self._present.require_kept()
+        self._present.require_untied()
 
     def assembled(self, part: Tensor) -> Tensor:
         """The tensor of the unsplit model, of which this rank has `part`."""
@@ -231,7 +257,7 @@ class ParamHome:
         """A tensor that stands for the one of the unsplit model."""
         param = self.param
         like = torch.empty(self.slot.whole_shape, dtype=param.dtype, device="meta")
-        return Whole(UnsplitSource(self), (), like, param.device)
+        return Whole(self._unsplit.memory(), (), like, param.device)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
         return False  # the stored copy may have a wider dtype, so only whole values are written
@@ -242,12 +268,27 @@ class ParamHome:
     # -- its gradient -----------------------------------------------------------------------------------
 
     def gradient(self) -> Whole | None:
-        gradients = self._owner.gradients
-        if not gradients.has(self._flat, self._index):
+        if not self._owner.gradients.has(self._flat, self._index):
             return None
-        dtype = gradients.piece(self._flat, self._index).dtype
+        self.require_gradient_kept()
+        return self._whole_gradient()
+
+    def _whole_gradient(self) -> Whole:
+        dtype = self._owner.gradients.piece(self._flat, self._index).dtype
         like = torch.empty(self.slot.shape, dtype=dtype, device="meta")
-        return Whole(GradSource(self._owner, self._flat, self._index, gradients.epoch), (), like, self._flat.device)
+        return Whole(self._present_gradient().memory(), (), like, self._flat.device)
+
+    def _present_gradient(self) -> Present:
+        epoch = self._owner.gradients.epoch_of(self._flat, self._index)
+        source = GradSource(self._owner, self._flat, self._index, epoch)
+        if self._gradient is None or self._gradient.source != source:
+            self._gradient = Present(source)
+        return self._gradient
+
+    def require_gradient_kept(self) -> None:
+        """Raise if code goes on using what it assigned as if it were this gradient's memory."""
+        if self._gradient is not None:
+            self._present_gradient().require_kept()
 
     def set_gradient(self, value: Tensor | None) -> None:
         if not self._flat.spec.trainable:
@@ -256,12 +297,19 @@ class ParamHome:
             raise ModelError(f"{self.name} has shape {list(self.slot.shape)}, but the gradient {list(value.shape)}.")
         if value is not None and not value.is_floating_point():
             raise ModelError(f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}.")
-        whole = value.clone() if isinstance(value, Resting | Whole) else value
-        self._owner.gradients.assign(self._flat, self._index, whole)
+        present, gradients = self._present_gradient(), self._owner.gradients
+        if isinstance(value, Whole) and value.memory is present.memory() and not value.is_view:
+            return
+        if value is not None and gradients.has(self._flat, self._index):
+            present.leave(lambda: self._whole_gradient().clone())
+        gradients.assign(self._flat, self._index, value.clone() if isinstance(value, Resting | Whole) else value)
+        if value is not None:
+            self._present_gradient().enter(value.home().whole() if isinstance(value, Resting) else value)
+            self._owner.assigned.add(self)
 
     # -- what is refused --------------------------------------------------------------------------------
 
-    def require_alike(self, value: Tensor) -> None:
+    def _require_alike(self, value: Tensor) -> None:
         param = self.param
         if (tuple(value.shape), value.dtype, value.device) == (self.slot.shape, param.dtype, param.device):
             return
@@ -298,7 +346,7 @@ class GradSource:
     owner: Owner
     flat: Flat
     index: int
-    epoch: int
+    epoch: tuple[int, int]
 
     @property
     def name(self) -> str:
@@ -338,7 +386,7 @@ class GradSource:
 
     def _require_current(self) -> None:
         gradients = self.owner.gradients
-        if gradients.epoch != self.epoch or not gradients.has(self.flat, self.index):
+        if gradients.epoch_of(self.flat, self.index) != self.epoch or not gradients.has(self.flat, self.index):
             raise StateError(
                 f"{self.name} is gone: gradients were zeroed since it was taken from param.grad. Clone what is to stay."
             )

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.errors import CommError, StateError
+from shardwise.errors import CommError
 from shardwise.sharded.at_rest import uses
-from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole
+from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     parsed_to,
@@ -98,12 +98,18 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             return use(func, *again)
         seen: dict[int, Tensor] = {}
         for handle in handles:
+            values = _values_of(handle, opened)
             if isinstance(handle, Whole):
-                seen[id(handle)] = handle.seen_in(opened[handle.source])
+                seen[id(handle)] = handle.seen_in(values)
             else:
-                seen[id(handle)] = handle if differentiates else opened[handle.home()]  # type: ignore[assignment]
+                seen[id(handle)] = handle if differentiates else values  # type: ignore[assignment]
         args, kwargs = tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
         before = {source: values._version for source, values in opened.items()}
+        apart = [  # what `.data` gives counts its writes for itself
+            (handle.source, seen[id(handle)], seen[id(handle)]._version)
+            for handle in handles
+            if isinstance(handle, Whole) and uncounted in handle.steps
+        ]
         if differentiates:
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
@@ -111,11 +117,16 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             for handle in handles:
                 if isinstance(handle, Resting):
                     handle.home().require_gradient()
-        uncounted = _sources(tree_unflatten(leaves, form)[0][:1]) if func in uses.UNCOUNTED else ()
+        counted = {source for source, values in opened.items() if values._version != before[source]}
+        if func in uses.UNCOUNTED:
+            counted |= _sources(tree_unflatten(leaves, form)[0][:1])
+        written = {source for source, values, version in apart if values._version != version}
         for source, values in opened.items():
-            if values._version != before[source] or source in uncounted:
+            if source in counted:
                 source.take_over(values)
-        return _given_back(result, func, leaves, form, handles, seen, opened, differentiates=differentiates)
+            elif source in written:
+                source.take_over(uncounted(values))
+        return _given_back(result, func, leaves, form, handles, seen, opened)
 
 
 def _sources(given: Any) -> set[Source]:
@@ -147,8 +158,6 @@ def _given_back(
     handles: list[Resting | Whole],
     seen: Mapping[int, Tensor],
     opened: Mapping[Source, Tensor],
-    *,
-    differentiates: bool,
 ) -> Any:
     """`result` without references to memory that will be freed: handles in place of values, and views as `Whole`."""
     storages = {storage_id(plainly(Tensor.untyped_storage, [values], {})) for values in opened.values()}
@@ -162,9 +171,30 @@ def _given_back(
                 return handle
         if isinstance(value, Resting) or storage_id(plainly(Tensor.untyped_storage, [value], {})) not in storages:
             return value
-        if differentiates or len(handles) != 1:
+        if value.requires_grad:
             return plainly(Tensor.clone, [value], {})
+        if len(handles) != 1:
+            return _view_of_several(value)
         return _view(func, leaves, form, handles[0], number, value)
+
+    def _view_of_several(value: Tensor) -> Tensor:
+        """`kept.view_as(param)`, ...: which of them it views says the memory, and where, its strides."""
+        storage = storage_id(plainly(Tensor.untyped_storage, [value], {}))
+        handle, base = next(
+            (handle, values)
+            for handle in handles
+            if storage_id(plainly(Tensor.untyped_storage, [values := _values_of(handle, opened)], {})) == storage
+        )
+        if value.dtype != base.dtype:
+            return plainly(Tensor.clone, [value], {})  # type: ignore[no-any-return]
+        size, stride, offset = value.shape, value.stride(), value.storage_offset() - base.storage_offset()
+        whole = _as_whole(handle)
+
+        def step(values: Tensor) -> Tensor:
+            return values.as_strided(size, stride, values.storage_offset() + offset)
+
+        counted = (uncounted,) if uncounted in whole.steps else ()
+        return Whole(whole.memory, (step, *counted), value)
 
     return tree_unflatten([kept(number, value) for number, value in enumerate(results)], result_form)
 
@@ -177,8 +207,16 @@ def _view(func: Function, leaves: list[Any], form: Any, handle: Resting | Whole,
         view: Tensor = tree_flatten(plainly(func, args, kwargs))[0][number]
         return view
 
-    whole = handle if isinstance(handle, Whole) else handle.home().whole()
-    return Whole(whole.source, (*whole.steps, again), like)
+    whole = _as_whole(handle)
+    return Whole(whole.memory, (*whole.steps, again), like)
+
+
+def _as_whole(handle: Resting | Whole) -> Whole:
+    return handle if isinstance(handle, Whole) else handle.home().whole()
+
+
+def _values_of(handle: Resting | Whole, opened: Mapping[Source, Tensor]) -> Tensor:
+    return opened[handle.home() if isinstance(handle, Resting) else handle.source]
 
 
 @contextmanager
@@ -220,50 +258,26 @@ def _set_grad(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     args[0].home().set_gradient(value)
 
 
-def _detach(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Whole:  # noqa: ARG001
-    handle = args[0]
-    return Whole(handle.source, handle.steps, handle) if isinstance(handle, Whole) else handle.home().whole()
+def _detach(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Whole:  # noqa: ARG001
+    handle, steps = args[0], (uncounted,) if func == uses.GET_DATA else ()
+    if isinstance(handle, Whole):
+        return Whole(handle.memory, (*handle.steps, *steps), handle)
+    return handle.home().whole(steps)  # type: ignore[no-any-return]
 
 
 def _set_data(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001
     handle, value = args
-    if value is handle or (isinstance(value, Whole) and isinstance(handle, Resting) and value.source is handle.home()):
+    if value is handle:
         return
+    if isinstance(value, Resting):
+        value = value.home().whole()
     with torch.no_grad():
         if isinstance(handle, Resting):
-            handle.home().require_alike(value)
-            for earlier in handle.home().views():
-                earlier.source = _Kept(earlier.source, _generic(Tensor.clone, (earlier,), {}))
-        handle.copy_(value)
-
-
-class _Kept:
-    """The values that a parameter had before it was given other memory by `param.data = ...`, for code that still has
-    what `param.data` was: a `Source`. Here the memory stays the same and is written to, so these are a copy."""
-
-    def __init__(self, before: Source, values: Tensor) -> None:
-        self.name = f"former values of {before.name}"
-        self.use = use
-        self._values = values
-
-    @contextmanager
-    def opened(self) -> Iterator[Tensor]:
-        yield self._values
-
-    def recover(self, error: CommError) -> bool:  # noqa: ARG002
-        return False
-
-    def take_over(self, values: Tensor) -> None:
-        """They were written to in place."""
-
-    def scale(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
-        return False
-
-    def norm(self, norm_type: float) -> float | None:  # noqa: ARG002
-        return None
-
-    def refuse(self, what: str) -> NoReturn:
-        raise StateError(f"Code asks for {what} of {self.name}. Take a copy with .clone(), which is a plain tensor.")
+            handle.home().assign(value)
+        elif handle.steps:
+            _refuse(handle, "other memory for what its .data was,")
+        else:
+            handle.copy_(value)  # `param.grad.data = value`
 
 
 def _copy(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -276,6 +290,7 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     values.copy_(_generic(Tensor.clone, (value,), {}) if isinstance(value, Resting | Whole) else value)
     home.take_over(values)
+    torch.autograd.graph.increment_version(home.param)
     return handle
 
 
