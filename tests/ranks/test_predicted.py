@@ -24,8 +24,11 @@ from shardwise.observe.differences import BETWEEN, compared, seconds_by_action
 from shardwise.observe.run_view import read_run
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
+from shardwise.program import Activations
+from shardwise.sharded.rehearsed_step import RehearsedStep
 from shardwise.testing import run_ranks
-from tests.models import Gpt, Mixture, Transformer
+from tests import inside
+from tests.models import Decoder, Gpt, Mixture, Transformer
 from tests.thorough import thorough_only
 
 NUM_STEPS = 16
@@ -249,3 +252,17 @@ def test_what_explains_most_is_named() -> None:
     assert (quick.what, quick.share) == ("computing", -0.5)
     assert compared(parts, 1.1, {}) is not None
     assert compared({"seconds": None}, 1.0, {}) is None
+
+
+def test_a_live_stage_is_timed_with_the_gradients_that_it_shares() -> None:
+    models = [Decoder() for _ in range(2)]
+    for model in models:
+        model.head.weight = model.tokens.weight
+
+    def rank(world: sw.World) -> dict[str, Any]:
+        model = models[world.rank]
+        plan = {"preset": "zero1", "mesh": {"pp": 2, "dp": 1}, "accumulate": 2}
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            return dict(RehearsedStep(Activations(())).program(inside.sharded(engine)).holders)
+
+    assert run_ranks(2, rank) == [{"tokens+": (0, 1)}] * 2
