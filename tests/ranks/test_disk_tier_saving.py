@@ -6,7 +6,7 @@ import copy
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from twins import adamw, batches, train
 import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.memory import DiskRows, disk_memory
-from shardwise.system.disk import SystemCalls, TierFolder
+from shardwise.system.disk import IoQueue, Pending, SystemCalls, TierFolder
 from shardwise.testing import run_ranks
 from tests.models import Transformer
 from tests.patience import PATIENCE
@@ -116,19 +116,33 @@ def test_steps_and_edits_wait_for_what_a_background_save_has_not_read(
 
 
 class Breaking(SystemCalls):
-    """A disk on which reads by a checkpoint's thread fail while `breaks` is set."""
+    """A disk on which reads for a checkpoint's thread fail while `breaks` is set."""
 
     breaks = False
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._asked_by = threading.local()
+        start = IoQueue.start
+
+        def noting(queue: IoQueue, requests: Iterable[Callable[[], None]]) -> Pending:
+            name = threading.current_thread().name
+            return start(queue, [partial(self._do, name, request) for request in requests])
+
+        monkeypatch.setattr(IoQueue, "start", noting)
+
+    def _do(self, name: str, request: Callable[[], None]) -> None:
+        self._asked_by.name = name
+        request()
+
     def read(self, handle: int, into: memoryview, offset: int) -> int:
-        if self.breaks and threading.current_thread().name == SAVING:
+        if self.breaks and self._asked_by.name == SAVING:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().read(handle, into, offset)
 
 
 def test_a_background_save_that_cannot_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call raises its error. Steps continue, and earlier checkpoints stay."""
-    disk = Breaking()
+    disk = Breaking(monkeypatch)
     monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
     torch.manual_seed(0)
     replica, data = Transformer(), batches(4, rows=6)
