@@ -25,6 +25,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ _MARK = "SENDS_FOR_ITS_CALLER"
 _WORDS = "CALLED_BY_TORCH"
 """A module with this name says in words what its functions are about that torch calls, and no user knows by name."""
 _CLOSED = "closed"
+_FORKED = "forked"
 _EXCHANGE = "World.exchange"  # called for many purposes, so the caller's name says more
 _FRAMES_LOCK = threading.Lock()
 _Kind = tuple[str, str, torch.dtype]
@@ -142,6 +144,7 @@ class Journal:
         self._trace: list[Moment] = []
         self._num_passes = 0
         self._reported_path = PassPath()
+        _JOURNALS.add(self)
         """As `LineRecord.reported`."""
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
         self._num_marks = self._marked = self._marked_of_part = 0
@@ -240,6 +243,12 @@ class Journal:
             self.fault = Fault(_CLOSED, (self.rank,), "")
 
     def _refusal(self, fault: Fault) -> CommError | StateError:
+        if fault.kind == _FORKED:
+            return StateError(
+                f"This process was forked from rank {self.rank}, and is no rank itself: it has the rank's memory, but "
+                f"not its threads, and what it sent would be taken for the rank's. Use the engine, and its model, in "
+                f"the process that called shard(); give children plain tensors, such as engine.state_dict() has."
+            )
         if fault.kind != _CLOSED:
             return self._again(fault.error())
         return StateError(
@@ -261,7 +270,8 @@ class Journal:
     def require_usable(self) -> None:
         """Raise the fault, if there is one, also where nothing would be sent: a loop that caught it must not go on with
         computations that lead nowhere. Not in an elastic job, nor if only the world was closed."""
-        if self.fault is not None and not self.is_elastic and self.fault.kind != _CLOSED:
+        is_met_later = self.is_elastic and self.fault is not None and self.fault.kind != _FORKED
+        if self.fault is not None and not is_met_later and self.fault.kind != _CLOSED:
             raise self._refusal(self.fault)
 
     def begin_pass(self, trace: list[Moment]) -> None:
@@ -282,6 +292,11 @@ class Journal:
         if self.waiting is not None or self.device_wait is None:
             return self.waiting
         return self.device_wait()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether it has entered a collective with another rank."""
+        return any(len(line.ranks) > 1 for line in self._lines.values())
 
     def ranks_of(self, line: str) -> tuple[int, ...]:
         return self._lines[line].ranks
@@ -452,3 +467,18 @@ def _where(thread_id: int) -> tuple[str, str]:
 def _outwards_in_words(frame: FrameType | None) -> tuple[str, str]:
     call, users = _outwards(frame)
     return call, f"{Path(users.f_code.co_filename).name}:{users.f_lineno}" if users is not None else ""
+
+
+_JOURNALS: weakref.WeakSet[Journal] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    """Called in a child that was forked: by a user's loop, or for a worker of a DataLoader. The only rank of its job
+    sends nothing, and its child may use what it has of the engine."""
+    for journal in tuple(_JOURNALS):
+        if journal.has_others:
+            journal.fault = Fault(_FORKED, (journal.rank,), "")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_child)
