@@ -556,6 +556,17 @@ def test_rows_are_edited_one_value_at_a_time() -> None:
     assert table.param == Place(shard=("dp",), dtype="bf16")
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero3", "offload"])
+def test_one_rank_rounds_no_gradients(name: str) -> None:
+    """Nothing is sent, also where they go to the host."""
+    plan = load_plan(name, ["precision=fp32", "wire.grad=bf16"])
+    rounded = {}
+    for size in (1, 2):
+        mesh = mesh_for(plan, size)
+        rounded[size] = str(table_for(plan, mesh).on(mesh).grad_wire)
+    assert rounded == {1: "fp32", 2: "bf16"}
+
+
 def test_edited_axes_may_come_in_any_order() -> None:
     edits = ["mesh={node: 2, local: 2}", "rows.held.shard=[local, node]"]
     table = table_of(load_plan("hpz", edits))
