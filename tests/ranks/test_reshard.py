@@ -169,7 +169,15 @@ def test_buffers_of_the_old_plan_wait_for_no_garbage_collection(preset: str) -> 
         model = replicas[world.rank]
         with sw.shard(model, preset, optimizer=adamw(model), world=world) as engine:
             rounds(engine, batches(3))
-            model.positions.weight.detach().clone()  # a read of a parameter at rest
+            weight = model.positions.weight
+            weight.detach().clone()  # a read of a parameter at rest
+            weight.data = weight.data * 2
+            loss = engine(*batches(1)[0])
+            engine.backward(loss)
+            assert weight.grad is not None
+            weight.grad = weight.grad * 2
+            engine.step()
+            del weight, loss
             old = {flat.name: weakref.ref(flat) for flat in inside.flats(engine)}
             old["runner"] = weakref.ref(inside.runner(engine))
             engine.reshard("zero1")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -62,11 +63,13 @@ class Former:
 
 
 class Present:
-    """The memory that `source` has at present, as far as code has tensors of it, and what it was last assigned.
-    `param` is the parameter, if it is one's."""
+    """The memory that a source has at present, as far as code has tensors of it, and what it was last assigned. `param`
+    is the parameter, if it is one's.
 
-    def __init__(self, source: Source, param: Tensor | None = None) -> None:
-        self.source = source
+    The source has this object, and is given to each call: if they held each other, the buffers of an old plan would
+    wait for a garbage collection."""
+
+    def __init__(self, param: Tensor | None = None) -> None:
         self._param = param
         self._memory: weakref.ref[Memory] | None = None
         self._given: list[tuple[weakref.ref[Tensor], int]] = []
@@ -74,17 +77,17 @@ class Present:
         self._tied: tuple[Memory, Source] | None = None
         """The memory of another parameter, and that parameter."""
 
-    def memory(self) -> Memory:
+    def memory(self, source: Source) -> Memory:
         known = self._known()
         if known is None:
-            known = Memory(self.source)
+            known = Memory(source)
             self._memory = weakref.ref(known)
         return known
 
     def _known(self) -> Memory | None:
         return None if self._memory is None else self._memory()
 
-    def leave(self, values: Callable[[], Tensor]) -> None:
+    def leave(self, source: Source, values: Callable[[], Tensor]) -> None:
         """Called before it is given other memory. `values` gathers a copy of those that it has, on all ranks."""
         memory = self._known()
         self._memory = None
@@ -93,11 +96,11 @@ class Present:
         heir, memory.heir = memory.heir, None
         if heir is None:
             version = 0 if self._param is None else self._param._version
-            memory.source = Former(self.source, values(), version)
+            memory.source = Former(source, values(), version)
         else:
             heir(memory)
 
-    def enter(self, value: Tensor) -> None:
+    def enter(self, source: Source, value: Tensor) -> None:
         """Called after the values of `value`, which it was assigned, have been copied."""
         self._given, self._tied = [], None
         if not isinstance(value, Whole):
@@ -106,17 +109,17 @@ class Present:
             if value.is_view:
                 self._watch(value.source.values)
             else:
-                self._take(value.memory)
+                self._take(source, value.memory)
         else:
             self._tied = value.memory, value.source
             if not value.is_view:
-                value.memory.heir = self._take
+                value.memory.heir = partial(self._take, source)
 
-    def _take(self, memory: Memory) -> None:
-        version = memory.source.version_in(self.source) if isinstance(memory.source, Former) else None
+    def _take(self, source: Source, memory: Memory) -> None:
+        version = memory.source.version_in(source) if isinstance(memory.source, Former) else None
         if self._param is not None and version is not None:  # graphs made then can be sent back again
             set_version(self._param, version)
-        memory.source = self.source
+        memory.source = source
         self._memory = weakref.ref(memory)
 
     def _watch(self, value: Tensor) -> None:
@@ -124,25 +127,25 @@ class Present:
             shared = [value] if value._base is None else [value, value._base]
             self._given = [(weakref.ref(one), one._version) for one in shared]
 
-    def require_kept(self) -> None:
+    def require_kept(self, source: Source) -> None:
         """Raise, once, if what it was assigned has been written to since, as if that reached it."""
         given = [(ref(), version) for ref, version in self._given]
         if any(tensor is not None and tensor._version != version for tensor, version in given):
             self._given = []
             raise StateError(
-                f"Code wrote to a tensor after assigning it as {self.source.name}. In plain PyTorch the two are the "
-                f"same memory from then on; here an assignment copies, so {self.source.name} has the values of that "
+                f"Code wrote to a tensor after assigning it as {source.name}. In plain PyTorch the two are the "
+                f"same memory from then on; here an assignment copies, so {source.name} has the values of that "
                 f"moment. Write first and assign then, or write to the parameter: param.copy_(tensor) under "
                 f"torch.no_grad()."
             )
 
-    def require_untied(self) -> None:
+    def require_untied(self, source: Source) -> None:
         """Raise, once, if it was assigned the memory of a parameter that still has it."""
         tied, self._tied = self._tied, None
         if tied is not None and tied[0].source is tied[1]:
             tied[0].heir = None
             raise StateError(
-                f"{self.source.name} was assigned the memory of {tied[1].name}. In plain PyTorch they share it from "
+                f"{source.name} was assigned the memory of {tied[1].name}. In plain PyTorch they share it from "
                 f"then on; here an assignment copies, and each is trained by itself. To copy, use "
                 f"param.copy_(other) under torch.no_grad(); to share, assign the parameter before shard(): "
                 f"module.weight = other.weight."

@@ -134,10 +134,10 @@ class ParamHome:
         self._flat = flat
         self._index = index
         self.use = use
-        self._present = Present(self, flat.params[index])
-        self._unsplit = Present(UnsplitSource(self))
-        self._gradient: Present | None = None
-        """That of the gradient which code has last read or assigned."""
+        self._present = Present(flat.params[index])
+        self._unsplit = Present()
+        self._gradient: tuple[tuple[int, int], Present] | None = None
+        """That of the gradient which code has last read or assigned, after its epoch."""
 
     @property
     def _owner(self) -> Owner:
@@ -232,22 +232,22 @@ class ParamHome:
         owner.runner.step.close_params()
 
     def whole(self, steps: tuple[Step, ...] = ()) -> Whole:
-        return Whole(self._present.memory(), steps, plainly(Tensor.detach, [self.param], {}))
+        return Whole(self._present.memory(self), steps, plainly(Tensor.detach, [self.param], {}))
 
     def assign(self, value: Tensor) -> None:
         self._require_alike(value)
-        if isinstance(value, Whole) and value.memory is self._present.memory() and not value.is_view:
+        if isinstance(value, Whole) and value.memory is self._present.memory(self) and not value.is_view:
             return
-        self._present.leave(lambda: self.whole().clone())
-        self._unsplit.leave(lambda: self.unsplit().clone())
+        self._present.leave(self, lambda: self.whole().clone())
+        self._unsplit.leave(UnsplitSource(self), lambda: self.unsplit().clone())
         self.param.copy_(value)
-        self._present.enter(value)
+        self._present.enter(self, value)
         self._owner.assigned.add(self)
 
     def require_kept(self) -> None:
         """Raise if code goes on using what it assigned as if it were this parameter's memory."""
-        self._present.require_kept()
-        self._present.require_untied()
+        self._present.require_kept(self)
+        self._present.require_untied(self)
 
     def assembled(self, part: Tensor) -> Tensor:
         """The tensor of the unsplit model, of which this rank has `part`."""
@@ -257,7 +257,7 @@ class ParamHome:
         """A tensor that stands for the one of the unsplit model."""
         param = self.param
         like = torch.empty(self.slot.whole_shape, dtype=param.dtype, device="meta")
-        return Whole(self._unsplit.memory(), (), like, param.device)
+        return Whole(self._unsplit.memory(UnsplitSource(self)), (), like, param.device)
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
         return False  # the stored copy may have a wider dtype, so only whole values are written
@@ -276,19 +276,20 @@ class ParamHome:
     def _whole_gradient(self) -> Whole:
         dtype = self._owner.gradients.piece(self._flat, self._index).dtype
         like = torch.empty(self.slot.shape, dtype=dtype, device="meta")
-        return Whole(self._present_gradient().memory(), (), like, self._flat.device)
+        source, present = self._present_gradient()
+        return Whole(present.memory(source), (), like, self._flat.device)
 
-    def _present_gradient(self) -> Present:
+    def _present_gradient(self) -> tuple[GradSource, Present]:
         epoch = self._owner.gradients.epoch_of(self._flat, self._index)
-        source = GradSource(self._owner, self._flat, self._index, epoch)
-        if self._gradient is None or self._gradient.source != source:
-            self._gradient = Present(source)
-        return self._gradient
+        if self._gradient is None or self._gradient[0] != epoch:
+            self._gradient = epoch, Present()
+        return GradSource(self._owner, self._flat, self._index, epoch), self._gradient[1]
 
     def require_gradient_kept(self) -> None:
         """Raise if code goes on using what it assigned as if it were this gradient's memory."""
         if self._gradient is not None:
-            self._present_gradient().require_kept()
+            source, present = self._present_gradient()
+            present.require_kept(source)
 
     def set_gradient(self, value: Tensor | None) -> None:
         if not self._flat.spec.trainable:
@@ -297,14 +298,16 @@ class ParamHome:
             raise ModelError(f"{self.name} has shape {list(self.slot.shape)}, but the gradient {list(value.shape)}.")
         if value is not None and not value.is_floating_point():
             raise ModelError(f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}.")
-        present, gradients = self._present_gradient(), self._owner.gradients
-        if isinstance(value, Whole) and value.memory is present.memory() and not value.is_view:
+        gradients = self._owner.gradients
+        source, present = self._present_gradient()
+        if isinstance(value, Whole) and value.memory is present.memory(source) and not value.is_view:
             return
         if value is not None and gradients.has(self._flat, self._index):
-            present.leave(lambda: self._whole_gradient().clone())
+            present.leave(source, lambda: self._whole_gradient().clone())
         gradients.assign(self._flat, self._index, value.clone() if isinstance(value, Resting | Whole) else value)
         if value is not None:
-            self._present_gradient().enter(value.home().whole() if isinstance(value, Resting) else value)
+            source, present = self._present_gradient()
+            present.enter(source, value.home().whole() if isinstance(value, Resting) else value)
             self._owner.assigned.add(self)
 
     # -- what is refused --------------------------------------------------------------------------------
