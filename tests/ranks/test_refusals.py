@@ -254,7 +254,8 @@ def test_a_rank_that_fails_releases_the_others() -> None:
         run_ranks(3, rank)
 
 
-def test_a_loop_that_catches_a_fault_cannot_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_a_loop_that_catches_a_fault_cannot_go_on(preset: str, tmp_path: Path) -> None:
     """Every entry raises it again, and says where the loop has caught it; also with `ddp`, where forwards send nothing.
     Closing does not."""
     models = [nn.Linear(3, 2) for _ in range(2)]
@@ -266,7 +267,7 @@ def test_a_loop_that_catches_a_fault_cannot_go_on(tmp_path: Path) -> None:
     def rank(world: sw.World) -> None:
         model = models[world.rank]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = sw.shard(model, "ddp", optimizer=optimizer, world=world)
+        engine = sw.shard(model, preset, optimizer=optimizer, world=world)
         loss = model(torch.ones(1, 3)).sum()
         with pytest.raises(FaultError) as first:
             engine.mean(loss) if world.rank else engine.backward(loss)
@@ -280,6 +281,7 @@ def test_a_loop_that_catches_a_fault_cannot_go_on(tmp_path: Path) -> None:
             engine.zero_grad,
             lambda: engine.get("weight"),
             lambda: engine.eval_step(torch.ones(1, 3), loss_fn=torch.sum),
+            lambda: engine.train_step(torch.ones(1, 3), loss_fn=torch.sum),
             lambda: engine.save(tmp_path),
         ]
         line = first.traceback[0].lineno + 1
