@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -269,6 +269,14 @@ def test_adapters_that_look_at_whole_weights_are_refused() -> None:
     models = [get_peft_model(built("llama", {}), config) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
     with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj has a variant of LoRA .* needs whole weights"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
+
+
+def test_adapters_of_other_kinds_are_refused_by_their_class() -> None:
+    """Which has the name of torch's."""
+    models = [get_peft_model(built("llama", {}), LoHaConfig(r=4, target_modules=["q_proj"])) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
+    with pytest.raises(ModelError, match=r"self_attn.q_proj is a peft.tuners.loha.layer.Linear, but the style column"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 

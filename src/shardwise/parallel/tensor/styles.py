@@ -188,8 +188,11 @@ def _linear(target: SplitModule) -> tuple[str, torch.Tensor]:
             return LINEAR, weight
         if type(module).__name__ == CONV1D and hasattr(module, "nf"):
             return CONV1D, weight
+    kind = type(module).__name__
+    if kind in ("Linear", CONV1D):  # another library's, such as peft's
+        kind = f"{type(module).__module__}.{kind}"
     raise ModelError(
-        f"{target.path} is a {type(module).__name__}, but the style {target.style} is for nn.Linear and transformers' "
+        f"{target.path} is a {kind}, but the style {target.style} is for nn.Linear and transformers' "
         f"Conv1D. Name the linear modules in it, or leave it out of tensor.plan."
     )
 
