@@ -612,6 +612,60 @@ def test_a_model_that_puts_samples_elsewhere_is_refused() -> None:
         run_ranks(2, rank)
 
 
+def test_tensors_that_need_a_gradient_are_refused() -> None:
+    """Rank 0 would have the gradient, or part of it, and others none."""
+
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        x, y = batches(1, 4)[0]
+        engine(torch.ones(x.shape, requires_grad=True), y)
+
+    with pytest.raises((StateError, FaultError), match="was called with a tensor that needs a gradient"):
+        in_stages(use)
+
+
+def test_freezing_that_changes_what_is_sent_is_named() -> None:
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        x, y = batches(1, 4)[0]
+        for is_frozen in (False, True):
+            for module in (model.tokens, model.blocks):
+                module.requires_grad_(not is_frozen)
+            engine.backward(engine(x, y))
+            engine.step()
+
+    with pytest.raises((ModelError, FaultError), match="were frozen or unfrozen in the middle of training"):
+        in_stages(use)
+
+
+def test_batch_norms_see_whole_batches() -> None:
+    """In training; evaluated batches are split."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    data = [torch.randn(4, 6) for _ in range(3)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in data:
+        optimizer.zero_grad()
+        (plain(x) - 1).square().sum().backward()
+        optimizer.step()
+    evaluated = plain.eval()(data[0])
+
+    def rank(world: sw.World) -> tuple[dict[str, Tensor], Tensor]:
+        mine = models[world.rank]
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        with sw.shard(mine, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=optimizer, world=world) as engine:
+            for x in data:
+                engine.backward((mine(x) - 1).square().sum())
+                engine.step()
+            mine.eval()
+            with torch.no_grad():
+                return engine.state_dict(), mine(data[0])
+
+    for state, found in run_ranks(2, rank):
+        torch.testing.assert_close(found, evaluated, rtol=1e-5, atol=1e-5)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5)
+
+
 def test_most_parts_of_a_call() -> None:
     assert [most_parts(samples, 2) for samples in (1, 8, 9, 12, 16, 100)] == [4, 4, 4, 6, 8, 8]
     assert [most_parts(samples, 4) for samples in (8, 16, 32, 64)] == [8, 8, 16, 16]
@@ -629,6 +683,8 @@ def test_how_a_batch_is_split() -> None:
     assert sizes(ids, torch.zeros(1, 12)) == [2, 2, 2, 2]
     assert sizes(ids, most=3) == [3, 3, 2]
     assert sizes(torch.zeros(3, 12)) == [1, 1, 1]
+    assert sizes(ids, most=1) == [8]
+    assert sizes(torch.zeros(2, 1)) == [2]
     assert sizes(torch.zeros(8, 2)) == [4, 4]  # which cannot be taken for the second dimension
     assert sizes(ids, torch.zeros(5)) == [1]
     assert sizes(input_ids=ids[:1], cu_seq_lens_q=torch.tensor([0, 3, 7, 12])) == [1]

@@ -161,11 +161,8 @@ def parts_of(whole: MicroBatch, most_for: Callable[[int], int]) -> tuple[list[Mi
     if len(found) != 1 or of_tables == {1} or not (rows := found.pop()) or _has_list_of(rows, given):
         return [whole], [1]
     others = {size for one in tensors if one.dim() and one.shape[0] == rows for size in one.shape[1:]}
-    sizes = next(
-        sizes
-        for num in range(min(most_for(rows), rows), 0, -1)
-        if num == 1 or not others & set(sizes := even_sizes(rows, num))
-    )
+    ways = (even_sizes(rows, num) for num in range(min(most_for(rows), rows), 1, -1))
+    sizes = next((sizes for sizes in ways if not others & set(sizes)), [rows])
     bounds = [0, *accumulate(sizes)]
     shares = (_share(given, slice(start, stop), rows) for start, stop in pairwise(bounds))
     return [replace(whole, args=args, kwargs=kwargs) for args, kwargs in shares], list(sizes)

@@ -38,6 +38,7 @@ from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, byt
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
+from shardwise.runtime.nested import tensors_in
 from shardwise.system.telemetry import STAGES, Timeline
 from shardwise.system.units import format_bytes
 
@@ -158,8 +159,13 @@ class LoopCalls:
                 "stages have none. Generate inside of it, or call with use_cache=False."
             )
         whole = MicroBatch(args, without_cache(called, args, kwargs))
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((whole.args, whole.kwargs))):
+            raise StateError(
+                "The model was called with a tensor that needs a gradient. Pipeline stages send none back to what the "
+                "model is called with: let the model compute it, or call with tensor.detach()."
+            )
         pipeline.check_same_batch([whole])
-        parts, rows = parts_of(whole, lambda samples: most_parts(samples, pipeline.layout.num_ranks))
+        parts, rows = parts_of(whole, self._most_parts)
         self._trainer.note_parts(whole, parts, rows)
         kinds = [(staged.wholes.index(called), pipeline.kind_of(part)) for part in parts]
         form = len(parts) > 1, whole.form
@@ -176,6 +182,11 @@ class LoopCalls:
         except BaseException:
             self._trainer.fail()
             raise
+
+    def _most_parts(self, num_samples: int) -> int:
+        if self._pipeline.layout.normalizes_batches and self._staged.model.training:
+            return 1
+        return most_parts(num_samples, self._pipeline.layout.num_ranks)
 
     # -- forward ----------------------------------------------------------------------------------------
 

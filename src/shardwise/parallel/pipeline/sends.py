@@ -76,6 +76,12 @@ class Channel:
             self._layouts[kind] = layout
             self._send_layout(layout, micro_batch)
         elif known != layout:
+            if _shown(known) == _shown(layout) and _needs(known) != _needs(layout):
+                raise ModelError(
+                    "The outputs of a pipeline stage need gradients now and did not before, or the other way round: "
+                    "parameters were frozen or unfrozen in the middle of training. Do it before shard(), and resume "
+                    "from a checkpoint."
+                )
             raise ModelError(
                 f"A pipeline stage had outputs of {_shown(known)} for micro-batches like this one, and now of "
                 f"{_shown(layout)}. They must depend on the shapes of the batch only."
@@ -165,6 +171,10 @@ class Channel:
 def as_sent(flat: Tensor) -> Tensor:
     """The bytes of integers and booleans, which not every transport can send as such."""
     return flat if flat.is_floating_point() else flat.view(torch.uint8)
+
+
+def _needs(layout: StageMessageLayout) -> list[bool]:
+    return [one.has_grad for one in layout.tensors]
 
 
 def _shown(layout: StageMessageLayout) -> str:

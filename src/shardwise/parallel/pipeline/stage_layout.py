@@ -28,6 +28,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 """Containers that are not called themselves."""
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 @dataclass(frozen=True)
 class StageLayout:
     """The stages of one model over the ranks along the mesh axis `pp`. Stage s is on pipeline rank s modulo their
@@ -39,6 +42,8 @@ class StageLayout:
     stages: tuple[tuple[str, ...], ...]
     num_ranks: int
     schedule: Schedule
+    normalizes_batches: bool = False
+    """Whether a module of the model normalizes the samples of a batch by each other, in training."""
 
     @cached_property
     def pieces(self) -> tuple[str, ...]:
@@ -186,7 +191,7 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     _check_cover(model, stages)
     called = tuple(tuple(chain(*(_called(model, name) for name in stage))) for stage in stages)
     _check_cover(model, called)
-    return StageLayout(called, num_ranks, schedule)
+    return StageLayout(called, num_ranks, schedule, any(isinstance(one, _BATCH_NORMS) for one in model.modules()))
 
 
 def sequence_of(model: nn.Module) -> list[list[str]]:
