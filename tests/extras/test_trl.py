@@ -51,6 +51,26 @@ def test_split_models_are_trained_as_whole_ones(name: str, mesh: dict[str, int])
         torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
 
 
+@sampled
+@pytest.mark.parametrize(
+    "plan",
+    ["zero2", "zero3", {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}}, {"preset": "zero1", "mesh": {"pp": 2}}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["kto", "orpo", "cpo", "compared"])
+def test_other_preferences(name: str, plan: Any) -> None:
+    job, settings = (jobs.compared, {}) if name == "compared" else (jobs.judged, {"name": name})
+    plain = begin(2 if isinstance(plan, str) else 1, job, None, **settings)
+    runs = on_ranks(2, job, plan, **settings)
+    expected = plain()[0]
+    assert len(expected["losses"]) == 4
+    for run in runs:
+        for figure in ("losses", "norms", "rates", "by_token"):
+            assert run[figure] == pytest.approx(expected[figure], abs=1e-5), figure
+        for parameter, value in expected["state"].items():
+            torch.testing.assert_close(torch.tensor(run["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+
+
 STAGES = {"preset": "zero3", "mesh": {"pp": 2}}
 
 

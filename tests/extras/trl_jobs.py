@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from trl import (
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     RLOOConfig,
@@ -135,6 +138,33 @@ def compared(plan: Any, **_: Any) -> dict[str, Any]:
     logs = trainer.state.log_history
     margins = [log[name] for log in logs for name in ("margin", "accuracy", "max_reward") if name in log]
     return told(trainer, getattr(trainer, "engine", None)) | {"by_token": margins}
+
+
+def judged(plan: Any, name: str) -> dict[str, Any]:
+    """Trainers of completions that are good or bad (KTO), or of pairs without a reference (ORPO, CPO)."""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    kinds = {"kto": (KTOTrainer, KTOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
+    trainer_class, config = kinds[name]
+    made, given = ours(trainer_class, plan)
+    columns: dict[str, Any] = {"prompt": texts(32, 0)}
+    if name == "kto":
+        columns |= {"completion": texts(32, 1), "label": [number % 3 != 0 for number in range(32)]}
+        given["ref_model"] = llama()
+    else:
+        columns |= {"chosen": texts(32, 1), "rejected": texts(32, 2)}
+    spaced = {
+        column: [f" {value}" if isinstance(value, str) else value for value in some] for column, some in columns.items()
+    }
+    known = {field.name for field in fields(config)}
+    settings = {setting: value for setting, value in COMMON.items() if setting in known}
+    trainer = made(
+        llama(), args=config(tempfile.mkdtemp(), **settings), train_dataset=Dataset.from_dict(spaced),
+        processing_class=tokenizer(), **given,
+    )  # fmt: skip
+    trainer.train()
+    return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
 
 
 def rewarded(
