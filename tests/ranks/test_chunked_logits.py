@@ -12,7 +12,7 @@ from allocations import Allocations
 from small_transformers import VOCAB, gpt2, library, llama
 from torch import nn
 from torch.nn import functional
-from twins import adamw, work_on_ranks
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
@@ -248,6 +248,12 @@ def drawn(num_steps: int = 3, words: int = 67, length: int = 10) -> list[tuple[T
     return [(one[:, :-1], one[:, 1:]) for one in tokens]
 
 
+def damped(model: nn.Module) -> torch.optim.Optimizer:
+    """With the `eps` of the twins', a Gemma 2 over tp moves by 1.3e-5, where plain fp32 is 5.5e-6 from fp64: an element
+    whose gradient is nearly zero. With this one it moves by less than 1e-6."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-3)
+
+
 def race(
     model: nn.Module,
     plan: dict[str, Any],
@@ -263,7 +269,7 @@ def race(
         return called(**batch).loss if isinstance(batch, dict) else called(*batch)
 
     twin = copy.deepcopy(model) if whole is None else whole
-    optimizer, losses, norms = adamw(twin), [], []
+    optimizer, losses, norms = damped(twin), [], []
     for batch in data:
         loss = loss_of(twin, batch)
         loss.backward()
@@ -282,9 +288,9 @@ def race(
             assert engine.gradient_norm == pytest.approx(norm, rel=10 * tolerance)
         state = engine.state_dict()
         for name, param in twin.named_parameters():
-            torch.testing.assert_close(state[name], param.detach(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(state[name], param.detach(), rtol=1e-4, atol=1e-6)
 
-    work_on_ranks(num_ranks, work, plan, lambda: copy.deepcopy(model))
+    work_on_ranks(num_ranks, work, plan, lambda: copy.deepcopy(model), damped)
 
 
 SPLIT = {"plan": {"blocks.*.1": "column_gathered", "head": "vocabulary", "embed": "vocabulary"}}
