@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -193,6 +194,20 @@ def flush(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def exchange(draft: Path, target: Path, old: Path) -> None:
+    """Rename the folder `draft` to `target`, and what was there to `old`; if that fails, or is interrupted, what was
+    there is back."""
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        if target.exists():
+            target.rename(old)
+        draft.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
 
 
 def _write(path: Path, num_bytes: int, windows: Iterator[memoryview]) -> None:

@@ -28,12 +28,13 @@ from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.transformer import Attention, Execution, Experts, Recompute, Transformer
 from shardwise.fit.transformer_memory import fits, peak_bytes
 from shardwise.fit.transformer_step import Job, step_seconds
+from shardwise.plan.mesh import MOST_RANKS
 
 Row = Mapping[str, str]
 COLUMNS = ("model", "gpu", "gpus", "micro_batch", "seq_len", "tp", "pp")
 PREDICTED = ("predicted_step_seconds", "predicted_peak_bytes", "predicted_fits", "predicted_reason")
 MAX_CELL = 1_000_000
-MAX_OPS, MAX_LAYERS, MAX_RANKS = 20_000, 4096, 2_000_000
+MAX_OPS, MAX_LAYERS = 20_000, 4096
 """Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
 MAX_PER_NODE, MAX_WIDTH, MAX_VOCAB, MAX_BATCH = 1024, 1_000_000, 10_000_000, 10_000_000
 LINKS = r"nvl|nvswitch|xgmi|ib\b|infiniband|roce|rdma|ethernet|efa|slingshot|pcie|gb|cx-?\d|hdr|ndr|dgx|hgx|selene|node"
@@ -380,7 +381,7 @@ class _Sizes:
         tp, pp = (cells.number(axis) or (1 if given_dp is not None else None) for axis in ("tp", "pp"))
         tp, pp = cells.needed("tp", tp), cells.needed("pp", pp)
         cp, ep, chunks = (cells.number(axis) or 1 for axis in ("cp", "ep", "vpp"))
-        if gpus > MAX_RANKS or pp * pp * chunks > MAX_OPS:
+        if gpus > MOST_RANKS or pp * pp * chunks > MAX_OPS:
             raise UnpricedError(f"{gpus} GPUs, pp {pp} and vpp {chunks} are more than anything that is timed here")
         if pp > model.num_layers:
             raise UnpricedError(f"pp {pp} stages have {model.num_layers} layers")

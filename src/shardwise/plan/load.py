@@ -119,6 +119,5 @@ def _parsed(override: str) -> tuple[KeyPath, object]:
     try:
         value = parse_value(text)
     except SourceError as error:
-        cure = "" if "space after the colon" in str(error) else " Put text with special characters in quotes."
-        raise ConfigError(f"override {override!r}: {error}{cure}") from None
+        raise ConfigError(f"override {override!r}: {error} Put text with special characters in quotes.") from None
     return path, _copied(value, name) if isinstance(value, Mapping) else value

@@ -42,8 +42,8 @@ SAME_PARAMS_AXES = ("tp",)
 of any other. Along the others (pipeline stages), each rank has its own list."""
 
 MOST_RANKS = 2_000_000
-"""Of what is planned or simulated: some ten times the largest cluster of accelerators so far. What asks for each rank's
-host, or for every way to divide the ranks, would take hours and all memory for a mistyped number."""
+"""Of what is planned or simulated. What asks for each rank's host, or for every way to divide the ranks, would take
+hours and all memory for a mistyped number."""
 
 
 def check_num_ranks(what: str, num_ranks: int) -> None:
@@ -52,8 +52,7 @@ def check_num_ranks(what: str, num_ranks: int) -> None:
         raise ConfigError(f"{what} is {num_ranks}; give at least 1.")
     if num_ranks > MOST_RANKS:
         raise ConfigError(
-            f"{what} is {num_ranks}; give at most {MOST_RANKS}. No cluster has a tenth of that, and what is computed "
-            f"for each rank would not end."
+            f"{what} is {num_ranks}; give at most {MOST_RANKS}: what is computed for each rank would not end."
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.write import flush, said_by
+from shardwise.checkpoint.write import exchange, flush, said_by
 from shardwise.errors import CheckpointError
 
 
@@ -54,15 +54,7 @@ def swap_in(draft: Path, out: Path) -> None:
     """Let `draft`, a folder beside `out`, appear in its place."""
     flush(draft)
     old = out.parent / f".replaced-{out.name}"
-    shutil.rmtree(old, ignore_errors=True)
-    try:
-        if out.exists():
-            out.rename(old)
-        draft.rename(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise
+    exchange(draft, out, old)
     try:
         flush(out.parent)
     finally:

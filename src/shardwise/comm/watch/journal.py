@@ -144,10 +144,10 @@ class Journal:
         self._trace: list[Moment] = []
         self._num_passes = 0
         self._reported_path = PassPath()
-        _JOURNALS.add(self)
         """As `LineRecord.reported`."""
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
         self._num_marks = self._marked = self._marked_of_part = 0
+        _JOURNALS.add(self)
         self.whole_model_axes: frozenset[str] = frozenset()
         """Axes along which ranks have different parts of the model. Marks that concern one part, and the number of
         backwards, do not enter the tags along them."""
