@@ -80,6 +80,7 @@ TOUCHES: dict[str, tuple[str, ...]] = {
         "extras/test_diff*",
     ),
     "src/shardwise/integrations/verl.py": ("extras/test_verl.py",),
+    "src/shardwise/integrations/vllm": ("extras/test_vllm*",),
     "src/shardwise/integrations/deepspeed": (
         "*/test_deepspeed*",
         "*/test_as_deepspeed.py",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.inference import load_for_inference
     from shardwise.init import deferred_init
+    from shardwise.observe.layer_outputs import layer_outputs
     from shardwise.parallel import experts, tensor
     from shardwise.parallel.chunked_logits import chunked_cross_entropy, chunked_log_probs
     from shardwise.plan import Plan, load_plan
@@ -47,6 +48,7 @@ __all__ = [
     "deferred_init",
     "experts",
     "inspect",
+    "layer_outputs",
     "load_for_inference",
     "load_plan",
     "optim",
@@ -70,6 +72,7 @@ _HOMES = {
     "convert": "shardwise.checkpoint.formats",
     "deferred_init": "shardwise.init",
     "inspect": "shardwise.checkpoint.formats",
+    "layer_outputs": "shardwise.observe.layer_outputs",
     "load_for_inference": "shardwise.inference",
     "load_plan": "shardwise.plan",
     "published": "shardwise.checkpoint.published",

@@ -557,6 +557,7 @@ class Engine:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        layers: Mapping[str, torch.Tensor] | None = None,
     ) -> Mismatch:
         """How far a sampler's probabilities are from this model's, for the tokens that it has sampled. All ranks call.
 
@@ -567,18 +568,24 @@ class Engine:
         without dropout. The sampler's settings `temperature`, `top_k` and `top_p` are applied to its logits where they
         were to what the sampler reports. `version` is the step whose weights the sampler had.
 
+        `layers` are what layers of the sampler gave for these samples, `[rows, tokens, features]` by name in their
+        order, as `layer_outputs` has them: the result then says how far each is from the trainer's, and where they
+        part.
+
         The result is logged with kind `mismatch`, if the plan has a `run`, and with a warning if its KL is above
-        `alarm` nats a token. Raises `ConfigError` for samples of other shapes.
+        `alarm` nats a token. Raises `ConfigError` for samples or layers of other shapes, or layers that the model does
+        not have.
         """
         from shardwise.observe.mismatch import Sampling, check_samples, of_all_ranks, totals_of
 
         self._require_open()
         sampling = Sampling(rows, temperature, top_k, top_p)
-        check_samples(samples)
+        layers = layers or {}
+        check_samples(samples, layers)
         with self.inference():
-            own = totals_of(self.module, samples, sampling)
+            own = totals_of(self.module, samples, sampling, layers)
         behind = 0 if version is None else self.num_steps - version
-        found = of_all_ranks(self.world, self.data_ranks[0], own, behind)
+        found = of_all_ranks(self.world, self.data_ranks[0], own, behind, list(layers))
         if self.plan.run:
             self.log({"kl": found.kl, "largest_ratio": found.largest_ratio}, kind="mismatch", mean=False)
         if alarm is not None and not found.kl <= alarm and self.world.rank == 0:

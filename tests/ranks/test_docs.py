@@ -132,7 +132,8 @@ def a_policy(world: sw.World | None) -> Names:
     tokens = torch.arange(8).reshape(2, 4)
     return {
         **{"engine": engine, "version": -1, "tokens": tokens, "of_sampler": -torch.ones(2, 4), "model": llama()},
-        "is_sampled": tokens % 4 > 1,
+        **{"samples": {"input_ids": tokens, "log_probs": -torch.ones(2, 4), "counted": tokens % 4 > 1}},
+        **{"is_sampled": tokens % 4 > 1, "sampler": llama()},
         "prompt": tokens[:1],
     }
 
@@ -281,7 +282,8 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/after-training.md", 5): Setting(a_policy),
     ("docs/after-training.md", 6): Setting(a_policy, num_ranks=2, instead={"tell=servers": "tell=[]"}),
     ("docs/after-training.md", 7): Setting(a_policy, num_ranks=2),
-    ("docs/after-training.md", 8): Setting(a_saved_model, num_ranks=2, instead={"mesh=": "world=world, mesh="}),
+    ("docs/after-training.md", 8): Setting(a_policy, num_ranks=2),
+    ("docs/after-training.md", 9): Setting(a_saved_model, num_ranks=2, instead={"mesh=": "world=world, mesh="}),
     ("docs/auto.md", 0): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/auto.md", 1): Setting(an_optimizer_of_its_and_a_batch),
     ("docs/deferred-init.md", 0): Setting(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 from pathlib import Path
@@ -14,8 +15,9 @@ from small_transformers import VOCAB, llama
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.observe import read_record
+from shardwise.observe.layer_outputs import LayerDistance, distances, parting
 from shardwise.observe.mismatch import Mismatch, Sampling, log_probs
 from shardwise.testing import run_ranks
 
@@ -89,6 +91,84 @@ def test_it_is_in_the_record_of_the_run(tmp_path: Path) -> None:
     found = on_ranks(model, samples_of(model, noise=0.3), plan)[0]
     lines = [line for line in read_record(tmp_path / "run" / "record.jsonl").lines if line["kind"] == "mismatch"]
     assert [(line["kl"], line["largest_ratio"]) for line in lines] == [(found.kl, found.largest_ratio)]
+
+
+@pytest.mark.parametrize("plan", [{"preset": "zero3", "mesh": {"dp": 2}}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2}}])
+def test_the_layer_where_a_sampler_parts_is_found(plan: dict[str, Any]) -> None:
+    """A sampler with an old norm in its second block. Each stage of a pipeline has seen only layers of its own."""
+    torch.manual_seed(5)
+    model = llama()
+    sampler = copy.deepcopy(model)
+    sampler.get_submodule("model.layers.1.input_layernorm").weight.data.mul_(1.5)
+    samples = samples_of(model)
+    samples["attention_mask"] = (torch.arange(TOKENS) > torch.arange(ROWS)[:, None] - 2).long()
+    layers = sw.layer_outputs(sampler, samples["input_ids"], samples["attention_mask"], rows=4)
+    assert list(layers) == [f"model.layers.{number}" for number in range(3)]
+    own = sw.layer_outputs(model, samples["input_ids"], samples["attention_mask"])
+    is_token = samples["attention_mask"][..., None].double()
+    for one in layers.values():
+        one[samples["attention_mask"] == 0] = math.nan  # what is at padding is nobody's business
+    for found in with_layers(model, samples, layers, plan):
+        assert [layer.name for layer in found.layers] == list(layers)
+        for layer in found.layers:
+            apart = (own[layer.name] - layers[layer.name].nan_to_num(0.0)).double() * is_token
+            expected = float(apart.norm() / (own[layer.name].double() * is_token).norm())
+            assert layer.distance == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        assert found.parts_at == 1
+        assert f"they part at model.layers.1: {found.layers[0].distance:.2g} before it, " in str(found)
+    for found in with_layers(model, samples, {name: one.bfloat16() for name, one in own.items()}, plan):
+        assert found.parts_at is None
+        assert str(found).endswith("no layer is farther apart than rounding")
+
+
+def with_layers(
+    model: nn.Module, samples: dict[str, Tensor], layers: dict[str, Tensor], plan: dict[str, Any]
+) -> list[Mismatch]:
+    """As `on_ranks`; the second of two shares has more rows."""
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> Mismatch:
+        with sw.shard(models[world.rank], plan, optimizer=None, world=world) as engine:
+            share, shares = engine.data_ranks
+            cut = [1] if shares == 2 else []
+            parts = {name: one.tensor_split(cut)[share] for name, one in samples.items()}
+            mine = {name: one.tensor_split(cut)[share] for name, one in layers.items()}
+            return engine.mismatch(parts, rows=2, layers=mine)
+
+    return run_ranks(2, rank)
+
+
+def test_a_layer_that_overflows_is_where_they_part() -> None:
+    near = LayerDistance("a", 1e-6, 1e-7)
+    assert parting([near, LayerDistance("b", math.inf, 1e-7), LayerDistance("c", math.inf, 1e-7)]) == 1
+    assert parting([near, LayerDistance("b", 2e-6, 1e-7), LayerDistance("c", 1e-2, 1e-7)]) == 2
+    assert parting([LayerDistance("a", 1e-3, 8e-3), LayerDistance("b", 7e-3, 8e-3)]) is None
+    assert parting([]) is None
+    told = json.loads(json.dumps({"a": [math.nan, 1.0, 1e-7]}))  # as ranks tell it
+    assert distances(["a"], [told])[0].distance == math.inf
+
+
+def test_layers_that_cannot_be_compared_are_refused() -> None:
+    torch.manual_seed(5)
+    model = llama()
+    samples = samples_of(model)
+    own = sw.layer_outputs(model, samples["input_ids"])
+    block, head = own["model.layers.0"], torch.zeros(ROWS, TOKENS, 5)
+    for bad, words in (
+        ({"model.layer.0": block}, "has no layer 'model.layer.0'. Did you mean 'model.layers.0'"),
+        (
+            {"layers.0": block[:, 1:]},
+            r"\[rows, tokens, features\] for tokens \[6, 9\], and got torch.float32 \[6, 8, 32\]",
+        ),
+        ({"lm_head": head}, r"lm_head gives \[2, 9, 97\] in the trainer, and in the sampler \[2, 9, 5\]"),
+        ({"mlp": block}, "has several layers that end with 'mlp': model.layers.0.mlp, "),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            with_layers(model, samples, bad, {"preset": "ddp", "mesh": {"tp": 2}})
+    with pytest.raises(ModelError, match="Linear has no list of blocks"):
+        sw.layer_outputs(nn.Linear(2, 2), samples["input_ids"])
+    with pytest.raises(ModelError, match=r"model.rotary_emb has given"):
+        sw.layer_outputs(model, samples["input_ids"], names=["model.rotary_emb"])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=5), Sampling(top_p=0.6), Sampling(temperature=0.5, top_k=3)])

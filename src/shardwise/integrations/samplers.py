@@ -4,8 +4,8 @@
 server needs to see the folder, on a shared disk or, on the host of rank 0, in /dev/shm. Only paths and versions go over
 HTTP, as JSON. `weight_source` gives the stream of weights to vLLM's own transfer engines instead, which send tensors.
 
-Tests have stand-ins for these servers that speak their protocols, as public source and documentation have them. No
-server of theirs was run.
+Tests have stand-ins for these servers that speak their protocols, as public source and documentation have them. vLLM's
+own server was run on CPUs (`tests/extras/test_vllm_server.py`), SGLang's never.
 """
 
 from __future__ import annotations

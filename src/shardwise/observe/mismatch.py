@@ -11,14 +11,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ConfigError
+from shardwise.observe.layer_outputs import (
+    Comparison,
+    LayerDistance,
+    call,
+    distances,
+    is_hidden,
+    modules_of,
+    parting,
+    watched,
+)
 
 Tensor = torch.Tensor
 _MOST = 80.0
@@ -42,13 +52,27 @@ class Mismatch:
     """The rank, and in its samples the row and the token, where the ratio is largest."""
     steps_behind: int = 0
     """How many steps older the sampler's weights are, if it was said."""
+    layers: tuple[LayerDistance, ...] = ()
+    """How far apart the outputs of layers are, in their order, if the sampler's were given."""
+    parts_at: int | None = None
+    """The number in `layers` of the one where they part: behind it the distance is the largest multiple of that before
+    it. `None` if all are as close as rounding in the coarser of the two dtypes."""
 
     def __str__(self) -> str:
         behind = f", with weights of {self.steps_behind} steps before" if self.steps_behind else ""
         return (
             f"KL {self.kl:.3g} nats a token over {self.num_tokens} tokens{behind}; largest ratio "
-            f"{self.largest_ratio:.3g} (rank {self.rank}, row {self.row}, token {self.position})"
+            f"{self.largest_ratio:.3g} (rank {self.rank}, row {self.row}, token {self.position}){self._where()}"
         )
+
+    def _where(self) -> str:
+        if not self.layers:
+            return ""
+        if self.parts_at is None:
+            return "; no layer is farther apart than rounding"
+        layer = self.layers[self.parts_at]
+        before = f"{self.layers[self.parts_at - 1].distance:.2g} before it, " if self.parts_at else ""
+        return f"; they part at {layer.name}: {before}{layer.distance:.2g} of its output behind it"
 
 
 @dataclass
@@ -61,6 +85,10 @@ class Totals:
     largest: float = 0.0
     row: int = 0
     position: int = 0
+    layers: dict[str, list[float]] = field(default_factory=dict)
+    """See `Comparison.sums`."""
+    problem: str = ""
+    """Of a layer that cannot be compared."""
 
     def add(self, trainer: Tensor, sampler: Tensor, counted: Tensor, first_row: int) -> None:
         """Count `[rows, tokens]` log-probabilities of the same tokens where `counted` is true."""
@@ -92,18 +120,21 @@ class Sampling:
             )
 
 
-def totals_of(model: nn.Module, samples: Mapping[str, Tensor], sampling: Sampling) -> Totals:
+def totals_of(
+    model: nn.Module, samples: Mapping[str, Tensor], sampling: Sampling, layers: Mapping[str, Tensor]
+) -> Totals:
     """What this rank's samples show; see `Engine.mismatch`. The model's parameters are at hand."""
     tokens, mask = samples["input_ids"], samples.get("attention_mask")
+    comparison = Comparison(layers, mask)
     was_training = model.training
     model.eval()
-    totals = Totals()
+    totals = Totals(layers=comparison.sums)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), watched(modules_of(model, list(layers)), comparison.add):
             for first in range(0, len(tokens), sampling.rows):
                 some = slice(first, first + sampling.rows)
-                given = {"input_ids": tokens[some]} | ({} if mask is None else {"attention_mask": mask[some]})
-                logits = model(**given).logits
+                comparison.first_row = first
+                logits = call(model, tokens, mask, some).logits
                 trainer = torch.zeros_like(samples["log_probs"][some], dtype=torch.float32)
                 for row, of_row in enumerate(logits):  # row by row: in fp32 logits are the largest tensor there is
                     trainer[row, 1:] = log_probs(of_row[:-1], tokens[first + row, 1:], sampling)
@@ -112,34 +143,52 @@ def totals_of(model: nn.Module, samples: Mapping[str, Tensor], sampling: Samplin
                 totals.add(trainer, samples["log_probs"][some], counted, first)
     finally:
         model.train(was_training)
+    totals.problem = comparison.problem
     return totals
 
 
-def check_samples(samples: Mapping[str, Tensor]) -> None:
+def check_samples(samples: Mapping[str, Tensor], layers: Mapping[str, Tensor]) -> None:
     missing = {"input_ids", "log_probs", "counted"} - set(samples)
     if missing:
         raise ConfigError(f"mismatch() needs {', '.join(sorted(missing))} among its samples, beside {sorted(samples)}.")
     shapes = {name: list(one.shape) for name, one in samples.items()}
     if samples["input_ids"].dim() != 2 or any(shape != shapes["input_ids"] for shape in shapes.values()):
         raise ConfigError(f"mismatch() takes samples that all have the shape [rows, tokens], and got {shapes}.")
+    for name, one in layers.items():
+        if not is_hidden(one, samples["input_ids"]):
+            raise ConfigError(
+                f"mismatch(layers=...) takes what layers gave for the samples, [rows, tokens, features] for tokens "
+                f"{shapes['input_ids']}, and got {one.dtype} {list(one.shape)} of {name}."
+            )
 
 
-def of_all_ranks(world: World, share: int, own: Totals, steps_behind: int) -> Mismatch:
-    """All ranks call. `share` is the part of the samples that this rank has; ranks with the same one count once."""
+def of_all_ranks(world: World, share: int, own: Totals, steps_behind: int, names: Sequence[str]) -> Mismatch:
+    """All ranks call, with the same names of layers. `share` is the part of the samples that this rank has; ranks with
+    the same one count once, and have its layers together, each stage of a pipeline its own."""
     found: dict[int, tuple[int, Totals]] = {}
-    for rank, message in enumerate(world.exchange(json.dumps([share, asdict(own)]).encode(), "mismatch")):
-        place, totals = json.loads(message)
-        found.setdefault(place, (rank, Totals(**totals)))
-    return merged(dict(found.values()), steps_behind)
+    messages = world.exchange(json.dumps([share, list(names), asdict(own)]).encode(), "mismatch")
+    told = [json.loads(message) for message in messages]
+    for rank, (place, others, totals) in enumerate(told):
+        if others != list(names):
+            raise ConfigError(
+                f"mismatch() has layers {', '.join(names) or 'none'} on rank {world.rank}, and "
+                f"{', '.join(others) or 'none'} on rank {rank}. Give every rank the same ones, in the same order."
+            )
+        if totals["problem"]:
+            raise ConfigError(totals["problem"])
+        _, first = found.setdefault(place, (rank, Totals(**totals)))
+        first.layers = totals["layers"] | first.layers
+    return merged(dict(found.values()), steps_behind, names)
 
 
-def merged(found: Mapping[int, Totals], steps_behind: int) -> Mismatch:
+def merged(found: Mapping[int, Totals], steps_behind: int, names: Sequence[str] = ()) -> Mismatch:
     """`found`: by rank, of those with samples of their own."""
     num_tokens = sum(one.num_tokens for one in found.values())
     if not num_tokens:
         raise ConfigError("mismatch() got no token that counts, on any rank: `counted` is false everywhere.")
     rank = max(found, key=lambda rank: found[rank].largest)
     worst = found[rank]
+    layers = distances(names, [one.layers for one in found.values()])
     return Mismatch(
         num_tokens,
         sum(one.kl for one in found.values()) / num_tokens,
@@ -149,6 +198,8 @@ def merged(found: Mapping[int, Totals], steps_behind: int) -> Mismatch:
         worst.row,
         worst.position,
         steps_behind,
+        layers,
+        parting(layers),
     )
 
 
