@@ -15,7 +15,7 @@ from shardwise.launch.echo import Echo
 from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.hosts import facts
 from shardwise.launch.hosts.host_messages import Inbox, Message, Outbox, outcome_as_message
-from shardwise.launch.hosts.server import HostServer
+from shardwise.launch.hosts.server import HostServer, Order
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.port import listen
 from shardwise.launch.ranks import RankFiles, Ranks
@@ -39,6 +39,17 @@ class HostAgent(HostServer):
         self._reported: dict[str, Any] = {}
         self._listener: socket.socket | None = None
         self._store: LauncherStore | None = None
+
+    def _orders(self) -> dict[str, Order]:
+        return super()._orders() | {
+            "listen": self._do_listen,
+            "prepare": self._do_prepare,
+            "start": self._do_start,
+            "end": self._do_end,
+            "kill": self._do_kill,
+            "cancel_rendezvous": self._do_cancel_rendezvous,
+            "last_status": self._do_last_status,
+        }
 
     def _do_listen(self, address: str, port: int | None) -> None:
         """Open the store's port, only at the address by which other hosts reach this one."""

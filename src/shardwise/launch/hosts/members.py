@@ -24,7 +24,7 @@ from shardwise.launch.hosts import facts
 from shardwise.launch.hosts.agreement import Agreement, Kept, Presence, Waits
 from shardwise.launch.hosts.host_messages import BEATS, Inbox, Message, Outbox, outcome_as_message
 from shardwise.launch.hosts.sealed_lines import SealedSink
-from shardwise.launch.hosts.server import HostServer
+from shardwise.launch.hosts.server import HostServer, Order
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.port import listen
 from shardwise.launch.ranks import RankFiles, Ranks
@@ -64,6 +64,24 @@ class MemberAgent(HostServer):
         self._launcher: subprocess.Popen[bytes] | None = None
 
     # -- orders -----------------------------------------------------------------------------------------
+
+    def _orders(self) -> dict[str, Order]:
+        return super()._orders() | {
+            "members": self._do_members,
+            "begin": self._do_begin,
+            "member": self._do_member,
+            "end_member": self._do_end_member,
+            "end_job": self._do_end_job,
+            "end": self._do_end,
+            "kill": self._do_kill,
+            "is_stopped": self._do_is_stopped,
+            "trust": self._do_trust,
+            "launcher": self._do_launcher,
+            "keep": self._do_keep,
+            "adopt": self._do_adopt,
+            "leave_out": self._do_leave_out,
+            "record": self._do_record,
+        }
 
     def _do_members(self, silence_seconds: float) -> None:
         """Report the addresses of this host and of the launcher, as ssh knows them."""

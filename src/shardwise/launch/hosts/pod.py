@@ -21,6 +21,7 @@ from shardwise.launch.environment import Attempt
 from shardwise.launch.hosts.host_messages import Message, Outbox
 from shardwise.launch.hosts.members import MemberAgent
 from shardwise.launch.hosts.sealed_lines import SealedConnection, SealedInbox, SealedSink, connect_to_launcher
+from shardwise.launch.hosts.server import Order
 from shardwise.launch.job_report import say
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.signals import SignalLog
@@ -62,6 +63,9 @@ class PodAgent(MemberAgent):
 
     def _attempt(self, message: Message) -> Attempt:
         return replace(super()._attempt(message), token=os.environ[VARIABLE])
+
+    def _orders(self) -> dict[str, Order]:
+        return super()._orders() | {"over": self._do_over}
 
     def _do_over(self, status: int) -> None:
         self.status, self._is_done = status, True

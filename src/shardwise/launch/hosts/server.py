@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwise.errors import ShardwiseError
@@ -24,10 +24,11 @@ from shardwise.launch.ranks import POLL_SECONDS
 from shardwise.launch.signals import SignalLog
 
 SILENCE_SECONDS = 60.0
+Order = Callable[..., None]
 
 
 class HostServer:
-    """Carries out the orders common to all jobs. Subclasses add methods `_do_ORDER`, `_watch` and `_end_alone`."""
+    """Carries out the orders common to all jobs. Subclasses add `_orders`, `_watch` and `_end_alone`."""
 
     silence_seconds = SILENCE_SECONDS
 
@@ -67,13 +68,22 @@ class HostServer:
         """End the ranks after losing the launcher: see [Note: lost connections]."""
 
     def _answer(self, message: Message) -> None:
-        answer = getattr(self, f"_do_{message.pop('do', '')}", None)
-        if answer is None:
+        do = self._orders().get(str(message.pop("do", "")))
+        if do is None:
             return
         try:
-            answer(**message)
+            do(**message)
         except (ShardwiseError, OSError) as error:
             self._say(kind="problem", text=str(error).rstrip("."))
+
+    def _orders(self) -> dict[str, Order]:
+        """What is done at each order, by its name in messages. Its parameters are the message's other entries."""
+        return {
+            "alive": self._do_alive,
+            "look": self._do_look,
+            "reach": self._do_reach,
+            "bye": self._do_bye,
+        }
 
     def _do_alive(self) -> None:
         """Nothing to do: the arrival of the message is noted elsewhere."""
