@@ -56,7 +56,7 @@ class Mismatch:
     """How far apart the outputs of layers are, in their order, if the sampler's were given."""
     parts_at: int | None = None
     """The number in `layers` of the one where they part: behind it the distance is the largest multiple of that before
-    it. `None` if all are as close as rounding in the coarser of the two dtypes."""
+    it. `None` if rounding, in the coarser of the two dtypes, explains what there is."""
 
     def __str__(self) -> str:
         behind = f", with weights of {self.steps_behind} steps before" if self.steps_behind else ""
@@ -69,7 +69,7 @@ class Mismatch:
         if not self.layers:
             return ""
         if self.parts_at is None:
-            return "; no layer is farther apart than rounding"
+            return "; layers agree within rounding, so they part behind the last, if they do"
         layer = self.layers[self.parts_at]
         before = f"{self.layers[self.parts_at - 1].distance:.2g} before it, " if self.parts_at else ""
         return f"; they part at {layer.name}: {before}{layer.distance:.2g} of its output behind it"
