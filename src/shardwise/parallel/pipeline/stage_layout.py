@@ -322,8 +322,9 @@ def _called(model: nn.Module, name: str) -> list[str]:
 
 
 def _is_row(module: nn.Module) -> bool:
-    num = sum(1 for child in module.children() if _numel(child))
-    return (isinstance(module, nn.ModuleList) and num > 1) or isinstance(module, nn.Sequential)
+    if isinstance(module, nn.ModuleList):
+        return sum(1 for child in module.children() if _numel(child)) > 1
+    return isinstance(module, nn.Sequential)
 
 
 def _listed(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
