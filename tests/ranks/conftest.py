@@ -1,7 +1,8 @@
-"""Cleanup after tests with threads as ranks, since the next test runs in the same process."""
+"""Around tests with threads as ranks: cleanup, as the next runs in the same process, and what load would log."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,16 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def a_slow_machine_says_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """That ranks wait for one is logged after a second, which passes on a machine that does other things. Tests here
+    count what else is said, and those of such words are in tests/faults."""
+
+    def is_of_the_test(record: logging.LogRecord) -> bool:
+        return record.module not in ("watchdog", "startup_barrier")
+
+    caplog.handler.addFilter(is_of_the_test)  # the handler of all tests
+    yield
+    caplog.handler.removeFilter(is_of_the_test)
