@@ -212,6 +212,12 @@ class Whole(torch.Tensor):
     ) -> torch.device:
         if func is _DEVICE:
             return args[0].shown_device  # type: ignore[no-any-return]
+        if getattr(func, "namespace", "") == "c10d":  # in torch 2.11 only some of `dist` ask tensors first
+            raise StateError(
+                f"{func} is given a tensor of a sharded model that holds no values here, and torch {torch.__version__} "
+                f"asks no tensor in this collective, as later versions do. Give it a copy and write that back, on all "
+                f"ranks: values = p.data.clone(); dist.broadcast(values, src=0); p.data.copy_(values)."
+            )
         raise StateError(
             f"{func} reads a tensor of a sharded model that holds no values here, and does it below the functions of "
             f"PyTorch that know how to gather them. Give it a copy: tensor.clone(), on all ranks. If it is a wrapper "
