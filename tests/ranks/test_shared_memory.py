@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import mmap
+import os
 import struct
 import threading
 from collections.abc import Callable
@@ -209,11 +211,20 @@ def test_nothing_stays_mapped(model: Transformer) -> None:
         assert shared() > 0
         engine.world.barrier()
 
-    before, open_before = shared(), len(list(Path("/proc/self/fd").iterdir()))
+    before, open_before = shared(), num_descriptors()
     for _ in range(3):
         engines(2, model, work)
     assert shared() <= before
-    assert len(list(Path("/proc/self/fd").iterdir())) <= open_before
+    assert num_descriptors() <= open_before
+
+
+def num_descriptors() -> int:
+    """Descriptors of our shared memory. Others in this process are other tests' threads' affair, and come and go."""
+    found = 0
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this loop, or closed meanwhile
+            found += "memfd:shardwise" in os.readlink(one)
+    return found
 
 
 # -- two hosts ----------------------------------------------------------------------------------------------
@@ -291,13 +302,13 @@ def test_a_unit_takes_no_descriptor() -> None:
             engine.backward(engine(torch.ones(1, 2)).sum())
             engine.step()
             world.barrier()
-            num = len(list(Path("/proc/self/fd").iterdir()))
+            num = num_descriptors()
             world.barrier()
             return num
 
         return max(run_ranks(2, rank))
 
-    assert num_open(60) <= num_open(5) + 4
+    assert num_open(60) == num_open(5) > 0
 
 
 def test_a_mapping_lives_as_long_as_what_was_made_from_it() -> None:
