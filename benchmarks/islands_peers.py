@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from benchmarks.islands_names import PEERS, POWER_RANK, TORCHFT, WHOLE_STEPS
 from benchmarks.model import GPT
@@ -58,11 +59,12 @@ class Peer:
         self._stack.close()
 
 
-def _groups_of_hosts(local_size: int) -> dist.ProcessGroup | None:
+def _groups_of_hosts(local_size: int) -> dist.ProcessGroup:
     """That of this rank's host."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + local_size))) for first in range(0, size, local_size)]
-    return groups[rank // local_size]
+    own: dist.ProcessGroup = groups[rank // local_size]
+    return own
 
 
 def _join_islands(
@@ -78,7 +80,7 @@ def _join_islands(
     if dist.get_rank() == 0:
         lighthouse = LighthouseServer(bind=f"[::]:{_LIGHTHOUSE_PORT}", min_replicas=num_hosts)
         stack.callback(lighthouse.shutdown)
-    store = dist.TCPStore(address, _STORE_PORT, is_master=True, wait_for_workers=False) if local == 0 else None
+    store = TCPStore(address, _STORE_PORT, is_master=True, wait_for_workers=False) if local == 0 else None
     stack.callback(lambda: store)  # it serves until everything that asks it has ended
     dist.barrier()
     manager = Manager(
