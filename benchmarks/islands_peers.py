@@ -5,6 +5,9 @@ DeepSpeed is not among them: its 1-bit optimizers are gone (0.19.8 has no `deeps
 [Note: torchft between hosts] A host is a replica group, whose ranks average gradients by DDP in each step. Rank 0 has
 the lighthouse, each host's first rank a store and a manager, all at addresses of their own, as hosts have no names that
 others could look up. Losses of hosts are not tried, so nobody recovers from another one.
+
+[Note: one bucket] The hook starts messages where earlier ones end, on threads of gloo's. With several buckets ranks do so
+in different orders, and gloo takes one message for another and ends the process (seen with torch 2.13 on four ranks).
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from benchmarks.model import GPT
 from benchmarks.namespaces import NETWORK
 
 _LIGHTHOUSE_PORT, _STORE_PORT = 29710, 29711
+_ALL_MB = 1024
+"""See [Note: one bucket]."""
 _TIMEOUT = datetime.timedelta(seconds=600)
 
 
@@ -35,7 +40,11 @@ class Peer:
         self._stack = ExitStack()
         inside = _groups_of_hosts(local_size) if name == TORCHFT else None
         self._replica = nn.parallel.DistributedDataParallel(
-            model, process_group=inside, gradient_as_bucket_view=True, static_graph=True
+            model,
+            process_group=inside,
+            bucket_cap_mb=_ALL_MB if name == "torch-powersgd" else None,
+            gradient_as_bucket_view=True,
+            static_graph=True,
         )
         if name == TORCHFT:
             _join_islands(model, optimizer, local_size, every, self._stack)
