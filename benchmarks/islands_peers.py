@@ -6,7 +6,7 @@ DeepSpeed is not among them: its 1-bit optimizers are gone (0.19.8 has no `deeps
 the lighthouse, each host's first rank a store and a manager, all at addresses of their own, as hosts have no names that
 others could look up. Losses of hosts are not tried, so nobody recovers from another one.
 
-[Note: one bucket] The hook starts messages where earlier ones end, on threads of gloo's. With several buckets ranks do so
+[Note: one bucket] The hook starts messages where earlier ones end, on gloo's threads. With several buckets ranks do so
 in different orders, and gloo takes one message for another and ends the process (seen with torch 2.13 on four ranks).
 """
 
