@@ -1,4 +1,5 @@
-"""Islands against data parallelism over one slow link: tokens a second, and the loss after equal tokens.
+"""Islands and gradients as factors against data parallelism over one slow link, and against what torch and torchft have
+of both: tokens a second, and the loss after equal tokens.
 
 Two hosts are namespaces of this machine (`namespaces.py`), which takes root. They share its cores, so the model is
 small; a link of 50 Mbit/s is to it what 10 Gbit/s are to one of 500 million parameters.
@@ -8,18 +9,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.fresh import RunError
 from benchmarks.hosts import run_on_hosts
+from benchmarks.islands_names import OURS, PEERS, TORCHFT
 from benchmarks.machine import header, load_average
 from benchmarks.namespaces import obstacle
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 
-ENGINES = ("zero1", "islands", "streaming")
 RATE, EVERY, BEFORE, STEPS = 50e6, 50, 400, 200
 """Of the link in bit/s; between outer steps; together, before islands part; and then."""
 APART, FASTER = 0.02, 10
@@ -32,10 +34,11 @@ def main(args: argparse.Namespace, console: Console) -> int:
     if why:
         raise RunError(f"hosts as network namespaces: {why}")
     rate = args.gbit[0] * 1e9 if args.gbit else RATE
+    engines = [name for name in (*OURS, *PEERS) if name != TORCHFT or find_spec("torchft") is not None]
     size, num_local, every, num_before, num_steps = "hosts", 2, EVERY, BEFORE, STEPS
     if args.quick:
         size, every, num_before, num_steps = "tiny", 10, 20, 40
-    options = [f"--engines={','.join(ENGINES)}", f"--size={size}", f"--rate={rate}", f"--every={every}"]
+    options = [f"--engines={','.join(engines)}", f"--size={size}", f"--rate={rate}", f"--every={every}"]
     options += [f"--before={num_before}", f"--steps={num_steps}"]
     before = load_average()
     ranks = run_on_hosts("benchmarks.islands_rank", options, 2, num_local)
@@ -50,8 +53,11 @@ def main(args: argparse.Namespace, console: Console) -> int:
     title = f"2 hosts x {num_local}, a link of {rate / 1e6:g} Mbit/s, outer steps every {every}"
     title += f", loss after {num_before} + {num_steps} ({ranks[0]['before']:.4f} before)"
     show_figures(title, columns, rows, console)
+    if TORCHFT not in engines:
+        console.print("torchft is not installed, so its DiLoCo was left out.", markup=False)
     console.print(f"\n{file}", markup=False)
-    wrong = [sentence for turn in turns[1:] for sentence in _faults(turn, plain)] if not args.quick else []
+    ours = [turn for turn in turns if turn["engine"] in ("islands", "streaming")]
+    wrong = [sentence for turn in ours for sentence in _faults(turn, plain)] if not args.quick else []
     for sentence in wrong:
         console.print(sentence, markup=False)
     return 1 if wrong else 0

@@ -16,7 +16,7 @@ import psutil
 from benchmarks.fresh import ROOT
 from shardwise.launch.environment import MALLOC_SETTINGS
 
-PACKAGES = ("torch", "deepspeed", "numpy")
+PACKAGES = ("torch", "deepspeed", "torchft", "numpy")
 
 
 def header(note: str = "") -> dict[str, Any]:

@@ -292,7 +292,7 @@ def test_changes_of_plan(to_codes: bool, model: Transformer) -> None:
 
 
 @sampled
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 def test_an_overflow_on_one_rank_is_seen_by_all(preset: str, dtype: str, model: Transformer) -> None:
     data = batches(3, rows=ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 from twins import assert_same, batches, sharded_run
-from wires import assert_same_but_for_flips, twin_run
+from wires import Reduced, assert_same_but_for_flips, places_of, twin_run
 
 from tests.models import Transformer
 from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
 TWO = {"node": 2, "local": 2}
-OF_COPIES = ("ddp", "hsdp")
-"""Presets that send no parameters along the axes of codes."""
-SENDS_NO_FROZEN = (*OF_COPIES, "zero1", "zero2", "offload")
-PRESETS = (*OF_COPIES, "zero1", "zero2", "zero3", "zero3-kept", "hpz", "offload", "zero3-offload", "infinity")
+SENDS_NO_FROZEN = ("ddp", "zero1", "zero2", "offload")
+PRESETS = ("ddp", "hsdp", "zero1", "zero2", "zero3", "zero3-kept", "hpz", "offload", "zero3-offload", "infinity")
 ON_HOST = ("offload", "zero3-offload", "infinity")
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, None)
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -57,10 +56,10 @@ def test_drawn_plans_train_like_their_twins(tmp_path: Path) -> None:
         preset, settings = draw.choice(PRESETS), draw.choice(SETTINGS)
         mesh = TWO if preset in ("hsdp", "hpz") or draw.random() < 0.2 else None
         num_ranks = 4 if mesh else draw.choice((1, 2, 3, 4))
-        wire = drawn_wire(draw, preset, has_two_axes=mesh is not None)
+        wire = drawn_wire(draw, preset)
         disk = {"disk": str(tmp_path / str(number))} if preset == "infinity" else {}
         model = draw.choice(models)
-        run = sharded_run(model, data, preset, num_ranks, mesh, wire=wire, **settings, **disk)
+        run = sharded_run(model, data, preset, num_ranks, mesh, after=places_of, wire=wire, **settings, **disk)
         twin = twin_run(
             model,
             data,
@@ -69,6 +68,7 @@ def test_drawn_plans_train_like_their_twins(tmp_path: Path) -> None:
             num_near=2 if mesh else 1,
             sends_frozen=preset not in SENDS_NO_FROZEN,
             resident_below=settings.get("resident_below", 0),
+            reduced=Reduced(run.extra, waits=preset == "zero1", num_whole={"ddp": 2, "hsdp": 1}.get(preset, 0)),
         )
         try:
             (assert_same_but_for_flips if preset in ON_HOST else assert_same)(run, twin)
@@ -76,17 +76,20 @@ def test_drawn_plans_train_like_their_twins(tmp_path: Path) -> None:
             raise AssertionError(f"{preset}, {num_ranks} ranks, {mesh}, {wire}, {settings}: {error}") from error
 
 
-def drawn_wire(draw: random.Random, preset: str, *, has_two_axes: bool) -> dict[str, Any]:
-    """Gradients beside codes are sent in bf16 only where they are rounded once, as the twin does: along two axes they
-    are along each, in an all-reduce their sums are too, and with `zero1` before they are divided by the ranks."""
-    kinds = ("grad",) if preset in OF_COPIES else draw.choice((("grad",), ("param",), ("grad", "param")))
+def drawn_wire(draw: random.Random, preset: str) -> dict[str, Any]:
+    """At least one kind of what the preset sends."""
+    sent = ["grad", *(() if preset == "ddp" else ("param",)), *(() if preset in SENDS_NO_FROZEN else ("frozen",))]
+    kinds = draw.choice([some for num in range(1, len(sent) + 1) for some in itertools.combinations(sent, num)])
     wire: dict[str, Any] = {}
     for kind in kinds:
+        if kind != "frozen" and draw.random() < 0.25:
+            wire[kind] = "bf16"
+            continue
         wire[kind] = {"dtype": draw.choice(("int8", "int4", "fp8")), "block": draw.choice(BLOCKS)}
-        if draw.random() < 0.25 and (kind == "param" or not (has_two_axes or preset in (*OF_COPIES, "zero1"))):
+        if draw.random() < 0.25:
             wire[kind]["rest"] = "bf16"
-    if "param" in kinds and draw.random() < 0.25:
-        wire["param"]["axes"] = "everywhere"
-    if "grad" in kinds and draw.random() < 0.25:
+        if kind != "grad" and (preset == "hsdp" or draw.random() < 0.25):  # which shards parameters along `local` only
+            wire[kind]["axes"] = "everywhere"
+    if isinstance(wire.get("grad"), dict) and draw.random() < 0.25:
         wire["feedback"] = {"beta": draw.choice((0.0, 0.8)), "reset": 2}
     return wire

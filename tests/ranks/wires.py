@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,57 @@ def is_coded(name: str, param: Tensor) -> bool:
     return param.dim() > 1 and not name.startswith(("tokens", "positions"))
 
 
-def rest_rounded_by(codes: Mapping[str, Any] | None) -> Callable[[Tensor], Tensor]:
-    """What is sent beside these codes, through the dtype in which it is."""
-    is_narrow = codes is not None and codes.get("rest") == "bf16"
-    return lambda tensor: tensor.bfloat16().to(tensor.dtype) if is_narrow else tensor
+def _narrow(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16().to(tensor.dtype)
+
+
+def _formats(wire: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """What matrices, and what is sent beside codes, go through: of one kind of a plan's `wire`."""
+    if wire == "bf16":
+        return _narrow, _narrow
+    is_narrow = wire is not None and wire.get("rest") == "bf16"
+    return rounded_by(wire), _narrow if is_narrow else lambda tensor: tensor
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """How ranks sum gradients that are sent in bf16: axis by axis, the inner one first, in fp32 and in their order. Who
+    sums an element adds its own summand as it has it."""
+
+    places: Mapping[str, tuple[int, int]]
+    """Where each parameter begins in its flat buffer, and how long that is: equal parts of it belong to the ranks."""
+    waits: bool = False
+    """Whether gradients wait as they were computed (`zero1`), so that they are not rounded before the first sum."""
+    num_whole: int = 0
+    """Along how many axes, the outer ones, every rank gets all of the sum, which is sent in bf16, too: 1 with `hsdp`,
+    all with `ddp`."""
+
+    def sum(self, name: str, summands: Sequence[Tensor], num_near: int) -> Tensor:
+        """Of one for each rank, `num_near` of them in a row along the inner axis."""
+        first, length = self.places[name]
+        place = torch.arange(first, first + summands[0].numel()).view_as(summands[0])
+        summands = summands if self.waits else [_narrow(summand) for summand in summands]
+        sizes = (num_near, len(summands) // num_near) if num_near > 1 else (len(summands),)
+        for outer, size in reversed([*enumerate(reversed(sizes))]):
+            length //= size
+            owner, place = place // length, place % length
+            summands = [
+                sum(torch.where(owner == index, one, _narrow(one)) for index, one in enumerate(group))
+                for group in (summands[at : at + size] for at in range(0, len(summands), size))
+            ]
+            if outer < self.num_whole:
+                summands = [_narrow(total) for total in summands]
+        (total,) = summands
+        return total
+
+
+def places_of(engine: sw.Engine) -> dict[str, Any]:
+    """Those of `Reduced`, for the end of a `sharded_run`."""
+    return {slot.name: (slot.start, flat.spec.numel) for flat in inside.flats(engine) for slot in flat.slots}
+
+
+def _after(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: second(first(tensor))
 
 
 class _Sent:
@@ -96,14 +144,16 @@ class _Sent:
     once more, without looking at the library."""
 
     def __init__(self, wire: Mapping[str, Any]) -> None:
-        self._through = rounded_by(wire.get("grad"))
-        self._rest = rest_rounded_by(wire.get("grad"))
+        self._through, self._rest = _formats(wire.get("grad"))
         self._feedback = wire.get("feedback")
         self._lost: dict[tuple[str, int], Tensor] = {}
 
     def begin_step(self, number: int) -> None:
         if self._feedback is not None and number % self._feedback["reset"] == 0:
             self._lost.clear()
+
+    def is_narrow(self, name: str, param: Tensor) -> bool:
+        return (self._through if is_coded(name, param) else self._rest) is _narrow
 
     def __call__(self, name: str, place: int, summand: Tensor) -> Tensor:
         if not is_coded(name, summand):
@@ -129,13 +179,18 @@ def twin_run(
     waits_whole: bool = False,
     sends_frozen: bool = True,
     resident_below: int = 0,
+    reduced: Reduced | None = None,
 ) -> Run:
     """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
     `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do. Frozen
-    parameters of fewer elements than `resident_below` stay whole on every rank, so they are never sent."""
-    to_params, sent = rounded_by(wire.get("param")), _Sent(wire)
-    to_frozen = rounded_by(wire.get("frozen", wire.get("param")))
-    rest = rest_rounded_by(wire.get("param"))
+    parameters of fewer elements than `resident_below` stay whole on every rank, so they are never sent. `reduced` is
+    needed where gradients in bf16 are rounded more than once, or not by all."""
+    sent = _Sent(wire)
+    trained = _formats(wire.get("param"))
+    frozen = _formats(wire["frozen"]) if "frozen" in wire else trained
+    if "frozen" in wire and wire.get("param") == "bf16":  # beside codes, and along the axes that these leave out
+        is_everywhere = num_near == 1 or wire["frozen"].get("axes") == "everywhere"
+        frozen = frozen[0] if is_everywhere else _after(frozen[0], _narrow), _narrow
     masters = copy.deepcopy(model)
     named = {name: param for name, param in masters.named_parameters() if param.requires_grad}
     optimizer, run = adamw(masters), Run()
@@ -144,9 +199,9 @@ def twin_run(
         computed = copy.deepcopy(masters)
         with torch.no_grad():
             for name, param in computed.named_parameters():
-                rounds = to_params if param.requires_grad else to_frozen
+                to_matrix, to_rest = trained if param.requires_grad else frozen
                 is_sent = param.requires_grad or (sends_frozen and param.numel() >= resident_below)
-                param.copy_((rounds if is_coded(name, param) else rest)(param) if is_sent else param)
+                param.copy_((to_matrix if is_coded(name, param) else to_rest)(param) if is_sent else param)
         losses, of_batches = [], []
         for part_of_step in range(accumulate):
             of_batches.append([])
@@ -163,6 +218,9 @@ def twin_run(
         for name, param in named.items():
             param.grad = torch.zeros_like(param)
             for of_ranks in of_batches:
+                if reduced is not None and sent.is_narrow(name, param):
+                    param.grad += reduced.sum(name, [one[name] for one in of_ranks], num_near)
+                    continue
                 near = [of_ranks[first : first + num_near] for first in range(0, num_ranks, num_near)]
                 summands = (sum(one[name] for one in some) for some in near)
                 param.grad += sum(sent(name, place, summand) for place, summand in enumerate(summands))
