@@ -31,14 +31,25 @@ class Hung(AssertionError):
 
 
 class Campaign:
-    """One job and its kills. `num_kills` are spread over `num_steps`."""
+    """One job and its kills. `num_kills` are spread over `num_steps`; after so many `seconds` there are no more."""
 
-    def __init__(self, out: Path, plan: str, loop: str, num_steps: int, num_kills: int, seed: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        plan: str,
+        loop: str,
+        num_steps: int,
+        num_kills: int,
+        seed: int,
+        seconds: float = float("inf"),
+    ) -> None:
         self.out = out
         self.draw = random.Random(f"{plan} {loop} {num_steps} {num_kills} {seed}")
-        self.num_steps, self.num_kills = num_steps, num_kills
+        self.num_steps, self.num_kills, self.seconds = num_steps, num_kills, seconds
         self.dead: set[int] = set()
         self.situations: Counter[str] = Counter()
+        self.held: list[tuple[int, int]] = []
+        """What the launcher holds, after each kill: see `held_by`."""
         self.allow(1)
         self.said = (out / "said").open("w+")
         launch = ["launch", "--nproc", str(NUM_RANKS), "--elastic", f"1:{NUM_RANKS}", "--retries", "100000:100000"]
@@ -53,9 +64,15 @@ class Campaign:
         """What the job has printed, when it has ended."""
         most = self.num_steps * 9 // 10  # a rank that is to save takes more steps than a kill needs
         due = sorted(self.draw.sample(range(1, most), min(self.num_kills, most - 1)))
+        until = time.monotonic() + self.seconds
         try:
             while len(self.dead) < self.num_kills and self.job.poll() is None:
+                if time.monotonic() > until:
+                    self.num_kills = len(self.dead)
+                    break
                 self.kill_in_some_situation(due[min(len(self.dead), len(due) - 1)])
+                with contextlib.suppress(FileNotFoundError):
+                    self.held.append(held_by(self.job.pid))
             self.allow(FOREVER)
             self.await_or_hang(lambda: self.job.poll() is not None)
         finally:
@@ -202,6 +219,13 @@ class Campaign:
             lines = path.read_text().split("\n")
             found[int(path.stem.partition("-")[2])] = [json.loads(line) for line in lines[:-1]]
         return found
+
+
+def held_by(pid: int) -> tuple[int, int]:
+    """How many bytes of memory (PSS) and how many open files a process has."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return pss * 1024, len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def is_alive(pid: int) -> bool:
