@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 import warm
 from tests.faults.campaign_rank import FOREVER, SAVE_EVERY
 from tests.processes.launching import end
@@ -94,8 +96,12 @@ class Campaign:
 
     def pids(self) -> dict[int, int]:
         """The process of each living member that has begun its script."""
-        found = {int(path.name.partition("-")[2]): int(path.read_text()) for path in self.out.glob("pid-*")}
-        return {member: pid for member, pid in found.items() if member not in self.dead and is_alive(pid)}
+        paths = {int(path.name.partition("-")[2]): path for path in self.out.glob("pid-*")}
+        return {
+            member: int(path.read_text())
+            for member, path in paths.items()
+            if member not in self.dead and is_alive(path)
+        }
 
     def ranks(self) -> dict[int, int]:
         """The ranks of living members that train in the generation of the newest."""
@@ -177,9 +183,11 @@ class Campaign:
         return False
 
     def kill(self, member: int, number: signal.Signals, situation: str) -> None:
-        pid = int((self.out / f"pid-{member}").read_text())
+        path = self.out / f"pid-{member}"
+        if not is_alive(path):
+            return
         try:
-            os.kill(pid, number)
+            os.kill(int(path.read_text()), number)
         except ProcessLookupError:
             return  # it has ended by itself: another one is killed instead
         self.dead.add(member)
@@ -228,8 +236,11 @@ def held_by(pid: int) -> tuple[int, int]:
     return pss * 1024, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(path: Path) -> bool:
+    """Whether the member lives that has written its number into `path`. Another process, which began after that, may
+    have the number of one that is gone: half an hour of kills uses them all up."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        process = psutil.Process(int(path.read_text()))
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < path.stat().st_mtime + 1
+    except psutil.NoSuchProcess:
         return False
