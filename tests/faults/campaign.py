@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 import warm
 from tests.faults.campaign_rank import FOREVER, SAVE_EVERY
 from tests.processes.launching import end
@@ -31,14 +33,25 @@ class Hung(AssertionError):
 
 
 class Campaign:
-    """One job and its kills. `num_kills` are spread over `num_steps`."""
+    """One job and its kills. `num_kills` are spread over `num_steps`; after so many `seconds` there are no more."""
 
-    def __init__(self, out: Path, plan: str, loop: str, num_steps: int, num_kills: int, seed: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        plan: str,
+        loop: str,
+        num_steps: int,
+        num_kills: int,
+        seed: int,
+        seconds: float = float("inf"),
+    ) -> None:
         self.out = out
         self.draw = random.Random(f"{plan} {loop} {num_steps} {num_kills} {seed}")
-        self.num_steps, self.num_kills = num_steps, num_kills
+        self.num_steps, self.num_kills, self.seconds = num_steps, num_kills, seconds
         self.dead: set[int] = set()
         self.situations: Counter[str] = Counter()
+        self.held: list[tuple[int, int]] = []
+        """What the launcher holds, after each kill: see `held_by`."""
         self.allow(1)
         self.said = (out / "said").open("w+")
         launch = ["launch", "--nproc", str(NUM_RANKS), "--elastic", f"1:{NUM_RANKS}", "--retries", "100000:100000"]
@@ -53,9 +66,15 @@ class Campaign:
         """What the job has printed, when it has ended."""
         most = self.num_steps * 9 // 10  # a rank that is to save takes more steps than a kill needs
         due = sorted(self.draw.sample(range(1, most), min(self.num_kills, most - 1)))
+        until = time.monotonic() + self.seconds
         try:
             while len(self.dead) < self.num_kills and self.job.poll() is None:
+                if time.monotonic() > until:
+                    self.num_kills = len(self.dead)
+                    break
                 self.kill_in_some_situation(due[min(len(self.dead), len(due) - 1)])
+                with contextlib.suppress(FileNotFoundError):
+                    self.held.append(held_by(self.job.pid))
             self.allow(FOREVER)
             self.await_or_hang(lambda: self.job.poll() is not None)
         finally:
@@ -77,8 +96,12 @@ class Campaign:
 
     def pids(self) -> dict[int, int]:
         """The process of each living member that has begun its script."""
-        found = {int(path.name.partition("-")[2]): int(path.read_text()) for path in self.out.glob("pid-*")}
-        return {member: pid for member, pid in found.items() if member not in self.dead and is_alive(pid)}
+        paths = {int(path.name.partition("-")[2]): path for path in self.out.glob("pid-*")}
+        return {
+            member: int(path.read_text())
+            for member, path in paths.items()
+            if member not in self.dead and is_alive(path)
+        }
 
     def ranks(self) -> dict[int, int]:
         """The ranks of living members that train in the generation of the newest."""
@@ -160,9 +183,11 @@ class Campaign:
         return False
 
     def kill(self, member: int, number: signal.Signals, situation: str) -> None:
-        pid = int((self.out / f"pid-{member}").read_text())
+        path = self.out / f"pid-{member}"
+        if not is_alive(path):
+            return
         try:
-            os.kill(pid, number)
+            os.kill(int(path.read_text()), number)
         except ProcessLookupError:
             return  # it has ended by itself: another one is killed instead
         self.dead.add(member)
@@ -204,8 +229,18 @@ class Campaign:
         return found
 
 
-def is_alive(pid: int) -> bool:
+def held_by(pid: int) -> tuple[int, int]:
+    """How many bytes of memory (PSS) and how many open files a process has."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return pss * 1024, len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def is_alive(path: Path) -> bool:
+    """Whether the member lives that has written its number into `path`. Another process, which began after that, may
+    have the number of one that is gone: half an hour of kills uses them all up."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        process = psutil.Process(int(path.read_text()))
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < path.stat().st_mtime + 1
+    except psutil.NoSuchProcess:
         return False

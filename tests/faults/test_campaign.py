@@ -140,8 +140,7 @@ def check_nothing_is_left(campaign: Campaign) -> None:
     until = time.monotonic() + 10
     while campaign.pids() and time.monotonic() < until:
         time.sleep(0.05)
-    pids = [int(path.read_text()) for path in campaign.out.glob("pid-*")]
-    assert not [pid for pid in pids if is_alive(pid)], "a rank outlives the job"
+    assert not [path.name for path in campaign.out.glob("pid-*") if is_alive(path)], "a rank outlives the job"
     folders = {path.read_text() for path in campaign.out.glob("memory-*")}
     assert folders
     assert all(folder.startswith("/dev/shm/") for folder in folders)
@@ -157,3 +156,15 @@ def test_ranks_are_killed_whatever_they_do(
     campaign = Campaign(tmp_path, plan, loop, num_steps, num_kills, seed=0)
     said = campaign.run()
     check(campaign, said, num_steps)
+
+
+@soak("kills processes at any moment for half an hour")
+@pytest.mark.timeout(7200)
+def test_half_an_hour_of_kills_and_joins(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path, "zero3", "engine", 900, 900, seed=0, seconds=1800)
+    said = campaign.run()
+    check(campaign, said, 900)
+    assert campaign.num_kills >= 100
+    early, late = campaign.held[len(campaign.held) // 4], campaign.held[-1]
+    assert late[1] <= early[1] + 8, "the launcher leaves files open"
+    assert late[0] <= early[0] + 2**23, "the launcher keeps memory"

@@ -61,6 +61,37 @@ print(float(states.get("param", numel - 1)), float(states.get("exp_avg", 5, 6)))
 """
 
 
+GIVES_A_DISK_UP = """
+import os, sys, threading
+from shardwise.system.disk import PAGE, BufferPool, IoQueue, Patience, SystemCalls, TierFolder
+
+class Silent(SystemCalls):
+    def read(self, handle, into, offset):
+        threading.Event().wait()
+
+patience = Patience("The disk", 0.0)
+folder = TierFolder(sys.argv[1], calls=Silent(), patience=patience)
+file = folder.create("states", 2**24, IoQueue(depth=2, block_bytes=PAGE, patience=patience))
+buffer = BufferPool(1, 2**24).take()
+file.write(0, buffer).join()
+os.unlink = lambda path: print("removes a file there")
+file.read(0, buffer).wait()
+"""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_process_ends_whose_disk_answers_nothing(closes: bool, tmp_path: Path) -> None:
+    """Python itself does not wait for the threads whose reads never return, nor does it touch that disk at exit."""
+    script = tmp_path / "script.py"
+    by_hand = "try:\n    file.read(0, buffer).wait()\nfinally:\n    file.queue.close()\n    folder.close()\n"
+    script.write_text(GIVES_A_DISK_UP + by_hand if closes else GIVES_A_DISK_UP)
+    command = [warm.python(), str(script), str(tmp_path / "home")]
+    done = subprocess.run(command, check=False, timeout=PATIENCE, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "TierError: The disk has answered nothing for 0 s" in done.stderr
+    assert done.stdout == ""
+
+
 def test_states_on_a_disk_take_no_more_memory_than_their_buffers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STEPS_IN_LITTLE_MEMORY)

@@ -27,7 +27,13 @@ from shardwise.comm import World
 from shardwise.parallel.experts import update_biases
 from shardwise.testing import fail_at
 from tests.models import Gpt, Mixture
-from tests.ranks.test_lost_ranks import adamw, assert_same_values, is_lock_beside_nothing, update
+from tests.ranks.test_lost_ranks import (
+    adamw,
+    assert_memory_as_promised,
+    assert_same_values,
+    is_lock_beside_nothing,
+    update,
+)
 from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
 
 Tensor = torch.Tensor
@@ -429,6 +435,7 @@ def race_of(
                 found[step] = engine.mean(loss.item())
                 sizes[step] = engine.world.size
         state = engine.state_dict()
+        assert_memory_as_promised(engine)
         engine.close()
         return found, sizes, state
 

@@ -178,6 +178,7 @@ def race(
                 assert not engine.any_rank(False)
                 found[step] = engine.mean(loss.item())
         result = found, state, engine.num_void, engine.world.size
+        assert_memory_as_promised(engine)
         engine.close()
         return result
 
@@ -203,6 +204,19 @@ def race(
         left = [path for path in left if not {path.parent.name, path.name.partition(".")[0]} & (gone | of_gone)]
     assert not left, "images of a job that has ended"
     return {member: result[2] for member, result in results.items()}
+
+
+def assert_memory_as_promised(engine: sw.Engine) -> None:
+    """A rank has no more than the plan promises for the mesh on which it trains now."""
+    report = engine.memory()
+    counts = 8 * sum(1 for _ in engine.module.parameters())  # torch counts steps in tensors of 4 or 8 bytes
+    for promised, measured in (
+        (report.promised, report.measured),
+        (report.promised_on_host, report.measured_on_host),
+        (report.promised_on_disk, report.measured_on_disk),
+    ):
+        more = {kind: measured[kind] - promised[kind] for kind in promised if kind in measured}
+        assert all(over <= (counts if kind == "optim" else 0) for kind, over in more.items()), (engine.world.size, more)
 
 
 def is_lock_beside_nothing(path: Path, plan: dict[str, Any]) -> bool:

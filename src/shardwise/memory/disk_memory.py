@@ -96,9 +96,9 @@ class DiskMemory:
         names it; `clock` counts how long the rank waits. With `keeps_versions`, an
         update writes to other files than it reads, and other ranks can read both when this one is lost. Raises
         `TierError` for a folder that cannot be opened."""
-        self.folder = TierFolder(folder, rank=rank, job=job)
-        self._named = str(folder) if named is None else named
         self._queue = IoQueue() if queue is None else queue
+        self.folder = TierFolder(folder, rank=rank, job=job, patience=self._queue.patience)
+        self._named = str(folder) if named is None else named
         self._device = device
         self._clock = StepClock() if clock is None else clock
         self._queue.note_done = self._clock.note_disk_call

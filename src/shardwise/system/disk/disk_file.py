@@ -23,7 +23,7 @@ from shardwise.system.disk.direct import open_direct, read_at, write_at
 from shardwise.system.disk.faults import folder_fault, io_fault
 from shardwise.system.disk.io_queue import IoQueue
 from shardwise.system.disk.page_buffers import pages
-from shardwise.system.disk.pending import Pending
+from shardwise.system.disk.pending import Patience, Pending
 from shardwise.system.units import format_bytes
 
 Life = Literal["process", "job", "left"]
@@ -76,7 +76,7 @@ class DiskFile:
             self._handle, self.is_direct = open_direct(path, flags, calls)
         except OSError as error:
             raise folder_fault(f"{path} cannot be {'opened' if life == 'left' else 'made'}", error) from error
-        self._close = weakref.finalize(self, os.close, self._handle)
+        self._close = weakref.finalize(self, _close, self._handle, queue.patience)
         try:
             if life == "process":
                 path.unlink()
@@ -241,3 +241,9 @@ class DiskFile:
     def _require_open(self) -> None:
         if not self._close.alive:
             raise StateError(f"{self.path.name} is closed.")
+
+
+def _close(handle: int, patience: Patience) -> None:
+    """Close a file, also at the interpreter's exit, unless its disk may not answer that: the kernel closes it then."""
+    if not patience.is_over:
+        os.close(handle)

@@ -3,20 +3,31 @@
 Threads with `preadv`, not io_uring: a step makes few and large calls, for which threads are as fast. Of io_uring's own
 time (liburing 2026.3.30 through ctypes; 512 MiB, 8 requests of 4 MiB, direct, in turns) they took 0.95 to read and 0.92
 to write, with 47 ms of processor time against 35 and 30. And nothing has to be installed, or allowed in a container.
+
+[Note: daemon threads] Python waits at exit for the threads of a `ThreadPoolExecutor`, and for all that are no daemons.
+One whose call the disk does not answer never returns, and a process that has given up its disk would not end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.system.disk.align import PAGE
 from shardwise.system.disk.pending import Patience, Pending
 
 DEPTH = 8
 BLOCK_BYTES = 2**20
 """Keeps most NVMe drives busy; `shardwise bench disk` finds the best values for a machine."""
+Request = Callable[[], None]
+_Waiting = SimpleQueue[tuple[Future[None], Request] | None]
+"""Requests, each with what tells that it is done; `None` ends one thread."""
 
 
 class IoQueue:
@@ -33,12 +44,14 @@ class IoQueue:
         self.patience = Patience() if patience is None else patience
         self.note_done: Callable[[], None] | None = None
         """Called after each request, by the thread that has done it."""
-        self._pool = ThreadPoolExecutor(depth, "shardwise disk")
+        self._waiting: _Waiting = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end, self._waiting, self._threads)
 
-    def start(self, requests: Iterable[Callable[[], None]]) -> Pending:
-        return Pending([self._pool.submit(self.do_here, request) for request in requests], self.patience)
+    def start(self, requests: Iterable[Request]) -> Pending:
+        return Pending([self._start(request) for request in requests], self.patience)
 
-    def do_here(self, request: Callable[[], None]) -> None:
+    def do_here(self, request: Request) -> None:
         """Do one in the calling thread, and return when it is done."""
         try:
             request()
@@ -49,4 +62,45 @@ class IoQueue:
 
     def close(self) -> None:
         """Wait for the requests in flight, unless the disk was given up, and end the threads. May be called twice."""
-        self._pool.shutdown(wait=not self.patience.is_over, cancel_futures=self.patience.is_over)
+        if self.patience.is_over:
+            _cancel_all(self._waiting)
+        self._end()
+        for thread in self._threads:
+            self.patience.await_end(thread)
+
+    def _start(self, request: Request) -> Future[None]:
+        if not self._end.alive:
+            raise StateError("A read or a write was asked for after its disk had been closed.")
+        call: Future[None] = Future()
+        self._waiting.put((call, partial(self.do_here, request)))
+        if len(self._threads) < self.depth:
+            name = f"shardwise disk {len(self._threads)}"
+            self._threads.append(threading.Thread(target=_work, args=(self._waiting,), name=name, daemon=True))
+            self._threads[-1].start()
+        return call
+
+
+def _work(waiting: _Waiting) -> None:
+    """What each thread does: see [Note: daemon threads]."""
+    while (item := waiting.get()) is not None:
+        call, request = item
+        if call.set_running_or_notify_cancel():
+            try:
+                request()
+            except BaseException as error:
+                call.set_exception(error)
+            else:
+                call.set_result(None)
+        del item, call, request  # and with them a buffer, and maybe the queue
+
+
+def _cancel_all(waiting: _Waiting) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            if (item := waiting.get_nowait()) is not None:
+                item[0].cancel()
+
+
+def _end(waiting: _Waiting, threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        waiting.put(None)

@@ -36,6 +36,13 @@ class Patience:
                 self.is_over = self.is_over or self.num_done == before
                 self.require_answers()
 
+    def await_end(self, thread: threading.Thread) -> None:
+        """Return when `thread`, which makes calls, has ended, or the disk is given up."""
+        while thread.is_alive() and not self.is_over:
+            before = self.num_done
+            thread.join(self.seconds)
+            self.is_over = thread.is_alive() and self.num_done == before
+
     def require_answers(self) -> None:
         """Raise `TierError` if the disk has been given up: what is under way there may happen at any time."""
         if self.is_over:

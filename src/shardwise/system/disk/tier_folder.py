@@ -36,6 +36,7 @@ from shardwise.system.disk.faults import folder_fault
 from shardwise.system.disk.holder import Holder
 from shardwise.system.disk.io_queue import IoQueue
 from shardwise.system.disk.mounts import check_local
+from shardwise.system.disk.pending import Patience
 from shardwise.system.safe_files import read_own_text
 from shardwise.system.units import format_bytes
 
@@ -96,11 +97,13 @@ class TierFolder:
         *,
         rank: int = 0,
         job: str | None = None,
+        patience: Patience | None = None,
         calls: Calls = SYSTEM,
         mounts: str | None = None,
     ) -> None:
         """`rank` is this process's rank in `job`, which is the same for all of its ranks; `None` for a job of this
-        process alone. `mounts` replaces the content of `/proc/self/mounts`, for tests."""
+        process alone. `patience` is that with the folder's disk: once that is given up, the folder is not touched any
+        more. `mounts` replaces the content of `/proc/self/mounts`, for tests."""
         self.folder = Path(os.path.abspath(folder))  # a job may change its working directory
         self.job = job_of_process() if job is None else job
         """The number of the job that has the folder."""
@@ -118,7 +121,8 @@ class TierFolder:
         self._path = self.folder / f"{self._prefix}.lock"
         handle, before = self._take()
         self.left_behind = self._remove_leftovers(before)
-        self._release = weakref.finalize(self, _release, handle, self._path, os.getpid())  # also at interpreter exit
+        patience = Patience() if patience is None else patience
+        self._release = weakref.finalize(self, _release, handle, self._path, os.getpid(), patience)  # also at exit
 
     def check_room(self, num_bytes: int) -> None:
         """Raise `TierError` unless `num_bytes` more are free."""
@@ -326,7 +330,9 @@ def _remove_unless_held(path: Path) -> None:
         os.close(handle)
 
 
-def _release(handle: int, path: Path, owner: int) -> None:
+def _release(handle: int, path: Path, owner: int, patience: Patience) -> None:
+    if patience.is_over:  # to remove a file may not return; the kernel gives the lock back when the process ends
+        return
     if os.getpid() == owner and _is_at(handle, path):  # a fork's copy must not unlink its parent's file
         with contextlib.suppress(OSError):
             path.unlink()
