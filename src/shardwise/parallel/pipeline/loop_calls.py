@@ -366,7 +366,8 @@ class LoopCalls:
         of_message = gradients_of(message)
         if len(call.rows) == 1:
             return [of_message]
-        in_parts = [torch.split(grad, list(call.rows)) for grad in of_message]
+        total = sum(call.rows)
+        in_parts = [torch.split(grad, [grad.shape[0] // total * rows for rows in call.rows]) for grad in of_message]
         return [[grads[part] for grads in in_parts] for part in range(len(call.rows))]
 
     def _backward_part(self, call: _Call, stage: int, part: int, answers: list[list[Tensor]]) -> None:

@@ -364,6 +364,8 @@ class Pipeline:
             if losses is not None:
                 losses.require_none(outputs)
             sent = None if is_last else self.staged.handed_over
+        if sent is not None:  # accelerate wraps forwards so that their outputs are in fp32
+            outputs = [one.to(known.dtype) for one, known in zip(outputs, sent.tensors, strict=True)]
         if is_new:
             self._forms[form] = () if sent is None else sent.arguments
         return outputs, sent
