@@ -24,6 +24,7 @@ import json
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -158,7 +159,7 @@ class LoopCalls:
                 "The model was called with a cache of keys and values outside of engine.inference(), where pipeline "
                 "stages have none. Generate inside of it, or call with use_cache=False."
             )
-        whole = MicroBatch(args, without_cache(called, args, kwargs))
+        whole = MicroBatch(args, without_cache(called, args, kwargs), names=tuple(signature(called.forward).parameters))
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((whole.args, whole.kwargs))):
             raise StateError(
                 "The model was called with a tensor that needs a gradient. Pipeline stages send none back to what the "
@@ -366,8 +367,7 @@ class LoopCalls:
         of_message = gradients_of(message)
         if len(call.rows) == 1:
             return [of_message]
-        total = sum(call.rows)
-        in_parts = [torch.split(grad, [grad.shape[0] // total * rows for rows in call.rows]) for grad in of_message]
+        in_parts = [torch.split(grad, list(call.rows)) for grad in of_message]
         return [[grads[part] for grads in in_parts] for part in range(len(call.rows))]
 
     def _backward_part(self, call: _Call, stage: int, part: int, answers: list[list[Tensor]]) -> None:

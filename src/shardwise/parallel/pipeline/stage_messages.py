@@ -177,15 +177,15 @@ class StageMessage:
 def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> StageMessage:
     """The message for a whole batch, from those for parts of it with so many `rows` each. `what` is called with it.
 
-    Raises `ModelError` unless each tensor has as many rows for each sample as for those of the other parts.
+    Raises `ModelError` if a tensor has another first dimension than the rows of its part.
     """
-    for parts in zip(*(message.tensors for message in messages), strict=True):
-        per_sample = {rows_per_sample(one, num) for one, num in zip(parts, rows, strict=True)}
-        if len(per_sample) > 1 or None in per_sample:
+    for message, num in zip(messages, rows, strict=True):
+        odd = next((one.shape for one in message.tensors if one.dim() == 0 or one.shape[0] != num), None)
+        if odd is not None:
             raise ModelError(
-                f"{what} is called with a tensor of shape {list(parts[0].shape)} for {rows[0]} samples, so the parts "
-                f"into which a call of the model splits its batch cannot be put together: the first dimension of what "
-                f"blocks return has to be the samples'. Use engine.train_step(batch), which does not put them together."
+                f"{what} is called with a tensor of shape {list(odd)} for {num} samples, so the parts into which a "
+                f"call of the model splits its batch cannot be put together: the first dimension of what blocks "
+                f"return has to be the samples'. Use engine.train_step(batch), which does not put them together."
             )
     # the part with most arguments has those of the whole batch: models drop masks that hide nothing
     number = max(range(len(messages)), key=lambda number: len(messages[number].layout.arguments))
@@ -194,13 +194,6 @@ def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> 
     layouts = tuple(one._replace(shape=tuple(tensor.shape)) for one, tensor in zip(known.tensors, tensors, strict=True))
     returned = {name: [_of_rows(call, num, total) for call in calls] for name, calls in known.returned.items()}
     return StageMessage(tensors, StageMessageLayout(layouts, known.arguments, returned, known.results))
-
-
-def rows_per_sample(tensor: Tensor, num_samples: int) -> int | None:
-    """How many rows of a tensor belong to each sample: one, or more if a model has put a second dimension of the batch,
-    such as choices, into the first one. `None` if they do not divide."""
-    rows, odd = divmod(tensor.shape[0], num_samples) if tensor.dim() else (0, 0)
-    return rows if rows and not odd else None
 
 
 def _of_rows(description: Any, num: int, total: int) -> Any:
