@@ -642,6 +642,14 @@ def test_masks_that_hide_nothing_in_some_samples_are_dropped_there() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any) -> Any:
+        output = forward(*args)
+        return [one.float() for one in output] if isinstance(output, list | tuple) else output.float()
+
+    return wrapped
+
+
 def test_wrappers_of_the_forward_see_outputs_of_the_model_alone() -> None:
     """accelerate's makes outputs fp32; what stages send to each other stays as it is."""
     seen: list[list[float]] = []
@@ -650,13 +658,7 @@ def test_wrappers_of_the_forward_see_outputs_of_the_model_alone() -> None:
         losses = []
         for is_wrapped in (False, True):
             if is_wrapped:
-                forward = model.forward
-
-                def to_fp32(*args: Any) -> Any:
-                    output = forward(*args)
-                    return [one.float() for one in output] if isinstance(output, list | tuple) else output.float()
-
-                model.forward = to_fp32  # type: ignore[method-assign]
+                model.forward = in_fp32(model.forward)  # type: ignore[method-assign]
             loss = engine(*batches(1, 8)[0])
             engine.backward(loss)
             engine.zero_grad()
