@@ -612,8 +612,13 @@ class Encoding(nn.Module):
         return dict(self.__dict__)
 
 
+def masked_squares(hidden: Tensor, mask: Tensor) -> Tensor:
+    return hidden.square().mul(mask[..., None]).mean()
+
+
 @sampled
-def test_masks_that_hide_nothing_in_some_samples_are_dropped_there() -> None:
+@pytest.mark.parametrize("schedule", [False, True], ids=["called", "in the schedule"])
+def test_masks_that_hide_nothing_in_some_samples_are_dropped_there(schedule: bool) -> None:
     """Models of transformers do that, so some parts of a batch have masks, and others have none."""
     torch.manual_seed(0)
     plain = Encoding()
@@ -624,7 +629,7 @@ def test_masks_that_hide_nothing_in_some_samples_are_dropped_there() -> None:
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         found = []
         for ids, mask in data:
-            loss = model(ids, mask).square().mul(mask[..., None]).mean()
+            loss = masked_squares(model(ids, mask), mask)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -634,8 +639,11 @@ def test_masks_that_hide_nothing_in_some_samples_are_dropped_there() -> None:
     def rank(world: sw.World) -> list[Tensor]:
         mine = models[world.rank]
         ours = torch.optim.SGD(mine.parameters(), lr=0.1)
-        with sw.shard(mine, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=ours, world=world):
-            return trained(mine, ours)
+        plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 4 if schedule else 1}
+        with sw.shard(mine, plan, optimizer=ours, world=world) as engine:
+            if not schedule:
+                return trained(mine, ours)
+            return [engine.train_step((ids, mask), mask, loss_fn=masked_squares) for ids, mask in data]
 
     expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     for found in run_ranks(2, rank):
