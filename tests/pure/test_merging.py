@@ -36,7 +36,7 @@ def likes_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def test_a_layer_is_merged_when_all_of_it_has_come_and_stays_as_it_is() -> None:
     model = nn.ModuleDict({"a": Adapted(nn.Parameter(torch.zeros(2))), "b": nn.Linear(2, 2)})
-    found = merging(model, likes_of(model))
+    found = merging(model, likes_of(model), {})
     assert found is not None
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
     merged = dict(found.of(params.items()))
@@ -49,10 +49,10 @@ def test_codes_of_a_quantizer_are_refused() -> None:
     codes = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
     model = nn.ModuleDict({"a": Adapted(codes)})
     with pytest.raises(ModelError, match=r"a\.base_layer\.weight has codes of a quantizer.*Pass merge_adapters=False"):
-        merging(model, likes_of(model))
+        merging(model, likes_of(model), {})
 
 
 def test_what_peft_cannot_merge_is_refused_by_name() -> None:
     model = nn.ModuleDict({"a": Adapted(nn.Parameter(torch.zeros(2)), "it is not linear.")})
     with pytest.raises(ModelError, match=r"adapters of a cannot be merged: it is not linear\. Pass merge_adapters"):
-        merging(model, likes_of(model))
+        merging(model, likes_of(model), {})

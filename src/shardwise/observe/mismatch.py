@@ -56,7 +56,7 @@ class Mismatch:
     """How far apart the outputs of layers are, in their order, if the sampler's were given."""
     parts_at: int | None = None
     """The number in `layers` of the one where they part: behind it the distance is the largest multiple of that before
-    it, and more than twice. `None` if it grows from layer to layer as rounding in the coarser of the two dtypes does."""
+    it, and more than twice. `None` if it grows from layer to layer as rounding does."""
 
     def __str__(self) -> str:
         behind = f", with weights of {self.steps_behind} steps before" if self.steps_behind else ""

@@ -108,9 +108,9 @@ class Splitter:
         kept_logits = batch.get("logits_to_keep")
         if self._is_pretrained and (isinstance(kept_logits, torch.Tensor) or kept_logits):
             raise ConfigError(
-                f"logits_to_keep chooses among all tokens, of which {self._name} has a part on each rank along sp. Leave "
-                f"it out, and give tokens that do not count the label {IGNORED}; or generate inside engine.inference(), "
-                f"where sequences are whole."
+                f"logits_to_keep chooses among all tokens, of which {self._name} has a part on each rank along sp. "
+                f"Leave it out, and give tokens that do not count the label {IGNORED}; or generate inside "
+                f"engine.inference(), where sequences are whole."
             )
         num_tokens = _num_tokens(tensors)
         first = tensors.get("input_ids", tensors.get("inputs_embeds", next(iter(tensors.values()))))
