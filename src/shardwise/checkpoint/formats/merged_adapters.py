@@ -167,8 +167,8 @@ def _refuse_ties(ties: Mapping[str, str]) -> None:
             raise ModelError(
                 f"{alias} is tied to {name}, and has adapters or is trained as a copy: merged, the two differ, where "
                 f"files and samplers of the model have one tensor. Pass merge_adapters=False, and give the sampler "
-                f"base and adapters apart; or untie them before adapters are added: a copy of the weight as a parameter of "
-                f"its own, and config.tie_word_embeddings = False."
+                f"base and adapters apart; or untie them before adapters are added: a copy of the weight as a "
+                f"parameter of its own, and config.tie_word_embeddings = False."
             )
 
 
