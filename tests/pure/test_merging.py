@@ -56,3 +56,19 @@ def test_what_peft_cannot_merge_is_refused_by_name() -> None:
     model = nn.ModuleDict({"a": Adapted(nn.Parameter(torch.zeros(2)), "it is not linear.")})
     with pytest.raises(ModelError, match=r"adapters of a cannot be merged: it is not linear\. Pass merge_adapters"):
         merging(model, likes_of(model), {})
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("head.base_layer.weight", "embed.weight"), ("head.weight", "embed.token_adapter.base_layer.weight")],
+)
+def test_adapters_of_one_of_two_tied_weights_are_refused(alias: str, name: str) -> None:
+    model = nn.ModuleDict({"a": Adapted(nn.Parameter(torch.zeros(2)))})
+    with pytest.raises(ModelError, match=f"{alias} is tied to {name}.*Pass merge_adapters=False"):
+        merging(model, likes_of(model), {alias: name})
+
+
+def test_weights_that_one_layer_of_peft_has_twice_are_merged() -> None:
+    model = nn.ModuleDict({"a": Adapted(nn.Parameter(torch.zeros(2)))})
+    inside = {"embed.token_adapter.base_layer.weight": "embed.original_module.weight"}
+    assert merging(model, likes_of(model), {**inside, "head.weight": "embed.weight"}) is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -163,13 +164,20 @@ def _refuse_ties(ties: Mapping[str, str]) -> None:
     """By names, which all stages know. peft's own `merge_and_unload` adds what one of two tied layers has learned to
     both, or unties them in memory, where the configuration still says that files have one tensor."""
     for alias, name in ties.items():
-        if not _REPLACED.isdisjoint([*alias.split("."), *name.split(".")]):
+        layers = sorted({_adapted_layer(alias), _adapted_layer(name)})
+        is_one_layer = f"{layers[-1]}.".startswith(f"{layers[0]}.")  # that of trained tokens has its weight twice
+        if layers != sorted({alias, name}) and not is_one_layer:
             raise ModelError(
                 f"{alias} is tied to {name}, and has adapters or is trained as a copy: merged, the two differ, where "
                 f"files and samplers of the model have one tensor. Pass merge_adapters=False, and give the sampler "
                 f"base and adapters apart; or untie them before adapters are added: a copy of the weight as a "
                 f"parameter of its own, and config.tie_word_embeddings = False."
             )
+
+
+def _adapted_layer(name: str) -> str:
+    """The layer of peft that has the parameter `name`; `name` itself if there is none."""
+    return ".".join(takewhile(lambda part: part not in _REPLACED, name.split(".")))
 
 
 def _refuse_codes(name: str, param: Tensor) -> None:
