@@ -429,8 +429,8 @@ class Engine:
         """One optimizer step: the plan's `accumulate` micro-batches forward and backward, then the update.
 
         `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Its
-        tensors are split along their first dimension into even micro-batches. It may also be a list or iterator of
-        micro-batches of these kinds; of an iterator the next `accumulate` are taken. `loss_fn(output)`, or
+        tensors are split along their first dimension into even micro-batches, which all get those without dimensions.
+        It may also be a list or iterator of micro-batches of these kinds; of an iterator the next `accumulate` are taken. `loss_fn(output)`, or
         `loss_fn(output, target)` if `target` is given, which is split like the batch, computes the loss of a
         micro-batch; without it the loss is the model's output, or the output's `loss`.
 
