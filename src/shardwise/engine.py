@@ -430,9 +430,9 @@ class Engine:
 
         `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Its
         tensors are split along their first dimension into even micro-batches, which all get those without dimensions.
-        It may also be a list or iterator of micro-batches of these kinds; of an iterator the next `accumulate` are taken. `loss_fn(output)`, or
-        `loss_fn(output, target)` if `target` is given, which is split like the batch, computes the loss of a
-        micro-batch; without it the loss is the model's output, or the output's `loss`.
+        It may also be a list or iterator of micro-batches of these kinds; of an iterator the next `accumulate` are
+        taken. `loss_fn(output)`, or `loss_fn(output, target)` if `target` is given, which is split like the batch,
+        computes the loss of a micro-batch; without it the loss is the model's output, or the output's `loss`.
 
         Returns the mean loss over the micro-batches, a detached scalar, on every rank: that of this rank's own data,
         and under a pipeline the same on all its stages (`engine.mean(loss.item())` is the mean over all data). All
