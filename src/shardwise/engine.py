@@ -429,10 +429,10 @@ class Engine:
         """One optimizer step: the plan's `accumulate` micro-batches forward and backward, then the update.
 
         `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments. Its
-        tensors are split along their first dimension into even micro-batches. It may also be a list or iterator of
-        micro-batches of these kinds; of an iterator the next `accumulate` are taken. `loss_fn(output)`, or
-        `loss_fn(output, target)` if `target` is given, which is split like the batch, computes the loss of a
-        micro-batch; without it the loss is the model's output, or the output's `loss`.
+        tensors are split along their first dimension into even micro-batches, which all get those without dimensions.
+        It may also be a list or iterator of micro-batches of these kinds; of an iterator the next `accumulate` are
+        taken. `loss_fn(output)`, or `loss_fn(output, target)` if `target` is given, which is split like the batch,
+        computes the loss of a micro-batch; without it the loss is the model's output, or the output's `loss`.
 
         Returns the mean loss over the micro-batches, a detached scalar, on every rank: that of this rank's own data,
         and under a pipeline the same on all its stages (`engine.mean(loss.item())` is the mean over all data). All
@@ -572,23 +572,27 @@ class Engine:
         order, as `layer_outputs` has them: the result then says how far each is from the trainer's, and where they
         part.
 
-        The result is logged with kind `mismatch`, if the plan has a `run`, and with a warning if its KL is above
-        `alarm` nats a token. Raises `ConfigError` for samples or layers of other shapes, or layers that the model does
+        With `run` in the plan the result is in its record, with kind `mismatch`: the KL, the largest ratio, how many
+        steps the sampler was behind, and 1 as `alarm` if the KL is above `alarm` nats a token, of which there is a
+        warning too. Raises `ConfigError` for samples or layers of other shapes, or layers that the model does
         not have.
         """
-        from shardwise.observe.mismatch import Sampling, check_samples, of_all_ranks, totals_of
+        from shardwise.observe.mismatch import Sampling, check_samples, most_calls, of_all_ranks, totals_of
 
         self._require_open()
         sampling = Sampling(rows, temperature, top_k, top_p)
         layers = layers or {}
         check_samples(samples, layers)
+        num_calls = most_calls(self.world, samples, sampling)
         with self.inference():
-            own = totals_of(self.module, samples, sampling, layers)
+            own = totals_of(self.module, samples, sampling, layers, num_calls)
         behind = 0 if version is None else self.num_steps - version
         found = of_all_ranks(self.world, self.data_ranks[0], own, behind, list(layers))
+        is_alarming = alarm is not None and not found.kl <= alarm
         if self.plan.run:
-            self.log({"kl": found.kl, "largest_ratio": found.largest_ratio}, kind="mismatch", mean=False)
-        if alarm is not None and not found.kl <= alarm and self.world.rank == 0:
+            values = {"kl": found.kl, "largest_ratio": found.largest_ratio, "steps_behind": behind}
+            self.log(values | {"alarm": int(is_alarming)}, kind="mismatch", mean=False)
+        if is_alarming and self.world.rank == 0:
             _log.warning("The sampler does not agree with the trainer after step %d: %s.", self.num_steps, found)
         return found
 

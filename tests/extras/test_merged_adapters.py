@@ -176,3 +176,21 @@ def test_what_cannot_be_merged_is_refused_with_the_way_out() -> None:
             engine.save_pretrained("nowhere")
 
     on_ranks(model, {"preset": "zero3"}, work)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("more", [{"target_modules": ["embed_tokens", "q_proj"]}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_of_tied_weights_come_apart_or_not_at_all(more: dict[str, Any], mesh: dict[str, int]) -> None:
+    """Merged, a head or an embedding would be missing, or be another than that which was trained."""
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, **{"target_modules": ["q_proj"], **more}))
+    state = model.state_dict()
+
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match=r"is tied to .*merged, the two differ"):
+            engine.weights()
+        apart = dict(engine.weights(names="module", merge_adapters=False))
+        assert all(torch.equal(one, state[name]) for name, one in apart.items())
+
+    on_ranks(model, {"preset": "zero3", "mesh": mesh}, work)

@@ -418,3 +418,25 @@ def test_a_gradient_that_was_set_is_clipped_by_its_own_norm(preset: str, by_plan
     for moved, norm in run_ranks(2, rank):
         assert norm == pytest.approx(100.0 * numel**0.5, rel=1e-5)
         assert moved == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_number_in_a_batch_belongs_to_every_micro_batch() -> None:
+    """Such as `num_items_in_batch` of transformers, as a tensor without dimensions."""
+
+    class Divided(nn.Linear):
+        def forward(self, x: Tensor, items: Any) -> Tensor:
+            return super().forward(x).square().sum() / items
+
+    models = [Divided(6, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def rank(world: sw.World) -> list[float]:
+        losses = []
+        for one, items in zip(models, (16, torch.tensor(16.0)), strict=True):
+            with sw.shard(one, {"accumulate": 2}, optimizer=sgd(one), world=world) as engine:
+                losses.append(float(engine.train_step({"x": torch.ones(4, 6), "items": items})))
+        return losses
+
+    (losses,) = run_ranks(1, rank)
+    assert losses[0] == losses[1]
+    assert torch.equal(*(one.weight for one in models))

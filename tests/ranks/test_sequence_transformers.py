@@ -15,7 +15,7 @@ from torch.nn import functional
 from twins import adamw
 
 import shardwise as sw
-from shardwise.errors import ModelError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import sampled, thorough_only
 
@@ -345,6 +345,21 @@ def test_batches_with_prefixes_and_images_are_refused(extra: str, said: str) -> 
             engine.split_sequence({"input_ids": tokens, extra: torch.ones_like(tokens)})
 
     with pytest.raises(ModelError, match=said):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kept", [6, torch.tensor([2, 4])], ids=["last", "chosen"])
+def test_a_choice_among_all_tokens_is_refused(kept: Any) -> None:
+    """It used to be each rank's own last ones."""
+    replicas = [built(llama) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
+            tokens = batches(1)[0]["input_ids"]
+            engine.split_sequence({"input_ids": tokens, "logits_to_keep": 0})
+            engine(input_ids=tokens, labels=tokens[:, -6:], logits_to_keep=kept)
+
+    with pytest.raises(ConfigError, match="logits_to_keep chooses among all tokens"):
         run_ranks(2, rank)
 
 

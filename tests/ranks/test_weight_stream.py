@@ -152,7 +152,10 @@ def test_weights_are_sent_in_the_precision_that_is_asked_for(preset: str, precis
         engine.train_step((tokens, tokens))
         for dtype in ("bf16", None):
             inside.ledger(engine).clear()
-            found[dtype] = dict(engine.weights(dtype=dtype))
+            stream = engine.weights(dtype=dtype)
+            assert len(stream.metadata()) == len(stream)
+            assert not sum(inside.ledger(engine).sent_bytes.values()), "metadata is from shapes alone"
+            found[dtype] = dict(stream)
             sent.append(inside.ledger(engine).sent_bytes["gather", "dp"])
         engine.train_step((tokens, tokens))
         assert all(torch.equal(found["bf16"][name], value.to(torch.bfloat16)) for name, value in found[None].items())

@@ -56,7 +56,7 @@ class Mismatch:
     """How far apart the outputs of layers are, in their order, if the sampler's were given."""
     parts_at: int | None = None
     """The number in `layers` of the one where they part: behind it the distance is the largest multiple of that before
-    it. `None` if rounding, in the coarser of the two dtypes, explains what there is."""
+    it, and more than four times. `None` if it grows from layer to layer as rounding does."""
 
     def __str__(self) -> str:
         behind = f", with weights of {self.steps_behind} steps before" if self.steps_behind else ""
@@ -69,7 +69,7 @@ class Mismatch:
         if not self.layers:
             return ""
         if self.parts_at is None:
-            return "; layers agree within rounding, so they part behind the last, if they do"
+            return f"; layers part nowhere, by at most {max(layer.distance for layer in self.layers):.2g} of an output"
         layer = self.layers[self.parts_at]
         before = f"{self.layers[self.parts_at - 1].distance:.2g} before it, " if self.parts_at else ""
         return f"; they part at {layer.name}: {before}{layer.distance:.2g} of its output behind it"
@@ -120,10 +120,21 @@ class Sampling:
             )
 
 
+def most_calls(world: World, samples: Mapping[str, Tensor], sampling: Sampling) -> int:
+    """How often the rank with the most samples calls the model. All ranks call."""
+    own = -(-len(samples["input_ids"]) // sampling.rows)
+    return max(int(message) for message in world.exchange(str(own).encode(), "calls of mismatch"))
+
+
 def totals_of(
-    model: nn.Module, samples: Mapping[str, Tensor], sampling: Sampling, layers: Mapping[str, Tensor]
+    model: nn.Module,
+    samples: Mapping[str, Tensor],
+    sampling: Sampling,
+    layers: Mapping[str, Tensor],
+    num_calls: int,
 ) -> Totals:
-    """What this rank's samples show; see `Engine.mismatch`. The model's parameters are at hand."""
+    """What this rank's samples show; see `Engine.mismatch`. The model's parameters are at hand. It is called
+    `num_calls` times, with one token where no samples are left: experts of this rank compute for others."""
     tokens, mask = samples["input_ids"], samples.get("attention_mask")
     comparison = Comparison(layers, mask)
     was_training = model.training
@@ -141,6 +152,9 @@ def totals_of(
                 counted = samples["counted"][some].bool().clone()
                 counted[:, :1] = False  # nothing predicts the first
                 totals.add(trainer, samples["log_probs"][some], counted, first)
+        with torch.no_grad():
+            for _ in range(-(-len(tokens) // sampling.rows), num_calls):
+                model(input_ids=tokens.new_zeros(1, 1))
     finally:
         model.train(was_training)
     totals.problem = comparison.problem

@@ -223,7 +223,7 @@ def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
         return parts
     if num == 1:
         return [value]
-    rows = {one.shape[0] if one.dim() else 0 for one in _tensors_in(value)}
+    rows = {one.shape[0] for one in _tensors_in(value) if one.dim()}
     if not rows:
         raise ConfigError(f"{what} has no tensor that could be split into {num} micro-batches (the plan's accumulate).")
     if len(rows) > 1 or (is_even and next(iter(rows)) % num) or not next(iter(rows)):
@@ -234,7 +234,7 @@ def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
         )
     bounds = even_bounds(next(iter(rows)), num)
     spans = [slice(start, stop) if start < stop else slice(0, 1) for start, stop in pairwise(bounds)]
-    return _Cut([_share(value, span) for span in spans], even_sizes(bounds[-1], num))
+    return _Cut([_share(value, span, bounds[-1]) for span in spans], even_sizes(bounds[-1], num))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -248,11 +248,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def _share(value: Any, span: slice, of: int | None = None) -> Any:
+def _share(value: Any, span: slice, of: int) -> Any:
     """The rows of one micro-batch; what is no tensor, or a tensor that does not have `of` rows, is every
     micro-batch's."""
     if isinstance(value, Tensor):
-        return value[span] if of is None or (value.dim() and value.shape[0] == of) else value
+        return value[span] if value.dim() and value.shape[0] == of else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_share(item, span, of) for item in value))
     if isinstance(value, tuple | list):

@@ -108,7 +108,7 @@ def weight_stream(
     ties = ModelNames.of(model).ties if pipeline is None else pipeline.staged.whole.ties
     codes = {name for name, param in model.named_parameters() if dtype_of_codes(param) is not None}
     whole: Whole = _Own(sharded)
-    merge = merging(model, whole.likes) if merge_adapters else None
+    merge = merging(model, whole.likes, ties) if merge_adapters else None
     if dtype is not None and merge is None:
         whole = _Own(sharded, dtype, codes)
     if merge is not None:

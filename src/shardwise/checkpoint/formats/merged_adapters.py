@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,8 @@ Tensor = torch.Tensor
 CONFIGS = "peft_config"
 """An attribute of a model that has adapters, with their configurations by name."""
 _MERGES, _UNLOADS = "merge", "unload_and_optionally_merge_module"
+_REPLACED = frozenset({"base_layer", "original_module"})
+"""What layers of peft call the module that they replace."""
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -34,16 +37,17 @@ def base_model(model: nn.Module) -> nn.Module:
     return base
 
 
-def merging(model: nn.Module, likes: Mapping[str, Tensor]) -> Rearrangement | None:
+def merging(model: nn.Module, likes: Mapping[str, Tensor], ties: Mapping[str, str]) -> Rearrangement | None:
     """For tensors with the names, shapes and dtypes of `likes`, which arrive in that order; `None` without adapters.
 
-    Names in the result are those of the model without adapters. Raises `ModelError` for adapters that cannot be merged
-    into weights.
+    `ties` maps other names of a parameter to the one in `likes`, those of other pipeline stages included. Names in the
+    result are those of the model without adapters. Raises `ModelError` for adapters that cannot be merged into weights.
     """
     wrapped = dict(_wrapped(model))
     if not hasattr(model, CONFIGS) and not wrapped:
         return None
     _refuse_what_has_no_weights(model)
+    _refuse_ties(ties)
     groups: dict[str, list[str]] = {path: [] for path in wrapped}
     bare: list[Group] = []
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -154,6 +158,26 @@ def _refuse_what_has_no_weights(model: nn.Module) -> None:
                 f"The adapter {name!r} ({getattr(config, 'peft_type', '')}) is a prompt, which is no part of the "
                 f"model's weights and cannot be merged into them. Pass merge_adapters=False."
             )
+
+
+def _refuse_ties(ties: Mapping[str, str]) -> None:
+    """By names, which all stages know. peft's own `merge_and_unload` adds what one of two tied layers has learned to
+    both, or unties them in memory, where the configuration still says that files have one tensor."""
+    for alias, name in ties.items():
+        layers = sorted({_adapted_layer(alias), _adapted_layer(name)})
+        is_one_layer = f"{layers[-1]}.".startswith(f"{layers[0]}.")  # that of trained tokens has its weight twice
+        if layers != sorted({alias, name}) and not is_one_layer:
+            raise ModelError(
+                f"{alias} is tied to {name}, and has adapters or is trained as a copy: merged, the two differ, where "
+                f"files and samplers of the model have one tensor. Pass merge_adapters=False, and give the sampler "
+                f"base and adapters apart; or untie them before adapters are added: a copy of the weight as a "
+                f"parameter of its own, and config.tie_word_embeddings = False."
+            )
+
+
+def _adapted_layer(name: str) -> str:
+    """The layer of peft that has the parameter `name`; `name` itself if there is none."""
+    return ".".join(takewhile(lambda part: part not in _REPLACED, name.split(".")))
 
 
 def _refuse_codes(name: str, param: Tensor) -> None:

@@ -40,10 +40,10 @@ class Splitter:
         self._is_zigzag = is_zigzag
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-        is_pretrained = bool(pretrained_in(model))
+        self._is_pretrained = bool(pretrained_in(model))
         self._shifts = takes_shifted_labels(model) and (takes_any or "shift_labels" in parameters)
         """Whether the model accepts labels that are already shifted."""
-        self._loses_labels = is_pretrained and not self._shifts
+        self._loses_labels = self._is_pretrained and not self._shifts
         """Whether the model computes its loss in a way that is wrong for the tokens of one rank."""
         self.adds_positions = hugging_face.takes_positions(model) and (takes_any or "position_ids" in parameters)
         """Whether the model takes `position_ids`, as transformers has them, which a batch may leave out."""
@@ -105,6 +105,13 @@ class Splitter:
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         require_same_batch({**tensors, **_maybe(documents=documents)}, self._line)
         hugging_face.check_batch(self._model, tensors)
+        kept_logits = batch.get("logits_to_keep")
+        if self._is_pretrained and (isinstance(kept_logits, torch.Tensor) or kept_logits):
+            raise ConfigError(
+                f"logits_to_keep chooses among all tokens, of which {self._name} has a part on each rank along sp. "
+                f"Leave it out, and give tokens that do not count the label {IGNORED}; or generate inside "
+                f"engine.inference(), where sequences are whole."
+            )
         num_tokens = _num_tokens(tensors)
         first = tensors.get("input_ids", tensors.get("inputs_embeds", next(iter(tensors.values()))))
         mask = batch.pop("attention_mask", None)
