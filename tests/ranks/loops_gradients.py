@@ -637,6 +637,25 @@ def optimizers_in_turn(loop: Loop) -> Any:
         optimizer.zero_grad()
 
 
+@action(
+    OPTIM,
+    "two optimizers (GAN style): a backward, after a step of one, through what only the other's parameters have made",
+    make_optimizers=two_optimizers,
+    composes=False,
+)
+def backward_after_the_others_step(loop: Loop) -> Any:
+    rest, head = loop.optimizers
+    made = [(loop.model.features(x), y) for x, y in loop.batch()]
+    for of_rest, optimizer in ((False, head), (True, rest)):
+        for hidden, y in made:
+            logits = loop.model.head(hidden if of_rest else hidden.detach())
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+            (loss / len(made)).backward()
+        optimizer.step()
+        for one in loop.optimizers:
+            one.zero_grad()
+
+
 def head_only(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
 

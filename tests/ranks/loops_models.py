@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx
 from loops_matrix import VOCAB, WIDTH, Local, Loop, action, sgd
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -298,6 +299,15 @@ def param_registered(loop: Loop) -> Any:
     return train(loop)
 
 
+@action(CHANGE, "`module.forward = function` after `shard`", composes=False)
+def forward_replaced(loop: Loop) -> Any:
+    head = loop.model.head
+    head.forward = lambda x: nn.functional.linear(x, 0.5 * head.weight, head.bias)
+    before = train(loop)
+    del head.forward
+    return before, train(loop)
+
+
 @action(CHANGE, "`model.register_buffer(name, ...)` after `shard`")
 def buffer_registered(loop: Loop) -> Any:
     loop.model.register_buffer("late_buffer", torch.full((3,), 0.5))
@@ -442,6 +452,21 @@ def wrapped_in_module(loop: Loop) -> Any:
     loss.backward()
     loop.update()
     return Local(loss.item())
+
+
+@action(WRAP, "`torch.fx.symbolic_trace(model.head)`: its graph as a module")
+def traced_by_fx(loop: Loop) -> Any:
+    graph = torch.fx.symbolic_trace(loop.model.head)
+    loss = loop.loss(lambda x: graph(loop.model.features(x)))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(WRAP, "`torch.jit.trace(model, x)` after `shard`", composes=False)
+def traced_by_jit(loop: Loop) -> Any:
+    ((x, _), *_) = loop.batch()
+    torch.jit.trace(loop.model, x)
 
 
 @action(WRAP, "a second `sw.shard` of the same model", composes=False)

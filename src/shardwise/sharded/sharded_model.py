@@ -414,6 +414,7 @@ class ShardedModel:
         self.require_optimizer().updates.withdraw_gradients()
         parts = self.parts
         if parts.gradients.is_taken:
+            self.require_optimizer().updates.count_writes(member)
             self._end_update()
         else:
             self.zero_grad()
