@@ -24,8 +24,9 @@ from tests.patience import PATIENCE
 from tests.thorough import soak
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
-OF_EACH_RANK = ("room", "file", "start", "note")
-OF_RANK_0 = ("wait", "index", "rename", "removal")
+INTERRUPTED = [(rank, point) for point in ("room", "file", "start", "note") for rank in (0, 1)]
+INTERRUPTED += [(0, point) for point in ("wait", "index", "rename", "removal")]
+"""The rank that interrupts all, and where."""
 PASSED_ON = "shardwise: SIGINT: passed on to the ranks, which have 1000 s to end; a second signal kills them.\n"
 """The launcher's line when the first signal has come."""
 
@@ -120,7 +121,8 @@ def test_ctrl_c_twice_kills_ranks_that_do_not_hear(tmp_path: Path) -> None:
 
 @soak("two processes are interrupted wherever the second one is at that moment")
 @pytest.mark.parametrize(
-    ("rank", "point"), [(rank, point) for point in OF_EACH_RANK for rank in (0, 1)] + [(0, point) for point in OF_RANK_0]
+    ("rank", "point"),
+    [(rank, point) for point in OF_EACH_RANK for rank in (0, 1)] + [(0, point) for point in OF_RANK_0],
 )
 def test_ctrl_c_for_all_ranks_of_a_terminal(rank: int, point: str, tmp_path: Path) -> None:
     """Without a launcher, in one process group, to which a terminal sends it: each rank ends as Python does."""
