@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.fx
 from loops_matrix import VOCAB, WIDTH, Local, Loop, action, sgd
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -449,15 +448,6 @@ def wrapped_in_data_parallel(loop: Loop) -> Any:
 def wrapped_in_module(loop: Loop) -> Any:
     model = nn.Sequential(loop.model)
     loss = loop.loss(model)
-    loss.backward()
-    loop.update()
-    return Local(loss.item())
-
-
-@action(WRAP, "`torch.fx.symbolic_trace(model.head)`: its graph as a module")
-def traced_by_fx(loop: Loop) -> Any:
-    graph = torch.fx.symbolic_trace(loop.model.head)
-    loss = loop.loss(lambda x: graph(loop.model.features(x)))
     loss.backward()
     loop.update()
     return Local(loss.item())
