@@ -120,10 +120,7 @@ def test_ctrl_c_twice_kills_ranks_that_do_not_hear(tmp_path: Path) -> None:
 
 
 @soak("two processes are interrupted wherever the second one is at that moment")
-@pytest.mark.parametrize(
-    ("rank", "point"),
-    [(rank, point) for point in OF_EACH_RANK for rank in (0, 1)] + [(0, point) for point in OF_RANK_0],
-)
+@pytest.mark.parametrize(("rank", "point"), INTERRUPTED)
 def test_ctrl_c_for_all_ranks_of_a_terminal(rank: int, point: str, tmp_path: Path) -> None:
     """Without a launcher, in one process group, to which a terminal sends it: each rank ends as Python does."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
