@@ -358,7 +358,10 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     if had is not None:
         had.require_whole()
     if sharded.parts.gradients.exist():
-        raise StateError("There are gradients: take the step, and call engine.zero_grad(), before reshard().")
+        raise StateError(
+            "Gradients are waiting for a step, or are of parameters that no optimizer has; take the step, and call "
+            "engine.zero_grad(), before reshard()."
+        )
     disk = designed.open_disk(world, model, sharded.parts.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
