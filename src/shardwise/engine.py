@@ -38,7 +38,15 @@ from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.engine_report import MemoryReport, describe, memory_of, rehearsed, write_timeline
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import lay
-from shardwise.sharded.state import State, content, reshard, trained_as_before, unshard
+from shardwise.sharded.state import (
+    State,
+    content,
+    gradients_aside,
+    put_gradients,
+    reshard,
+    trained_as_before,
+    unshard,
+)
 from shardwise.sharded.training import Session, inference
 from shardwise.system.data_ranks import DataRanks, Reader
 from shardwise.system.units import bytes_of
@@ -1148,7 +1156,8 @@ class Engine:
         if self._is_open and sharded.parts.unfreezing.can_plan:
             sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
             sharded.parts.unfreezing.check(sharded.peers)
-            dropped = sharded.parts.unfreezing.used_gradients()
+            dropped, others = sharded.parts.unfreezing.used_gradients()
+            kept = gradients_aside(sharded, others)
             sharded.zero_grad()
             plan = sharded.parts.sharding.plan_to_fit
             if sharded.parts.unfreezing.begins_factors:
@@ -1156,6 +1165,7 @@ class Engine:
             with trained_as_before(sharded.parts.flats):
                 self.reshard(plan)
             self._sharded.parts.unfreezing.note_dropped(dropped)
+            put_gradients(self._sharded, kept)
 
     # -- before a call ------------------------------------------------------------------------------------
 

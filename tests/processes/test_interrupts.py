@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,14 @@ import shardwise as sw
 import warm
 from shardwise.checkpoint import checkpoints_in
 from shardwise.observe.run_view import read_run
+from tests.free_port import free_port
 from tests.patience import PATIENCE
+from tests.thorough import soak
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
+INTERRUPTED = [(rank, point) for point in ("room", "file", "start", "note") for rank in (0, 1)]
+INTERRUPTED += [(0, point) for point in ("wait", "index", "rename", "removal")]
+"""The rank that interrupts all, and where."""
 PASSED_ON = "shardwise: SIGINT: passed on to the ranks, which have 1000 s to end; a second signal kills them.\n"
 """The launcher's line when the first signal has come."""
 
@@ -111,3 +117,34 @@ def test_ctrl_c_twice_kills_ranks_that_do_not_hear(tmp_path: Path) -> None:
     assert job.returncode == 130
     assert left_behind(tmp_path) == []
     assert resumed_and_saved(tmp_path) == 1
+
+
+@soak("two processes are interrupted wherever the second one is at that moment")
+@pytest.mark.parametrize(("rank", "point"), INTERRUPTED)
+def test_ctrl_c_for_all_ranks_of_a_terminal(rank: int, point: str, tmp_path: Path) -> None:
+    """Without a launcher, in one process group, to which a terminal sends it: each rank ends as Python does."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    jobs: list[subprocess.Popen[str]] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for number in range(2):
+            job = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(tmp_path), f"{rank}:{point}"],
+                env={**os.environ, **common, "RANK": str(number), "LOCAL_RANK": str(number)},
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=jobs[0].pid if jobs else 0,
+            )
+            jobs.append(job)
+        errors = [job.communicate(timeout=PATIENCE)[1] for job in jobs]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for job in jobs:
+            job.kill()
+            job.communicate()
+    assert [job.returncode for job in jobs] == [-signal.SIGINT] * 2, errors
+    assert all(error.endswith("KeyboardInterrupt\n") for error in errors), errors
+    assert not [path.name for path in (tmp_path / "checkpoints").glob(".*") if path.name != ".lock"]
+    newest = 2 if point == "removal" else 1
+    assert max(checkpoints_in(tmp_path / "checkpoints")) == newest
+    assert resumed_and_saved(tmp_path) == newest

@@ -639,6 +639,81 @@ def optimizers_in_turn(loop: Loop) -> Any:
 
 @action(
     OPTIM,
+    "two optimizers (GAN style): a backward, after a step of one, through what only the other's parameters have made",
+    make_optimizers=two_optimizers,
+    composes=False,
+)
+def backward_after_the_others_step(loop: Loop) -> Any:
+    rest, head = loop.optimizers
+    made = [(loop.model.features(x), y) for x, y in loop.batch()]
+    for of_rest, optimizer in ((False, head), (True, rest)):
+        for hidden, y in made:
+            logits = loop.model.head(hidden if of_rest else hidden.detach())
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+            (loss / len(made)).backward()
+        optimizer.step()
+        for one in loop.optimizers:
+            one.zero_grad()
+
+
+def head_only(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+
+
+@action(
+    OPTIM,
+    "an optimizer over a part: `zero_grad()` leaves the others' gradients, which add up and are clipped with its own",
+    make_optimizers=head_only,
+    composes=False,
+)
+def optimizer_of_a_part(loop: Loop) -> Any:
+    norms = []
+    for _ in range(2):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1).item())
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return norms, {name: param.grad.clone() for name, param in loop.params() if param.grad is not None}
+
+
+@action(
+    OPTIM, "the same between micro-batches and before a step, with zeros", make_optimizers=head_only, composes=False
+)
+def optimizer_of_a_part_zeroes(loop: Loop) -> Any:
+    loop.backward()
+    loop.optimizer.zero_grad(set_to_none=False)
+    first = [param.grad is not None for _, param in loop.params()]
+    loop.backward()
+    loop.update()
+    loop.backward()
+    loop.optimizer.step()
+    grads = {name: param.grad.clone() for name, param in loop.params() if param.grad is not None}
+    loop.model.zero_grad()
+    return first, grads
+
+
+@action(
+    OPTIM,
+    "the same, and a group added for parameters whose gradients have added up",
+    make_optimizers=head_only,
+    composes=False,
+)
+def optimizer_of_a_part_grows(loop: Loop) -> Any:
+    loop.backward()
+    loop.update()
+    if len(loop.optimizer.param_groups) == 1:
+        loop.optimizer.add_param_group({"params": loop.model.blocks[1].parameters(), "lr": 0.05})
+    for _ in range(2):
+        loop.backward()
+        loop.update()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in loop.with_grad()])
+    loop.model.zero_grad()
+    return norm
+
+
+@action(
+    OPTIM,
     "two optimizers over the same parameters, given to `shard`",
     make_optimizers=lambda model: [sgd(model), torch.optim.AdamW(model.parameters(), eps=1e-4)],
     composes=False,

@@ -298,6 +298,15 @@ def param_registered(loop: Loop) -> Any:
     return train(loop)
 
 
+@action(CHANGE, "`module.forward = function` after `shard`", composes=False)
+def forward_replaced(loop: Loop) -> Any:
+    head = loop.model.head
+    head.forward = lambda x: nn.functional.linear(x, 0.5 * head.weight, head.bias)
+    before = train(loop)
+    del head.forward
+    return before, train(loop)
+
+
 @action(CHANGE, "`model.register_buffer(name, ...)` after `shard`")
 def buffer_registered(loop: Loop) -> Any:
     loop.model.register_buffer("late_buffer", torch.full((3,), 0.5))
@@ -442,6 +451,12 @@ def wrapped_in_module(loop: Loop) -> Any:
     loss.backward()
     loop.update()
     return Local(loss.item())
+
+
+@action(WRAP, "`torch.jit.trace(model, x)` after `shard`", composes=False)
+def traced_by_jit(loop: Loop) -> Any:
+    ((x, _), *_) = loop.batch()
+    torch.jit.trace(loop.model, x)
 
 
 @action(WRAP, "a second `sw.shard` of the same model", composes=False)

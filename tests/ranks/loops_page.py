@@ -32,8 +32,9 @@ either **equal** to the same loop on one process, or refused with an error; noth
 - Between forward and backward, a write by `p.data` goes through, as in PyTorch, and `p.data = tensor` does not:
   PyTorch's error in the backward says that the parameter was "modified by an inplace operation". Assign before the
   forward or after the backward.
-- `zero_grad()` of a single optimizer, and `engine.step()`, also drop gradients of parameters that it does not have. In
-  PyTorch these add up from step to step, and count if the parameters are clipped, or get a group, later.
+- `optimizer.zero_grad()` drops the gradients of the optimizer's own parameters. Those of others stay and add up, as in
+  PyTorch, and count if the parameters are clipped, or get a group, later; checkpoints have none of them.
+  `engine.step()` drops all, and so does the only optimizer of a model in pipeline stages.
 
 `tests/ranks/test_plain_loops.py` runs each operation under `zero3`, `zero2`, `zero1` and `ddp`, with shared memory and
 with messages, and random combinations of them. {open}This page is written by `tests/ranks/loops_page.py`, from that

@@ -557,6 +557,14 @@ def head_in_the_loop(loop: Loop) -> Any:
     return Local(loss.item())
 
 
+@action(LOSS, "`model.forward(x)`, not `model(x)`")
+def forward_called(loop: Loop) -> Any:
+    loss = loop.loss(loop.model.forward)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
 @action(LOSS, "submodules called one by one, not `model(x)`")
 def parts_called(loop: Loop) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -762,6 +770,69 @@ def penalty_on_params(loop: Loop) -> Any:
         return loss + sum(grad.pow(2).sum() for grad in grads)
 
     loss = loop.mean(penalized)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "MAML: `functional_call` with `p - lr * autograd.grad(..., create_graph=True)`, sent back")
+def maml(loop: Loop) -> Any:
+    def of_learned(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        head = dict(loop.model.head.named_parameters(prefix="head"))
+        grads = torch.autograd.grad(cross_entropy(loop.model, x, y), list(head.values()), create_graph=True)
+        fast = {name: p - 0.1 * grad for (name, p), grad in zip(head.items(), grads, strict=True)}
+        return cross_entropy(lambda x: torch.func.functional_call(loop.model, fast, (x,)), x, y)
+
+    loss = loop.mean(of_learned)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "a Hessian times a vector: `autograd.grad` of `autograd.grad`")
+def hessian_vector(loop: Loop) -> Any:
+    params = [loop.model.head.weight, loop.model.blocks[0].up.weight]
+    grads = torch.autograd.grad(loop.loss(), params, create_graph=True)
+    products = torch.autograd.grad(sum(grad.sum() for grad in grads), params)
+    return Local([product.clone() for product in products])
+
+
+@action(GRAD, "a backward through a forward of before the step, which torch refuses")
+def backward_of_before_step(loop: Loop) -> Any:
+    first, second = loop.loss(), loop.loss()
+    first.backward()
+    loop.update()
+    said = ""
+    try:
+        second.backward()
+    except RuntimeError as error:
+        said = str(error)
+    loop.model.zero_grad()
+    return "has been modified by an inplace operation" in said
+
+
+class Recomputed(torch.autograd.Function):
+    """A part of a model whose backward computes it again, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, part: nn.Module, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.part = part
+        ctx.save_for_backward(x, *params)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.part(x), (x, *params), grad)
+
+
+@action(GRAD, "an `autograd.Function` that is given parameters, and calls their module again in its backward")
+def recomputed_by_function(loop: Loop) -> Any:
+    head = loop.model.head
+    loss = loop.loss(lambda x: Recomputed.apply(head, loop.model.features(x), *head.parameters()))
     loss.backward()
     loop.update()
     return Local(loss.item())

@@ -27,6 +27,7 @@ REFUSED: dict[str, str] = {
     "averaged_model": COPY,
     "backward_create_graph": "backward(create_graph=True) would leave a gradient",
     "func_grad": "inside a torch.func transform",
+    "traced_by_jit": "was called by torch.jit.trace",
     "second_engine": "is sharded by an engine already",
     "two_over_the_same": "is in two of the optimizers",
     "state_read": "kept by this rank's piece of it",

@@ -187,6 +187,29 @@ def test_gradients_that_wait_are_not_left_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
+def test_gradients_that_no_optimizer_has_do_not_keep_a_checkpoint(tmp_path: Path) -> None:
+    """They stay when the optimizer's own are dropped, with or without a step, and no checkpoint has them."""
+    models = [nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)) for _ in range(2)]
+
+    def work(world: sw.World) -> None:
+        model = models[world.rank]
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        with sw.shard(model, "zero2", optimizer=optimizer, world=world) as engine:
+            for takes_step in (False, True):
+                model(torch.ones(2, 6)).sum().backward()
+                if takes_step:
+                    optimizer.step()
+                optimizer.zero_grad()
+                assert model[0].weight.grad is not None
+                assert model[1].weight.grad is None
+                engine.save(tmp_path / str(takes_step))
+            refused(StateError, "of parameters that no optimizer has", lambda: engine.reshard("ddp"))
+            engine.zero_grad()
+            engine.reshard("ddp")
+
+    run_ranks(2, work)
+
+
 @pytest.mark.parametrize("number", [-1, 1.5, True, "3", 10**20])
 def test_a_step_that_is_none(number: Any, tmp_path: Path) -> None:
     def work(engine: sw.Engine) -> None:

@@ -73,16 +73,13 @@ class Publisher:
         self, world: World, version: Version, weights: Weights, *, tell: Sequence[Told] = (), wait: bool = True
     ) -> None:
         """Make a folder of `weights`, and announce it; see `Engine.publish`. All ranks call."""
+        draft: Path | None = None
         try:
             name = self._on_rank_0(world, lambda: self._begin(version, weights, may_lose=world.membership is not None))
-        except BaseException:
-            version.abandon()  # Ctrl-C, or a rank that was lost, after rank 0 has begun
-            raise
-        version.has_begun = True
-        if not name:
-            return  # it was announced, and then a rank was lost
-        draft = version.folder / name
-        try:
+            version.has_begun = True
+            if not name:
+                return  # it was announced, and then a rank was lost
+            draft = version.folder / name
             writers = self._writers(world, draft, weights.own)
             if writers:
                 making = _rows_of(world, version, weights, draft, writers)
@@ -91,11 +88,11 @@ class Publisher:
                 self._gather(world, version, weights, tell, wait=wait)
             if wait:
                 self.wait(world)
-        except BaseException as error:
-            self._abandon()
-            leave_refusal(draft / file_name(world.rank), error)  # rank 0 may wait for a note
-            if world.rank == 0:
-                remove_draft(draft)
+        except BaseException as error:  # Ctrl-C, or a lost rank, too
+            if draft is not None:
+                self._abandon()
+                leave_refusal(draft / file_name(world.rank), error)  # rank 0 may wait for a note
+            version.abandon()
             raise
 
     def wait(self, world: World) -> None:

@@ -59,9 +59,9 @@ class AdoptedOptimizer:
     """Connects one or several vetted optimizers to the trainable flat buffers of one model.
 
     `before` and `after` are called around every step with the optimizer that takes it, whether by `engine.step()` or by
-    `optimizer.step()`. `forget(pieces, set_to_none)` implements `zero_grad` of the optimizer with these `pieces`;
-    `None` means all. `whole` implements `state_dict()`. Inside `rewritten()` master weights may be changed outside a
-    step. `peers` serve cooperative optimizers.
+    `optimizer.step()`. `forget(pieces, set_to_none)` implements `zero_grad` of the optimizer with these `pieces`.
+    `whole` implements `state_dict()`. Inside `rewritten()` master weights may be changed outside a step. `peers` serve
+    cooperative optimizers.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AdoptedOptimizer:
         *,
         before: Callable[[torch.optim.Optimizer], None],
         after: Callable[[torch.optim.Optimizer], None],
-        forget: Callable[[Sequence[Piece] | None, bool], None],
+        forget: Callable[[Sequence[Piece], bool], None],
         whole: Callable[[torch.optim.Optimizer], dict[str, Any]],
         rewritten: Callable[[], AbstractContextManager[None]],
         peers: RankPeers,
@@ -106,10 +106,9 @@ class AdoptedOptimizer:
                 member.register_load_state_dict_post_hook(self._guard_states),
                 member.register_state_dict_post_hook(lambda member, _: whole(member)),
             ]
-            only = None if len(self.members) == 1 else groups.pieces
             kind: Any = type(member)
             member.__dict__.update(  # until release
-                zero_grad=partial(_zero_grad, partial(forget, only)),
+                zero_grad=partial(self._zero_grad, member, forget),
                 add_param_group=partial(self._add_group, member),
                 state_dict=partial(self._among_pieces, member, kind.state_dict),
                 load_state_dict=partial(self._load, member),
@@ -165,6 +164,11 @@ class AdoptedOptimizer:
         """Let it move parameters to other points, as schedule-free ones do. All ranks call."""
         with self._rewritten():
             return self._among_pieces(member, method, *args, **kwargs)
+
+    def _zero_grad(
+        self, member: torch.optim.Optimizer, forget: Callable[[Sequence[Piece], bool], None], set_to_none: bool = True
+    ) -> None:
+        forget(self._groups[member].pieces, set_to_none)
 
     def _load(self, member: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         if self.before_load():
@@ -390,10 +394,6 @@ class AdoptedOptimizer:
         self.release()
         for member in self.members:
             member.state = defaultdict(dict)
-
-
-def _zero_grad(forget: Callable[[bool], None], set_to_none: bool = True) -> None:
-    forget(set_to_none)
 
 
 def _before_step(

@@ -78,6 +78,13 @@ class Updates:
                     piece.tensor.grad = None
                 groups.list_params()
 
+    def count_writes(self, member: torch.optim.Optimizer) -> None:
+        """Let torch refuse a backward through a forward of before this step, as where an optimizer writes to parameters
+        in place."""
+        for piece in self._groups[member].pieces:
+            if piece.flat.spec.trainable and piece.flat.grads.touched_anywhere[piece.index]:
+                torch.autograd.graph.increment_version(piece.param)
+
     def close(self) -> None:
         self._host_adam.close()
 

@@ -206,6 +206,7 @@ class _Assembly:
             owner,
             self._optimizer,
             gradients,
+            self._flats,
             runner,
             progress.unread,
             lambda: progress.replan(),  # noqa: PLW0108  # the engine sets it later

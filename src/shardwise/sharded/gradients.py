@@ -108,7 +108,7 @@ class Gradients:
         return self._prepared_at == self._moment()
 
     def note_step(self) -> None:
-        """A step has used the current gradients."""
+        """A step has used the current gradients, or none will."""
         self._stepped_at = self._moment()
 
     def has(self, flat: Flat, index: int) -> bool:
@@ -301,6 +301,9 @@ class Gradients:
             if flat.spec.trainable and flat.grads.touched_anywhere[index]:
                 self.piece(flat, index).zero_()
                 self._note(flat, index, has_one=keep)
+        if not self.is_of_stage and not any(any(flat.grads.touched_anywhere) for flat in self._flats):
+            self.zero()
+            return
         self.is_taken = True
         self._forget_figures()
 

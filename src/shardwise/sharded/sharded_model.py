@@ -333,13 +333,24 @@ class ShardedModel:
         self._has_begun = False
         self.progress.micro_steps.begin_step()
 
-    def forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None:
-        """`zero_grad` of one optimizer: drops all gradients if it is the only one, otherwise its own."""
-        if pieces is None:
+    def forget(self, pieces: Sequence[Piece], set_to_none: bool) -> None:
+        """`zero_grad` of the optimizer with these `pieces`. Gradients of others stay, and add up. All are dropped
+        together, without having to be reduced, if others have none; and, as ranks of a pipeline do not know which the
+        other stages have, by its only optimizer."""
+        is_only = len(self.require_optimizer().members) == 1
+        if is_only and (self.parts.pipeline is not None or self._are_all(pieces)):
             self.zero_grad(keep=not set_to_none)
-        else:
-            self.parts.unfreezing.note_zeroed(pieces)
-            self.parts.gradients.zero(pieces, keep=not set_to_none)
+            return
+        self.parts.unfreezing.note_zeroed(pieces)
+        self.parts.gradients.zero(pieces, keep=not set_to_none)
+        if is_only:
+            self.progress.micro_steps.drop(self.plan.accumulate)
+            self.parts.gradients.note_step()  # none will come for what is left
+
+    def _are_all(self, pieces: Sequence[Piece]) -> bool:
+        """Whether `pieces`, of one optimizer, are of all parameters that may have gradients."""
+        trained = [len(flat.slots) for flat in self.parts.flats if flat.spec.trainable]
+        return sum(piece.flat.spec.trainable for piece in pieces) == sum(trained)
 
     def whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]:
         """`state_dict()` of one optimizer, as the plain one would return it."""
@@ -403,6 +414,7 @@ class ShardedModel:
         self.require_optimizer().updates.withdraw_gradients()
         parts = self.parts
         if parts.gradients.is_taken:
+            self.require_optimizer().updates.count_writes(member)
             self._end_update()
         else:
             self.zero_grad()

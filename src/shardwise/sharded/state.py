@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import Span, mesh_for
 from shardwise.program import Update
-from shardwise.sharded.access import with_extra_state
+from shardwise.sharded.access import GRAD, with_extra_state
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import (
     Design,
@@ -358,7 +358,10 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     if had is not None:
         had.require_whole()
     if sharded.parts.gradients.exist():
-        raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
+        raise StateError(
+            "Gradients are waiting for a step, or are of parameters that no optimizer has; take the step, and call "
+            "engine.zero_grad(), before reshard()."
+        )
     disk = designed.open_disk(world, model, sharded.parts.sharding.device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
@@ -449,6 +452,42 @@ def _dealing(sharded: ShardedModel) -> str:
     if STAGE_AXIS not in mesh.axes or mesh.size(STAGE_AXIS) == 1:
         return settings
     return f"{settings} {mesh.size(STAGE_AXIS)} {sharded.plan.pipeline.model_dump_json()}"
+
+
+def gradients_aside(sharded: ShardedModel, names: Set[str]) -> dict[str, torch.Tensor]:
+    """This rank's share, on the host, of the gradients of these parameters, for `put_gradients` after a change of plan
+    that leaves their tables as they are. All ranks call."""
+    shares = {}
+    for flat in sharded.parts.flats:
+        num, place = _place_among(sharded, flat)
+        for slot in flat.slots:
+            if slot.name in names:
+                whole = sharded.parts.access.read_part(slot.name, GRAD)
+                assert whole is not None
+                shares[slot.name] = whole.reshape(-1).tensor_split(num)[place].to("cpu", copy=True)
+    return shares
+
+
+def put_gradients(sharded: ShardedModel, shares: Mapping[str, torch.Tensor]) -> None:
+    """Let these parameters have gradients that no step is to use. All ranks call."""
+    gradients = sharded.parts.gradients
+    for flat in sharded.parts.flats:
+        num, place = _place_among(sharded, flat)
+        for index, slot in enumerate(flat.slots):
+            if slot.name in shares:
+                share = shares[slot.name].to(flat.device)
+                whole = share.new_zeros(slot.numel)
+                whole.tensor_split(num)[place].copy_(share).mul_(num)  # for the mean over ranks
+                gradients.assign(flat, index, whole)
+    if shares:
+        gradients.note_step()
+
+
+def _place_among(sharded: ShardedModel, flat: Flat) -> tuple[int, int]:
+    """How many ranks share `flat`, and which of them this one is."""
+    rank = sharded.world.rank
+    ranks = sharded.mesh.among(rank, flat.spec.table.axes)
+    return len(ranks), ranks.index(rank)
 
 
 def unshard(sharded: ShardedModel) -> None:

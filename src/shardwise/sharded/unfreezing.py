@@ -5,7 +5,7 @@ When either changes, the next call of the model, or of a module in it, plans aga
 pre-hook would be too late, because torch has listed the hooks of the old plan by then. So the calls themselves are
 replaced until the first of them, and otherwise nothing is in the way. Gradients that the last step has used are dropped
 then, because many loops drop them only between forward and backward; a loop that would add to them is stopped at its
-next step.
+next step. Those of parameters that no optimizer had move to the new memory.
 
 As in plain PyTorch, a parameter that is frozen again keeps its states. Its memory stays planned, because nothing says
 whether the pause is for good.
@@ -25,6 +25,7 @@ from torch import nn
 
 from shardwise.comm import DataGroup
 from shardwise.errors import StateError
+from shardwise.memory import Flat
 from shardwise.optim import AdoptedOptimizer, Piece
 from shardwise.runtime import Runner
 from shardwise.sharded.at_rest import Owner
@@ -47,6 +48,7 @@ class Unfreezing:
         owner: Owner,
         optimizer: AdoptedOptimizer | None,
         gradients: Gradients,
+        flats: Sequence[Flat],
         runner: Runner,
         unread: set[str],
         replan: Callable[[], object],
@@ -55,6 +57,7 @@ class Unfreezing:
         self._owner = owner
         self._optimizer = optimizer
         self._gradients = gradients
+        self._flats = flats
         self._runner = runner
         self._unread = unread
         self._replan = replan
@@ -162,11 +165,19 @@ class Unfreezing:
         if not self._is_loading:
             _require_read(self._owner.unfrozen & self._unread)
 
-    def used_gradients(self) -> set[nn.Parameter]:
-        """The parameters of optimizers that have gradients which a step has used."""
-        if self._optimizer is None:
-            return set()
-        return {one.param for one in self._optimizer.pieces if self._gradients.has(one.flat, one.index)}
+    def used_gradients(self) -> tuple[set[nn.Parameter], set[str]]:
+        """The parameters of optimizers that have gradients which a step has used; and the names of others that have
+        gradients, among them those of groups that were added."""
+        optimizer = self._optimizer
+        had = set() if optimizer is None else {one.param for one in optimizer.pieces} - optimizer.added.keys()
+        used, others = set(), set()
+        for flat in self._flats:
+            for index, (slot, param) in enumerate(zip(flat.slots, flat.params, strict=True)):
+                if self._gradients.has(flat, index) and param in had:
+                    used.add(param)
+                elif self._gradients.has(flat, index):
+                    others.add(slot.name)
+        return used, others
 
     def note_dropped(self, params: set[nn.Parameter]) -> None:
         """The gradients of `params` were dropped by us."""
