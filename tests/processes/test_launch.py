@@ -335,15 +335,14 @@ class TestFailure:
             "train.py",
             f"""
             import atexit, os, signal, sys, time
-            class FaultError(Exception):
-                ranks = (1,)
+            from shardwise.errors import FaultError
             if os.environ["RANK"] == "1":
                 open("ends", "w").close()
                 {line}
             while not os.path.exists("ends"):
                 time.sleep(0.01)
             time.sleep(0.2)
-            raise FaultError("Rank 1 has ended.")
+            raise FaultError("Rank 1 has ended.", kind="ended", ranks=(1,))
             """,
         )
         result = bench.run("--nproc", "2", "train.py")

@@ -162,7 +162,7 @@ def test_each_micro_batch_of_a_schedule_is_timed_with_all_its_work(schedule: str
 def test_counting_sees_real_tensors_too() -> None:
     with CountedOperations() as counting:
         torch.ones(8, 4) @ torch.ones(4, 2)
-    assert counting.num_flops == 2 * 8 * 4 * 2
+    assert flops_of(counting.operations) == 2 * 8 * 4 * 2
 
 
 def test_results_are_allocated_and_views_and_changes_in_place_are_not() -> None:

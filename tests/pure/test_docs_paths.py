@@ -14,8 +14,11 @@ NAMED = re.compile(r"`((?:[\w-]+/)*[\w-]+\.py|(?:[\w-]+/)+)`")
 FOLDER = re.compile(r"`((?:[\w-]+/)+[\w*.-]*)`?")
 NOTE = re.compile(r"\[Note: (\w[^\]]+)\]")
 BEGUN = re.compile(r"(?:^[ \t]*(?:#|\"\"\")?[ \t]*|[.:] )\[Note: ([^\]]+)\](?![.,;:)])", re.MULTILINE)
-OF_OTHERS = {"zero_to_fp32.py", "train.py"}
-"""Files of other projects, or of the reader's."""
+OF_OTHERS = {"zero_to_fp32.py", "train.py", "FlatParameter"}
+"""Files and names of other projects, or of the reader's."""
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+TEXT = re.compile(r'"""[\s\S]*?"""|^[ \t]*#.*', re.MULTILINE)
+"""Docstrings and comments, which may be as old as the page."""
 
 
 def folders_of(row: str) -> list[Path]:
@@ -40,6 +43,19 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
              for path in (ROOT / top).rglob("*.py")}  # fmt: skip
     named = {name for name in NAMED.findall(page.read_text()) if name.endswith(".py")} - OF_OTHERS
     assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)} == set()
+
+
+def test_the_names_that_pages_about_the_code_say_are_in_it() -> None:
+    """Classes, functions, constants, options: each word of what stands in backquotes, except where it is a path."""
+    helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    files = [*SOURCE.rglob("*.py"), *helpers, ROOT / "Makefile", ROOT / "pyproject.toml"]
+    known = set(re.findall(r"\w+", "".join(TEXT.sub("", path.read_text()) for path in files))) | OF_OTHERS
+    pages = [ROOT / "docs" / f"{name}.md" for name in ("where-a-change-belongs", "architecture", "decisions")]
+    code = [span for page in pages for span in re.findall(r"`([^`]+)`", FENCE.sub("", page.read_text()))]
+    spans = [span for span in code if "/" not in span and ".py" not in span]
+    named = {name for span in spans for name in re.findall(r"[A-Za-z_]\w{2,}", span)}
+    assert len(named) > 100
+    assert named - known == set()
 
 
 def test_notes_that_are_referred_to_exist() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import io
 import json
 import os
@@ -39,6 +40,9 @@ from shardwise.launch import Attempt, Job
 from shardwise.launch.hosts import facts, host_messages
 from shardwise.launch.hosts.connection import Connection
 from shardwise.launch.hosts.gather import job_as_message
+from shardwise.launch.hosts.host_agent import HostAgent
+from shardwise.launch.hosts.members import MemberAgent
+from shardwise.launch.hosts.pod import PodAgent
 from shardwise.launch.job import Elastic
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Host, Share
@@ -362,6 +366,14 @@ def test_forged_entries_of_the_rendezvous(key: str) -> None:
 
 
 class TestWire:
+    def test_each_order_is_carried_out_by_some_agent_that_takes_what_it_has(self) -> None:
+        """An agent ignores an order that is not in its table, so nothing else would tell of a row that is missing."""
+        tables = [object.__new__(kind)._orders() for kind in (HostAgent, MemberAgent, PodAgent)]
+        between_hosts = {"elected"}
+        assert {name for table in tables for name in table} == set(host_messages.ORDERS) - between_hosts
+        for name, do in (row for table in tables for row in table.items()):
+            inspect.signature(do).bind(**host_messages.ORDERS[name])
+
     @varies
     @FUZZED
     @given(st.data())

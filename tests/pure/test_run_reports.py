@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import threading
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -236,10 +235,16 @@ class TestTop:
         assert "the folder that the plan has as run" in capsys.readouterr().err
 
     def test_live_until_it_is_over(self, run: Path) -> None:
-        screen = io.StringIO()
-        ended = threading.Timer(0.3, rewrite, [run], {"host": socket.gethostname(), "pid": os.getpid(), "created": 1.0})
-        ended.start()
-        assert follow(str(run), 0.1, Console(file=screen, force_terminal=True, width=120)) == "crashed"
+        class Screen(io.StringIO):
+            """The run ends once it has been seen to go on."""
+
+            def write(self, text: str) -> int:
+                if "running" in text:
+                    rewrite(run, host=socket.gethostname(), pid=os.getpid(), created=1.0)
+                return super().write(text)
+
+        screen = Screen()
+        assert follow(str(run), 0.01, Console(file=screen, force_terminal=True, width=120)) == "crashed"
         assert "running" in screen.getvalue()
         assert screen.getvalue().index("running") < screen.getvalue().rindex("crashed")
 

@@ -229,7 +229,7 @@ def race_in_inference(model: nn.Module, plan: dict[str, Any], use: Callable[[Any
                 found = use(engine.module, engine.data_ranks[0])
             return engine.data_ranks[0], found
 
-    for place, found in run_ranks(len(models), rank, timeout_seconds=60):
+    for place, found in run_ranks(len(models), rank):
         torch.testing.assert_close(found, expected[place], rtol=1e-5, atol=1e-5)
 
 

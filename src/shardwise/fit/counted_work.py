@@ -60,11 +60,6 @@ class CountedOperations(UncompiledMode):  # type: ignore[no-untyped-call]  # tor
         self.recomputed: list[Operation] = []
         self.weights: list[Operation] = []
 
-    @property
-    def num_flops(self) -> int:
-        """All of them, with what is computed again."""
-        return int(sum(one.flops for one in self.operations))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if asks_device(func, args):
             return args[0].device

@@ -77,11 +77,6 @@ class QuantizedWeight(Tensor):
         lows = None if self.lows is None else self.lows.to(device, dtype)
         return QuantizedWeight(self.codes.to(device), scales, lows, is_transposed=self.is_transposed)
 
-    @property
-    def stored_bytes(self) -> int:
-        """The memory that it takes."""
-        return sum(one.nbytes for one in (self.codes, self.scales, self.lows) if one is not None)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         kind = self.codes.dtype if self.lows is None else "4 bits"
         return f"QuantizedWeight {list(self.shape)} in {kind}"

@@ -49,8 +49,8 @@ from shardwise.system.torch_private import (
 Tensor = torch.Tensor
 META = torch.device("meta")
 
-OVERWRITE = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
-OVERWRITE |= {"fill_", "zero_", "copy_", "bernoulli_"}
+_DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
+OVERWRITE = {*_DRAWS, "fill_", "zero_", "copy_"}
 """In-place operations that do not read the old values."""
 _MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """The namespaces of `torch.distributed`'s operators. A message between ranks cannot be sent later, when some ranks, and

@@ -35,9 +35,9 @@ from shardwise.system.torch_private import OpOverload, tree_flatten, tree_iter, 
 Tensor = torch.Tensor
 Function = OpOverload
 _ORIGIN = "shardwise_origin"
+"""The attribute of a storage with its history; the storage lives as long as any tensor on it."""
 PROCESS_WIDE = threading.RLock()
 """Held by who replaces the default dtype or generator. See [Note: the default dtype]."""
-"""The attribute of a storage with its history; the storage lives as long as any tensor on it."""
 _NUMBERS = itertools.count()
 
 

@@ -1,7 +1,7 @@
 """The entry point of a rank: `python -m shardwise.launch.worker [-m] script args...`.
 
-Runs the script as `python script args...` would, and records errors for the launcher. Imports only the standard
-library: torch is imported when the script does, except in elastic jobs.
+Runs the script as `python script args...` would, and records errors for the launcher. Imports no torch:
+the script does, but for elastic jobs, which have it before they join.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from shardwise.errors import FaultError, TurnedAwayError
 from shardwise.launch.orphans import follow_launchers
 from shardwise.launch.outcome import ENDED
 from shardwise.launch.topology import parse_cores
@@ -57,7 +58,7 @@ def main() -> None:
                 sys.last_value = error  # as for other exceptions: the others learn that this rank failed
         raise
     except BaseException as error:
-        if type(error).__name__ == "TurnedAwayError" and getattr(error, "has_asked", False):
+        if isinstance(error, TurnedAwayError) and error.has_asked:
             sys.exit(0)  # this rank was asked to leave, and the others continue
         error.__traceback__ = _users_part(error.__traceback__)
         if not _record(error_file, error, "".join(traceback.format_exception(error))):
@@ -137,8 +138,7 @@ def _record(error_file: str, error: BaseException, text: str, wanted: int | None
         return False
     now = time.time()
     summary = "".join(traceback.format_exception_only(error)).strip()
-    is_fault = type(error).__name__ == "FaultError"  # by name, since importing the class would import torch
-    at_fault = [int(rank) for rank in getattr(error, "ranks", ())] if is_fault else []
+    at_fault = list(error.ranks) if isinstance(error, FaultError) else []
     details = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "wanted": wanted, "at_fault": at_fault}
     if "shardwise.system.data_ranks" in sys.modules:  # else no loader has provided a batch
         details["batch"] = sys.modules["shardwise.system.data_ranks"].HANDED_OUT.text()

@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,21 +83,6 @@ def settled(
     if "error" in answer:
         raise (ModelError if answer["is_model"] else ConfigError)(answer["error"])
     return Plan(**answer["plan"])
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Raise `ModelError` for a model whose copy computes with its own parameters; they get no gradients by that."""
-    before = [(param, param.grad) for param in model.parameters()]
-    yield
-    changed = [(param, grad) for param, grad in before if param.grad is not grad]
-    for param, grad in changed:
-        param.grad = grad
-    if changed:
-        raise ModelError(
-            f"{type(model).__name__} cannot be rehearsed: a copy of it still computes with parameters of the original, "
-            f"which something in it refers to. Choose a plan with shardwise plan, or name a preset."
-        )
 
 
 def _search(

@@ -38,9 +38,6 @@ class Inspection:
             sums[spec.kind.removeprefix(STATE)] += spec.num_bytes
         return dict(sums)
 
-    def states_of(self, name: str) -> list[Spec]:
-        return [spec for spec in self.source.states if spec.name == name]
-
     def as_json(self) -> dict[str, Any]:
         source = self.source
         return {

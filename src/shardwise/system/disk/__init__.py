@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from shardwise.system.disk.sliced_file import SlicedFile
     from shardwise.system.disk.slices import Step, steps, walk
     from shardwise.system.disk.tier_folder import (
-        LeftBehind,
         TierFolder,
         folder_of,
         job_of_process,
@@ -43,7 +42,6 @@ __all__ = [
     "DiskFile",
     "Holder",
     "IoQueue",
-    "LeftBehind",
     "Patience",
     "Pending",
     "Region",
@@ -78,7 +76,6 @@ _HOMES = {
     "DiskFile": "shardwise.system.disk.disk_file",
     "Holder": "shardwise.system.disk.holder",
     "IoQueue": "shardwise.system.disk.io_queue",
-    "LeftBehind": "shardwise.system.disk.tier_folder",
     "Patience": "shardwise.system.disk.pending",
     "Pending": "shardwise.system.disk.pending",
     "Region": "shardwise.system.disk.align",

@@ -24,7 +24,7 @@ import secrets
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -45,15 +45,6 @@ NUM_TRIES = 25
 TRY_SECONDS = 0.02
 """A lock may be held for a moment by a rank that only looks whether somebody has it."""
 _log = logging.getLogger("shardwise")
-
-
-@dataclass(frozen=True)
-class LeftBehind:
-    """A killed process whose files in a folder were removed."""
-
-    holder: Holder
-    num_bytes: int
-    """Of the files that still had names."""
 
 
 def folder_of(text: str) -> Path:
@@ -120,7 +111,7 @@ class TierFolder:
             _log.warning(warning)
         self._path = self.folder / f"{self._prefix}.lock"
         handle, before = self._take()
-        self.left_behind = self._remove_leftovers(before)
+        self._remove_leftovers(before)
         patience = Patience() if patience is None else patience
         self._release = weakref.finalize(self, _release, handle, self._path, os.getpid(), patience)  # also at exit
 
@@ -270,20 +261,15 @@ class TierFolder:
             os.close(handle)
             raise folder_fault(f"The folder {self.folder} cannot be written to", error) from error
 
-    def _remove_leftovers(self, before: Holder | None) -> LeftBehind | None:
+    def _remove_leftovers(self, before: Holder | None) -> None:
         """Remove files with this rank's prefix whose process is gone."""
-        num_bytes = 0
         leftovers = [path for path in self.folder.glob(f"{self._prefix}.*") if path != self._path]
         for path in leftovers:
             with contextlib.suppress(OSError):  # it belongs to nobody, and only a file of the same name would conflict
-                size = path.lstat().st_size
                 path.unlink()
-                num_bytes += size
-        if before is None and not leftovers:
-            return None
-        left = LeftBehind(before or Holder("an unknown host", 0, 0.0), num_bytes)
-        _log.warning("%s was left by %s, which was killed; it is used again.", self.folder, left.holder)
-        return left
+        if before is not None or leftovers:
+            holder = before or Holder("an unknown host", 0, 0.0)
+            _log.warning("%s was left by %s, which was killed; it is used again.", self.folder, holder)
 
 
 def remove_files_beside(path: Path) -> None:
