@@ -117,14 +117,14 @@ class Reduced:
         place = torch.arange(first, first + summands[0].numel()).view_as(summands[0])
         summands = summands if self.waits else [_narrow(summand) for summand in summands]
         sizes = (num_near, len(summands) // num_near) if num_near > 1 else (len(summands),)
-        for outer, size in reversed([*enumerate(reversed(sizes))]):
+        for axis, size in enumerate(sizes):
             length //= size
             owner, place = place // length, place % length
             summands = [
                 sum(torch.where(owner == index, one, _narrow(one)) for index, one in enumerate(group))
                 for group in (summands[at : at + size] for at in range(0, len(summands), size))
             ]
-            if outer < self.num_whole:
+            if len(sizes) - axis <= self.num_whole:
                 summands = [_narrow(total) for total in summands]
         (total,) = summands
         return total
