@@ -50,8 +50,6 @@ class Campaign:
         self.num_steps, self.num_kills, self.seconds = num_steps, num_kills, seconds
         self.dead: set[int] = set()
         self.situations: Counter[str] = Counter()
-        self.held: list[tuple[int, int]] = []
-        """What the launcher holds, after each kill: see `held_by`."""
         self.allow(1)
         self.said = (out / "said").open("w+")
         launch = ["launch", "--nproc", str(NUM_RANKS), "--elastic", f"1:{NUM_RANKS}", "--retries", "100000:100000"]
@@ -73,8 +71,6 @@ class Campaign:
                     self.num_kills = len(self.dead)
                     break
                 self.kill_in_some_situation(due[min(len(self.dead), len(due) - 1)])
-                with contextlib.suppress(FileNotFoundError):
-                    self.held.append(held_by(self.job.pid))
             self.allow(FOREVER)
             self.await_or_hang(lambda: self.job.poll() is not None)
         finally:
@@ -227,13 +223,6 @@ class Campaign:
             lines = path.read_text().split("\n")
             found[int(path.stem.partition("-")[2])] = [json.loads(line) for line in lines[:-1]]
         return found
-
-
-def held_by(pid: int) -> tuple[int, int]:
-    """How many bytes of memory (PSS) and how many open files a process has."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return pss * 1024, len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def is_alive(path: Path) -> bool:
