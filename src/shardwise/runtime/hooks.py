@@ -222,7 +222,7 @@ class Hooks:
                 "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
                 "with memory that comes and goes. Use loss.backward() or torch.autograd.grad()."
             )
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch's own
             raise StateError(
                 "A sharded model was called by torch.jit.trace, or an ONNX export by it, which records no gathering of "
                 "parameters. Trace a plain model that has loaded engine.state_dict()."
