@@ -97,6 +97,49 @@ def tokens_labelled(plan: Any, **settings: Any) -> dict[str, Any]:
     return result(trained(plan, model, (labelled(padded(48)), labelled(padded(7, 1))), **settings))
 
 
+def chosen(plan: Any, **settings: Any) -> dict[str, Any]:
+    """Multiple choice: each sample has several rows of tokens."""
+
+    def grouped(found: Rows) -> Rows:
+        groups = [found[start : start + 3] for start in range(0, len(found) - 2, 3)]
+        names = ("input_ids", "attention_mask")
+        return [
+            {**{name: torch.stack([row[name] for row in group]) for name in names}, "labels": torch.tensor(number % 3)}
+            for number, group in enumerate(groups)
+        ]
+
+    torch.manual_seed(0)
+    model = transformers.BertForMultipleChoice(transformers.BertConfig(**BERT))
+    return result(trained(plan, model, (grouped(padded(96)), grouped(padded(21, 1))), **settings))
+
+
+def answered(plan: Any, **settings: Any) -> dict[str, Any]:
+    """Question answering."""
+
+    def marked(found: Rows) -> Rows:
+        for number, row in enumerate(found):
+            del row["labels"]
+            row["start_positions"], row["end_positions"] = torch.tensor(number % 5), torch.tensor(number % 5 + 2)
+        return found
+
+    torch.manual_seed(0)
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig(**BERT))
+    return result(trained(plan, model, (marked(padded(48)), marked(padded(7, 1))), **settings))
+
+
+def images_labelled(plan: Any, **settings: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    data, tests = (
+        [{"pixel_values": torch.randn(3, 16, 16), "labels": torch.tensor(number % 3)} for number in range(count)]
+        for count in (48, 7)
+    )
+    return result(trained(plan, transformers.ViTForImageClassification(config), (data, tests), **settings))
+
+
 def sequences_labelled(plan: Any, **settings: Any) -> dict[str, Any]:
     """Sequence classification."""
 
@@ -152,7 +195,7 @@ def preferred(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
         args=DPOConfig(tempfile.mkdtemp(), **{**COMMON, **settings}), processing_class=tokenizer(), **given,
     )  # fmt: skip
     trainer.train()
-    return result(trainer)
+    return result(trainer) | {"reference": 0 if trainer.ref_model is None else trainer.ref_model.num_parameters()}
 
 
 def saved(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
@@ -240,6 +283,43 @@ class Translator(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class ByHand(pl.LightningModule):
+    """Manual optimization, of a module that is called by position; the head is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = llama().model
+        self.head = nn.Linear(16, VOCABULARY)
+        self.losses: list[float] = []
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.model(input_ids=ids, attention_mask=mask).last_hidden_state)
+        return logits
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        logits = self(batch["input_ids"], batch["attention_mask"])[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        self.manual_backward(loss / 2)
+        optimizer = self.optimizers()
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-4)
+
+
+def by_hand(plan: Any, folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = ByHand()
+    trainer = trainer_of(plan, folder, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(padded(32), batch_size=4))
+    return {"losses": module.losses, "state": values(module)}
 
 
 def of_lightning(plan: Any, folder: str) -> dict[str, Any]:

@@ -33,7 +33,10 @@ SCRIPTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a loss of its own": (jobs.own_loss, {}),
     "classified tokens": (jobs.tokens_labelled, {}),
     "classified sequences": (jobs.sequences_labelled, {"label_smoothing_factor": 0.1}),
+    "classified images": (jobs.images_labelled, {}),
     "masked tokens": (jobs.masked, {}),
+    "multiple choice": (jobs.chosen, {}),
+    "questions": (jobs.answered, {}),
     "sft": (jobs.supervised, {}),
     "sft with lora": (jobs.supervised, {"is_adapted": True}),
     "sft with packing": (jobs.supervised, {"packing": True}),
@@ -77,6 +80,8 @@ def test_a_script_trains_as_without_stages(script: str, mesh: str, tmp_path: Pat
     assert len(expected["losses"]) == 4
     for run in ours:
         assert_same(run, expected)
+        if expected.get("reference"):
+            assert run["reference"] < expected["reference"]  # in stages too
 
 
 @sampled
@@ -135,3 +140,14 @@ def test_an_encoder_decoder_of_lightning(tmp_path: Path) -> None:
         for name, value in twin["state"].items():
             torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)
     assert len(expected[0]["losses"]) == 12
+
+
+def test_lightning_by_hand(tmp_path: Path) -> None:
+    plain = begin(1, jobs.by_hand, None, str(tmp_path))
+    ours = on_ranks(2, jobs.by_hand, {"preset": "zero1", "mesh": {"pp": 2}}, str(tmp_path))
+    expected = plain()[0]
+    assert len(expected["losses"]) == 8
+    for run in ours:
+        assert run["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        for name, value in expected["state"].items():
+            torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)

@@ -72,11 +72,12 @@ SPLITS: dict[str, tuple[int, int, str]] = {
 METHODS = ("sft", "dpo", "grpo", "grpo-colocated", "online-dpo", "sft-lora")
 SHARING = [("grpo", "pp x dp"), ("grpo-colocated", "pp"), ("rloo", "pp"), ("online-dpo", "pp"), ("grpo", "tp")]
 """Whose ranks share prompts."""
+IN_STAGES = [("sft-lora", "pp"), ("dpo", "pp x dp")]
 
 
 @sampled
 @pytest.mark.parametrize(
-    ("method", "split"), [*((method, "dp") for method in METHODS), *SHARING, ("experts", "pp x dp x ep")]
+    ("method", "split"), [*((method, "dp") for method in METHODS), *SHARING, *IN_STAGES, ("experts", "pp x dp x ep")]
 )
 def test_an_unmodified_script_is_trained_by_a_plan_alone(tmp_path: Path, method: str, split: str) -> None:
     ranks, peers, mesh = SPLITS[split]

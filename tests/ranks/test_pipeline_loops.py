@@ -596,6 +596,88 @@ def test_unequal_shares_are_weighed_by_the_engine_only() -> None:
     in_stages(use)
 
 
+class Encoding(nn.Module):
+    """As in a `LightningModule`: what is called by position has a model of transformers, without a head, and is copied
+    with all of its attributes. The last stage is one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = build("bert", is_decoder=False).bert
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+def masked_squares(hidden: Tensor, mask: Tensor) -> Tensor:
+    return hidden.square().mul(mask[..., None]).mean()
+
+
+@sampled
+@pytest.mark.parametrize("schedule", [False, True], ids=["called", "in the schedule"])
+def test_masks_that_hide_nothing_in_some_samples_are_dropped_there(schedule: bool) -> None:
+    """Models of transformers do that, so some parts of a batch have masks, and others have none."""
+    torch.manual_seed(0)
+    plain = Encoding()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    lengths = torch.tensor([[9, 9, 9, 9], [9, 9, 6, 9], [5, 9, 9, 9], [9, 9, 9, 9]])
+    data = [(torch.randint(3, VOCAB, (4, 9)), (torch.arange(9) < ends[:, None]).long()) for ends in lengths]
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found = []
+        for ids, mask in data:
+            loss = masked_squares(model(ids, mask), mask)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    def rank(world: sw.World) -> list[Tensor]:
+        mine = models[world.rank]
+        ours = torch.optim.SGD(mine.parameters(), lr=0.1)
+        plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 4 if schedule else 1}
+        with sw.shard(mine, plan, optimizer=ours, world=world) as engine:
+            if not schedule:
+                return trained(mine, ours)
+            return [engine.train_step((ids, mask), mask, loss_fn=masked_squares) for ids, mask in data]
+
+    expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for found in run_ranks(2, rank):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any) -> Any:
+        output = forward(*args)
+        return [one.float() for one in output] if isinstance(output, list | tuple) else output.float()
+
+    return wrapped
+
+
+def test_wrappers_of_the_forward_see_outputs_of_the_model_alone() -> None:
+    """accelerate's makes outputs fp32; what stages send to each other stays as it is."""
+    seen: list[list[float]] = []
+
+    def use(engine: sw.Engine, model: nn.Module) -> None:
+        losses = []
+        for is_wrapped in (False, True):
+            if is_wrapped:
+                model.forward = in_fp32(model.forward)  # type: ignore[method-assign]
+            loss = engine(*batches(1, 8)[0])
+            engine.backward(loss)
+            engine.zero_grad()
+            losses.append(loss.item())
+        seen.append(losses)
+
+    in_stages(use, precision="bf16")
+    for losses in seen:
+        assert losses[0] == pytest.approx(losses[1], rel=2**-8)  # a loss in bf16, and in fp32
+
+
 def test_a_model_that_puts_samples_elsewhere_is_refused() -> None:
     class Sideways(Decoder):
         def logits_of(self, hidden: Tensor) -> Tensor:
@@ -687,6 +769,7 @@ def test_how_a_batch_is_split() -> None:
     assert sizes(torch.zeros(2, 1)) == [2]
     assert sizes(torch.zeros(8, 2)) == [4, 4]  # which cannot be taken for the second dimension
     assert sizes(ids, torch.zeros(5)) == [1]
+    assert sizes(input_ids=torch.zeros(8, 3, 12), labels=torch.zeros(8)) == [1]  # three choices
     assert sizes(input_ids=ids[:1], cu_seq_lens_q=torch.tensor([0, 3, 7, 12])) == [1]
     assert sizes(ids[:1], torch.arange(4)) == sizes(ids[:1]) == [1]
     assert sizes(torch.arange(4)) == [1, 1, 1, 1]

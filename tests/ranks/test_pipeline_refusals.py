@@ -32,6 +32,12 @@ class OwnParameter(Decoder):
         self.scale = nn.Parameter(torch.ones(1))
 
 
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnParameter()
+
+
 class SameBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +153,7 @@ def plan(num_ranks: int = 2, **more: Any) -> dict[str, Any]:
             "in equal rounds of 2 or more",
         ),
         (OwnParameter, {}, ModelError, "scale is a parameter of OwnParameter itself"),
+        (Around, {}, ModelError, "inner.scale is a parameter of OwnParameter itself"),
         (SameBlock, {}, ModelError, r"blocks.0 and blocks.2 are one module"),
         (Plain, {}, ModelError, "Plain has no sequence of blocks"),
     ],
@@ -200,6 +207,9 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
             engine.forward_backward((x, y))
             with pytest.raises(StateError, match=r"Use engine\.clip_grad_norm_"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            grad = next(param.grad for param in model.parameters() if param.grad is not None)
+            with pytest.raises(StateError, match=r"Use engine\.clip_grad_norm_"):
+                grad.data.norm(2.0)  # as Lightning's grad_norm
             norm = engine.clip_grad_norm_(0.5)
             with pytest.raises(StateError, match="can get no more now"):
                 engine.forward_backward((x, y))

@@ -114,7 +114,11 @@ class Accelerator(BatchSharingAccelerator):
         self.deepspeed_config: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         """Of a job that is started for `deepspeed --autotuning`: the script's, and values for its `"auto"`."""
         self._compiler = self._take_compiler()
+        self.reference_kind: type[nn.Module] | None = None
+        """Models of this class that are prepared in evaluation mode are references of one that is trained: pipeline
+        stages have their parts too."""
         self._engines: dict[nn.Module, sw.Engine] = {}
+        self._references: dict[nn.Module, sw.Engine] = {}
         self._dtypes: dict[nn.Module, str | None] = {}
         self._param_dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
         self._coordination = Coordination(self._engines)
@@ -164,8 +168,8 @@ class Accelerator(BatchSharingAccelerator):
         return self._own_world
 
     def engine_of(self, model: nn.Module) -> sw.Engine | None:
-        """The engine of a prepared model; `None` if it is not sharded."""
-        return self._engines.get(model)
+        """The engine of a prepared model, also of a reference; `None` if it is not sharded."""
+        return self._engines.get(model, self._references.get(model))
 
     def dtype_before(self, model: nn.Module) -> Any:
         """`bf16` or `fp16` if the model had that dtype before `prepare`: its files are written in it."""
@@ -189,10 +193,12 @@ class Accelerator(BatchSharingAccelerator):
     ) -> nn.Module:
         """See accelerate. A trained model is sharded when its optimizer is prepared."""
         self._take_over(model)
+        if evaluation_mode and type(model) is self.reference_kind and has_stages(self.plan):
+            self._place_reference(model)
         is_trained = not evaluation_mode and any(param.requires_grad for param in model.parameters())
         if is_trained and model not in self._engines and model not in self._pending:
             self._pending.append(model)
-        if model in self._engines or model in self._pending:
+        if model in self._engines or model in self._pending or model in self._references:
             device_placement = False
         else:
             materialize(model)  # it will not be sharded, but may have been built without values
@@ -202,7 +208,7 @@ class Accelerator(BatchSharingAccelerator):
 
     def _take_over(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """If another Accelerator has sharded `model`, let it make that a plain one again."""
-        if model in self._engines or not is_prepared(model):
+        if model in self._engines or model in self._references or not is_prepared(model):
             return
         own = {id(param) for param in model.parameters()}
         has_foreign = any(isinstance(one, AcceleratedOptimizer) and own & param_ids(one) for one in optimizers)
@@ -211,6 +217,18 @@ class Accelerator(BatchSharingAccelerator):
                 f"{type(model).__name__} was prepared before, by another Accelerator of this process, and is sharded. "
                 f"Give this one a new optimizer, not the prepared one."
             )
+
+    def _place_reference(self, model: nn.Module) -> None:
+        """Split `model`, which is only evaluated, as the plan says for the one that is trained beside it."""
+        if model in self._references:
+            return
+        plan = without(self._plan_of(model), "run", "trackers")  # the record is that of the training
+        plan = resolved_plan(plan, model, self.plan_precision, self._compiler, "Accelerate")
+        gather_fused_heads(model, plan)
+        device = None if self.device.type == "cpu" else self.device
+        engine = sw.shard(model.requires_grad_(False), plan, world=self.world, device=device)
+        patch_zero_grad(model, engine, engine.unshard)
+        self._references[model] = engine
 
     def hand_over(self, model: nn.Module) -> None:
         """Close the engine of `model`, and leave plain parameters, whole on every rank, in their dtypes of before. All
@@ -489,16 +507,23 @@ class Accelerator(BatchSharingAccelerator):
         self._dtypes.pop(model, None)
         self._param_dtypes.pop(model, None)
 
+    def _release_references(self) -> None:
+        for model in list(self._references):
+            unpatch_zero_grad(model)
+            self._references.pop(model).close()
+
     def free_memory(self, *objects: Any) -> Any:
         """See accelerate. Closes engines; call `get_state_dict` before if you need the weights."""
         if not self.keeps_engines:
             self._pending.clear()
             self.release()
+            self._release_references()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """See accelerate."""
         self.release()
+        self._release_references()
         world, self._own_world = self._own_world, None
         if world is not None:
             world.close()

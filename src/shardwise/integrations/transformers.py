@@ -86,6 +86,7 @@ class ShardwiseTrainerMixin(_Base):
         plan = without(self.plan, "accumulate", "clip_grad_norm")
         self.accelerator = Accelerator(plan=plan, **self._accelerator_arguments)
         self.accelerator.keeps_engines = True
+        self.accelerator.reference_kind = type(self.model)
         self.accelerator.num_micro_batches = self.args.gradient_accumulation_steps
         self.accelerator.runs_whole_steps = has_stages(self.plan)
         if self._sections is not None and TUNING_VARIABLE in os.environ:

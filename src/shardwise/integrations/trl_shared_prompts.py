@@ -113,6 +113,12 @@ def sync_reference(trainer: Any) -> None:
 def _mix(trainer: Any, _: Any, target: Any, alpha: float) -> None:
     """Move each parameter of `target` towards the model's by the share `alpha`, as TRL's callback does. All ranks
     call."""
+    in_stages = trainer.accelerator.engine_of(target)
+    if in_stages is not None:
+        for name, value in trainer.engine.weights(names="module"):
+            own = in_stages.get(name)
+            in_stages.set(name, own.mul(1.0 - alpha).add(value.to(own), alpha=alpha))
+        return
     left = {name: param.data for name, param in target.named_parameters()}
     for name, value in trainer.engine.weights(names="module"):
         if name in left:

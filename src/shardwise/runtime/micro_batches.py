@@ -75,13 +75,18 @@ class MicroBatch:
     """The micro-batch as the loop gave it."""
     compute: Callable[[Any], Tensor] | None = None
     """Computes the loss of what was given, calling the model once; without it the model is called with the batch."""
+    names: tuple[str, ...] = ()
+    """What the model's forward calls `args`, if that is known."""
 
     @cached_property
     def branches(self) -> tuple[tuple[str, bool], ...]:
         """What models of transformers read from the values of a batch to decide how to attend: by name, whether a mask
         hides nothing, and whether positions start anew within a row, as those of packed documents do."""
         found = []
-        for name, value in sorted(self.kwargs.items()):
+        given = {**dict(zip(self.names, self.args, strict=False)), **self.kwargs}
+        for inner in [one for one in given.values() if isinstance(one, Mapping)]:  # a batch in one argument
+            given |= {name: value for name, value in inner.items() if isinstance(name, str)}
+        for name, value in sorted(given.items()):
             if isinstance(value, Tensor) and not value.is_floating_point() and "mask" in name:
                 found.append((name, bool(value.all())))
             elif isinstance(value, Tensor) and name == "position_ids":
@@ -151,14 +156,17 @@ def parts_of(whole: MicroBatch, most_for: Callable[[int], int]) -> tuple[list[Mi
     Samples are the first dimension of its tensors. Tensors without dimensions, and those with one entry in the first,
     are every part's. It stays whole if that leaves it open what belongs to a sample: if tensors differ in the first
     dimension, also if only vectors have more than one entry there (the bounds of documents that are packed into one
-    row), or if lists have as many entries as there are samples. A part has another size than the dimensions after
-    the first one, so that it is seen if a model puts its samples there.
+    row), if lists have as many entries as there are samples, or if each sample has several rows of tokens, which models
+    for multiple choice put into the first dimension. A part has another size than the dimensions after the first one,
+    so that it is seen if a model puts its samples there.
     """
     given = (whole.args, whole.kwargs)
     tensors = list(_tensors_in(given))
     found = {one.shape[0] for one in tensors if one.dim()} - {1}
     of_tables = {one.shape[0] for one in tensors if one.dim() > 1}
-    if len(found) != 1 or of_tables == {1} or not (rows := found.pop()) or _has_list_of(rows, given):
+    ids = whole.kwargs.get("input_ids")
+    has_choices = isinstance(ids, Tensor) and ids.dim() > 2
+    if has_choices or len(found) != 1 or of_tables == {1} or not (rows := found.pop()) or _has_list_of(rows, given):
         return [whole], [1]
     others = {size for one in tensors if one.dim() and one.shape[0] == rows for size in one.shape[1:]}
     ways = (even_sizes(rows, num) for num in range(min(most_for(rows), rows), 1, -1))

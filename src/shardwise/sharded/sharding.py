@@ -354,7 +354,8 @@ def _lay_converted(
     if designed.stages is not None:
         world.collectives(device).prepare(mesh)
         values.give_to_stages(world)
-        for warning in stage_warnings(model, designed.stages) if world.rank == 0 else ():
+        is_trained = any(param.requires_grad for param in model.parameters())
+        for warning in stage_warnings(model, designed.stages) if is_trained and world.rank == 0 else ():
             _log.warning("%s", warning)
         designed = designed.in_stages(model, optimizers, world.rank, keeps_others=world.membership is not None)
     updates = designed.own(updates)

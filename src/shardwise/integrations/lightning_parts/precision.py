@@ -26,7 +26,8 @@ class EnginePrecision(_Base):
         return super().pre_backward(tensor if self.engine is None else self.engine.scale(tensor), module)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        if self.engine is None or optimizer is not self.sole_optimizer:
+        given = getattr(optimizer, "optimizer", optimizer)  # in manual optimization, in Lightning's wrapper
+        if self.engine is None or given is not self.sole_optimizer:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             self.engine.clip_grad_norm_(clip_val)

@@ -24,6 +24,7 @@ import json
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -158,7 +159,7 @@ class LoopCalls:
                 "The model was called with a cache of keys and values outside of engine.inference(), where pipeline "
                 "stages have none. Generate inside of it, or call with use_cache=False."
             )
-        whole = MicroBatch(args, without_cache(called, args, kwargs))
+        whole = MicroBatch(args, without_cache(called, args, kwargs), names=tuple(signature(called.forward).parameters))
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((whole.args, whole.kwargs))):
             raise StateError(
                 "The model was called with a tensor that needs a gradient. Pipeline stages send none back to what the "

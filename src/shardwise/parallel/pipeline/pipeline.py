@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -242,6 +243,8 @@ class Pipeline:
             return self._finish(step)
 
     def _step(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, timeline: Timeline) -> _Step:
+        names = tuple(signature(self.staged.model.forward).parameters)
+        parts = [replace(part, names=names) for part in parts]
         kinds = [self.kind_of(part) for part in parts]
         carried = [self.carried_for(part, loss_fn, is_whole=part.compute is not None) for part in parts]
         return _Step(parts, kinds, carried, loss_fn, timeline)
@@ -364,6 +367,8 @@ class Pipeline:
             if losses is not None:
                 losses.require_none(outputs)
             sent = None if is_last else self.staged.handed_over
+        if sent is not None:  # accelerate wraps forwards so that their outputs are in fp32
+            outputs = [one.to(known.dtype) for one, known in zip(outputs, sent.tensors, strict=True)]
         if is_new:
             self._forms[form] = () if sent is None else sent.arguments
         return outputs, sent

@@ -367,11 +367,12 @@ def _check_cover(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not any(name.startswith(f"{piece}.") for piece in pieces):
             owner = name.rpartition(".")[0]
-            if owner:
+            if owner and not any(piece.startswith(f"{owner}.") for piece in pieces):
                 raise ConfigError(f"The pipeline's stages miss {owner}, which has the parameter {name}. Add it to one.")
             raise ModelError(
-                f"{name} is a parameter of {type(model).__name__} itself, which runs on every stage. Put it into a "
-                f"module of its own, which can be in one."
+                f"{name} is a parameter of {type(modules[owner]).__name__} itself, which has modules of several stages "
+                f"and runs on each. Put it into a module of its own, which can be in one; or leave the axis {AXIS!r} "
+                f"out of the mesh."
             )
 
 

@@ -179,7 +179,6 @@ def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> 
 
     Raises `ModelError` if a tensor has another first dimension than the rows of its part.
     """
-    first, total = messages[0].layout, sum(rows)
     for message, num in zip(messages, rows, strict=True):
         odd = next((one.shape for one in message.tensors if one.dim() == 0 or one.shape[0] != num), None)
         if odd is not None:
@@ -188,10 +187,13 @@ def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> 
                 f"call of the model splits its batch cannot be put together: the first dimension of what blocks "
                 f"return has to be the samples'. Use engine.train_step(batch), which does not put them together."
             )
+    # the part with most arguments has those of the whole batch: models drop masks that hide nothing
+    number = max(range(len(messages)), key=lambda number: len(messages[number].layout.arguments))
+    known, num, total = messages[number].layout, rows[number], sum(rows)
     tensors = [torch.cat([one.detach() for one in parts]) for parts in zip(*(m.tensors for m in messages), strict=True)]
-    layouts = tuple(one._replace(shape=tuple(tensor.shape)) for one, tensor in zip(first.tensors, tensors, strict=True))
-    returned = {name: [_of_rows(call, rows[0], total) for call in calls] for name, calls in first.returned.items()}
-    return StageMessage(tensors, StageMessageLayout(layouts, first.arguments, returned, first.results))
+    layouts = tuple(one._replace(shape=tuple(tensor.shape)) for one, tensor in zip(known.tensors, tensors, strict=True))
+    returned = {name: [_of_rows(call, num, total) for call in calls] for name, calls in known.returned.items()}
+    return StageMessage(tensors, StageMessageLayout(layouts, known.arguments, returned, known.results))
 
 
 def _of_rows(description: Any, num: int, total: int) -> Any:

@@ -304,6 +304,7 @@ class StagedModel:
 
         It also works on a copy of this object and the model, which has none of our hooks.
         """
+        self._stop_taking()  # a LightningModule is copied with all its attributes
         for module, original in zip(self.wholes, self._forwards, strict=True):
             module.__dict__["forward"] = self._answering(module, original)
         if self._adapters is not None:
@@ -363,6 +364,10 @@ class StagedModel:
         self._handles.clear()
         for module in self.wholes:
             module.__dict__.pop("forward", None)
+        self._stop_taking()
+
+    def _stop_taking(self) -> None:
+        for module in self.wholes:
             if hasattr(module._compiled_call_impl, "compiles_nothing"):
                 module.__dict__.pop(_CALL)
 

@@ -52,8 +52,9 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
-    if args and isinstance(args[0], Whole) and not args[0].steps and len(handles) == 1:
-        known = _without_gathering(func, args[0], args[1:], kwargs)
+    whole = args[0] if len(handles) == 1 and args and isinstance(args[0], Whole) else None
+    if whole is not None and not (whole.is_view if func in uses.NORMS else whole.steps):
+        known = _without_gathering(func, whole, args[1:], kwargs)
         if known is not None:
             return known
     return _run(func, leaves, form, handles)
