@@ -423,20 +423,23 @@ def test_a_gradient_that_was_set_is_clipped_by_its_own_norm(preset: str, by_plan
 def test_a_number_in_a_batch_belongs_to_every_micro_batch() -> None:
     """Such as `num_items_in_batch` of transformers, as a tensor without dimensions."""
 
-    class Divided(nn.Linear):
-        def forward(self, x: Tensor, items: Any) -> Tensor:
-            return super().forward(x).square().sum() / items
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
 
-    models = [Divided(6, 4) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+        def forward(self, x: Tensor, items: float | Tensor) -> Tensor:
+            loss: Tensor = self.inner(x).square().sum() / items
+            return loss
 
-    def rank(world: sw.World) -> list[float]:
-        losses = []
-        for one, items in zip(models, (16, torch.tensor(16.0)), strict=True):
+    def rank(world: sw.World) -> list[tuple[float, dict[str, Tensor]]]:
+        found = []
+        for one, items in ((models[0], 16.0), (models[1], torch.tensor(16.0))):
             with sw.shard(one, {"accumulate": 2}, optimizer=sgd(one), world=world) as engine:
-                losses.append(float(engine.train_step({"x": torch.ones(4, 6), "items": items})))
-        return losses
+                found.append((float(engine.train_step({"x": torch.ones(4, 6), "items": items})), engine.state_dict()))
+        return found
 
-    (losses,) = run_ranks(1, rank)
-    assert losses[0] == losses[1]
-    assert torch.equal(*(one.weight for one in models))
+    models = [Divided() for _ in range(2)]
+    ((by_number, of_number), (by_tensor, of_tensor)) = run_ranks(1, rank)[0]
+    assert by_number == by_tensor
+    assert all(torch.equal(one, of_tensor[name]) for name, one in of_number.items())

@@ -73,7 +73,7 @@ def test_the_distance_is_that_of_a_plain_computation(mesh: dict[str, int]) -> No
         assert found.largest_ratio < 1 + 1e-4
 
 
-@pytest.mark.parametrize("cut", [0, 2, 6])
+@pytest.mark.parametrize("cut", [0, 2])
 def test_experts_compute_for_ranks_with_other_numbers_of_samples(cut: int) -> None:
     """A rank with fewer rows, or none, calls the model as often as the others."""
     torch.manual_seed(5)
