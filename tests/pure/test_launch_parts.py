@@ -18,6 +18,7 @@ from shardwise.launch import Attempt, Job, StopRequest, rank_environment, ranks
 from shardwise.launch.job_report import failure_summary, stop_line
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome, first_failure, read_outcome
+from shardwise.system import fast_exit
 
 
 def test_names_of_the_package_are_not_its_modules() -> None:
@@ -333,3 +334,14 @@ def test_a_preset_that_is_none_is_refused_before_anything_starts(capsys: pytest.
     assert main(["launch", "--shardwise", "zero33", "--dry-run", __file__]) == 2
     assert "There is no preset 'zero33'. Did you mean 'zero3'?" in capsys.readouterr().err
     assert main(["launch", "--shardwise", "auto", "--dry-run", __file__]) == 0
+
+
+def test_the_last_collection_takes_place_where_nanobind_would_complain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its extensions print dozens of lines about what they still have at the end of the process."""
+    frozen: list[bool] = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    fast_exit._end()
+    assert frozen == [True]
+    function = type("nb_func", (), {"__module__": "nanobind"})()
+    fast_exit._end()
+    assert frozen == [True], function

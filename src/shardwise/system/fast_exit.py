@@ -5,6 +5,9 @@ are 300,000 objects: 0.6 s of a core for each rank. `gc.freeze` excludes them. O
 zero are still freed in order; only cycles are not collected, whose `__del__` Python does not guarantee to call at exit
 either. Buffered lines of files would be lost, however: the frames of an exception can be in a cycle, and refer to the
 script's open files. So these are flushed first.
+
+Extensions made with nanobind look at the very end for what is left of them, and print dozens of lines about it. Triton
+3.9 is one, which `torch._dynamo` imports, and so the first optimizer. Where there is one, Python collects as ever.
 """
 
 from __future__ import annotations
@@ -28,4 +31,5 @@ def _end() -> None:
     for file in itertools.compress(everything, map(files.__contains__, map(type, everything))):
         with contextlib.suppress(Exception):  # closed, or its reader is gone
             file.flush()
-    gc.freeze()
+    if not any(getattr(kind, "__module__", None) == "nanobind" for kind in kinds):  # that of its functions and types
+        gc.freeze()
