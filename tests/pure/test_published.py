@@ -279,6 +279,37 @@ def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reaso
     assert prediction.fits is None
 
 
+@pytest.mark.parametrize(
+    ("words", "node", "rank"),
+    [
+        ("RoCE 1600Gbps/node", 1600, None),
+        ("4x100Gb RoCE per node", 400, None),
+        ("4x IB 100Gbps per node", 400, None),
+        ("NVLink + 400Gb/s RDMA per GPU", None, 400),
+        ("200Gb/s HDR IB per GPU (NDm A100 v4)", None, 200),
+        ("IB 8x50GB/s", None, None),  # bits or bytes: letters have no case by then
+        ("NVLink pairs (0-1,2-3)", None, None),
+        ("3.2T", 3200, None),
+        ("EFA 3.2 Tbps", 3200, None),
+        ("100GbE", 100, None),
+        ("8x HDR200", 1600, None),
+        ("4 x NDR", 1600, None),
+        ("NDR per GPU", None, 400),
+        ("HDR200", None, None),
+        ("RoCE v2 400G", None, None),
+        ("RoCE v2 400G per GPU", None, 400),
+        ("Slingshot-11", None, 200),
+        ("Omni-Path", None, None),
+        ("EFA", None, None),
+    ],
+)
+def test_words_for_links_give_the_rates_that_they_say(words: str, node: int | None, rank: int | None) -> None:
+    run = read_run(row(interconnect=words))
+    found = run.node_bandwidth, run.rank_bandwidth
+    assert found == tuple(None if rate is None else rate * 1e9 / 8 for rate in (node, rank))
+    assert predict(row(interconnect=words)).step_seconds
+
+
 def test_names_stand_for_shapes_and_a_rows_own_figures_win() -> None:
     named = read_run(row(layers="", hidden="", heads="", model="Llama 3.1 405B", vpp="", recompute=""))
     assert (named.job.model.num_layers, named.job.model.num_kv_heads, named.job.model.vocab) == (126, 8, 128256)

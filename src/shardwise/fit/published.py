@@ -37,8 +37,23 @@ MAX_CELL = 1_000_000
 MAX_OPS, MAX_LAYERS = 20_000, 4096
 """Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
 MAX_PER_NODE, MAX_WIDTH, MAX_VOCAB, MAX_BATCH = 1024, 1_000_000, 10_000_000, 10_000_000
-LINKS = r"nvl|nvswitch|xgmi|ib\b|infiniband|roce|rdma|ethernet|efa|slingshot|pcie|gb|cx-?\d|hdr|ndr|dgx|hgx|selene|node"
+LINKS = (
+    r"nvl|nvswitch|xgmi|ib\b|infiniband|roce|rdma|ethernet|efa|slingshot|omni-?\s?path|\bopa|pcie|gb|\d\s*[gt]\b|\d\s*t(?:b|bps)\b"
+    r"|cx-?\d|connectx|[ehnx]dr|dgx|hgx|selene|node"
+)
 """What words for an interconnect have at least one of: links, their rates, and machines that are known for theirs."""
+RATE = re.compile(
+    r"(?:(?<![\d.])(?P<times>\d{1,3})\s*x\s*)?(?:(?:ib|infiniband|roce)\s*)?"
+    r"(?:(?<![\d.])(?P<rate>\d{1,6}(?:\.\d{1,3})?)\s*(?P<unit>[gt])(?P<kind>be|bps|bits?/s|bit|b/s|b|)(?![a-z])"
+    r"|(?P<port>[ehnx]dr)(?P<own>\d{3})?(?![a-z\d]))"
+)
+"""A rate in bits per second, or a generation of InfiniBand, of which ports may have another rate than the usual one
+(HDR100), perhaps of several links. Words are in lower case, so bits are assumed."""
+PORTS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
+"""Gbit/s of a port of four lanes, by generation of InfiniBand (InfiniBand Trade Association's roadmap)."""
+SLINGSHOT_11 = 200
+"""Gbit/s of a network card, of which Perlmutter's and Frontier's nodes have one for each device (NERSC's and OLCF's
+documentation)."""
 RECOMPUTED = frozenset(
     ("selective", "op", "layer", "norm", "layernorm", "act", "moe", "moe_act", "mlp", "core_attn", "mla_up_proj")
 ) | {"shared_expert", "shared_experts"}
@@ -170,16 +185,27 @@ def hardware_of(run: Run, profile: Hardware) -> Hardware:
 
 def _bandwidths(link: str) -> tuple[float | None, float | None]:
     """Bytes per second of a node and of a rank, where the words say so. Raises `UnpricedError` for none at all, and for
-    words that name no link."""
+    words that name no link.
+
+    A rate is that of what the words after it name (`per GPU`, `/node`); without such words a node's, if it is that of
+    several links, of Ethernet, or at least a terabit per second. Of one other link it is unknown how many a node has,
+    and the profile's network is assumed, as where only a link's name is given.
+    """
     if link and not re.search(LINKS, link):
         raise UnpricedError(f"interconnect is {link[:40]!r}, which names no link")
-    number, node, rank = r"(?<!\d)(\d{1,6})", None, None
-    if found := re.search(rf"{number}x\s*(?:ib)?\s*(\d{{1,6}})\s*gb(?:ps|/s)?.*per node", link):
-        node = int(found[1]) * int(found[2])
-    elif found := re.search(rf"{number}\s*gbps(?:/| per )node", link):
-        node = int(found[1])
-    elif found := re.search(rf"{number}\s*gb/s .*per gpu", link):
-        rank = int(found[1])
+    node, rank = None, None
+    rates = list(RATE.finditer(link))
+    for found, following in zip(rates, (*(one.start() for one in rates[1:]), len(link)), strict=False):
+        gbits = float(found["own"] or PORTS[found["port"]]) if found["port"] else float(found["rate"])
+        gbits *= int(found["times"] or 1) * (1000 if found["unit"] == "t" else 1)
+        whose, kind = link[found.end() : following], found["kind"]
+        is_of_node = found["unit"] == "t" or kind == "be" or (found["times"] and kind not in ("b", "b/s"))
+        if re.search(r"(?:/|per )\s*(?:gpu|rank|device)", whose):
+            rank = gbits if rank is None else rank
+        elif re.search(r"(?:/|per )\s*(?:node|host|server)", whose) or is_of_node:
+            node = gbits if node is None else node
+    if re.search(r"slingshot[- ]?11", link) and not rates:
+        rank = SLINGSHOT_11
     if 0 in (node, rank):
         raise UnpricedError(f"interconnect is {link[:40]!r}, over which nothing is sent")
     return tuple(None if rate is None else rate * 1e9 / 8 for rate in (node, rank))  # type: ignore[return-value]
