@@ -141,6 +141,32 @@ def test_relatives_of_t5_and_bart(kind: str, pp: int) -> None:
     race(relative(kind).train(), [[to_text(numbers) for _ in range(2)] for _ in range(2)], pp=pp)
 
 
+@pytest.mark.parametrize("kind", ["bart", "whisper", *(kind for kind in RELATIVES if RELATIVES[kind] is MARIAN)])
+def test_bart_and_its_relatives_along_tp(kind: str) -> None:
+    """By one plan of ours for all of them."""
+    torch.manual_seed(0)
+    numbers = torch.Generator().manual_seed(1)
+    model, inputs = (made(kind), MODELS[kind][1]) if kind in MODELS else (relative(kind).train(), to_text)
+    batches = [inputs(numbers) for _ in range(2)]
+    losses, _, params = plain(model, [[batch] for batch in batches], None)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, {"mesh": {"tp": 2}}, optimizer=optimizer_of(mine), world=world) as engine:
+            layer = mine.get_submodule("model.decoder.layers.0")
+            assert layer.fc1.weight.numel() == model.get_submodule("model.decoder.layers.0").fc1.weight.numel() // 2
+            for batch, expected in zip(batches, losses, strict=True):
+                loss = mine(**batch).loss
+                engine.backward(loss)
+                engine.step()
+                assert loss.item() == pytest.approx(expected, rel=1e-5)
+            for name, value in engine.state_dict().items():
+                torch.testing.assert_close(value, params[name], rtol=1e-4, atol=1e-5, msg=name)
+
+    run_ranks(2, rank)
+
+
 def test_a_model_that_reads_its_pixels_is_cut_in_its_language_model() -> None:
     """It leaves out images that are empty, so it has no forward on fake tensors: nothing can be carried."""
     torch.manual_seed(0)

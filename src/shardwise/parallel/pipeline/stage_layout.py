@@ -269,10 +269,14 @@ def _with_parameters(model: nn.Module, pieces: Sequence[str]) -> list[list[str]]
     num_owners = Counter(param for name in set(pieces) for param in set(modules[name].parameters()))
     groups: list[list[str]] = []
     before: list[str] = []
+    have_computed = False
     for name in pieces:
-        if _numel(modules[name]) and not _is_never_called(model, name, num_owners):
+        if have_computed and isinstance(modules[name], nn.Embedding):  # a decoder's, which is called with tokens alone
+            groups[-1].append(name)
+        elif _numel(modules[name]) and not _is_never_called(model, name, num_owners):
             groups.append([*before, name])
             before = []
+            have_computed = have_computed or not isinstance(modules[name], nn.Embedding)
         else:
             (groups[-1] if groups and not _numel(modules[name]) else before).append(name)
     if before and groups:

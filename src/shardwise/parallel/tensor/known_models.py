@@ -68,8 +68,19 @@ _ENCODER_LAYERS = {
     "layer.*.output.dense": ROW,
 }
 """The layers of BERT and of those that have copied them."""
+_BART = KnownModel(
+    {
+        "layers.*.*_attn.[qkv]_proj": COLUMN,
+        "layers.*.*_attn.out_proj": ROW,
+        "layers.*.fc1": COLUMN,
+        "layers.*.fc2": ROW,
+    },
+    {"layers.*.self_attn": ("num_heads",), "layers.*.encoder_attn": ("num_heads",)},
+)
+"""BART and those that have copied it. Heads stay whole: most add a bias of the whole vocabulary to their logits."""
 
 _TABLES = {
+    **dict.fromkeys(("bart", "blenderbot", "m2m_100", "marian", "mbart", "pegasus", "whisper"), _BART),
     "gpt2": KnownModel(
         {
             "h.*.attn.c_attn": TensorRule("column", parts=3),

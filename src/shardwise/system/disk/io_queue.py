@@ -75,8 +75,9 @@ class IoQueue:
         self._waiting.put((call, partial(self.do_here, request)))
         if len(self._threads) < self.depth:
             name = f"shardwise disk {len(self._threads)}"
-            self._threads.append(threading.Thread(target=_work, args=(self._waiting,), name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=_work, args=(self._waiting,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
         return call
 
 
