@@ -205,6 +205,13 @@ def test_codes_are_exported_as_they_are(tmp_path: Path) -> None:
             engine.save(tmp_path / "kept")
             engine.save_pretrained(tmp_path / "live")
             engine.save_pretrained(tmp_path / "narrow", dtype="bf16")
+            stream = engine.weights(dtype="bf16", merge_adapters=False)
+            sent = {name: tensor.clone() for name, tensor in stream}
+            assert [(one.name, one.dtype, tuple(one.shape)) for one in stream.metadata()] == [
+                (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()
+            ]
+        for name, value in model.state_dict().items():
+            assert torch.equal(sent[name], value if name.endswith("codes") else value.bfloat16()), name
 
     run_ranks(2, rank)
     sw.convert(tmp_path / "kept", tmp_path / "converted", to="hf", dtype="bf16")
