@@ -157,6 +157,8 @@ def test_a_layer_that_overflows_is_where_they_part() -> None:
     assert parting([near, LayerDistance("b", 2e-6, 1e-7), LayerDistance("c", 1e-2, 1e-7)]) == 2
     assert parting([LayerDistance("a", 1e-3, 8e-3), LayerDistance("b", 7e-3, 8e-3)]) is None
     assert parting([LayerDistance("a", 1.7e-7, 1.2e-7), LayerDistance("b", 2.4e-7, 1.2e-7)]) is None  # rounding grows
+    for factor, found in ((3.5, None), (4.5, 1)):  # rounding grows by less
+        assert parting([LayerDistance("a", 1e-3, 1e-3), LayerDistance("b", factor * 1e-3, 1e-3)]) == found
     assert parting([]) is None
     told = json.loads(json.dumps({"a": [math.nan, 1.0, 1e-7]}))  # as ranks tell it
     assert distances(["a"], [told])[0].distance == math.inf

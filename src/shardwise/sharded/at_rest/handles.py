@@ -212,11 +212,14 @@ class Whole(torch.Tensor):
     ) -> torch.device:
         if func is _DEVICE:
             return args[0].shown_device  # type: ignore[no-any-return]
-        if getattr(func, "namespace", "") == "c10d":  # in torch 2.11 only some of `dist` ask tensors first
+        if (
+            getattr(func, "namespace", "") == "c10d"
+        ):  # below torch.distributed's functions, of which 2.11 asks only some
             raise StateError(
-                f"{func} is given a tensor of a sharded model that holds no values here, and torch {torch.__version__} "
-                f"asks no tensor in this collective, as later versions do. Give it a copy and write that back, on all "
-                f"ranks: values = p.data.clone(); dist.broadcast(values, src=0); p.data.copy_(values)."
+                f"{func} is given a tensor of a sharded model that holds no values here, by a collective that does not "
+                f"ask tensors first (in torch 2.11 those but all_reduce, all_gather and all_to_all_single; a method of "
+                f"a process group). Give it a copy and write that back, on all ranks: values = p.data.clone(); "
+                f"dist.broadcast(values, src=0); p.data.copy_(values)."
             )
         raise StateError(
             f"{func} reads a tensor of a sharded model that holds no values here, and does it below the functions of "
