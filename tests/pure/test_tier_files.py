@@ -626,6 +626,17 @@ def test_a_failure_waits_for_what_is_under_way(at: str) -> None:
         list(steps(3, 0))
 
 
+def test_a_closed_queue_takes_no_requests() -> None:
+    queue = IoQueue(depth=1, block_bytes=PAGE)
+    done: list[bool] = []
+    queue.start([lambda: done.append(True)])
+    queue.close()
+    queue.close()
+    assert done == [True]
+    with pytest.raises(StateError, match="asked for after its disk had been closed"):
+        queue.start([lambda: None])
+
+
 def test_each_request_is_noted_whichever_thread_does_it(tmp_path: Path, queue: IoQueue) -> None:
     """By these notes a rank whose disk is slow is told from one that hangs."""
     folder, done = TierFolder(tmp_path), list[int]()

@@ -181,6 +181,11 @@ def test_layers_that_cannot_be_compared_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             with_layers(model, samples, bad, {"preset": "ddp", "mesh": {"tp": 2}})
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(ConfigError, match=r"model.layers.0 is called more than once in a forward"):
+        with_layers(model, samples, {"model.layers.0": block}, {"mesh": {"tp": 2}})
+    with pytest.raises(ModelError, match=r"has given \[12, 9, 32\] for tokens \[6, 9\], in all its calls"):
+        sw.layer_outputs(model, samples["input_ids"], names=["model.layers.0"])
     with pytest.raises(ModelError, match="Linear has no list of blocks"):
         sw.layer_outputs(nn.Linear(2, 2), samples["input_ids"])
     with pytest.raises(ModelError, match=r"model.rotary_emb has given"):

@@ -158,9 +158,19 @@ class Comparison:
     """Of the first layer that cannot be compared. It is told after the forwards, as other ranks wait for this one's."""
     first_row: int = 0
     """Of the call that runs."""
+    called: set[str] = field(default_factory=set)
+    """Layers that this call has run."""
+
+    def begin_call(self, first_row: int) -> None:
+        self.first_row = first_row
+        self.called.clear()
 
     def add(self, name: str, own: Tensor) -> None:
         """Count what one call of a layer gives."""
+        if name in self.called:
+            self.problem = self.problem or f"{name} is called more than once in a forward. Compare other layers."
+            return
+        self.called.add(name)
         some = slice(self.first_row, self.first_row + own.shape[0])
         other = self.of_sampler[name][some].to(own.device)
         if own.shape != other.shape:

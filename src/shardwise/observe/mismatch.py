@@ -144,7 +144,7 @@ def totals_of(
         with torch.no_grad(), watched(modules_of(model, list(layers)), comparison.add):
             for first in range(0, len(tokens), sampling.rows):
                 some = slice(first, first + sampling.rows)
-                comparison.first_row = first
+                comparison.begin_call(first)
                 logits = call(model, tokens, mask, some).logits
                 trainer = torch.zeros_like(samples["log_probs"][some], dtype=torch.float32)
                 for row, of_row in enumerate(logits):  # row by row: in fp32 logits are the largest tensor there is
