@@ -133,7 +133,7 @@ def foresee(size: ModelSize, values: Values, hardware: Hardware, samples: int) -
     counted = count_step(model, batch, plan, mesh, counts_work=True)
     programs = [kind.program(plan, one) for kind, one in zip(kinds, counted, strict=True)]
     held = [
-        program.step.footprint(num_micro_batches=plan.accumulate, activations=one.activations)
+        program.step.footprint(num_micro_batches=plan.accumulate, activations=one.activations, local_size=NUM_RANKS)
         for program, one in zip(programs, counted, strict=True)
     ]
     peaks = [one.total + (0 if one.host is None else one.host.total) for one in held]

@@ -287,6 +287,20 @@ def test_ranks_that_share_in_a_sequence(capsys: pytest.CaptureFixture[str]) -> N
     assert set(told["sent_bytes_by_axis"]) == {"dp", "sp"}
 
 
+def test_what_ranks_of_a_host_read_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> dict[str, Any]:
+        return dict(json.loads(said(capsys, *words, "--world", "8", "--json")))
+
+    within, apart = told("zero3", "--per-host", "8"), told("zero3", "--per-host", "4")
+    shared = within["bytes_in_shared_memory"]
+    assert shared["working"] < within["bytes"]["working"]
+    assert {**shared, "working": 0, "total": 0} == {**within["bytes"], "working": 0, "total": 0}
+    assert "bytes_in_shared_memory" not in apart, "each line has ranks of two hosts"
+    assert "bytes_in_shared_memory" not in told("zero2", "--per-host", "8"), "whole on every rank"
+    text = " ".join(said(capsys, "zero3", "--world", "8", "--per-host", "8").split())
+    assert "Where the 8 ranks of a host share memory (CPUs), parameters are read in place: working" in text
+
+
 def test_what_leaves_a_host(capsys: pytest.CaptureFixture[str]) -> None:
     """One copy crosses: between two hosts half of each whole, and for `hsdp` gradients' sums alone."""
 

@@ -42,6 +42,7 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.program.action import COPYING, Edge, Phase, Stream
+from shardwise.program.footprint import HEAP_GAPS
 from tests.thorough import drawn, varies
 
 # --- text --------------------------------------------------------------------------------------------
@@ -483,9 +484,10 @@ NUMEL = 64 * 1024
 """Elements of each flat buffer below, on four ranks."""
 
 
-def wide_units(name: str, num: int = 3) -> tuple[UnitSpec, ...]:
+def wide_units(name: str, num: int = 3, mesh: Mesh | None = None) -> tuple[UnitSpec, ...]:
     return tuple(
-        replace(unit, flats=tuple(replace(one, numel=NUMEL) for one in unit.flats)) for unit in units_of(name, num=num)
+        replace(unit, flats=tuple(replace(one, numel=NUMEL) for one in unit.flats))
+        for unit in units_of(name, mesh, num=num)
     )
 
 
@@ -604,10 +606,38 @@ def test_what_freed_activations_leave_in_the_heap_is_promised() -> None:
         activations = Activations(marks, 7, peak_heap_bytes=heap_bytes)
         return plan_step(units, trace).footprint(activations=activations, states_per_param=0)
 
-    without, beside = foreseen(0, 0), foreseen(heap, 0)
-    assert (without.process, beside.process) == (7, 7 + heap)
-    assert beside.total == without.total + heap
-    assert foreseen(heap, 10**9).total == foreseen(0, 10**9).total, "the peak is where the heap is used"
+    without, beside, gaps = foreseen(0, 0), foreseen(heap, 0), int(HEAP_GAPS * heap)
+    assert (without.process, beside.process) == (7, 7 + heap + gaps)
+    assert beside.total == without.total + heap + gaps
+    used = foreseen(heap, 10**9)
+    assert used.total == foreseen(0, 10**9).total + gaps, "the peak is where the heap is used"
+
+
+def test_gaps_between_activations_in_the_heap_are_promised_on_whatever_tier_they_are() -> None:
+    units = wide_units("zero3", num=2)
+    trace = straight_trace(units)
+    marks = tuple(Mark(moment, 0, 0) for moment in (*trace, END_OF_BACKWARD))
+    activations = Activations(marks, 7, host_bytes=2 * NUMEL, host_heap_bytes=NUMEL)
+    held = plan_step(units, trace).footprint(activations=activations, states_per_param=0)
+    assert held.process == 7 + int(HEAP_GAPS * NUMEL)
+    assert held.host is not None
+    assert held.host.activations == 2 * NUMEL
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero3-kept", "zero2", "hsdp"])
+def test_what_ranks_of_a_host_read_in_place_takes_nothing_when_it_is_gathered(preset: str) -> None:
+    """By hand: of parameters in pieces, what is gathered or held is not there."""
+    units = wide_units(preset, num=3)
+    (flat,) = units[0].flats
+    world = flat.mesh.world_size
+    planned = plan_step(units, straight_trace(units))
+    apart, together = planned.footprint(), planned.footprint(local_size=world)
+    in_pieces = bool(flat.table.param.shard)
+    assert (together.working < apart.working) == in_pieces
+    assert apart.total - apart.working == together.total - together.working
+    if in_pieces:
+        line = max(abs(one - rank) for rank in range(world) for one in flat.mesh.among(rank, flat.table.param.shard))
+        assert planned.footprint(local_size=line) == apart, "a line that no host has whole is gathered"
 
 
 def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() -> None:
@@ -616,6 +646,11 @@ def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() 
     marks = tuple(Mark(moment, 10**9 if index == 0 else 0, 0) for index, moment in enumerate((*trace, END_OF_BACKWARD)))
     held = plan_step(units, trace).footprint(activations=Activations(marks))
     assert (held.activations, held.working) == (10**9, NUM_KEPT_BLOCKS * NUMEL * 2)
+    alone = wide_units("offload", num=3, mesh=Mesh(("dp",), (1,)))
+    held = plan_step(alone, trace).footprint(activations=Activations(marks))
+    assert held.working == NUMEL * WIDTH[alone[0].flats[0].table.grad_wire.dtype], (
+        "what is only copied to the host leaves its block to the next"
+    )
     on_gpu = plan_step(units, trace).footprint(activations=Activations(marks, on_cpu=False))
     assert (on_gpu.activations, on_gpu.working) == (10**9, 0)  # it has no blocks of shared memory
 

@@ -221,8 +221,6 @@ def assert_memory_as_promised(engine: sw.Engine) -> None:
         (report.promised_on_disk, report.measured_on_disk),
     ):
         more = {kind: measured[kind] - promised[kind] for kind in promised if kind in measured}
-        if "pp" in (engine.plan.mesh or ()):  # stages hold more there than promised, undisturbed too
-            more.pop("buffers", None)
         assert all(over <= (counts if kind == "optim" else 0) for kind, over in more.items()), (engine.world.size, more)
 
 

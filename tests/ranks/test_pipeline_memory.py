@@ -173,3 +173,19 @@ def test_a_stage_that_cannot_be_rehearsed_is_named_on_all_ranks() -> None:
     said = run_ranks(2, rank)
     assert "asks for the value of a tensor" in said[0]
     assert said[1] == f"Stage 0 of the pipeline cannot be rehearsed: {said[0]}"
+
+
+def test_an_axis_of_one_rank_does_not_make_stages_copy_gradients_for_every_micro_batch() -> None:
+    """Of a step whose order is not known yet, either: what reduces nothing is copied once, by its last backward."""
+    plan = {"preset": "offload", "mesh": {"dp": 1, "pp": 2}, "accumulate": 2}
+    models = [Decoder() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            for batch in batches(2, 2 * ROWS, lengths=(LENGTH,)):
+                engine.train_step(batch)
+                memory = engine.memory()
+                assert memory.measured_on_host["buffers"] == memory.promised_on_host["buffers"]
+
+    run_ranks(2, rank)

@@ -25,7 +25,12 @@ from shardwise.plan import load_plan
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.runtime.rehearsal import rehearse
-from shardwise.runtime.rehearsal.grouped import GroupedProducts, bytes_of_a_kernel, num_kept_kernels
+from shardwise.runtime.rehearsal.grouped import (
+    CONVOLUTION_BYTES,
+    GroupedProducts,
+    bytes_of_a_kernel,
+    num_kept_kernels,
+)
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import process_bytes_for
 from shardwise.system.telemetry import ByteMeter
@@ -209,6 +214,22 @@ def test_counts_mixtures_of_experts(precision: str) -> None:
     has_kernels = precision == "bf16" and torch.backends.mkldnn.is_available()
     kernels = num_kept_kernels() * bytes_of_a_kernel(torch.bfloat16) if has_kernels else 0
     assert activations.process_bytes == process_bytes_for("bf16" if precision == "bf16" else "fp32") + kernels
+
+
+@pytest.mark.parametrize("kind", ["called", "a layer"])
+def test_kernels_of_convolutions_are_allowed_for(kind: str) -> None:
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv1d(4, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if kind == "a layer" else F.conv1d(x, self.layer.weight, self.layer.bias)
+
+    kernels = CONVOLUTION_BYTES if torch.backends.mkldnn.is_available() else 0
+    found = rehearsed(Convolved(), torch.randn(2, 4, 8))
+    assert found.process_bytes == process_bytes_for("fp32") + kernels
+    assert rehearsed(nn.Linear(4, 4), torch.randn(2, 4)).process_bytes == process_bytes_for("fp32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

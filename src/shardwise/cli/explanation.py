@@ -293,6 +293,12 @@ class Explanation:
         return [] if self.subject.batch else axes
 
     @property
+    def held_in_shared_memory(self) -> Footprint | None:
+        """What each rank of a host holds if these share its memory, as on CPUs; `None` if nothing is saved by that."""
+        held = _held(self.plan, self.step, self.subject, self.per_host or 1)
+        return held if held.total < self.held.total else None
+
+    @property
     def sent_by_hosts(self) -> list[int]:
         """Bytes that leave each host in one optimizer step for parameters and gradients, on the CPU."""
         return self.step.sent_by_hosts(self.mesh, self.per_host, self.plan.accumulate)
@@ -425,7 +431,7 @@ def _codes_as_json(table: Table) -> dict[str, dict[str, Any]]:
 def as_json(explained: Explanation) -> dict[str, Any]:
     """Everything as JSON values; bytes are per rank."""
     table, subject, schedule = explained.table, explained.subject, explained.schedule
-    host = explained.held.host
+    host, shared = explained.held.host, explained.held_in_shared_memory
     return {
         "plan": {path: {"value": value, "from": origin} for path, value, origin in plan_table(explained.plan)},
         "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
@@ -453,6 +459,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if explained.time is None else {"time": explained.time.as_json()}),
         **({} if explained.measured is None else {"measured_seconds": explained.measured.measured}),
         **({"budget": subject.budget.splitlines()} if subject.budget else {}),
+        **({} if shared is None else {"bytes_in_shared_memory": by_kind(shared)}),
         "peak_at": _peak_moment(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
@@ -508,7 +515,11 @@ def _pipeline_size(mesh: Mesh) -> int:
     return mesh.size(PIPELINE) if PIPELINE in mesh.axes else 1
 
 
-def _held(plan: Plan, step: StepProgram, subject: Subject) -> Footprint:
+def _held(plan: Plan, step: StepProgram, subject: Subject, per_host: int = 1) -> Footprint:
+    """What each rank holds; `per_host` ranks share memory."""
     return step.footprint(
-        states_per_param=subject.num_states, num_micro_batches=plan.accumulate, activations=subject.activations
+        states_per_param=subject.num_states,
+        num_micro_batches=plan.accumulate,
+        activations=subject.activations,
+        local_size=per_host,
     )

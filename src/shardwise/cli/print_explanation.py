@@ -363,6 +363,11 @@ def _bytes_note(explained: Explanation) -> Text:
         states = "no state" if num == 0 else "1 state" if num == 1 else f"{num} states"
         lines.append(f"Optimizer: {states} per parameter (change it with --optimizer or --optimizer-states).")
     lines.append("promised: an upper bound under this plan. replicated: the same model under ddp.")
+    if (shared := explained.held_in_shared_memory) is not None:
+        lines.append(
+            f"Where the {explained.per_host} ranks of a host share memory (CPUs), parameters are read in place: "
+            f"working {format_bytes(shared.working)}, in all {format_bytes(shared.total)}."
+        )
     return Text("\n".join(lines), "dim")
 
 

@@ -13,7 +13,7 @@ and for disks, whose staging is limited, models are rehearsed as they are too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -237,8 +237,20 @@ def _with_more(blocks: EqualBlocks, counted: Counted, num: int, place: int, time
     for axis, num_bytes in counted.sent_bytes.items():
         of_block, of_all = (sum(map(_sent, (one for one in some if one.axis == axis))) for some in (own, every))
         sent[axis] = num_bytes + round(times * num_bytes * of_block / of_all) if of_all else num_bytes
-    activations = replace(counted.activations, marks=marks, host_bytes=counted.activations.host_bytes + times * on_host)
+    had = counted.activations
+    host_bytes = had.host_bytes + times * on_host
+    activations = replace(
+        had,
+        marks=marks,
+        host_bytes=host_bytes,
+        peak_heap_bytes=had.peak_heap_bytes + _most_in_heap(marks) - _most_in_heap(had.marks),
+        host_heap_bytes=had.host_heap_bytes * host_bytes // had.host_bytes if had.host_bytes else 0,
+    )
     return Counted(activations, sent, worked=worked)
+
+
+def _most_in_heap(marks: Iterable[Mark]) -> int:
+    return max((mark.heap_bytes for mark in marks), default=0)
 
 
 def _sent(operation: Operation) -> float:

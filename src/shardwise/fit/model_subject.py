@@ -378,6 +378,7 @@ def between(few: Counted, more: Counted, share: float) -> Counted | None:
         ),
         process_bytes=_at(one.process_bytes, other.process_bytes, share),
         host_bytes=_at(one.host_bytes, other.host_bytes, share),
+        host_heap_bytes=_at(one.host_heap_bytes, other.host_heap_bytes, share),
         disk_bytes=_at(one.disk_bytes, other.disk_bytes, share),
         staging_bytes=_at(one.staging_bytes, other.staging_bytes, share),
         unit_bytes=_at(one.unit_bytes, other.unit_bytes, share),

@@ -160,6 +160,7 @@ class StageRehearsal:
         return replace(
             found,
             host_bytes=self._beside(lambda one: one.host_bytes),
+            host_heap_bytes=self._beside(lambda one: one.host_heap_bytes),
             disk_bytes=self._beside(lambda one: one.disk_bytes),
             staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + of_units),
             unit_bytes=max((one.unit_bytes for one in self._counted.values()), default=0),

@@ -24,10 +24,8 @@ def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) ->
     by_axes: dict[Axes, list[Flat]] = defaultdict(list)
     for flat in flats:
         flat.send_from(collectives)
-        shard = flat.spec.table.param.shard
-        is_encoded = flat.spec.table.rounds_params_over(shard)  # what neighbours read in place would not be rounded
-        if shard and flat.spec.tier_of("param") == "device" and not is_encoded:
-            by_axes[shard].append(flat)
+        if flat.spec.is_shareable:
+            by_axes[flat.spec.table.param.shard].append(flat)
     found = []
     for axes, sharded in by_axes.items():
         parts, lines = [_part(flat) for flat in sharded], partial(_lines, axes, mesh)

@@ -219,6 +219,19 @@ class Mesh:
         places = ((range(self.size(axis)) if axis in free else (here[axis],)) for axis in self.axes)
         return tuple(self.rank(dict(zip(self.axes, place, strict=True))) for place in itertools.product(*places))
 
+    def is_within_hosts(self, axes: Iterable[str], local_size: int) -> bool:
+        """Whether ranks that differ only along `axes` share a host, each of which has `local_size` consecutive ones."""
+        along = tuple(axes)
+        if local_size >= self.world_size:
+            return True
+        firsts = (rank for rank in range(self.world_size) if self._is_first(rank, along))
+        return all(len({one // local_size for one in self.among(rank, along)}) == 1 for rank in firsts)
+
+    def _is_first(self, rank: int, axes: Iterable[str]) -> bool:
+        """Whether no other rank that differs from `rank` only along `axes` comes before it."""
+        here = self.coordinate(rank)
+        return not any(here[axis] for axis in axes)
+
     def require(self, axes: Iterable[str], what: str) -> None:
         """Raise `ConfigError` if `axes` names one that this mesh does not have; `what` begins the message."""
         for axis in axes:

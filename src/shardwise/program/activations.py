@@ -43,6 +43,8 @@ class Activations:
     unit_bytes: int = 0
     peak_heap_bytes: int = 0
     """The most that lies in the heap of the process at once; 0 where it has none."""
+    host_heap_bytes: int = 0
+    """The most of `host_bytes` that lies there."""
 
     @property
     def trace(self) -> Trace:

@@ -38,6 +38,11 @@ NUM_KEPT_BLOCKS = 2
 lie. Two are used in turn: one is filled while the other is read."""
 
 
+HEAP_GAPS = 0.45
+"""Of the blocks that a process on a CPU has taken from its heap, so much again is free between them, where the next
+block does not fit. Measured at the peak of 30 plans of three models (`benchmarks/planner.py`): 0.1 to 0.6."""
+
+
 @dataclass(frozen=True)
 class HostFootprint:
     """Bytes of one rank on the host, if rows of the table are there.
@@ -129,7 +134,7 @@ class Footprint:
         return sum(self.by_kind.values())
 
 
-def footprint(
+def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
     units: Sequence[UnitSpec],
     micro_batch: Program,
     step: Program,
@@ -139,6 +144,7 @@ def footprint(
     coordinate: Mapping[str, int] | None = None,
     activations: Activations | None = None,
     outer_steps: Sequence[OuterStep] = (),
+    local_size: int = 1,
 ) -> Footprint:
     """What one step holds on each rank: `micro_batch` as often as gradients are accumulated, then `step`.
 
@@ -146,12 +152,15 @@ def footprint(
     say how they are updated. Ranks differ where they do: the figures are then those of the rank at `coordinate` of the
     mesh, or without one the most of any rank. `activations` are those of a rehearsal in the order of `micro_batch`. Of
     `outer_steps`, one after another, the peak is counted of the one that holds most.
+
+    `local_size` ranks share the memory of a host, if they compute on CPUs: parameters that all of them keep together
+    are read there, and gathering them takes nothing. An engine promises and counts as if no rank shared any.
     """
     flats = [flat for unit in units for flat in unit.flats]
     param = _resting_bytes(flats, "device")
     optim = _optim_bytes(flats, "device", states_per_param, coordinate)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.tier_of("grad") == "device")
-    clock = Walk(units, coordinate)
+    clock = Walk(units, coordinate, _read_in_place(flats, local_size))
     clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
     clock.heap = activations.peak_heap_bytes if activations is not None else 0
     _walk(clock, micro_batch, _with_outer_steps(clock, step, outer_steps), num_micro_batches, activations)
@@ -167,8 +176,23 @@ def footprint(
     if activations is None:
         return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)
     working = clock.peak - clock.peak_grad - clock.peak_activations
-    grad, process = grad_buffers + clock.peak_grad, activations.process_bytes + clock.peak_with_gaps - clock.peak
+    gaps = (
+        int(HEAP_GAPS * (activations.peak_heap_bytes + activations.host_heap_bytes)) + clock.peak_with_gaps - clock.peak
+    )
+    grad, process = grad_buffers + clock.peak_grad, activations.process_bytes + gaps
     return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at, host, disk)
+
+
+def _read_in_place(flats: Sequence[FlatSpec], local_size: int) -> frozenset[str]:
+    """The names of the flat buffers that no rank gathers, because all who have a piece share memory."""
+    if local_size == 1:
+        return frozenset()
+    shareable = [flat for flat in flats if flat.is_shareable]
+    together = {
+        shard: mesh.is_within_hosts(shard, local_size)
+        for shard, mesh in {flat.table.param.shard: flat.mesh for flat in shareable}.items()
+    }
+    return frozenset(flat.name for flat in shareable if together[flat.table.param.shard])
 
 
 def _with_outer_steps(clock: Walk, step: Program, outer_steps: Sequence[OuterStep]) -> Program:
@@ -233,12 +257,20 @@ def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
     """What ranks of one host keep on the CPU for sending gradients. Promises do not depend on where ranks run, so it is
     always counted.
 
-    Where parameters come and go nothing is kept through a forward.
+    Where parameters come and go nothing is kept through a forward. What is only copied to another tier is not read
+    meanwhile, and the next gradients of that size use the same block.
     """
     if not all(flat.resident for flat in flats):
         return 0
-    sent = [flat for flat in flats if flat.trainable and reduce_due(flat) and not fills_grad(flat)]
-    return sum(sorted(flat.table.grad_wire.num_bytes(flat.numel) for flat in sent)[-NUM_KEPT_BLOCKS:])
+    sent, copied = [], set()
+    for flat in flats:
+        if flat.trainable and not fills_grad(flat) and (actions := reduce_due(flat)):
+            num_bytes = flat.table.grad_wire.num_bytes(flat.numel)
+            if any(action.communicates for action in actions):
+                sent.append(num_bytes)
+            else:
+                copied.add(num_bytes)
+    return sum(sorted([*sent, *copied])[-NUM_KEPT_BLOCKS:])
 
 
 def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark | None, ...]:

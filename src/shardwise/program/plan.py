@@ -74,6 +74,7 @@ class StepProgram:
         num_micro_batches: int = 1,
         coordinate: Mapping[str, int] | None = None,
         activations: Activations | None = None,
+        local_size: int = 1,
     ) -> Footprint:
         """Bytes held on each rank; see `footprint`."""
         return footprint(
@@ -85,6 +86,7 @@ class StepProgram:
             coordinate=coordinate,
             activations=activations,
             outer_steps=self.outer_steps,
+            local_size=local_size,
         )
 
     def copied_bytes(self, num_micro_batches: int = 1) -> dict[str, int]:

@@ -91,6 +91,13 @@ class FlatSpec:
         param, optim = self.table.param, self.table.optim
         return (param.dtype, param.tier) == (optim.dtype, optim.tier) and not self.is_rounded_at_rest
 
+    @cached_property
+    def is_shareable(self) -> bool:
+        """Whether ranks that share memory could keep these parameters once, and read them in place: they rest in
+        pieces there, and a gather would not round them."""
+        shard = self.table.param.shard
+        return bool(shard) and self.table.param.tier == "device" and not self.table.rounds_params_over(shard)
+
     @property
     def is_rounded_at_rest(self) -> bool:
         """Whether parameters rest as they were sent, because each rank has parts that another one updates. All ranks

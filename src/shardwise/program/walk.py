@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
@@ -37,10 +37,17 @@ _WAITING: tuple[str, ...] = ("grad", "due")
 class Walk:
     """Adds and subtracts the bytes that each action allocates and frees, and records the peak."""
 
-    def __init__(self, units: Sequence[UnitSpec], coordinate: Mapping[str, int] | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        coordinate: Mapping[str, int] | None,
+        read_in_place: Container[str] = frozenset(),
+    ) -> None:
+        """`read_in_place`: the flat buffers of which nothing is gathered, because it lies where all ranks read it."""
         self._flats = {flat.name: flat for unit in units for flat in unit.flats}
         self._by_unit = {unit.name: unit.flats for unit in units}
         self._coordinate = coordinate
+        self._read_in_place = read_in_place
         self._matrix_exchanges = matrix_exchanges(tuple(self._flats.values()))
         self._live: dict[tuple[str, str], Content] = {}
         """By flat buffer and buffer; `next sum` is the result of a step under way."""
@@ -132,6 +139,8 @@ class Walk:
 
     def _num_bytes(self, flat: FlatSpec, buffer: Buffer) -> int:
         """The size of a buffer whose size does not depend on what makes it."""
+        if buffer in ("full", "held") and flat.name in self._read_in_place:
+            return 0
         match buffer:
             case "full":
                 return flat.full_bytes

@@ -51,7 +51,7 @@ from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck, dra
 from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
-from shardwise.program import Update
+from shardwise.program import Update, reduces_each_time
 from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
 from shardwise.runtime.codec import codec_for
@@ -107,6 +107,12 @@ class Sharding:
     @property
     def device(self) -> torch.device:
         return self.units[0].flats[0].device
+
+    @property
+    def reduces_each_time(self) -> bool:
+        """Whether any gradients are reduced after every backward of a step through stages."""
+        flats = (flat for unit in self.units for flat in unit.flats)
+        return any(reduces_each_time(flat.spec) for flat in flats if flat.spec.trainable)
 
     @property
     def staged(self) -> StagedModel | None:

@@ -35,7 +35,7 @@ class _Trainer:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
-        self._reduces_each = bool(sharded.table.grad.shard)
+        self._reduces_each = sharded.parts.sharding.reduces_each_time
         self._is_scaled = False
         """Whether the running backward is that of a scaled loss; on every stage the loop scales it."""
         self._num_backwards = 0

@@ -266,7 +266,7 @@ class _StageTrainer:
         self._parts = parts
         self._micro_batch = 0
         self._reduces = self._runner.passes.reduces
-        self._reduces_each = bool(sharded.table.grad.shard)
+        self._reduces_each = sharded.parts.sharding.reduces_each_time
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
         self._micro_batch = op.micro_batch

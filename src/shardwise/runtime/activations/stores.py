@@ -10,6 +10,7 @@ import torch
 
 from shardwise.memory import Copied, Copy, HostMemory
 from shardwise.system.devices import RankDevice
+from shardwise.system.heap import heap_bytes
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -131,6 +132,8 @@ class RehearsedStore:
 
     def __init__(self, moved: Moved | None = None) -> None:
         self.num_bytes = self.peak_bytes = 0
+        self.heap_bytes = self.peak_heap_bytes = 0
+        """Those of them that lie in the heap of the process, on a CPU."""
         self.moved: Moved = moved or _untold
 
     def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # units are counted together
@@ -141,13 +144,16 @@ class RehearsedStore:
     def hold(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self.heap_bytes += heap_bytes(num_bytes)
+        self.peak_heap_bytes = max(self.peak_heap_bytes, self.heap_bytes)
 
     def drop(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
+        self.heap_bytes -= heap_bytes(num_bytes)
 
     def begin_peaks(self) -> None:
         """Count peaks from here on."""
-        self.peak_bytes = self.num_bytes
+        self.peak_bytes, self.peak_heap_bytes = self.num_bytes, self.heap_bytes
 
 
 class _Rehearsed:

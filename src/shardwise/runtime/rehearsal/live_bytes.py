@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.runtime.rehearsal.kernel_memory import kernel_bytes
+from shardwise.system.heap import heap_bytes
 from shardwise.system.torch_private import (
     UncompiledMode,
     asks_device,
@@ -21,12 +22,6 @@ from shardwise.system.torch_private import (
 DEVICE_BLOCK_BYTES = 512
 """Torch's allocators for accelerators round allocations up to multiples of this (kMinBlockSize in
 c10/cuda/CUDACachingAllocator.h; XPU's is the same)."""
-HEAP_BLOCK_BYTES = 1_000_000
-"""[Note: the heap does not shrink] Under the launcher's settings glibc takes blocks below this size from one heap, and
-larger ones from the system, to which they return. The heap can return nothing below a live block, and there always is
-one near its top: it stays as large as it has been. A GPT of 34 M parameters in bf16, whose blocks of activations have
-512 KiB, held 57 MiB of free heap at the end of its backward, beside all of its gradients; in fp32, with blocks of 1
-MiB, none."""
 
 
 class LivingBytes(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -99,4 +94,4 @@ class LivingBytes(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's o
         return result
 
     def _in_heap(self, num_bytes: int) -> int:
-        return num_bytes if self._on_cpu and num_bytes < HEAP_BLOCK_BYTES else 0
+        return heap_bytes(num_bytes) if self._on_cpu else 0

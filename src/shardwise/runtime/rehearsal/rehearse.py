@@ -66,19 +66,20 @@ class Watch(Protocol):
         ...
 
 
-PROCESS_BYTES = 2**25
+PROCESS_BYTES = 18 * 2**20
 HALF_PROCESS_BYTES = 12 * 2**20
 """[Note: process memory] On a CPU a process that begins to compute grows by pages of libraries that are first used
-then, scratch memory of the matrix kernels (MKL packs, oneDNN compiles), heap gaps between live blocks, and the engine's
-own Python objects. Measured with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a tiny model, of which
-plain PyTorch takes 12 and 24; 28 and 40 for a GPT of 34 M parameters; 31 for a small Whisper, 9 of which are oneDNN's
-convolutions. It hardly grows with the model, so constants are used: `HALF_PROCESS_BYTES` is added for products in bf16
-and fp16. So are [Note: cached kernels] in `grouped.py`. Python modules that are imported late are not included: 16 MiB
-by the first `shard`, and some 80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's
-peak contains none of this.
+then, scratch memory of the matrix kernels (MKL packs, oneDNN compiles), and the engine's own Python objects. Measured
+with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a tiny model, of which plain PyTorch takes 12 and 24. In
+30 plans of three models it was 5 to 13 MiB in fp32 and 8 to 30 in bf16, and half as many pages of code as there are
+processes that read them, 12 MiB for one. It hardly grows with the model, so constants are used: `HALF_PROCESS_BYTES` is
+added for products in bf16 and fp16. So are [Note: cached kernels] in `grouped.py`, and gaps between live blocks in the
+heap (`HEAP_GAPS` in `program/footprint.py`). Python modules that are imported late are not included: 16 MiB by the
+first `shard`, and some 80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's peak
+contains none of this.
 
 What freed activations leave in the heap is counted by moment on top of that ([Note: the heap does not shrink] in
-`live_bytes.py`). Gaps can be larger. By default glibc takes blocks of up to 32 MiB from one heap, and cannot return
+`system/heap.py`). Gaps can be larger. By default glibc takes blocks of up to 32 MiB from one heap, and cannot return
 memory below a live block. Where blocks of many sizes come and go (long sequences beside short ones, groups of different
 sizes in every step), gaps were another half of the predicted bytes for a Whisper, and three times as much for a small
 Mixtral in bf16. With MALLOC_MMAP_THRESHOLD_=131072 in the environment there are hardly any, at the cost of fresh pages.
@@ -193,6 +194,7 @@ def rehearse_work(  # noqa: PLR0913  # likewise
         process_bytes,
         on_cpu,
         host_bytes=on_host.peak_bytes,
+        host_heap_bytes=on_host.peak_heap_bytes if on_cpu else 0,
         disk_bytes=on_disk.peak_bytes,
         staging_bytes=on_disk.peak_staging_bytes,
         unit_bytes=on_disk.peak_unit_bytes,
