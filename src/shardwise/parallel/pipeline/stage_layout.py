@@ -94,8 +94,7 @@ class StageLayout:
 
     def params_of(self, model: nn.Module, stage: int) -> set[torch.Tensor]:
         """The parameters of the modules of that stage."""
-        modules = dict(model.named_modules(remove_duplicate=False))
-        return {param for name in self.stages[stage] for param in modules[name].parameters()}
+        return {param for name in self.stages[stage] for param in model.get_submodule(name).parameters()}
 
     def params_at(self, model: nn.Module, pp_rank: int) -> set[torch.Tensor]:
         """The parameters of the stages of `pp_rank`."""
