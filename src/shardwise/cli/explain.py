@@ -141,7 +141,7 @@ def explained(args: argparse.Namespace) -> Explanation:
         )
     plan = load_plan(args.plan, args.set)
     if plan.precision == "auto":
-        plan = importlib.import_module("shardwise.optim.precision.auto").settled_here(plan)
+        plan = importlib.import_module("shardwise.optim.precision.auto_precision").settled_here(plan)
     known_from = preset(plan.preset).known_from
     if args.world is None or args.world < 1:
         given = "" if args.world is None else f", not {args.world}"

@@ -250,8 +250,8 @@ class Recovery:
         self._replanned = None
 
     def leave_out(self, error: CorruptionError) -> FaultError:
-        """See `leave_out` in `corruption.py`."""
-        from shardwise.elastic.corruption import leave_out  # only then
+        """See `leave_out` in `corrupt_rank.py`."""
+        from shardwise.elastic.corrupt_rank import leave_out  # only then
 
         verification = self._sharded.parts.verification
         assert verification is not None

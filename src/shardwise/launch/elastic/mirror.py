@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shardwise.errors import LaunchError
-from shardwise.launch.elastic.remote import RemoteMemory
 from shardwise.launch.elastic.remote_host import RemoteHost
+from shardwise.launch.elastic.remote_workers import RemoteMemory
 from shardwise.launch.elastic.succession import unpickled
 from shardwise.launch.hosts.agreement import has_half
 from shardwise.launch.places.ssh import SshPlan

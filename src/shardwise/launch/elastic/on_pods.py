@@ -24,7 +24,7 @@ from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import CutOffError, HostsState, Mirror
 from shardwise.launch.elastic.place import Place
-from shardwise.launch.elastic.pods import BACK_SECONDS, Pod, PodWorkers
+from shardwise.launch.elastic.pod_workers import BACK_SECONDS, Pod, PodWorkers
 from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
