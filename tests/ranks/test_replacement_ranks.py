@@ -15,7 +15,6 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import Held
 from shardwise.comm import World
-from shardwise.comm.generation import RECORD_PATH
 from shardwise.elastic import recovery
 from shardwise.errors import FaultError
 from shardwise.observe import read_record
@@ -23,6 +22,7 @@ from shardwise.optim.precision import auto_precision
 from shardwise.plan import Plan
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
+from shardwise.system.job_folder import RECORD_PATH
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,
