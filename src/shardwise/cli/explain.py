@@ -150,7 +150,10 @@ def explained(args: argparse.Namespace) -> Explanation:
     if args.optimizer_states < 0:
         raise ConfigError(f"--optimizer-states is {args.optimizer_states}; give 0 or more.")
     if args.per_host is not None and (args.per_host < 1 or args.world % args.per_host):
-        raise ConfigError(f"--per-host is {args.per_host}, which does not divide --world {args.world}.")
+        raise ConfigError(
+            f"--per-host is {args.per_host}, which does not divide --world {args.world}. Give a divisor: all "
+            f"hosts have as many ranks."
+        )
     mesh = mesh_for(plan, args.world, args.per_host)
     check_islands(plan, mesh)
     table = table_for(plan, mesh)
