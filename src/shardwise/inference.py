@@ -162,7 +162,9 @@ def _built(folder: Folder | None, dtype: torch.dtype | None) -> nn.Module:
             "give the model as well: load_for_inference(folder, model=model)."
         ) from error
     if not path.exists():
-        raise CheckpointError(f"There is no folder {path} to load a model from.")
+        raise CheckpointError(
+            f"There is no folder {path} to load a model from. Name one of Hugging Face, or a checkpoint."
+        )
     if not (path / "config.json").exists():
         raise CheckpointError(
             f"{path} has no config.json, which says what model its weights are of. Give the model as well: "

@@ -93,7 +93,7 @@ def test_refused(tmp_path: Path) -> None:
         assert re.search(sentence, found.get(what, "nothing"), re.DOTALL), (what, found.get(what))
 
 
-def test_names() -> None:
+def test_strategies_have_the_names_of_presets() -> None:
     strategy = STRATEGY_REGISTRY.get("shardwise_zero3_kept")
     assert isinstance(strategy, ShardwiseStrategy)
     assert strategy.plan.preset == "zero3-kept"

@@ -215,7 +215,7 @@ def test_blocks_are_unfrozen_by_basefinetuning(tmp_path: Path) -> None:
         assert (len(plain[run]["groups"]), len(plain[run]["norms"])) == (3, num_norms)
 
 
-def test_names() -> None:
+def test_strategies_have_the_names_of_presets() -> None:
     assert set(PRESETS) == set(KNOWN)
     strategy = StrategyRegistry.get("shardwise_zero3_kept")
     assert isinstance(strategy, ShardwiseStrategy)

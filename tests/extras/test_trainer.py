@@ -372,7 +372,7 @@ def test_skipped_layers_are_refused_over_split_sequences() -> None:
 @pytest.mark.parametrize(
     "settings", [{"bf16": True}, {"optim": "sgd", "torch_compile_backend": "aot_eager"}, {"optim": "adafactor"}]
 )
-def test_other_arguments(settings: dict[str, Any]) -> None:
+def test_other_training_arguments(settings: dict[str, Any]) -> None:
     first = "ddp" if "torch_compile_backend" in settings else None
     plain, ours = on_ranks(2, jobs.race, [first, "zero3"], "llama", **settings, max_steps=5)[0]
     if "bf16" in settings:

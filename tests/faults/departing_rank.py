@@ -13,7 +13,7 @@ import sys
 import time
 
 import shardwise as sw
-from shardwise.comm.generation import Membership
+from shardwise.comm.regrouping import Membership
 from shardwise.errors import CommError, TurnedAwayError
 from shardwise.launch import StopRequest
 

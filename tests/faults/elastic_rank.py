@@ -20,8 +20,8 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Group
-from shardwise.comm.generation import Membership, Regrouped
 from shardwise.comm.members.membership import Opening
+from shardwise.comm.regrouping import Membership, Regrouped
 from shardwise.errors import CommError, TurnedAwayError
 
 NUMEL = 4096

@@ -228,8 +228,8 @@ STREAMS = _of(
     ),
     (
         "reductions are not finished at the end of a backward",
-        "if flat in chains or block.moment == END_OF_BACKWARD:",
-        "if flat in chains:",
+        "if flat in chains or block.moment == END_OF_BACKWARD]:",
+        "if flat in chains]:",
         "program golden",
     ),
     (
@@ -280,8 +280,8 @@ MEMORY = _of(
     ),
     (
         "micro-batches in flight hold nothing beside each other",
-        "beside = sum(alive.values()) + sent_bytes",
-        "beside = sent_bytes",
+        "beside, heap = sum(alive.values()) + sent_bytes, sum(in_heap.values())",
+        "beside, heap = sent_bytes, sum(in_heap.values())",
         "schedules rehearsal pipeline_memory",
     ),
     (
@@ -396,8 +396,8 @@ SCHEDULES = _of(
     ),
     (
         "all micro-batches get the rows of the first",
-        "return _Cut([_share(value, span) for span in spans], even_sizes(bounds[-1], num))",
-        "return _Cut([_share(value, spans[0]) for span in spans], even_sizes(bounds[-1], num))",
+        "return _Cut([_share(value, span, bounds[-1]) for span in spans], even_sizes(bounds[-1], num))",
+        "return _Cut([_share(value, spans[0], bounds[-1]) for span in spans], even_sizes(bounds[-1], num))",
         "train_step pipeline",
     ),
 )

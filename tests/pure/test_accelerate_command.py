@@ -56,7 +56,9 @@ def dry(text: str) -> int:
          '{"preset": "zero3", "units": {"class": "Block"}}', 2),
     ],
 )  # fmt: skip
-def test_honoured(text: str, plan: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_accelerate_that_are_honoured(
+    text: str, plan: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert dry(text) == 0
     said = capsys.readouterr()
     assert said.out.startswith(f"{count} rank{'s run' if count > 1 else ' runs'}: ")
@@ -131,7 +133,7 @@ def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -
         ("--config_file nowhere.yaml", "cannot be read"),
     ],
 )
-def test_refused(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_accelerate_that_are_refused(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(text) == 2
     assert sentence in capsys.readouterr().err
 

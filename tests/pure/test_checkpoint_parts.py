@@ -51,7 +51,7 @@ SAID: dict[int, dict[str, float]] = {step: {"loss": loss} for step, loss in LOSS
         (Keep(last=1, every=400, best="loss"), {600, 400, 200}),
     ],
 )
-def test_what_stays(keep: Keep, steps: set[int]) -> None:
+def test_the_checkpoints_that_keep_leaves(keep: Keep, steps: set[int]) -> None:
     assert keep.chosen(SAID) == steps
 
 

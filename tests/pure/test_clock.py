@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, ProgramError
-from shardwise.fit.clock import RankProgram, Timeline, time_ranks, time_step
+from shardwise.fit.clock import RankProgram, Timeline, time_ranks
 from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, hardware
 from shardwise.fit.prices import COPIES_TO_DECODE, COPIES_TO_ENCODE, PRICES, Prices
-from shardwise.fit.work import Operation, UnitWork, Worked
+from shardwise.fit.work import Operation, UnitWork, Work, Worked
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Codes, SumOfCodes, Wire, mesh_for, pack, padded_numel, table_for
@@ -93,6 +93,11 @@ before forward b
 after forward b
     free b full
 """
+
+
+def time_step(step: StepProgram, work: Work, on: Hardware, mesh: Mesh, num_micro_batches: int = 1) -> Timeline:
+    """A step of ranks that all have the same program."""
+    return time_ranks([RankProgram(step, work)], on, mesh, num_micro_batches=num_micro_batches)
 
 
 def timed_program(text: str, seconds: dict[str, float], on: Hardware = TOY) -> Timeline:

@@ -99,7 +99,7 @@ def test_codes_follow_the_axis_between_hosts() -> None:
         ({"grad": {"dtype": "int4", "rest": "fp32"}}, "wire.grad.rest is fp32, which is not narrower than fp32"),
     ],
 )
-def test_refused(wire: Any, why: str) -> None:
+def test_a_format_of_messages_is_refused(wire: Any, why: str) -> None:
     def table() -> None:
         plan = load_plan({"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "wire": wire})
         table_for(plan, mesh_for(plan, 4))

@@ -124,7 +124,7 @@ def test_rows_that_do_not_divide_are_refused(rows: int, size: int, message: str)
 
 
 def test_an_empty_source_an_odd_tail_and_a_negative_step_are_refused() -> None:
-    with pytest.raises(ConfigError, match="s has no samples"):
+    with pytest.raises(ConfigError, match=r"s has no samples\. Give a source"):
         epochs(0)
     with pytest.raises(ConfigError, match="'repeat'"):
         epochs(5, tail="repeat")

@@ -33,7 +33,9 @@ def asked(text: str, num_devices: int) -> LocalLaunch:
         ("--include=localhost:0,1", 0, (2, None)),
     ],
 )
-def test_honoured(text: str, num_devices: int, expected: tuple[int | None, tuple[int, ...] | None]) -> None:
+def test_options_of_deepspeed_that_are_honoured(
+    text: str, num_devices: int, expected: tuple[int | None, tuple[int, ...] | None]
+) -> None:
     found = asked(text, num_devices)
     assert ((found.nproc, found.devices), found.notes) == (expected, [])
 
@@ -69,7 +71,7 @@ def test_options_without_effect_are_reported() -> None:
         ("--elastic_training", "--elastic_training is not supported"),
     ],
 )
-def test_refused(text: str, sentence: str) -> None:
+def test_options_of_deepspeed_that_are_refused(text: str, sentence: str) -> None:
     with pytest.raises((ConfigError, LaunchError), match=sentence):
         asked(text, 2)
 

@@ -304,7 +304,7 @@ def test_steps_in_bf16_that_are_left_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused(name: str) -> None:
+def test_a_config_is_refused(name: str) -> None:
     config, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words):
         read_config(config, world_size=4)

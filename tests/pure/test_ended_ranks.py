@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.generation import BAD_BATCH, LEFT_OUT, RECORD_PATH
 from shardwise.data import Loader, Mixture
 from shardwise.elastic.causes import Classifier
 from shardwise.launch.elastic.changes import Change, change_report
@@ -19,6 +18,7 @@ from shardwise.launch.worker import _record
 from shardwise.observe import read_record
 from shardwise.observe.record import RunRecord
 from shardwise.system.data_ranks import HANDED_OUT, DataRanks
+from shardwise.system.job_folder import BAD_BATCH, LEFT_OUT, RECORD_PATH
 
 
 def outcome(rank: int, exit_code: int, summary: str = "", **more: Any) -> Outcome:

@@ -316,7 +316,7 @@ def test_what_leaves_a_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert two == [alone[0] * 4 // 7] * 2
     assert told("hsdp", "--per-host", "4")["sent_bytes_by_host"][0] < 0.75 * two[0]
     assert "leave each host of 4 ranks" in " ".join(said(capsys, "zero3", "--world", "8", "--per-host", "4").split())
-    with pytest.raises(ConfigError, match="--per-host is 3, which does not divide --world 8"):
+    with pytest.raises(ConfigError, match=r"--per-host is 3, which does not divide --world 8\. Give a divisor"):
         told("zero3", "--per-host", "3")
 
 
@@ -535,7 +535,7 @@ def test_a_batch_that_cannot_be_rehearsed_is_refused(model_file: Path) -> None:
         return refused("zero3", "--world", "2", "--model", f"{model_file}:{model}", "--batch", f"{model_file}:{batch}")
 
     assert "batch is list; it must be what the model is called with" in refusal("listed_batch")
-    assert "failed to make a batch: FileNotFoundError: data.bin" in refusal("no_batch")
+    assert "failed to make a batch: FileNotFoundError: data.bin. It is called here without" in refusal("no_batch")
     assert "has no callable 'btch'. Did you mean 'batch'?" in refusal("btch")
     assert "in forward, 'if hidden.max() > 0:', asks for the value" in refusal("batch", "Curious")
     assert "--batch is 'batch'; write FILE:CALLABLE" in refused(

@@ -23,8 +23,8 @@ from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.heir import gather
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import HostsState, Mirror
-from shardwise.launch.elastic.remote import RemoteMemory, RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
+from shardwise.launch.elastic.remote_workers import RemoteMemory, RemoteWorkers
 from shardwise.launch.elastic.slots import Slot, Slots
 from shardwise.launch.elastic.workers import Ended, Event, HostLost
 from shardwise.launch.environment import Attempt

@@ -159,7 +159,7 @@ class TestMpi:
         with pytest.raises(ConfigError, match="the same number of ranks"):
             plan_mpi(JOB, shares(parse_hosts("a:2,b:1")), "intel", {})
 
-    def test_whose_it_is(self) -> None:
+    def test_the_mpi_is_known_by_what_mpirun_says_of_itself(self) -> None:
         assert family_of("mpirun (Open MPI) 5.0.8\n") == "openmpi"
         assert family_of("mpirun (PRRTE) 3.0\n") == "openmpi"
         assert family_of("HYDRA build details:\n    Version: 4.3") == "mpich"
@@ -319,18 +319,24 @@ class TestDevices:
         ("--nodes 2", "--nodes has no effect on this machine alone"),
         ("--where local --hosts a:1", "--hosts has no effect on this machine alone"),
         ("--hosts a:1 --image i", "--image has no effect with --where ssh; it is for k8s"),
-        ("--hosts a:1,b:1 --nodes 3", "--nodes is 3, but 2 hosts are named"),
+        ("--hosts a:1,b:1 --nodes 3", "--nodes is 3, but 2 hosts are named. Name as many, or fewer nodes."),
         ("--where mpi --mpi mpich", "The number of ranks is unknown"),
         ('--hosts a:1 --launcher-args "\'"', "is not a command line"),
         ("--hosts a:1 --identity absent", "there is no such file"),
-        ("--hosts a:2,b:1 --elastic 4:8", "4 ranks are needed, but the hosts have 3 slots"),
+        (
+            "--hosts a:2,b:1 --elastic 4:8",
+            "4 ranks are needed, but the hosts have 3 slots. Name more of them, or lower MIN.",
+        ),
         ("--hosts a:2 --host-discovery-script ./d --elastic 1:2", "Remove --hosts and --hostfile"),
         ("--host-discovery-script ./absent --elastic 1:2", "cannot be run: No such file or directory"),
         ("--hosts a:2 --host-timeout 5", "are for elastic jobs"),
         ("--hosts a:2 --elastic 1:2 --host-timeout 0", "--host-timeout is 0"),
         ("--where slurm --elastic 1:2", "works within an allocation"),
         ("--where mpi --nproc 2 --elastic 1:2", "does not work with --where mpi"),
-        ("--where k8s --image i --elastic 4:8 --nodes 3", "4 ranks are needed, but 3 pods of 1 have 3 slots"),
+        (
+            "--where k8s --image i --elastic 4:8 --nodes 3",
+            "4 ranks are needed, but 3 pods of 1 have 3 slots. Raise --nodes or --nproc, or lower MIN.",
+        ),
         ("--where k8s --image i --kind trainjob --elastic 1:8", "Use --kind jobset"),
         ("--where k8s --image i --port 65535 --elastic 1:8", "give 65534 or less"),
         ("--where k8s --image i --host-timeout 5", "are for elastic jobs"),
@@ -342,7 +348,10 @@ class TestDevices:
         ("--autoscale fill", "--autoscale is for elastic jobs. Add --elastic MIN:MAX"),
         ("--elastic 1:4 --autoscale fill", "needs hosts to grow to, and this machine alone has none"),
         ("--hosts a:4 --elastic 1:4 --autoscale gain:2", "more than 0 and at most 1"),
-        ("--hosts a:4 --elastic 6:8 --autoscale gain:0.5", "6 ranks are needed, but the hosts have 4 slots"),
+        (
+            "--hosts a:4 --elastic 6:8 --autoscale gain:0.5",
+            "6 ranks are needed, but the hosts have 4 slots. Name more of them, or lower MIN.",
+        ),
         ("--hosts a:4 --elastic 1:4 --topology rack", "--topology has no effect with --where ssh"),
         ("--where pods --nproc 2 --elastic 2:8 --autoscale fill --master-addr 10.0.0.1", "--resize job/train-hosts"),
         ("--where pods --nproc 2 --elastic 2:8 --resize job/x --master-addr 10.0.0.1", "Add --autoscale fill"),

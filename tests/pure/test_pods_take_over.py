@@ -12,8 +12,8 @@ from shardwise.launch.elastic import on_pods
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.mirror import HostsState
 from shardwise.launch.elastic.on_pods import _ANEW_SECONDS, _gather
-from shardwise.launch.elastic.pods import BACK_SECONDS, PodWorkers
-from shardwise.launch.elastic.remote import RemoteMemory
+from shardwise.launch.elastic.pod_workers import BACK_SECONDS, PodWorkers
+from shardwise.launch.elastic.remote_workers import RemoteMemory
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.workers import HostLost
 from shardwise.launch.hosts.agreement import Kept, Seat

@@ -228,7 +228,7 @@ def test_less_memory_chooses_more_sharding_and_no_memory_says_what_would_do() ->
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-def test_objectives() -> None:
+def test_the_least_time_memory_or_cost() -> None:
     blocks = Blocks(num=4, num_rows=16)
     fast, small, cheap = (found(blocks, 8, space=SMALL, objective=one).best[0] for one in ("time", "memory", "cost"))
     assert small.found.device_bytes <= fast.found.device_bytes
@@ -237,7 +237,7 @@ def test_objectives() -> None:
     assert spent <= 1.001 * fast.found.seconds * 8
 
 
-def test_reasons() -> None:
+def test_why_neighbours_are_not_chosen() -> None:
     """Of the neighbours a person would ask about: too slow with what costs most, too large with by how much, or
     impossible with the check's reason."""
     chosen = found(Blocks(num=4, num_rows=64), 16, Limits(10 * GIB, LIMITS.host_bytes), space=SMALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +13,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError
+from shardwise.fit import simulate as simulated
 from shardwise.fit.failure_rates import Cause, FailureRates, failure_rates, known_rates, ranks_that_end
 from shardwise.fit.simulate import (
     Failure,
@@ -200,6 +202,62 @@ def test_the_best_interval_is_youngs_and_dalys(mean_hours: float) -> None:
     assert best.goodput == pytest.approx(expected, abs=0.012)
 
 
+def events_of(job: Job, rates: FailureRates, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Outcome, int]:
+    """The outcome, and how many events have made it."""
+    pushed: list[float] = []
+    push = simulated._Run._push
+
+    def counting(run: simulated._Run, at: float, act: Callable[[], None]) -> None:
+        pushed.append(at)
+        push(run, at, act)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulated._Run, "_push", counting)
+        return simulate(job, rates, seed), len(pushed)
+
+
+@pytest.mark.parametrize("stall", [0.0, 1.0])
+@pytest.mark.parametrize("interval", [1e-300, 1.0, 2.5, 60.0])
+def test_checkpoints_between_which_nothing_happens_are_no_events(
+    stall: float, interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are a few for each failure, and the outcome is that of a job whose every checkpoint is one."""
+    rates = ranks_that_end(40)
+    job = Job(
+        64,
+        8,
+        1.0,
+        20_000.0,
+        checkpoint_interval_seconds=interval,
+        checkpoint_stall_seconds=stall,
+        checkpoint_write_seconds=2 * stall,
+        slow=SlowHosts(0.1, 1.5, 0.25),
+    )
+    found, num_events = events_of(job, rates, 5, monkeypatch)
+    num_others = found.num_interruptions + 2 * sum(1 for _ in simulated._slow_starts(job, 5))
+    assert found.num_restarts > 3
+    assert found.losses["slow hosts"] > 0
+    assert num_events < 13 * (num_others + 1)
+    monkeypatch.setattr(simulated._Run, "_repeat_intervals", lambda _: None)
+    each, num_all = events_of(job, rates, 5, monkeypatch)
+    assert num_all > 2 * found.num_checkpoints
+    assert found.losses == pytest.approx(each.losses)
+    assert found.useful_seconds == pytest.approx(each.useful_seconds)
+    assert (found.num_steps, found.num_checkpoints) == (each.num_steps, each.num_checkpoints)
+
+
+def test_weeks_of_checkpoints_that_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is saved then. 54 days are 4.7 million of them, and some dozen failures."""
+    rates = failure_rates("llama3-405b")
+    job = Job(1024, 8, 1.0, 54 * 86400)
+    assert daly_interval(job, rates) == job.step_seconds
+    best = best_interval(job, rates, [0])[0]
+    found, num_events = events_of(replace(job, checkpoint_interval_seconds=best.seconds), rates, 0, monkeypatch)
+    assert best.seconds == job.step_seconds
+    assert found.num_checkpoints > 4_000_000
+    assert num_events < 20 * (found.num_interruptions + 1)
+
+
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_llama_3_405b_trained_for_over_90_percent_of_the_time() -> None:
     """54 days on 16,384 GPUs, 466 interruptions of which 419 were unexpected. How long a restart took is not published;
@@ -345,7 +403,7 @@ def test_the_step_of_a_model_is_predicted(tmp_path: Path, capsys: pytest.Capture
         (["--days", "1e18"], "so there would be 8.64e+22 steps"),
         (["--days", "nan"], "seconds is nan"),
         (["--step-seconds", "1e-300"], "step_seconds is 1e-300, so there would be"),
-        (["--checkpoint-every", "1e-300"], "checkpoints are to be expected"),
+        (["--checkpoint-every", "1e-300"], "--checkpoint-every is 1e-300 s, but a step takes 1 s"),
         (["--rank-hours", "1e-300"], "failures are to be expected"),
         (["--slow-hosts", "1e18:2:3"], "hosts that become slow are to be expected"),
         (["--picture", "a.png"], "pictures are .svg files"),

@@ -153,11 +153,16 @@ def test_what_is_not_there_is_named() -> None:
     def work(engine: sw.Engine) -> None:
         with pytest.raises(ModelError, match=r"Did you mean 'blocks\.1\.up\.weight'"):
             engine.get("blocks.1.up.wight")
-        with pytest.raises(ModelError, match=r"has shape \[128, 32\], but the new value has \[3\]"):
+        with pytest.raises(ModelError, match=r"has shape \[128, 32\], but the new value has \[3\]\. Give the whole"):
             engine.set(NAME, torch.ones(3))
         with pytest.raises(ModelError, match="no grad to write to; there is one between backward and step"):
             engine.set(NAME, torch.ones(128, 32), "grad")
-        with pytest.raises(ModelError, match="The state lacks"):
+        with pytest.raises(ModelError, match=r"The state lacks .* With strict=False"):
             engine.load_state_dict({})
+        state = engine.state_dict()
+        with pytest.raises(ModelError, match=rf"has {NAME} with shape \[3\], but .* Give the whole state"):
+            engine.load_state_dict({**state, NAME: torch.ones(3)})
+        with pytest.raises(ModelError, match=rf"has {NAME} on the meta device, without values\. Give one"):
+            engine.load_state_dict({**state, NAME: state[NAME].to("meta")})
 
     on_ranks(("zero3", 2, None), work)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.optim.precision import auto
+from shardwise.optim.precision import auto_precision
 from shardwise.testing import run_ranks
 from tests.drawing import drawing
 
@@ -20,7 +20,7 @@ FAST, SLOW = 0.2, 45.0
 
 def settled(precision: str, *ratios: float) -> list[str]:
     def rank(world: sw.World) -> str:
-        plan = auto.settle(sw.load_plan({"precision": precision}), world, CPU, lambda _: ratios[world.rank])
+        plan = auto_precision.settle(sw.load_plan({"precision": precision}), world, CPU, lambda _: ratios[world.rank])
         assert plan.origin("precision") == ("auto" if precision == "auto" else "argument")
         return plan.precision
 
@@ -51,7 +51,7 @@ def test_a_precision_that_is_asked_for_stays(precision: str) -> None:
 def test_bf16_on_a_slow_processor_is_one_warning(
     ratios: tuple[float, ...], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    auto._warn_once.cache_clear()
+    auto_precision._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         settled("bf16", *ratios)
         settled("bf16", *ratios)  # another engine of the same job
@@ -64,20 +64,20 @@ def test_an_accelerator_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
     def measured() -> float:
         raise AssertionError("the processor was measured")
 
-    monkeypatch.setattr(auto, "bf16_ratio", measured)
-    assert not auto.is_slow(auto.ratio_on(torch.device("xpu")))
+    monkeypatch.setattr(auto_precision, "bf16_ratio", measured)
+    assert not auto_precision.is_slow(auto_precision.ratio_on(torch.device("xpu")))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert not auto.is_slow(auto.ratio_on(torch.device("cuda")))
+    assert not auto_precision.is_slow(auto_precision.ratio_on(torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    assert auto.is_slow(auto.ratio_on(torch.device("cuda")))
+    assert auto_precision.is_slow(auto_precision.ratio_on(torch.device("cuda")))
 
 
 def test_the_ratio_is_measured_once_and_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
-    auto.bf16_ratio.cache_clear()
-    ratio = auto.bf16_ratio()
+    auto_precision.bf16_ratio.cache_clear()
+    ratio = auto_precision.bf16_ratio()
     assert ratio > 0
-    assert auto.bf16_ratio() == ratio
+    assert auto_precision.bf16_ratio() == ratio
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -88,7 +88,7 @@ def test_the_ratio_is_measured_once_and_leaves_random_numbers_alone() -> None:
 def test_an_engine_and_a_changed_plan_compute_in_it(
     ratio: float, precision: str, dtype: torch.dtype, deferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "bf16_ratio", lambda: ratio)
+    monkeypatch.setattr(auto_precision, "bf16_ratio", lambda: ratio)
 
     def rank(world: sw.World) -> None:
         with drawing(), sw.deferred_init() if deferred else contextlib.nullcontext():
@@ -110,8 +110,8 @@ def test_an_engine_and_a_changed_plan_compute_in_it(
 
 
 def test_a_plan_without_ranks_is_settled_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "ratio_on", lambda _: SLOW)
-    assert auto.settled_here(sw.load_plan({"precision": "auto"})).precision == "fp32"
-    monkeypatch.setattr(auto, "ratio_on", lambda _: FAST)
-    assert auto.settled_here(sw.load_plan({"precision": "auto"})).precision == "bf16"
-    assert auto.settled_here(sw.load_plan({"precision": "fp16"})).precision == "fp16"
+    monkeypatch.setattr(auto_precision, "ratio_on", lambda _: SLOW)
+    assert auto_precision.settled_here(sw.load_plan({"precision": "auto"})).precision == "fp32"
+    monkeypatch.setattr(auto_precision, "ratio_on", lambda _: FAST)
+    assert auto_precision.settled_here(sw.load_plan({"precision": "auto"})).precision == "bf16"
+    assert auto_precision.settled_here(sw.load_plan({"precision": "fp16"})).precision == "fp16"

@@ -650,7 +650,7 @@ def test_a_batch_norm_that_torch_cannot_compute_is_refused_with_the_way_out() ->
         (torch.tensor(0.5), torch.tensor([1.0, 2.0]), None),
         (torch.tensor([0.5]), torch.tensor([1.0, 2.0]), None),
         (0.5, torch.tensor([1.0, 2.0]), None),
-        (0.5, torch.ones(3), r"scales = 'tensor\(\[3., 6.\]\)', but this one has tensor\(\[1., 1., 1.\]\)"),
+        (0.5, torch.ones(3), r"scales = 'tensor\(\[3., 6.\]\)', but this one has tensor\(\[1., 1., 1.\]\)\. Create"),
         (0.5, torch.tensor(1.0), r"scales = 'tensor\(\[3., 6.\]\)', but this one has 1.0|has tensor\(1.\)"),
     ],
     ids=["tensor", "another-shape-of-one", "number", "longer", "one"],

@@ -250,7 +250,7 @@ VARIATIONS: dict[str, Job] = {
 @sampled
 @pytest.mark.parametrize("name", VARIATIONS)
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
-def test_with(name: str, preset: str) -> None:
+def test_ranks_that_go_different_ways_with(name: str, preset: str) -> None:
     job = VARIATIONS[name]
     replace(job, plan=plan_for(preset, **job.plan), shares_memory=False).run()
 

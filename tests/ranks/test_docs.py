@@ -376,7 +376,7 @@ def test_every_block_has_a_setting() -> None:
 
 @each_value
 @pytest.mark.parametrize(("page", "number"), BLOCKS, ids=[f"{page}-{number}" for page, number in BLOCKS])
-def test_it_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_of_the_docs_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     setting, text = BLOCKS[page, number], blocks()[page, number]
     for long, short in setting.instead.items():

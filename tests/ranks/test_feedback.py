@@ -66,7 +66,7 @@ def test_trains_like_a_twin_that_keeps_what_it_loses(
     assert_trains_like(twin, model, data, preset, num_ranks, mesh, shares_memory=shares_memory, wire=wire)
 
 
-def test_it_shows(model: Transformer) -> None:
+def test_the_race_is_lost_without_feedback(model: Transformer) -> None:
     """Without feedback the same run differs by more than the tolerance of the race."""
     data = batches(4, rows=ROWS)
     twin = twin_run(model, data, 2, fed_back())

@@ -269,7 +269,7 @@ def test_what_cannot_be_is_said_on_all_ranks(tmp_path: Path) -> None:
         ({"model": plain, "mesh": {"tp": 3}}, ConfigError, "mesh"),
         ({"model": Transformer(), "mesh": {"tp": 2}}, ModelError, "has no tensor-parallel plan of its own"),
         ({"folder": tmp_path}, CheckpointError, "has no config.json"),
-        ({"folder": tmp_path / "none"}, CheckpointError, "There is no folder .*none to load a model from"),
+        ({"folder": tmp_path / "none"}, CheckpointError, "There is no folder .*none to load a model from. Name one"),
         ({"folder": tmp_path, "model": plain}, ModelError, "weights of another model"),
         ({"folder": tmp_path / "nothing", "model": plain}, CheckpointError, "no such file"),
     ]

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.comm.generation import Regrouped
+from shardwise.comm.regrouping import Regrouped
 from shardwise.elastic.layouts import Layout
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks

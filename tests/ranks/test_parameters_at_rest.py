@@ -81,11 +81,15 @@ REFUSED: dict[str, tuple[Use, type[Exception], str]] = {
     "a copy of the optimizer": (lambda e, m, o: copy.deepcopy(o), StateError, "kept by this rank's piece of each"),
     "its storage": (lambda e, m, o: param_of(m).untyped_storage(), StateError, "its storage cannot be had"),
     "double": (lambda e, m, o: m.double(), StateError, "Say precision and device before"),
-    "another shape": (lambda e, m, o: setattr(param_of(m), "grad", torch.ones(2)), ModelError, "has shape"),
+    "another shape": (
+        lambda e, m, o: setattr(param_of(m), "grad", torch.ones(2)),
+        ModelError,
+        "the gradient \\[2\\]. Give the whole",
+    ),
     "an integer gradient": (
         lambda e, m, o: setattr(param_of(m), "grad", torch.ones(128, 32, dtype=torch.long)),
         ModelError,
-        "but the gradient torch.int64",
+        "but the gradient torch.int64. Give a floating-point one",
     ),
     "a hook after": (
         lambda e, m, o: param_of(m).register_post_accumulate_grad_hook(print),

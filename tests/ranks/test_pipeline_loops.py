@@ -156,7 +156,7 @@ OF_ALL_ROWS = [changes for changes in PLANS if "dp" not in changes.get("mesh", {
 @pytest.mark.parametrize(
     ("kind", "changes"), [*(("own", one) for one in PLANS), *(("outside", one) for one in OF_ALL_ROWS)], ids=str
 )
-def test_plans(kind: str, changes: dict[str, Any]) -> None:
+def test_plans_of_loops_that_call_the_model(kind: str, changes: dict[str, Any]) -> None:
     loss_of = LOSSES[kind]
     torch.manual_seed(0)
     model, data = Decoder(tied="pipeline" not in changes), batches(NUM_STEPS, 8)

@@ -117,7 +117,7 @@ TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not i
 @settings(max_examples=NUM_ORDERS, derandomize=True, suppress_health_check=list(HealthCheck))
 @example(names=["written_before_backward", "grad_divided"], preset="zero3", shares=False)
 @example(names=["buffer_registered", "averaged_model_before"], preset="zero1", shares=True)
-def test_in_any_order(names: list[str], preset: str, shares: bool) -> None:
+def test_operations_in_any_order(names: list[str], preset: str, shares: bool) -> None:
     (verdict,) = raced([((*names, "step", "evaluate"), preset, shares)])
     said = wrong(verdict, tuple(names), preset)
     assert not said, f"{names} under {preset}: {said}"

@@ -54,7 +54,7 @@ PLANS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_plans(case: str) -> None:
+def test_plans_that_are_refused(case: str) -> None:
     """After the refusal nothing has changed, and the model can be sharded by a valid plan."""
     plan, words = PLANS[case]
     torch.manual_seed(0)

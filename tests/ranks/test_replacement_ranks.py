@@ -15,14 +15,14 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import Held
 from shardwise.comm import World
-from shardwise.comm.generation import RECORD_PATH
 from shardwise.elastic import recovery
 from shardwise.errors import FaultError
 from shardwise.observe import read_record
-from shardwise.optim.precision import auto
+from shardwise.optim.precision import auto_precision
 from shardwise.plan import Plan
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
+from shardwise.system.job_folder import RECORD_PATH
 from tests.ranks.test_lost_ranks import (
     NUM_RANKS,
     NUM_STEPS,
@@ -159,12 +159,12 @@ def test_one_that_comes_computes_in_the_precision_that_the_others_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have settled `auto`, and its own processor would choose another."""
-    monkeypatch.setattr(auto, "bf16_ratio", lambda: 45.0)
+    monkeypatch.setattr(auto_precision, "bf16_ratio", lambda: 45.0)
 
     def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
         assert (engine.plan.precision, engine.table.compute) == ("fp32", "fp32")
         if (member, step, now) == (1, 2, "backward"):
-            monkeypatch.setattr(auto, "bf16_ratio", lambda: 0.2)
+            monkeypatch.setattr(auto_precision, "bf16_ratio", lambda: 0.2)
             raise Killed
 
     sizes = trained(tmp_path, plan={"preset": "zero2", "precision": "auto"}, at=at)

@@ -107,7 +107,12 @@ def test_a_server_that_does_not_take_a_version(tmp_path: Path) -> None:
         ("/start_weight_update", (500, {"error": "busy"}), "busy", False),
         ("/update_weights", (500, {"error": "half"}), "half", True),
         ("/finish_weight_update", (500, {"error": "half"}), "half", True),
-        ("/reset_prefix_cache", (200, {"success": False}), "still has prefixes", False),
+        (
+            "/reset_prefix_cache",
+            (200, {"success": False}),
+            "still has prefixes in its cache that older weights have computed, and answers from them. Empty the cache",
+            False,
+        ),
     ],
 )
 def test_vllm_does_not_sample_from_half_of_the_weights(

@@ -435,7 +435,8 @@ def test_an_object_that_refuses_undoes_the_others(tmp_path: Path) -> None:
         train(engine)
         trained = whole(engine)
         with pytest.raises(
-            CheckpointError, match=r"bad\.load_state_dict\(\) refused the state in .* nothing before the start"
+            CheckpointError,
+            match=r"bad\.load_state_dict\(\) refused the state in .* nothing before the start\)\. Give engine",
         ):
             engine.resume(tmp_path)
         assert (good.position, bad.position, engine.num_steps) == (70, 80, 1)

@@ -139,7 +139,7 @@ def test_evaluation_changes_nothing_and_gives_the_mean_loss() -> None:
     [
         ((torch.zeros(5, LENGTH, dtype=torch.long),) * 2, ConfigError, "5 rows, which cannot be split into 2"),
         ([(1, 2)], ConfigError, "has 1 micro-batches, but the plan's accumulate is 2"),
-        ({"x": 1}, ConfigError, "has no tensor that could be split"),
+        ({"x": 1}, ConfigError, "has no tensor that could be split.*Give tensors whose first dimension is the samples"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused(batch: Any, error: type[Exception], words: str) -> None:

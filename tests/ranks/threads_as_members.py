@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
-from shardwise.comm.generation import Regrouped
+from shardwise.comm.regrouping import Regrouped
 from shardwise.errors import SpareError, TurnedAwayError
 from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
 from shardwise.testing import prepare_operators

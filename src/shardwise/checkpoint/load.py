@@ -178,5 +178,6 @@ def _load_objects(path: Path, objects: Mapping[str, Stateful], memories: Mapping
             thing.load_state_dict(memories[name])
         except Exception as error:  # the user's object may raise anything
             raise CheckpointError(
-                f"{name}.load_state_dict() refused the state in {path} ({type(error).__name__}: {error})."
+                f"{name}.load_state_dict() refused the state in {path} ({type(error).__name__}: {error}). Give "
+                f"engine.remember({name}=...) an object like the one that was saved under this name."
             ) from error

@@ -173,7 +173,10 @@ def _latest(home: Path) -> Published | None:
         if isinstance(version, int) and _FOLDER.fullmatch(path.name) is not None and path.is_dir():
             return Published(version, path)
         if told == before:  # otherwise a newer one has been announced, and this one deleted
-            raise CheckpointError(f"{home / _LATEST} announces {path.name!a:.100}, which is not there.")
+            raise CheckpointError(
+                f"{home / _LATEST} announces {path.name!a:.100}, which is not there: somebody has "
+                f"removed it. Publish a version again."
+            )
     return None
 
 

@@ -34,13 +34,17 @@ def check_same_model(path: Path, reader: Reader, content: Content, world: World)
                 f"{path} has no tensor {name}; it is a checkpoint of another model. {nearest(name, shapes)}"
             )
         if tuple(shapes[name]) != shape:
-            raise CheckpointError(f"{path} has {name} with shape {shapes[name]}, but the model has {list(shape)}.")
+            raise CheckpointError(
+                f"{path} has {name} with shape {shapes[name]}, but the model has {list(shape)}. Build the model that "
+                f"was saved: `shardwise inspect {path}` lists what it has."
+            )
     for name in shapes:
         if name in content.ties:
             _check_tied(path, reader, name, content.ties[name], world)
         elif name not in content.shapes:
             raise CheckpointError(
-                f"{path} has a tensor {name} that the model does not have; it is a checkpoint of another model."
+                f"{path} has a tensor {name} that the model does not have; it is a checkpoint of another model. "
+                f"`shardwise inspect {path}` lists what it has."
             )
     for alias, name in content.ties.items():
         if alias in reader.index.ties and reader.index.ties[alias] != name:
@@ -120,7 +124,7 @@ def check_same_settings(path: Path, index: Index, optimizer: AdoptedOptimizer | 
             if not _fits(value, group.get(key)):
                 raise CheckpointError(
                     f"Group {number} of the optimizer in {path} has {key} = {str(value)[:80]!r}, but this one has "
-                    f"{group[key]!r}."
+                    f"{group[key]!r}. Create the optimizer with the setting that was saved. {_weights_alone(path)}"
                 )
 
 

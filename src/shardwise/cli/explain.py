@@ -141,7 +141,7 @@ def explained(args: argparse.Namespace) -> Explanation:
         )
     plan = load_plan(args.plan, args.set)
     if plan.precision == "auto":
-        plan = importlib.import_module("shardwise.optim.precision.auto").settled_here(plan)
+        plan = importlib.import_module("shardwise.optim.precision.auto_precision").settled_here(plan)
     known_from = preset(plan.preset).known_from
     if args.world is None or args.world < 1:
         given = "" if args.world is None else f", not {args.world}"
@@ -150,7 +150,10 @@ def explained(args: argparse.Namespace) -> Explanation:
     if args.optimizer_states < 0:
         raise ConfigError(f"--optimizer-states is {args.optimizer_states}; give 0 or more.")
     if args.per_host is not None and (args.per_host < 1 or args.world % args.per_host):
-        raise ConfigError(f"--per-host is {args.per_host}, which does not divide --world {args.world}.")
+        raise ConfigError(
+            f"--per-host is {args.per_host}, which does not divide --world {args.world}. Give a divisor: all "
+            f"hosts have as many ranks."
+        )
     mesh = mesh_for(plan, args.world, args.per_host)
     check_islands(plan, mesh)
     table = table_for(plan, mesh)

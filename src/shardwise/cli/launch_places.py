@@ -215,7 +215,8 @@ def _elastic_on_hosts(place: str, args: argparse.Namespace, job: Job, environmen
     num_slots, least = plan.num_ranks, job.elastic.least
     if num_slots < least:
         raise ConfigError(
-            f"--elastic {least}:{job.elastic.most}: {least} ranks are needed, but the hosts have {num_slots} slots."
+            f"--elastic {least}:{job.elastic.most}: {least} ranks are needed, but the hosts have {num_slots} slots. "
+            f"Name more of them, or lower MIN."
         )
     plan = replace(plan, job=replace(job, nproc=min(num_slots, job.elastic.most)))
     plan.check()
@@ -255,7 +256,7 @@ def _autoscaled_on_hosts(place: str, args: argparse.Namespace, job: Job, environ
     if num_slots < sizes.first:
         raise ConfigError(
             f"--elastic {elastic.least}:{elastic.most}: {sizes.first} ranks are needed, but the hosts have {num_slots} "
-            f"slots."
+            f"slots. Name more of them, or lower MIN."
         )
     plan = replace(plan, job=replace(job, nproc=plan.num_ranks))
     plan.check()
@@ -415,7 +416,7 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
     if args.nodes is None:
         return hosts
     if not 1 <= args.nodes <= len(hosts):
-        raise ConfigError(f"--nodes is {args.nodes}, but {len(hosts)} hosts are named.")
+        raise ConfigError(f"--nodes is {args.nodes}, but {len(hosts)} hosts are named. Name as many, or fewer nodes.")
     return hosts[: args.nodes]
 
 

@@ -159,7 +159,10 @@ def batch_from(source: str) -> object:
     try:
         return make()
     except Exception as error:
-        raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
+        raise ModelError(
+            f"{source} failed to make a batch: {type(error).__name__}: {error}. It is called here without arguments, "
+            f"and has to return what the model is called with."
+        ) from error
 
 
 def build_model(source: str) -> nn.Module:

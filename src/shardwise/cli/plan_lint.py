@@ -20,7 +20,7 @@ def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> lis
     try:
         plan = load_plan(source)
         if plan.precision == "auto":
-            plan = importlib.import_module("shardwise.optim.precision.auto").settled_here(plan)
+            plan = importlib.import_module("shardwise.optim.precision.auto_precision").settled_here(plan)
         mesh = mesh_for(plan, world_size)
         table = table_for(plan, mesh).on(mesh)
         check_offload(plan, mesh)

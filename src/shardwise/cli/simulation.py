@@ -166,7 +166,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         step_seconds=step.seconds,
         seconds=args.days * 86400,
         recovery=recovery,
-        checkpoint_interval_seconds=_every(args.checkpoint_every),
+        checkpoint_interval_seconds=_every(args.checkpoint_every, step.seconds),
         checkpoint_stall_seconds=args.checkpoint_stall,
         checkpoint_write_seconds=write,
         load_seconds=load,
@@ -237,13 +237,19 @@ def _checkpoint_bytes(source: str, num_states: int) -> int:
     return 4 * trained * (1 + num_states) + frozen_bytes
 
 
-def _every(text: str) -> float:
+def _every(text: str, step_seconds: float) -> float:
     if text == "auto":
         return Job.checkpoint_interval_seconds
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
         raise ConfigError(f"--checkpoint-every is {text!r}; give seconds, or auto.") from None
+    if seconds < step_seconds:
+        raise ConfigError(
+            f"--checkpoint-every is {text} s, but a step takes {step_seconds:g} s, and only whole ones are saved. "
+            f"Give at least that, or auto."
+        )
+    return seconds
 
 
 def _slow(text: str | None) -> SlowHosts:

@@ -5,7 +5,7 @@ ordered list of members; their places in it are their ranks. All members agree o
 it. After a fault, or when members join or leave, those that are alive form the next generation.
 
 `World` has a membership, and a membership opens worlds: here the type of the world is left open, so that neither needs
-the other. `generation.py` has both for `World`.
+the other.
 """
 
 from __future__ import annotations

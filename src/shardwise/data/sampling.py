@@ -65,7 +65,7 @@ class Epochs:
         """
         check_tail(tail)
         if num_samples < 1:
-            raise ConfigError(f"{name} has no samples.")
+            raise ConfigError(f"{name} has no samples. Give a source of at least one.")
         rows = num_samples if tail == "carry" else num_samples // batch_rows * batch_rows
         if rows == 0:
             raise ConfigError(

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from shardwise.checkpoint import Held
 from shardwise.checkpoint.json_codec import encode
 from shardwise.comm import World
-from shardwise.comm.generation import LEFT_OUT, Membership
+from shardwise.comm.regrouping import Membership
 from shardwise.elastic.arrival import Arrival, arrive
 from shardwise.elastic.between_steps import Outside
 from shardwise.elastic.copies import CopyMeter
@@ -49,6 +49,7 @@ from shardwise.plan.replica_groups import group_size, num_groups
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
 from shardwise.system.disk import Removals
+from shardwise.system.job_folder import LEFT_OUT
 
 _CODE_FAULTS = ("contradiction", "deadlock")
 """Kinds of faults that would occur with any set of ranks."""
@@ -128,7 +129,7 @@ class Recovery:
     """
 
     def __init__(
-        self, host: Host, loop: Loop, sharded: ShardedModel, membership: Membership, arrival: Arrival | None
+        self, host: Host, loop: Loop, sharded: ShardedModel, membership: Membership[World], arrival: Arrival | None
     ) -> None:
         self._host = host
         self._loop = loop
@@ -250,8 +251,8 @@ class Recovery:
         self._replanned = None
 
     def leave_out(self, error: CorruptionError) -> FaultError:
-        """See `leave_out` in `corruption.py`."""
-        from shardwise.elastic.corruption import leave_out  # only then
+        """See `leave_out` in `corrupt_rank.py`."""
+        from shardwise.elastic.corrupt_rank import leave_out  # only then
 
         verification = self._sharded.parts.verification
         assert verification is not None

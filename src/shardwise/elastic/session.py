@@ -66,7 +66,8 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.checkpoint import Loaded
-from shardwise.comm.generation import BAD_BATCH, Membership
+from shardwise.comm import World
+from shardwise.comm.regrouping import Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
@@ -81,6 +82,7 @@ from shardwise.runtime.micro_batches import LossFunction
 from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
+from shardwise.system.job_folder import BAD_BATCH
 from shardwise.system.torch_private import pytree
 
 Result = TypeVar("Result")
@@ -110,7 +112,7 @@ class ElasticSession(Session):
     """Intercepts a loop's calls of model, engine and optimizers. `close()` it."""
 
     def __init__(
-        self, host: Host, sharded: ShardedModel, membership: Membership, arrival: Arrival | None = None
+        self, host: Host, sharded: ShardedModel, membership: Membership[World], arrival: Arrival | None = None
     ) -> None:
         """`arrival` is what a rank that joins has received from the others. They are in a recovery then, whose last
         exchange this call takes part in."""

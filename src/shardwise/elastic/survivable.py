@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 
-from shardwise.comm.generation import Membership
+from shardwise.comm import World
+from shardwise.comm.regrouping import Membership
 from shardwise.errors import ConfigError
 from shardwise.fit.loss_price import loss_prices
 from shardwise.optim import Cooperative
@@ -19,7 +20,7 @@ _log = logging.getLogger("shardwise")
 _RESTART = "If a rank is lost, this job restarts from its last checkpoint instead."
 
 
-def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
+def survives(sharded: ShardedModel, membership: Membership[World] | None) -> bool:
     """Whether the others continue when a rank of this job is lost. Rank 0 logs why if they cannot, and what copies on
     other hosts cost if there are any.
 
@@ -34,7 +35,7 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
     return goes_on
 
 
-def _goes_on(sharded: ShardedModel, membership: Membership | None) -> bool:
+def _goes_on(sharded: ShardedModel, membership: Membership[World] | None) -> bool:
     wish = sharded.plan.survive
     if sharded.plan.bad_batch == "skip" and (membership is None or wish == "checkpoint" or not membership.folder):
         raise ConfigError(
@@ -120,7 +121,7 @@ def _num_states(sharded: ShardedModel) -> int:
     return max(found, default=0) or 2
 
 
-def _why_not(sharded: ShardedModel, membership: Membership) -> str:
+def _why_not(sharded: ShardedModel, membership: Membership[World]) -> str:
     """Why the others could not continue; empty if they can."""
     smaller = sharded.parts.sharding.smaller
     if why := why_no_images(sharded.mesh, smaller.meshes, smaller.why_none):

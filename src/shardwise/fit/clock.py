@@ -170,27 +170,6 @@ class RankProgram:
     """The pipeline ranks that have the parameters of a unit, where several have: an embedding tied to the head."""
 
 
-def time_step(
-    step: StepProgram,
-    work: Work,
-    hardware: Hardware,
-    mesh: Mesh,
-    *,
-    num_micro_batches: int = 1,
-    num_states: int = 2,
-    rank: int = 0,
-) -> Timeline:
-    """A step of ranks that all have the same program: `micro_batch` as often as gradients are accumulated, then `step`.
-
-    `hardware` is given with the ranks of a node (`Hardware.with_ranks`). `num_states` are tensors of a parameter's size
-    that the optimizer keeps, for flat buffers that do not say how they are updated. Raises `ProgramError` for an action
-    or a computation without a price, naming it, and `ConfigError` for hardware without what the program uses.
-    """
-    return time_ranks(
-        [RankProgram(step, work, rank)], hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states
-    )
-
-
 def time_ranks(
     programs: Sequence[RankProgram],
     hardware: Hardware,
@@ -200,9 +179,13 @@ def time_ranks(
     num_states: int = 2,
     keeps_events: bool = True,
 ) -> Timeline:
-    """As `time_step`, for one rank of each stage of a pipeline, in their order; see [Note: messages between stages].
+    """A step of one rank of each stage of a pipeline, in their order, or of one rank for all where there are no stages:
+    `micro_batch` as often as gradients are accumulated, then `step`. See [Note: messages between stages].
 
-    Without `keeps_events` there are only sums, in less time.
+    `hardware` is given with the ranks of a node (`Hardware.with_ranks`). `num_states` are tensors of a parameter's size
+    that the optimizer keeps, for flat buffers that do not say how they are updated. Without `keeps_events` there are
+    only sums, in less time. Raises `ProgramError` for an action or a computation without a price, naming it, and
+    `ConfigError` for hardware without what the program uses.
     """
     # what a step leaves in flight the next one begins with, so that the second is as all later ones
     num_steps = 1 + any(_leaves_in_flight(one.step) for one in programs)

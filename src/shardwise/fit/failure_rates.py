@@ -50,11 +50,11 @@ def known_rates() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def ranks_that_end(mean_hours: float, repair_hours: float = 0.0) -> FailureRates:
+def ranks_that_end(mean_hours: float) -> FailureRates:
     """Ranks that end after `mean_hours` on average, and nothing else. Raises `ConfigError` unless hours are above 0."""
     if not mean_hours > 0:
         raise ConfigError(f"The hours between failures of one rank are {mean_hours}; give more than 0.")
-    cause = Cause("rank ended", 1 / mean_hours, repair_hours=repair_hours)
+    cause = Cause("rank ended", 1 / mean_hours)
     return FailureRates((cause,), f"one failure in {mean_hours:g} hours of a rank")
 
 

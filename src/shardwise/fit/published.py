@@ -14,7 +14,7 @@ import csv
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -541,7 +541,7 @@ def _checked(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, str]
         yield {key: value or "" for key, value in row.items()}
 
 
-def write_predictions(source: Path, out: Path, *, predict: Callable[[Row], Prediction] = predict) -> tuple[int, int]:
+def write_predictions(source: Path, out: Path) -> tuple[int, int]:
     """Write the rows of `source` with predictions to `out`. Returns how many rows there are, and how many have one."""
     header, rows = read_rows(source)
     predictions = [predict(row) for row in rows]

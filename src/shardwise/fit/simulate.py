@@ -52,8 +52,8 @@ HOUR = 3600.0
 STEP_END = 1e-6
 """Of a step: how far rounding of the clock may be from its end."""
 MOST_EVENTS, MOST_STEPS = 2_000_000, 10**12
-"""Of a run. A hundred thousand ranks of `llama3-405b` have some 20,000 failures in a year, and at one a minute half a
-million checkpoints."""
+"""Of a run. A hundred thousand ranks of `llama3-405b` have some 20,000 failures in a year. Checkpoints between which
+nothing happens are no events."""
 TRIED = tuple(2 ** (power / 2) for power in range(-4, 5))
 """Multiples of Daly's interval."""
 
@@ -179,7 +179,6 @@ def _check_length(job: Job, rates: FailureRates) -> None:
     hours = job.seconds / HOUR
     expected = {
         "failures": hours * job.world_size * rates.per_rank_hour,
-        "checkpoints": job.seconds / job.checkpoint_interval_seconds,
         "hosts that become slow": hours * job.num_hosts * job.slow.per_host_hour,
     }
     what, most = max(expected.items(), key=lambda item: item[1])
@@ -451,12 +450,33 @@ class _Run:
     def _on_due(self, attempt: int) -> None:
         if attempt != self.attempt or not self._is_step_end(partial(self._on_due, attempt)):
             return
+        self._repeat_intervals()
         job = self.job
         self._stand(_Phase("checkpoints", job.checkpoint_stall_seconds))
         written = self.now + job.checkpoint_stall_seconds + job.checkpoint_write_seconds
         saved = _Saved(self.num_steps, replace(self.closed))
         self._push(written, partial(self._on_written, attempt, self.num_survived, saved))
-        self._push(max(self.now + job.checkpoint_interval_seconds, written), partial(self._on_due, attempt))
+        later = self.now + job.checkpoint_stall_seconds + self._pace / 2  # one step is not saved twice
+        self._push(max(self.now + job.checkpoint_interval_seconds, written, later), partial(self._on_due, attempt))
+
+    def _repeat_intervals(self) -> None:
+        """At the end of a step: pass the intervals in which nothing happens but checkpoints, but for the last ones.
+
+        What is saved in one of them is replaced in the next. Where a checkpoint costs nothing each step is saved, and a
+        job of weeks would take two events for each of its steps.
+        """
+        job, pace = self.job, self._pace
+        standing = job.checkpoint_stall_seconds
+        between = max(job.checkpoint_interval_seconds - standing, job.checkpoint_write_seconds)
+        num_steps = max(1, math.ceil(between / pace - STEP_END))
+        seconds = standing + num_steps * pace
+        until = min(self.events[0][0], job.seconds) if self.events else job.seconds
+        times = max(0, math.floor((until - self.now) / seconds) - 2)
+        self._count(self.closed, times * num_steps)
+        self.num_steps += times * num_steps
+        self.num_checkpoints += times
+        self.losses["checkpoints"] += times * standing
+        self.now += times * seconds
 
     def _on_written(self, attempt: int, num_survived: int, saved: _Saved) -> None:
         """It is whole, if all ranks that wrote it are still there."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +130,12 @@ class StageRehearsal:
             staged: StagedModel = twin.copied(self.staged)
             staged.attach()
             held.watch(staged, stage)
-            return partial(_through_stage, staged, stage, arrived, self, held)
+
+            def work(take: Take, living: LivingBytes) -> None:
+                with self.around(staged.model):
+                    self._forward_and_backward(staged, stage, arrived, held, take, living)
+
+            return work
 
         return rehearse_work(
             prepare,
@@ -144,6 +148,42 @@ class StageRehearsal:
             watch=watch,
             on_cpu=self.on_cpu,
         )
+
+    def _forward_and_backward(
+        self,
+        staged: StagedModel,
+        stage: int,
+        arrived: StageMessageLayout | None,
+        held: _Held,
+        take: Take,
+        living: LivingBytes,
+    ) -> None:
+        """Of a copied stage, as a pipeline runs them."""
+        held.begin()
+        args, kwargs = take()
+        before = living.live_bytes
+        given = None if arrived is None else empty(arrived, self.device)
+        is_last = stage + 1 == len(staged.layout.stages)
+        is_watched = held.passed_on is None
+        wanted = held.wanted if is_watched and held.carried is None else None
+        passing = Passing(held.passed_on, carried=held.carried or NOTHING, wanted=wanted)
+        with staged.running(stage, given, is_watched=is_watched, passing=passing):
+            output: Any = staged.model(*args, **kwargs)
+            outputs: Sequence[Tensor] = ((self.loss or loss_in)(output),) if is_last else output
+            del output
+            if is_watched:
+                staged.require_own(outputs)
+            held.handed_over = None if is_last else staged.handed_over
+        del args, kwargs
+        held.after_forward = max(0, living.live_bytes - before)
+        held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
+        held.sent_back = 0 if arrived is None else arrived.gradient_bytes
+        held.sent += held.sent_back
+        held.messages = _message_bytes(self.schedule, arrived, held.handed_over)
+        with_grads = [one for one in outputs if one.requires_grad]
+        if with_grads:
+            with staged.running(stage, given, is_backward=True):
+                torch.autograd.backward(with_grads, [torch.empty_like(one) for one in with_grads])
 
     def together(self) -> Activations:
         """The activations of all micro-batches of a step, in the order of this rank's schedule."""
@@ -264,56 +304,6 @@ class _Held:
     def begin(self) -> None:
         self._linear.clear()
         self._num_gradients = 0
-
-
-def _through_stage(
-    staged: StagedModel,
-    stage: int,
-    arrived: StageMessageLayout | None,
-    rehearsal: StageRehearsal,
-    held: _Held,
-    take: Take,
-    living: LivingBytes,
-) -> None:
-    """One forward and backward of a copied stage, as a pipeline runs them."""
-    with rehearsal.around(staged.model):
-        _forward_and_backward(staged, stage, arrived, rehearsal, held, take, living)
-
-
-def _forward_and_backward(
-    staged: StagedModel,
-    stage: int,
-    arrived: StageMessageLayout | None,
-    rehearsal: StageRehearsal,
-    held: _Held,
-    take: Take,
-    living: LivingBytes,
-) -> None:
-    held.begin()
-    args, kwargs = take()
-    before = living.live_bytes
-    given = None if arrived is None else empty(arrived, rehearsal.device)
-    is_last = stage + 1 == len(staged.layout.stages)
-    is_watched = held.passed_on is None
-    wanted = held.wanted if is_watched and held.carried is None else None
-    passing = Passing(held.passed_on, carried=held.carried or NOTHING, wanted=wanted)
-    with staged.running(stage, given, is_watched=is_watched, passing=passing):
-        output: Any = staged.model(*args, **kwargs)
-        outputs: Sequence[Tensor] = ((rehearsal.loss or loss_in)(output),) if is_last else output
-        del output
-        if is_watched:
-            staged.require_own(outputs)
-        held.handed_over = None if is_last else staged.handed_over
-    del args, kwargs
-    held.after_forward = max(0, living.live_bytes - before)
-    held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
-    held.sent_back = 0 if arrived is None else arrived.gradient_bytes
-    held.sent += held.sent_back
-    held.messages = _message_bytes(rehearsal.schedule, arrived, held.handed_over)
-    with_grads = [one for one in outputs if one.requires_grad]
-    if with_grads:
-        with staged.running(stage, given, is_backward=True):
-            torch.autograd.backward(with_grads, [torch.empty_like(one) for one in with_grads])
 
 
 def _message_bytes(schedule: Schedule, given: StageMessageLayout | None, sent: StageMessageLayout | None) -> int:

@@ -138,7 +138,10 @@ class VllmServer:
         if (
             not has_emptied and self._pause != "keep"
         ):  # frozen requests keep their entries, and no others should be left
-            raise CheckpointError(f"{self._http.url} still has prefixes in its cache that older weights have computed.")
+            raise CheckpointError(
+                f"{self._http.url} still has prefixes in its cache that older weights have computed, and answers from "
+                f"them. Empty the cache when no request is running: POST {self._http.url}/reset_prefix_cache."
+            )
 
     def version(self) -> int | None:
         """The version that the server samples from, or `None` if it is not one of ours."""

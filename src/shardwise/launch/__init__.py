@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.launch.devices import count_gpus, device_kind
     from shardwise.launch.elastic.supervise_elastic import supervise as supervise_elastic
     from shardwise.launch.elastic.supervise_elastic import take_over
     from shardwise.launch.environment import Attempt, rank_environment
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.launch.port import listen
     from shardwise.launch.signals import StopRequest
     from shardwise.launch.supervision import supervise
+    from shardwise.system.devices import count_gpus, device_kind
 
 __all__ = [
     "Attempt",
@@ -36,8 +36,8 @@ _MODULES = {
     "Attempt": "shardwise.launch.environment",
     "Job": "shardwise.launch.job",
     "StopRequest": "shardwise.launch.signals",
-    "count_gpus": "shardwise.launch.devices",
-    "device_kind": "shardwise.launch.devices",
+    "count_gpus": "shardwise.system.devices",
+    "device_kind": "shardwise.system.devices",
     "listen": "shardwise.launch.port",
     "rank_environment": "shardwise.launch.environment",
     "supervise": "shardwise.launch.supervision",

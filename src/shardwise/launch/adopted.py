@@ -75,11 +75,11 @@ class AdoptedProcess:
         return code
 
 
-def find_ranks(run_id: str, processes: Path = _PROCESSES) -> dict[int, int]:
+def find_ranks(run_id: str) -> dict[int, int]:
     """The living ranks of a job on this host, by the environment that its launchers have given them: process ids by
     member number. A rank leads its session; its children, which have the same environment, do not."""
     found = {}
-    for pid, environment in _environments(processes):
+    for pid, environment in _environments():
         if environment.get(b"TORCHELASTIC_RUN_ID") == run_id.encode() and b"SHARDWISE_MEMBER" in environment:
             with contextlib.suppress(OSError, ValueError):
                 if os.getsid(pid) == pid:
@@ -87,8 +87,8 @@ def find_ranks(run_id: str, processes: Path = _PROCESSES) -> dict[int, int]:
     return found
 
 
-def _environments(processes: Path) -> Iterator[tuple[int, dict[bytes, bytes]]]:
-    for folder in processes.iterdir():
+def _environments() -> Iterator[tuple[int, dict[bytes, bytes]]]:
+    for folder in _PROCESSES.iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError):  # another user's, or gone
                 lines = (folder / "environ").read_bytes().split(b"\0")

@@ -52,9 +52,9 @@ class Topology:
         return tuple(core for cores in self.nodes.values() for core in cores if self.sockets.get(core, 0) == here)
 
 
-def this_host(root: Path = Path("/")) -> Topology:
+def this_host() -> Topology:
     """The topology of this host, restricted to the cores that this process may use."""
-    return read_topology(root, os.sched_getaffinity(0))
+    return read_topology(Path("/"), os.sched_getaffinity(0))
 
 
 def read_topology(root: Path, usable: Collection[int]) -> Topology:

@@ -97,10 +97,11 @@ def open_disk(
     return disk
 
 
-def require_room(disk: DiskMemory, world: World, num_bytes: int, when: str) -> None:
-    """Ask for room for `num_bytes` of this rank. All ranks call; all raise `TierError` if the disk of any has too
-    little. Where a lost rank is survived, those without room are lost: see `open_disk`."""
+def require_room(disk: DiskMemory, world: World, num_bytes: int) -> None:
+    """Ask for room for `num_bytes` of this rank's activations. All ranks call; all raise `TierError` if the disk of any
+    has too little. Where a lost rank is survived, those without room are lost: see `open_disk`."""
     wanted = [int(message) for message in world.exchange(str(num_bytes).encode(), "disk")]
+    when = "when room for activations was asked for"
     _agree(world, lambda: disk.folder.check_room(_on_a_host(world, wanted)), disk, when)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ VARIABLE = "SHARDWISE_PROFILE"
 MAX_SNAPSHOT_ENTRIES = 1_000_000
 
 
-def wished(profile: Profile, run: str | None, environment: Mapping[str, str] = os.environ) -> Profile:
+def wished(profile: Profile, run: str | None) -> Profile:
     """The profile to make, from the environment or else the plan. Without any folder it goes to `profile`."""
-    text = environment.get(VARIABLE, "")
+    text = os.environ.get(VARIABLE, "")
     if not text:
         return profile
     first, _, rest = text.partition(":")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.comm import World
-from shardwise.comm.generation import RECORD_PATH, Membership
+from shardwise.comm.regrouping import Membership
 from shardwise.comm.weighing import mean_of
 from shardwise.fit.replay import Replay, script_of, scripts_of
 from shardwise.observe.earlier_run import EarlierRun
@@ -37,6 +37,7 @@ from shardwise.sharded.engine_report import MemoryReport, measured_anew, memory_
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
 from shardwise.system.data_ranks import HANDED_OUT
+from shardwise.system.job_folder import RECORD_PATH
 from shardwise.system.process_memory import process_memory
 from shardwise.system.telemetry import Lap
 
@@ -515,7 +516,7 @@ def _means(messages: list[RankMessage], names: Collection[str]) -> dict[str, flo
     return {name: mean_of([one.values[name] for one in messages], weights) for name in names}
 
 
-def _consequence(membership: Membership | None, num_spare: int) -> tuple[bool, str]:
+def _consequence(membership: Membership[World] | None, num_spare: int) -> tuple[bool, str]:
     """Whether a slow rank leaves, and what follows, for the log; without a `membership` it was not to leave."""
     if membership is None:
         return False, ""

@@ -267,7 +267,7 @@ class AdoptedOptimizer:
         if len(state["param_groups"]) != len(self.groups):
             raise ModelError(
                 f"The state has {len(state['param_groups'])} parameter groups, the engine's optimizers have "
-                f"{len(self.groups)}."
+                f"{len(self.groups)}. Create the optimizers with the groups that were saved."
             )
         for member in self.members:
             own = state["param_groups"][first : first + len(member.param_groups)]

@@ -49,11 +49,11 @@ from shardwise.program.host_bytes import crossing_bytes, lines_on_hosts, sent_by
 from shardwise.program.low_rank import Factored
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.merge import extended, in_order, merged
-from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
 from shardwise.program.render import parse, render, shortened
 from shardwise.program.sign_exchange import BITS, SignExchange, keeps_residuals, sign_exchanges
 from shardwise.program.spec import FactoredMatrix, FlatSpec, Trace, UnitSpec, straight_trace
+from shardwise.program.step_program import StepProgram, plan_step
 from shardwise.program.streams import overlap, pipelined, serial
 from shardwise.program.update import (
     BLOCK,

@@ -6,6 +6,9 @@ import re
 
 from shardwise.program.action import Action, Block, Moment, Program
 
+NUM_ENDS = 5
+"""Actions of a long block that are shown at its beginning, and as many at its end."""
+
 
 def render(program: Program) -> str:
     """One line per moment and one indented line per action, in columns. Moments without actions are kept, because they
@@ -60,8 +63,8 @@ def shortened(text: str, num_moments: int = 6) -> str:
     return "\n".join(kept) + "\n"
 
 
-def _folded(lines: list[str], num_ends: int = 5) -> list[str]:
-    num_left_out = len(lines) - 2 * num_ends
+def _folded(lines: list[str]) -> list[str]:
+    num_left_out = len(lines) - 2 * NUM_ENDS
     if num_left_out < 2:
         return lines
-    return [*lines[:num_ends], f"    # ... {num_left_out} actions ...", *lines[-num_ends:]]
+    return [*lines[:NUM_ENDS], f"    # ... {num_left_out} actions ...", *lines[-NUM_ENDS:]]

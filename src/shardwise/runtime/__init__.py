@@ -7,8 +7,8 @@ from shardwise.runtime.decisions import Decisions, decided
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
-from shardwise.runtime.inference import Inference, bytes_inside, keeps_all
 from shardwise.runtime.nested import argument_tensors, named_tensors, tensors_in
+from shardwise.runtime.no_grad_forwards import Inference, bytes_inside, keeps_all
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.runtime.runner import Runner, Settings
 

@@ -333,7 +333,7 @@ class Hooks:
     def _send_back(self, unit: Unit, use: _Use, call: _Call, _: object) -> None:
         """A gradient of an output of `call` is about to be used."""
         if call.join(graph_task()) and call.waits_for_end:
-            _at_end_of_backward(partial(self._input_grad_done, unit, call))
+            queue_callback(partial(self._input_grad_done, unit, call))
         use.sent_back.add(call)
         self._open_for_gradient(unit, _)
         self._await_end_if_blind(unit, call)
@@ -414,7 +414,7 @@ class Hooks:
 
     def _await_end(self) -> None:
         self._awaits_end = True
-        _at_end_of_backward(self._end)
+        queue_callback(self._end)
 
     def _end(self) -> None:
         self._awaits_end = False
@@ -460,11 +460,6 @@ def _taken_at_rest(param: Tensor) -> Tensor | None:
 def in_backward() -> bool:
     """Whether autograd is running on this thread; a forward that starts now is a recomputation."""
     return graph_task() != -1
-
-
-def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call it when the innermost running autograd has finished."""
-    queue_callback(call)
 
 
 def _watch_outputs(output: object, open_backward: Prehook) -> bool:

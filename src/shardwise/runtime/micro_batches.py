@@ -225,7 +225,10 @@ def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
         return [value]
     rows = {one.shape[0] for one in _tensors_in(value) if one.dim()}
     if not rows:
-        raise ConfigError(f"{what} has no tensor that could be split into {num} micro-batches (the plan's accumulate).")
+        raise ConfigError(
+            f"{what} has no tensor that could be split into {num} micro-batches (the plan's accumulate). Give tensors "
+            f"whose first dimension is the samples, or a list of {num} micro-batches."
+        )
     if len(rows) > 1 or (is_even and next(iter(rows)) % num) or not next(iter(rows)):
         told = " and ".join(map(str, sorted(rows)))
         raise ConfigError(

@@ -27,7 +27,7 @@ from shardwise.runtime.dropped_layers import dropped_layers
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.hooks import Hooks, Listener, changed_inside, in_backward
-from shardwise.runtime.inference import Inference
+from shardwise.runtime.no_grad_forwards import Inference
 from shardwise.runtime.passes import Evaluation, Passes
 from shardwise.runtime.post_backward import PostBackward
 from shardwise.runtime.programs import Programs
@@ -413,7 +413,7 @@ class Runner:
 
     @contextmanager
     def inference(self, world: World, keep_bytes: int | None, members: Group | None) -> Iterator[Inference]:
-        """Inside, ranks run what they like without gradients; see [Note: rounds] and `Inference` in `inference.py`."""
+        """Inside, ranks run what they like without gradients: see [Note: rounds] in `no_grad_forwards.py`."""
         is_between = self.passes.current.is_running
         if is_between or self._inference is not None:
             where = "between a forward and its backward" if is_between else "inside another engine.inference()"

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.errors import CorruptionError
 from shardwise.memory import Flat
-from shardwise.memory.checksum import checksum
+from shardwise.memory.tensor_checksum import checksum
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Span

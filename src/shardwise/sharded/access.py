@@ -74,7 +74,10 @@ class Access:
         if what in (ANCHOR, MOMENTUM):
             raise ModelError(f"{what} follows from what islands train; set the parameter, and all islands have it.")
         if tuple(value.shape) != slot.whole_shape:
-            raise ModelError(f"{name} has shape {list(slot.whole_shape)}, but the new value has {list(value.shape)}.")
+            raise ModelError(
+                f"{name} has shape {list(slot.whole_shape)}, but the new value has {list(value.shape)}. Give the whole "
+                f"parameter on every rank, also where each has a part of it."
+            )
         value = part_of(value.detach(), slot.box)
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
@@ -187,11 +190,15 @@ class Access:
                 kind = type(state[name]).__name__
                 raise ModelError(f"The state has {name} as a {kind}; only tensors and modules' extra states are taken.")
             if state[name].is_meta:
-                raise ModelError(f"The state has {name} on the meta device, without values.")
+                raise ModelError(
+                    f"The state has {name} on the meta device, without values. Give one that was read from a file or "
+                    f"returned by a model with values."
+                )
             shape = self._whole_shape(by_tensor.get(value, name), value)
             if shape != tuple(state[name].shape):
                 raise ModelError(
-                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}."
+                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}. Give "
+                    f"the whole state, on every rank, of a model of the same size."
                 )
         self._runner.step.open_params()
         for name, value in own.items():
@@ -383,7 +390,10 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for word, names in (("lacks", set(own) - set(state)), ("has, unlike the model,", set(state) - set(own))):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"The state {word} {', '.join(sorted(names)[:3])}{more}; it is another model's.")
+            raise ModelError(
+                f"The state {word} {', '.join(sorted(names)[:3])}{more}; it is another model's. With strict=False what "
+                f"both have is loaded."
+            )
 
 
 def _slice_of(tensor: Tensor, span: Span) -> Tensor:

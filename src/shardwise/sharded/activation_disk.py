@@ -67,7 +67,7 @@ def _ask(sharded: ShardedModel, micro_batch: MicroBatch, loss: Loss | None) -> N
     found = sharded.rehearsed or _counted(sharded, micro_batch, loss)
     wanted = _missing(sharded, max((one.disk_bytes for one in found), default=0))
     try:
-        require_room(sharded.disk, sharded.world, wanted, "when room for activations was asked for")
+        require_room(sharded.disk, sharded.world, wanted)
     except TierError as error:
         raise _without_room(error) from error
 

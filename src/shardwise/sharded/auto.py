@@ -32,7 +32,7 @@ from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Found, Lim
 from shardwise.init import Wishes, device_for
 from shardwise.memory import in_own_precision
 from shardwise.optim import vet
-from shardwise.optim.precision.auto import settle
+from shardwise.optim.precision.auto_precision import settle
 from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.replica_groups import mesh_over

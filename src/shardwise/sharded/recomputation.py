@@ -23,7 +23,7 @@ import torch
 from shardwise.comm import World
 from shardwise.errors import StateError
 from shardwise.memory import Flat, Unit
-from shardwise.memory.checksum import checksum
+from shardwise.memory.tensor_checksum import checksum
 from shardwise.runtime.corruption import Report, Where, judge
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.runtime.verification import corruption_error

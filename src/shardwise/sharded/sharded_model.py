@@ -145,7 +145,10 @@ class ShardedModel:
     @property
     def parts(self) -> Parts:
         if self._parts is None:
-            raise StateError("This engine's memory has moved to another plan, so there is nothing left to read here.")
+            raise StateError(
+                "This engine's memory has moved to another plan, so there is nothing left to read here. Begin again "
+                "what was begun before reshard()."
+            )
         return self._parts
 
     @property

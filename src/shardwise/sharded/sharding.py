@@ -26,7 +26,7 @@ from shardwise.memory import (
     unit_specs,
 )
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
-from shardwise.optim.precision.auto import settle
+from shardwise.optim.precision.auto_precision import settle
 from shardwise.parallel.conversions import (
     Converted,
     check_plan,

@@ -36,7 +36,7 @@ from shardwise.fit.budget import within_budget
 from shardwise.init import check_same_settings
 from shardwise.memory import DiskMemory, Flat, KeptFactors
 from shardwise.optim import require_states_for_disk
-from shardwise.optim.precision.auto import settle
+from shardwise.optim.precision.auto_precision import settle
 from shardwise.optim.sign_mean import Residual
 from shardwise.parallel.conversions import check_plan
 from shardwise.parallel.experts import ExpertSplit, share_totals

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.formats.checked_dicts import CheckedDict, shapes_in
 from shardwise.checkpoint.formats.deepspeed_parts import (
     Groups,
     Parts,
@@ -25,7 +26,6 @@ from shardwise.checkpoint.formats.deepspeed_parts import (
 )
 from shardwise.checkpoint.formats.pickles import plain_items
 from shardwise.checkpoint.formats.source import BUFFER, PARAM, Source, stored_files
-from shardwise.checkpoint.formats.tables import Table, shapes_in
 from shardwise.checkpoint.formats.torch_files import load_file
 from shardwise.errors import CheckpointError
 from shardwise.system.safe_files import inside, read_text
@@ -80,14 +80,14 @@ def open_deepspeed(path: Path) -> Source:
     return source
 
 
-def _source(folder: Path, stage: str, models: list[Table], pieces: Pieces, groups: Groups) -> Source:
+def _source(folder: Path, stage: str, models: list[CheckedDict], pieces: Pieces, groups: Groups) -> Source:
     model = models[0]
     known = {spec.name for spec in pieces}
     pieces |= {spec: one for spec, one in _frozen(folder, models).items() if spec.name not in known}
     pieces |= _buffers(model)
     pieces |= _in_module(model, pieces)
     names = {spec.name for spec in pieces if spec.kind in (PARAM, BUFFER)}
-    shared = model.table_or_empty("shared_params").values
+    shared = model.inner_or_empty("shared_params").values
     ties = {alias: name for alias, name in shared.items() if isinstance(alias, str) and isinstance(name, str)}
     ties = {alias: name for alias, name in ties.items() if name in names and alias not in names}
     user, left_out = _user(model)
@@ -113,7 +113,7 @@ def _source(folder: Path, stage: str, models: list[Table], pieces: Pieces, group
     )
 
 
-def _clipping(own: Table, model: Table) -> list[str]:
+def _clipping(own: CheckedDict, model: CheckedDict) -> list[str]:
     """A note on the run's gradient clipping, from the optimizer or the configuration."""
     limit = own.values.get("clip_grad")
     config = model.values.get("ds_config")
@@ -162,22 +162,22 @@ def _refuse_split_models(folder: Path) -> None:
             )
 
 
-def _model_states(file: Path) -> Table:
+def _model_states(file: Path) -> CheckedDict:
     state = load_file(file)
     if not isinstance(state, dict) or not {"module", "global_steps", "dp_world_size"} <= state.keys():
         raise CheckpointError(f"{file} is not a DeepSpeed model file.")
-    return Table(state, str(file))
+    return CheckedDict(state, str(file))
 
 
-def _optim_states(file: Path) -> Table:
-    return Table.of(load_file(file), str(file)).table("optimizer_state_dict")
+def _optim_states(file: Path) -> CheckedDict:
+    return CheckedDict.of(load_file(file), str(file)).inner("optimizer_state_dict")
 
 
-def _check_count(folder: Path, optim: Table, num_files: int) -> None:
+def _check_count(folder: Path, optim: CheckedDict, num_files: int) -> None:
     counts = optim.values.get("partition_count")
     if isinstance(counts, int):
         counts = [counts]
-    expected = max(Table({"partition_count": counts}, optim.where).each("partition_count", int), default=0)
+    expected = max(CheckedDict({"partition_count": counts}, optim.where).each("partition_count", int), default=0)
     if expected != num_files:
         raise CheckpointError(
             f"{folder} has {num_files} files {OPTIM_FILES}, but {expected} ranks wrote it; it is incomplete."
@@ -187,16 +187,16 @@ def _check_count(folder: Path, optim: Table, num_files: int) -> None:
 # -- common to all stages -------------------------------------------------------------------------------
 
 
-def _buffers(model: Table) -> Pieces:
+def _buffers(model: CheckedDict) -> Pieces:
     module, names = model.tensors("module"), model.names("buffer_names")
     found = {name: module[name] for name in names if name in module}
     return {spec_of(BUFFER, name, tuple(one.shape), one): Parts((one,)) for name, one in found.items()}
 
 
-def _frozen(folder: Path, models: list[Table]) -> Pieces:
+def _frozen(folder: Path, models: list[CheckedDict]) -> Pieces:
     """Parameters that the optimizer does not own, if DeepSpeed lists them; in stage 3 each rank has its part."""
     pieces: Pieces = {}
-    for name, shape in shapes_in(models[0].table_or_empty("frozen_param_shapes")).items():
+    for name, shape in shapes_in(models[0].inner_or_empty("frozen_param_shapes")).items():
         parts = [model.tensors("frozen_param_fragments").get(name) for model in models]
         if parts[0] is not None and parts[0].numel() == math.prod(shape):
             parts = parts[:1]
@@ -212,14 +212,14 @@ def _frozen(folder: Path, models: list[Table]) -> Pieces:
     return pieces
 
 
-def _in_module(model: Table, known: Pieces) -> Pieces:
+def _in_module(model: CheckedDict, known: Pieces) -> Pieces:
     """Whole parameters of the model file that are nowhere else: all without ZeRO, frozen ones in stage 1."""
-    names = {spec.name for spec in known} | set(model.table_or_empty("shared_params").values)
+    names = {spec.name for spec in known} | set(model.inner_or_empty("shared_params").values)
     module = {name: one for name, one in model.tensors("module").items() if name not in names and one.numel()}
     return {spec_of(PARAM, name, tuple(one.shape), one): Parts((one,)) for name, one in module.items()}
 
 
-def _user(model: Table) -> tuple[dict[str, Any], list[str]]:
+def _user(model: CheckedDict) -> tuple[dict[str, Any], list[str]]:
     """`client_state` and the scheduler, as far as they are plain values."""
     kept = {key: value for key, value in model.values.items() if key not in OWN_KEYS and value is not None}
     user, others = plain_items(kept)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.formats.checked_dicts import CheckedDict, at, expected, shapes_in
 from shardwise.checkpoint.formats.opcodes import Made
 from shardwise.checkpoint.formats.pickles import plain_items
 from shardwise.checkpoint.formats.source import PARAM, Spec
-from shardwise.checkpoint.formats.tables import Table, at, expected, shapes_in
 from shardwise.checkpoint.formats.torch_files import load_file
 from shardwise.errors import CheckpointError
 from shardwise.system.safe_files import inside
@@ -64,24 +64,24 @@ def spec_of(kind: str, name: str, shape: tuple[int, ...], tensor: Tensor) -> Spe
     return Spec(kind, name, shape, tensor.dtype)
 
 
-def shape_groups(model: Table) -> list[dict[str, tuple[int, ...]]]:
+def shape_groups(model: CheckedDict) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes by parameter group; in stage 3 by sub-group."""
     if isinstance(model.values.get("param_shapes"), dict):
-        return [shapes_in(model.table("param_shapes"))]
-    return [shapes_in(Table(group, model.where)) for group in model.each("param_shapes", dict)]
+        return [shapes_in(model.inner("param_shapes"))]
+    return [shapes_in(CheckedDict(group, model.where)) for group in model.each("param_shapes", dict)]
 
 
 # -- the optimizer --------------------------------------------------------------------------------------
 
 
-def _hyper(group: Table, names: list[str]) -> dict[str, Any]:
+def _hyper(group: CheckedDict, names: list[str]) -> dict[str, Any]:
     """A parameter group as torch has it; `step`, which Apex keeps in groups, is a state of each parameter."""
     settings = {key: value for key, value in group.values.items() if key not in ("params", "step")}
     plain, _ = plain_items(settings)
     return {**plain, **{key: settings[key] for key in plain if isinstance(settings[key], tuple)}, "params": names}
 
 
-def _scalars(entry: Table, group: Table) -> dict[str, Tensor]:
+def _scalars(entry: CheckedDict, group: CheckedDict) -> dict[str, Tensor]:
     """States that are one number for all parameters of a group, as tensors, like those of torch's optimizers."""
     found = {key: value for key, value in entry.values.items() if not isinstance(value, Tensor) or value.dim() == 0}
     if "step" not in entry and isinstance(group.values.get("step"), int | float | Tensor):
@@ -94,7 +94,7 @@ def _scalars(entry: Table, group: Table) -> dict[str, Tensor]:
     }
 
 
-def _vectors(entry: Table, flat: Tensor) -> dict[str, Tensor]:
+def _vectors(entry: CheckedDict, flat: Tensor) -> dict[str, Tensor]:
     """The flat group itself and states of its size, or of its padded size."""
     states = {
         f"state.{key}": value
@@ -148,7 +148,7 @@ class _Found:
 # -- stages 1 and 2 -------------------------------------------------------------------------------------
 
 
-def stages_1_and_2(folder: Path, model: Table, optims: list[Table]) -> tuple[Pieces, Groups]:
+def stages_1_and_2(folder: Path, model: CheckedDict, optims: list[CheckedDict]) -> tuple[Pieces, Groups]:
     if "param_slice_mappings" not in optims[0]:
         raise CheckpointError(f"{folder} was written by a DeepSpeed older than 0.7; load and save it with a newer one.")
     found = _Found(is_padded=False)
@@ -179,25 +179,25 @@ def _address(address: Any, where: str) -> tuple[int, int]:
     return expected(start, int, where, "the start of a parameter"), expected(numel, int, where, "its length")
 
 
-def _base_state(optim: Table, number: int, group: Table) -> Table:
+def _base_state(optim: CheckedDict, number: int, group: CheckedDict) -> CheckedDict:
     """The wrapped optimizer's state of a flat group: by its number, or in a list if the checkpoint is elastic."""
     if isinstance(optim.values.get("base_optimizer_state"), list):
-        return Table(at(optim.each("base_optimizer_state", dict), number, optim.where, "states"), optim.where)
+        return CheckedDict(at(optim.each("base_optimizer_state", dict), number, optim.where, "states"), optim.where)
     params = group.each("params", int)
-    return optim.table("base_optimizer_state").table("state").table_or_empty(at(params, 0, optim.where, "parameters"))
+    return optim.inner("base_optimizer_state").inner("state").inner_or_empty(at(params, 0, optim.where, "parameters"))
 
 
-def _base_groups(optim: Table) -> list[Table]:
+def _base_groups(optim: CheckedDict) -> list[CheckedDict]:
     if isinstance(optim.values.get("base_optimizer_state"), list):  # an elastic checkpoint has no hyper-parameters
-        return [Table({}, optim.where) for _ in optim.values["base_optimizer_state"]]
-    base = optim.table("base_optimizer_state")
-    return [Table(group, optim.where) for group in base.each("param_groups", dict)]
+        return [CheckedDict({}, optim.where) for _ in optim.values["base_optimizer_state"]]
+    base = optim.inner("base_optimizer_state")
+    return [CheckedDict(group, optim.where) for group in base.each("param_groups", dict)]
 
 
 # -- stage 3 --------------------------------------------------------------------------------------------
 
 
-def stage_3(folder: Path, model: Table, optims: list[Table]) -> tuple[Pieces, Groups]:
+def stage_3(folder: Path, model: CheckedDict, optims: list[CheckedDict]) -> tuple[Pieces, Groups]:
     if optims[0].values.get("ds_zero_partition_groups"):
         raise CheckpointError("The checkpoint has experts split over ranks (AutoEP), which cannot be imported.")
     sub_groups = shape_groups(model)
@@ -205,11 +205,11 @@ def stage_3(folder: Path, model: Table, optims: list[Table]) -> tuple[Pieces, Gr
     found = _Found(is_padded=True)
     for optim in optims:
         flats = optim.each("fp32_flat_groups", Tensor)
-        states = optim.table("optimizer_state_dict").table("state")
+        states = optim.inner("optimizer_state_dict").inner("state")
         for number, shapes in enumerate(sub_groups):
-            entry = states.table_or_empty(number)
+            entry = states.inner_or_empty(number)
             flat = _flat(at(flats, number, optim.where, "groups of weights"), optim.where)
-            scalars = _scalars(entry, owners.get(number, Table({}, optim.where)))
+            scalars = _scalars(entry, owners.get(number, CheckedDict({}, optim.where)))
             for name, start, numel in _walk(shapes, len(optims)):
                 found.add(name, _vectors(entry, flat), start, numel, scalars, optim.where)
     pieces = found.pieces({name: shape for group in sub_groups for name, shape in group.items()}, folder)
@@ -225,11 +225,11 @@ def _walk(shapes: dict[str, tuple[int, ...]], num_ranks: int) -> Iterator[tuple[
         start += numel
 
 
-def _z3_groups(optim: Table) -> list[Table]:
-    return [Table(group, optim.where) for group in optim.table("optimizer_state_dict").each("param_groups", dict)]
+def _z3_groups(optim: CheckedDict) -> list[CheckedDict]:
+    return [CheckedDict(group, optim.where) for group in optim.inner("optimizer_state_dict").each("param_groups", dict)]
 
 
-def _groups_of_stage_3(model: Table, optim: Table) -> Groups:
+def _groups_of_stage_3(model: CheckedDict, optim: CheckedDict) -> Groups:
     """A parameter group consists of several sub-groups in stage 3, given by their numbers."""
     sub_groups = shape_groups(model)
     return [
@@ -244,7 +244,7 @@ def _groups_of_stage_3(model: Table, optim: Table) -> Groups:
 # -- universal ------------------------------------------------------------------------------------------
 
 
-def universal(folder: Path, model: Table) -> tuple[Pieces, Groups, Table]:
+def universal(folder: Path, model: CheckedDict) -> tuple[Pieces, Groups, CheckedDict]:
     """One folder for each parameter, with a file for the master weight and for each state; and the optimizer's own.
 
     Frozen parameters have such a folder only if the checkpoint was of stage 1 or 2.
@@ -252,7 +252,7 @@ def universal(folder: Path, model: Table) -> tuple[Pieces, Groups, Table]:
     home = inside(folder, "zero")
     groups = shape_groups(model)
     pieces: Pieces = {}
-    frozen = shapes_in(model.table_or_empty("frozen_param_shapes"))
+    frozen = shapes_in(model.inner_or_empty("frozen_param_shapes"))
     trained = {name: shape for group in groups for name, shape in group.items()}
     for name, shape in (*trained.items(), *frozen.items()):
         place = inside(home, name)
@@ -267,10 +267,10 @@ def universal(folder: Path, model: Table) -> tuple[Pieces, Groups, Table]:
                 raise CheckpointError(f"{file} has {tensor.numel()} elements instead of {math.prod(shape)}.")
             pieces[spec_of(kind, name, shape if tensor.dim() or kind == PARAM else (), tensor)] = OwnFile(file)
     path = inside(home, "optimizer_state.pt")
-    state = Table.of(load_file(path), str(path))
+    state = CheckedDict.of(load_file(path), str(path))
     if "fp32_flat_groups" in state:
         return pieces, _groups_of_stage_3(model, state), state
-    settings = [Table(group, state.where) for group in state.each("param_groups", dict)]
+    settings = [CheckedDict(group, state.where) for group in state.each("param_groups", dict)]
     if len(settings) != len(groups):
         raise CheckpointError(f"{path} is damaged: it has {len(settings)} settings for {len(groups)} groups.")
     return pieces, [_hyper(group, list(owned)) for group, owned in zip(settings, groups, strict=True)], state

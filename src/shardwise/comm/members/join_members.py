@@ -89,8 +89,8 @@ def open_generation(process: ProcessRank, opening: Opening[W], timeout_seconds: 
         return answer
     thread.join(_LEFT_AFTER_SECONDS)
     if isinstance(answer, Exception):
-        raise CommError(f"The generation could not be opened: {answer}") from answer
-    raise CommError("The generation was over before it was opened.")
+        raise CommError(f"Generation {opening.generation} of the ranks could not be opened: {answer}") from answer
+    raise CommError(f"Generation {opening.generation} of the ranks ended before this one had entered it.")
 
 
 def _open(process: ProcessRank, opening: Opening[W], size: int, timeout_seconds: float) -> Opened:

@@ -23,8 +23,8 @@ from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import HostsState, Mirror
-from shardwise.launch.elastic.remote import RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
+from shardwise.launch.elastic.remote_workers import RemoteWorkers
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
 from shardwise.launch.hosts.agreement import Kept

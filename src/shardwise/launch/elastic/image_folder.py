@@ -46,7 +46,10 @@ class Images:
         deadline = time.monotonic() + _CLAIM_SECONDS
         while (claim := lock_of(folder / LAUNCHER_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
             if not folder.is_dir() or time.monotonic() > deadline:
-                raise LaunchError(f"The job of {str(folder)!r} has a launcher, or is over.")
+                raise LaunchError(
+                    f"The job of {str(folder)!r} has a launcher, or is over. Only a job that has lost its launcher can "
+                    f"be taken over: its ranks print its folder."
+                )
             time.sleep(0.01)  # a rank has looked whether there is a launcher
         images = cls.__new__(cls)
         lock = lock_of(folder / LOCK, fcntl.LOCK_SH)

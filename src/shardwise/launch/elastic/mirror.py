@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shardwise.errors import LaunchError
-from shardwise.launch.elastic.remote import RemoteMemory
 from shardwise.launch.elastic.remote_host import RemoteHost
+from shardwise.launch.elastic.remote_workers import RemoteMemory
 from shardwise.launch.elastic.succession import unpickled
 from shardwise.launch.hosts.agreement import has_half
 from shardwise.launch.places.ssh import SshPlan
@@ -56,7 +56,10 @@ class HostsState:
         except (ValueError, zlib.error) as error:
             raise LaunchError(f"What this host has of the last launcher cannot be read: {error}.") from error
         if not isinstance(state, cls):
-            raise LaunchError("What this host has of the last launcher is something else.")
+            raise LaunchError(
+                f"What this host has of the last launcher is a {type(state).__name__}, and not the state of a job on "
+                f"hosts. Start the job again: its script resumes from its last checkpoint."
+            )
         return state
 
 

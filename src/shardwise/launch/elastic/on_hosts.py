@@ -20,8 +20,8 @@ from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
 from shardwise.launch.elastic.mirror import HostsState, Mirror
 from shardwise.launch.elastic.place import ListedPlace
-from shardwise.launch.elastic.remote import RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
+from shardwise.launch.elastic.remote_workers import RemoteWorkers
 from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts

@@ -24,7 +24,7 @@ from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import CutOffError, HostsState, Mirror
 from shardwise.launch.elastic.place import Place
-from shardwise.launch.elastic.pods import BACK_SECONDS, Pod, PodWorkers
+from shardwise.launch.elastic.pod_workers import BACK_SECONDS, Pod, PodWorkers
 from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
 from shardwise.launch.elastic.supervise_elastic import run_attempts
@@ -51,7 +51,7 @@ _TELL_SECONDS = 60.0
 _LOOK_MILLISECONDS = 100
 
 
-def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECONDS, place: Place | None = None) -> int:
+def run_on_pods(plan: PodsPlan, token: str, place: Place | None = None) -> int:
     """Run the ranks of `plan` in the pods that connect with the `token`. The status is that of `supervise_elastic`.
     With `--autoscale`, more pods come from `place`.
 
@@ -71,7 +71,7 @@ def run_on_pods(plan: PodsPlan, token: str, fewer_seconds: float = _FEWER_SECOND
         budget = Budget(elastic.retries, elastic.retry_seconds)
         slots = Slots(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=True)
         say(f"waiting for pods at {address}, port {plan.port}: {plan.describe_need()}.")
-        last = _gather(plan, workers, slots, signals, fewer_seconds)
+        last = _gather(plan, workers, slots, signals)
         if signals.received:
             return report_stop([], 0, signals.received[0], None)
         slots.sort_hosts(lambda pod: index_of(pod) or 0)  # pods that are placed near each other follow each other
@@ -120,7 +120,7 @@ def _gather(
     workers: PodWorkers,
     slots: Slots,
     signals: SignalLog,
-    fewer_seconds: float,
+    fewer_seconds: float = _FEWER_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> HostsState | None:
     """Wait for the requested pods, or, after a while, for as many as the job needs. If pods have ranks of a launcher

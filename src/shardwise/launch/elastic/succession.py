@@ -78,7 +78,10 @@ class JobState:
         try:
             seen = folder.stat()
             if seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
-                raise LaunchError(f"{str(folder)!r} belongs to somebody else, or others can write to it.")
+                raise LaunchError(
+                    f"{str(folder)!r} belongs to somebody else, or others can write to it, so what it says of a job is "
+                    f"not trusted. Take over a job as the user who started it."
+                )
             state = _Reader(io.BytesIO((folder / LAUNCHER_STATE).read_bytes())).load()
             if not isinstance(state, cls):
                 raise pickle.UnpicklingError("it is something else")

@@ -106,7 +106,7 @@ class PodAgent(MemberAgent):
             self._is_done = True
 
 
-def serve(where: str, env: Mapping[str, str], retry_seconds: float = _RETRY_SECONDS) -> int:
+def serve(where: str, env: Mapping[str, str]) -> int:
     """Take part in the job whose launcher is at `where` (`host:port`); returns the exit status of the pod.
 
     Raises `ConfigError`.
@@ -119,7 +119,7 @@ def serve(where: str, env: Mapping[str, str], retry_seconds: float = _RETRY_SECO
         raise ConfigError(f"{VARIABLE} is not set. The launcher accepts only pods that have the token of the job.")
     with SignalLog() as signals, Folder(None) as folder:
         connect = partial(_connect, (host, int(port)), name, token, signals)
-        while (sealed := connect(retry_seconds)) is not None:
+        while (sealed := connect(_RETRY_SECONDS)) is not None:
             with Images() as images, contextlib.closing(PodAgent(sealed, folder, images, signals, connect)) as agent:
                 agent.run()
             if agent.status is not None:

@@ -170,7 +170,7 @@ def _elastic(job: Job, request: PodRequest, environment: Mapping[str, str]) -> l
     if num_slots < elastic.least:
         raise ConfigError(
             f"--elastic {elastic.least}:{elastic.most}: {elastic.least} ranks are needed, but {request.nodes} pods of "
-            f"{job.nproc} have {num_slots} slots."
+            f"{job.nproc} have {num_slots} slots. Raise --nodes or --nproc, or lower MIN."
         )
     names = {part: f"{name}-{part}" for part in (LAUNCHER, "hosts")}
     first = f"{names[LAUNCHER]}-0-0" if is_set else f"{names[LAUNCHER]}-0"

@@ -2,8 +2,8 @@
 
 from shardwise.optim.precision.cast import cast_floating
 from shardwise.optim.precision.late_float import LateFloat, Norm
+from shardwise.optim.precision.loss_scaler import LossScaler
 from shardwise.optim.precision.norm import check_copies, norm_of, norms_of
-from shardwise.optim.precision.scaling import LossScaler
 from shardwise.optim.precision.verdict import Agreeing, NoNews, Verdict, clip, scale_gradients
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import Line
 from shardwise.errors import ModelError
-from shardwise.parallel.chunked_logits.deferred import defer
+from shardwise.parallel.chunked_logits.deferred_logits import defer
 
 
 class ChunkedHead(nn.Module):

@@ -1,10 +1,10 @@
 """What ranks tell each other before a call of a model in stages: who makes it, and whether it is the same one.
 
-[Note: calls of all pipelines] If parameters are gathered in a call (see [Note: rounds] in `runtime/inference.py`), all
-ranks that have a stage are needed for it, whichever pipeline they are in. A rank that waited for its own pipeline
-meanwhile could wait for itself. So pipelines make their calls at the same time, after a meeting of the whole world, and
-go through the stages in the same order. One that has made all its calls stands by: its ranks take part in the rounds of
-their stages, and ask for nothing.
+[Note: calls of all pipelines] If parameters are gathered in a call (see [Note: rounds] in
+`runtime/no_grad_forwards.py`), all ranks that have a stage are needed for it, whichever pipeline they are in. A rank
+that waited for its own pipeline meanwhile could wait for itself. So pipelines make their calls at the same time, after
+a meeting of the whole world, and go through the stages in the same order. One that has made all its calls stands by:
+its ranks take part in the rounds of their stages, and ask for nothing.
 """
 
 from __future__ import annotations

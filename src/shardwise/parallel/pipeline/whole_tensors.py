@@ -57,7 +57,10 @@ class AcrossStages:
         if self.holds(name) or shape is None:
             return True
         if tuple(value.shape) != shape:
-            raise ModelError(f"{name} has shape {list(shape)}, but the new {what} has {list(value.shape)}.")
+            raise ModelError(
+                f"{name} has shape {list(shape)}, but the new {what} has {list(value.shape)}. Give the whole {what} on "
+                f"every rank, also where each has a part of it."
+            )
         return False
 
     def own_part(self, state: Mapping[str, Tensor], *, strict: bool = True) -> dict[str, Tensor]:
@@ -76,7 +79,8 @@ class AcrossStages:
             shape = self._staged.whole.shapes[self._staged.whole.ties.get(name, name)]
             if tuple(state[name].shape) != shape:
                 raise ModelError(
-                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}."
+                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}. Give "
+                    f"the whole state, on every rank, of a model of the same size."
                 )
         return {name: state[name] for name in self._staged.model.state_dict(keep_vars=True) if name in state}
 

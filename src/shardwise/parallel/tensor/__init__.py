@@ -16,8 +16,8 @@ from shardwise.parallel.tensor.functions import (
 from shardwise.parallel.tensor.generators import Generators, draws
 from shardwise.parallel.tensor.model_split import ModelSplit
 from shardwise.parallel.tensor.partition import AXIS
-from shardwise.parallel.tensor.planning import begin_stages, split_for
 from shardwise.parallel.tensor.regions import Regions
+from shardwise.parallel.tensor.splitting import begin_stages, split_for
 from shardwise.parallel.tensor.verify import Verifier
 from shardwise.parallel.tensor.views import ViewCheck
 

@@ -141,7 +141,10 @@ def _back_and_forth(model: nn.Module, loss: Loss, around: Around, take: Take, _:
         result = loss(model(*args, **kwargs))
         del args, kwargs
         if not result.requires_grad:
-            raise ModelError("The loss depends on no trained parameter, so that there is no backward to rehearse.")
+            raise ModelError(
+                f"The loss of {type(model).__name__} depends on no trained parameter, so there is no backward to "
+                f"rehearse: all of them are frozen, or the forward detaches what it computes."
+            )
         (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
 
 

@@ -293,11 +293,19 @@ class ParamHome:
 
     def set_gradient(self, value: Tensor | None) -> None:
         if not self._flat.spec.trainable:
-            raise StateError(f"{self.name} is frozen, so a gradient that it is given would not be used.")
+            raise StateError(
+                f"{self.name} is frozen, so a gradient that it is given would not be used. Unfreeze it before the "
+                f"forward, on all ranks: requires_grad_(True)."
+            )
         if value is not None and tuple(value.shape) != self.slot.shape:
-            raise ModelError(f"{self.name} has shape {list(self.slot.shape)}, but the gradient {list(value.shape)}.")
+            raise ModelError(
+                f"{self.name} has shape {list(self.slot.shape)}, but the gradient {list(value.shape)}. Give the whole "
+                f"gradient, on all ranks."
+            )
         if value is not None and not value.is_floating_point():
-            raise ModelError(f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}.")
+            raise ModelError(
+                f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}. Give a floating-point one."
+            )
         gradients = self._owner.gradients
         source, present = self._present_gradient()
         if isinstance(value, Whole) and value.memory is present.memory(source) and not value.is_view:

@@ -5,7 +5,7 @@ cost five times a copy into warm ones, so few blocks are in rotation, and result
 thread helps: a rank that waits sleeps on a futex.
 """
 
-from shardwise.comm.transport.shm.collectives import Shared
 from shardwise.comm.transport.shm.neighbours import Neighbours
+from shardwise.comm.transport.shm.shm_collectives import Shared
 
 __all__ = ["Neighbours", "Shared"]

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from shardwise.launch.elastic.remote import RemoteMemory, RemoteWorkers
 from shardwise.launch.elastic.remote_host import RemoteHost
+from shardwise.launch.elastic.remote_workers import RemoteMemory, RemoteWorkers
 from shardwise.launch.elastic.slots import Slot
 from shardwise.launch.elastic.workers import Event
 from shardwise.launch.environment import Attempt

@@ -295,7 +295,7 @@ class RemoteWorkers:
         self._outcomes = dict(memory.outcomes)
         self._attempt, self._num_started, self.says_skip = memory.attempt, memory.num_started, memory.says_skip
         for label, share in memory.shares.items():
-            host = self._hosts[share.host.name] = hosts.get(label) or self._absent(share, label)
+            host = self._hosts[share.host.name] = hosts.get(label) or RemoteHost(share, label=label)
             numbers = sorted(number for number, name in memory.living.items() if name == host.name)
             self._living |= dict.fromkeys(numbers, host)
             if host.connection is not None:
@@ -308,10 +308,6 @@ class RemoteWorkers:
         for number in [number for number, name in memory.living.items() if name not in here]:
             self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="its host was lost")
             self._events.append(Ended(number, self._outcomes[number]))
-
-    def _absent(self, share: Share, label: str) -> RemoteHost:
-        """One of the last launcher's hosts, that has not come."""
-        return RemoteHost(share, label=label)
 
     def _adopted(self, host: RemoteHost, message: Message) -> None:
         """A host has told which of the processes it has, living or ended."""

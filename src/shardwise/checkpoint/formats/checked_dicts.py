@@ -15,14 +15,14 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Table:
+class CheckedDict:
     """A dict in the file `where`. Missing items and items of another type raise `CheckpointError`."""
 
     values: Mapping[Any, Any]
     where: str
 
     @classmethod
-    def of(cls, value: Any, where: str, what: str = "its content") -> Table:
+    def of(cls, value: Any, where: str, what: str = "its content") -> CheckedDict:
         return cls(expected(value, dict, where, what), where)
 
     def __contains__(self, key: object) -> bool:
@@ -31,16 +31,16 @@ class Table:
     def get(self, key: Any, kind: type[Kind]) -> Kind:
         return expected(self.values.get(key), kind, self.where, str(key))
 
-    def table(self, key: Any) -> Table:
-        return Table(self.get(key, dict), self.where)
+    def inner(self, key: Any) -> CheckedDict:
+        return CheckedDict(self.get(key, dict), self.where)
 
-    def table_or_empty(self, key: Any) -> Table:
+    def inner_or_empty(self, key: Any) -> CheckedDict:
         """The dict under `key`; empty if it is missing or `None`."""
-        return self.table(key) if key in self else Table({}, self.where)
+        return self.inner(key) if key in self else CheckedDict({}, self.where)
 
     def tensors(self, key: Any) -> dict[str, Tensor]:
         """Names and tensors under `key`, without its other entries; empty if it is missing."""
-        items = self.table_or_empty(key).values.items()
+        items = self.inner_or_empty(key).values.items()
         return {name: one for name, one in items if isinstance(name, str) and isinstance(one, Tensor)}
 
     def count(self, key: Any) -> int:
@@ -81,13 +81,13 @@ def at(items: list[Kind], index: int, where: str, what: str) -> Kind:
     return items[index]
 
 
-def shapes_in(table: Table) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, if `table` has nothing else."""
+def shapes_in(named: CheckedDict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, if `named` has nothing else."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in table.values.items():
+    for name, shape in named.values.items():
         if not isinstance(name, str) or not isinstance(shape, tuple | list):
-            raise CheckpointError(f"{table.where} is damaged: it has no shape for {name!a:.200}.")
+            raise CheckpointError(f"{named.where} is damaged: it has no shape for {name!a:.200}.")
         if len(shape) > 64 or not all(type(one) is int and 0 <= one < 2**62 for one in shape):
-            raise CheckpointError(f"{table.where} is damaged: {name!a:.200} has a shape that no tensor can have.")
+            raise CheckpointError(f"{named.where} is damaged: {name!a:.200} has a shape that no tensor can have.")
         shapes[name] = tuple(shape)
     return shapes
