@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shardwise.cli import explain
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
+from shardwise.fit.hardware import Hardware
 from shardwise.plan.placement import PRESETS
 from shardwise.program import parse, shortened
 from tests.patience import PATIENCE
@@ -285,6 +288,36 @@ def test_ranks_that_share_in_a_sequence(capsys: pytest.CaptureFixture[str]) -> N
     told = json.loads(said(capsys, "zero3", "--world", "8", *mesh, "--json"))
     assert sum(told["sent_bytes_by_axis"].values()) == told["sent_bytes_per_step"]
     assert set(told["sent_bytes_by_axis"]) == {"dp", "sp"}
+
+
+def test_an_update_waits_for_copies_of_states_that_take_longer_than_the_passes(
+    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", f"{model_file}:tiny", "--batch", f"{model_file}:batch", "--time"]
+    plan = tmp_path / "plan.yaml"
+
+    def told(survive: str, memory: float, network: float) -> dict[str, Any]:
+        plan.write_text(f"preset: zero3\n{survive}")
+        given = yaml.safe_load(Path(inspect.getfile(Hardware)).with_name("profiles").joinpath("cpu.yaml").read_text())
+        given["host"]["memory_bytes_per_second"] = memory
+        given["network"] = {"bytes_per_second": network, "share": 1.0, "latency_seconds": 0.0}
+        (hardware := tmp_path / "slow.yaml").write_text(yaml.safe_dump(given))
+        words = ("--world", "4", "--per-host", "2", "--hardware", str(hardware), "--json")
+        return dict(json.loads(said(capsys, str(plan), *model, *words)))
+
+    plain = told("", 1e15, 1e15)["time"]["step_seconds"]
+    quick = told("survive: buddy", 1e15, 1e15)
+    assert quick["time"]["step_seconds"] == plain, "behind the passes"
+    for memory, network in ((1e3, 1e15), (1e15, 1e3), (1e3, 1e3)):
+        before, after = (told(survive, memory, network) for survive in ("", "survive: buddy"))
+        plain, time = before["time"], after["time"]
+        assert "copying_seconds" not in plain
+        by_hand = 2 * after["image_bytes"]["copy"] / memory + after["copy_bytes"]["sent"] / network
+        assert time["copying_seconds"] == pytest.approx(by_hand)
+        waiting = max(0.0, by_hand - (plain["step_seconds"] - plain["update_seconds"]))
+        assert time["step_seconds"] == pytest.approx(plain["step_seconds"] + waiting)
+        assert time["seconds"].get("waiting for copies of states", 0.0) == pytest.approx(waiting)
+        assert (waiting > 0) == (memory == 1e3), "gathers take as long, where the network is slow"
 
 
 def test_what_ranks_of_a_host_read_in_place(capsys: pytest.CaptureFixture[str]) -> None:

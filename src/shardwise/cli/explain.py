@@ -176,6 +176,7 @@ def explained(args: argparse.Namespace) -> Explanation:
         return found
     num_states, num_micro_batches = args.optimizer_states, plan.accumulate
     time = step_time(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
+    time = replace(time, copies=found.state_copies)
     return replace(found, time=time, measured=_measured(plan, mesh, time), checkpoint_every=args.checkpoint_every)
 
 
@@ -187,7 +188,7 @@ def _measured(plan: Plan, mesh: Mesh, time: StepTime) -> Difference | None:
     sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
     if (view.last_start.get("plan", {}).get("preset"), view.mesh) != (plan.preset, sizes):
         return None
-    line = {"seconds": time.timeline.step_seconds, "hardware": time.hardware.name, "parts": time.breakdown}
+    line = {"seconds": time.step_seconds, "hardware": time.hardware.name, "parts": time.breakdown}
     return compared(line, view.seconds_per_step, next(iter(view.ranks()), {}))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.fit.loss_price import LossPrice, Rates, loss_prices
 from shardwise.fit.prices import Prices
-from shardwise.fit.step_time import StepTime
+from shardwise.fit.step_time import StateCopies, StepTime
 from shardwise.fit.tier_time import TierTime, tier_time
 from shardwise.observe.differences import Difference
 from shardwise.plan import Plan, plan_table
@@ -149,7 +149,7 @@ class Explanation:
         no elastic job can have. Hosts have `per_host` ranks, or all."""
         if self.mesh.world_size == 1 or self.why_not_elastic:
             return []
-        step = None if self.time is None else self.time.timeline.step_seconds
+        step = None if self.time is None else self.time.step_seconds
         on_device = self.time is not None and not self.time.hardware.is_processor
         return loss_prices(
             self.mesh,
@@ -198,6 +198,13 @@ class Explanation:
         return copy_bytes(self._flats, self.subject.num_states, hosts)
 
     @property
+    def state_copies(self) -> StateCopies | None:
+        """What an elastic job copies of a rank's state beside each step."""
+        if self.images is None or not self.images.copy:
+            return None
+        return StateCopies(0 if self.copies is None else self.copies.sent, self.images.copy)
+
+    @property
     def _flats(self) -> list[FlatSpec]:
         return [flat for unit in self.subject.units for flat in unit.flats]
 
@@ -228,7 +235,7 @@ class Explanation:
         if self.time is not None:
             prices = Prices(self.step, self.time.hardware, self.mesh, num_states=self.subject.num_states)
             seconds = prices.verification(program, self.plan.accumulate)
-            share = seconds / every / self.time.timeline.step_seconds
+            share = seconds / every / self.time.step_seconds
             lines.append(f"takes {format_seconds(seconds)} of such a step, {share:.2%} of the time of all")
         return "\n".join([*lines, *again, shortened(render(program))])
 
@@ -243,7 +250,7 @@ class Explanation:
             prices = Prices(self.step, self.time.hardware, self.mesh, num_states=self.subject.num_states)
             actions = (action for step in steps for block in step.program for action in block.actions)
             seconds = sum(cost.seconds + cost.computing for cost in map(prices.of, actions))
-            share = seconds / every / self.time.timeline.step_seconds
+            share = seconds / every / self.time.step_seconds
             lines.append(
                 f"takes {format_seconds(seconds)} in {every} steps if nothing overlaps, {share:.2%} of their time"
             )

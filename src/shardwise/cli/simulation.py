@@ -225,7 +225,7 @@ def _predicted_step(args: argparse.Namespace) -> _Step:
         num_bytes = bytes_of("--checkpoint-bytes", args.checkpoint_bytes)
     else:
         num_bytes = _checkpoint_bytes(args.model, found.subject.num_states)
-    return _Step(found.time.timeline.step_seconds, found.why_not_elastic, num_bytes)
+    return _Step(found.time.step_seconds, found.why_not_elastic, num_bytes)
 
 
 def _checkpoint_bytes(source: str, num_states: int) -> int:

@@ -15,11 +15,42 @@ TIERS = {"host": "for copies to and from the host", "disk": "for the disk"}
 
 
 @dataclass(frozen=True)
+class StateCopies:
+    """What an elastic job copies of a rank's state while the next forward and backward compute, in bytes: to another
+    host, and then within this one's memory. An update waits for both (`elastic/survival.py`)."""
+
+    sent: int
+    copied: int
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Where every rank of a node does the same. Raises `ConfigError` if no rates of a host are known."""
+        sending = hardware.collective_seconds("send", self.sent, (0, hardware.ranks_per_node)) if self.sent else 0.0
+        return sending + hardware.host_memory_seconds(self.copied)
+
+
+@dataclass(frozen=True)
 class StepTime:
-    """The prediction for one step, on `hardware`."""
+    """The prediction for one step, on `hardware`, beside which `copies` are made."""
 
     timeline: Timeline
     hardware: Hardware
+    copies: StateCopies | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.timeline.step_seconds + self.waiting_for_copies
+
+    @property
+    def waiting_for_copies(self) -> float:
+        """Seconds that the update waits for copies of the state before it, which take longer than what computes."""
+        if self.copies is None:
+            return 0.0
+        beside = self.timeline.step_seconds - self.timeline.update_seconds
+        return max(0.0, self.copies.seconds(self.hardware) - beside)
+
+    @property
+    def mfu(self) -> float:
+        return self.timeline.mfu * self.timeline.step_seconds / self.step_seconds
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -30,30 +61,33 @@ class StepTime:
         parts = {"computing": computing - timeline.recompute_seconds, "recomputing": timeline.recompute_seconds}
         parts |= {f"waiting along {axis}": seconds for axis, seconds in timeline.exposed.items() if axis not in TIERS}
         parts |= {f"waiting {words}": timeline.exposed.get(tier, 0.0) for tier, words in TIERS.items()}
+        parts["waiting for copies of states"] = self.waiting_for_copies
         return {what: seconds for what, seconds in parts.items() if seconds > 0}
 
     @property
     def lines(self) -> Iterator[str]:
-        timeline = self.timeline
-        step = timeline.step_seconds
-        yield f"{format_seconds(step)} predicted on {self.hardware.name}; MFU {timeline.mfu:.1%}"
+        timeline, step = self.timeline, self.step_seconds
+        yield f"{format_seconds(step)} predicted on {self.hardware.name}; MFU {self.mfu:.1%}"
         for what, seconds in sorted(self.breakdown.items(), key=lambda part: -part[1]):
             yield f"{seconds / step:>6.1%}  {format_seconds(seconds)} {what}"
         if timeline.bubble:
             yield f"{timeline.bubble:.0%} of the time is spent waiting for other stages, messages included"
         busy = (f"{stream} {share:.0%}" for stream, share in timeline.busy.items() if share > 0)
         yield f"streams are busy: {', '.join(busy)}"
+        if self.copies is not None:
+            yield f"{format_seconds(self.copies.seconds(self.hardware))} of copies of states, beside the next step"
 
     def as_json(self) -> dict[str, Any]:
         timeline = self.timeline
         return {
             "hardware": self.hardware.name,
-            "step_seconds": timeline.step_seconds,
-            "mfu": timeline.mfu,
+            "step_seconds": self.step_seconds,
+            "mfu": self.mfu,
             "bubble": timeline.bubble,
             "update_seconds": timeline.update_seconds,
             "seconds": self.breakdown,
             "busy": timeline.busy,
+            **({} if self.copies is None else {"copying_seconds": self.copies.seconds(self.hardware)}),
         }
 
 
