@@ -128,8 +128,12 @@ def squares(output: Any) -> Tensor:
     return (output.sample - 0.5).square().mean()
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", MODELS)
+CASES = [(kind, split) for kind in MODELS for split in SPLITS]
+CASES = [case for case in CASES if case not in (("pixart", "pp4"), ("pixart", "interleaved"))]
+"""Four stages of PixArt have to be listed: one of equal parameters begins with the projection of captions."""
+
+
+@pytest.mark.parametrize(("kind", "split"), CASES)
 def test_they_train_as_in_a_plain_loop(kind: str, split: str) -> None:
     numbers = torch.Generator().manual_seed(1)
     data = [[MODELS[kind][1](numbers) for _ in range(4)] for _ in range(3)]
