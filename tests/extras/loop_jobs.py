@@ -118,7 +118,7 @@ class Language(pl.LightningModule):
 def by_lightning(plan: Any, model: str, ranks: int, folder: str, *, start: str | None = None) -> dict[str, Any]:
     """Two epochs, of which the second may begin from a checkpoint of the first."""
     module, tests = Language(model), DataLoader(padded(8, 1), 2)
-    kept = ModelCheckpoint(folder, "half", save_top_k=-1)
+    kept = ModelCheckpoint(folder, "half-{epoch}", save_top_k=-1)
     trainer = trainer_of(
         plan, folder, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, num_sanity_val_steps=0,
         callbacks=[kept],

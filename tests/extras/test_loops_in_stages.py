@@ -60,7 +60,7 @@ def test_a_loop_goes_on_with_another_number_of_stages(loop: str, stages: int, th
     folder = str(tmp_path / "ours")
     plain = begin(1, LOOPS[loop], None, "deep", 1, str(tmp_path / "theirs"))
     on_ranks(stages, LOOPS[loop], STAGES[stages], "deep", 1, folder)
-    (half,) = (tmp_path / "ours").glob("half*")
+    half = min((tmp_path / "ours").glob("half*"))  # Lightning saves the second epoch too
     rest = on_ranks(then, LOOPS[loop], STAGES[then], "deep", 1, str(tmp_path / "rest"), start=str(half))
     expected = plain()[0]
     for run in rest:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.parallel.pipeline.stage_layout import params_between
 from shardwise.testing import run_ranks
 from tests.in_stages import SPLITS, Batch, plain, race
 from tests.thorough import sampled
@@ -64,6 +65,16 @@ def drawn(num_steps: int, parts: int = 4, *, is_masked: bool = True) -> list[lis
         return found | ({"mask": torch.rand(2, 5, generator=numbers) > 0.5} if is_masked else {})
 
     return [[batch() for _ in range(parts)] for _ in range(num_steps)]
+
+
+def test_those_of_a_module_with_a_guest_are_its_own() -> None:
+    """A module that another stage calls by itself may lie inside of one with parameters of its own."""
+    model = classifier()
+    modules = dict(model.named_modules())
+    assert params_between(modules, ["inner.first", "inner.blocks.0", "head"]).keys() == {
+        *("scale", "fixed", "inner.masked", "inner.late")
+    }
+    assert params_between(modules, ["inner", "inner.first", "head"]).keys() == {"scale", "fixed"}
 
 
 def itself(loss: Any) -> Tensor:

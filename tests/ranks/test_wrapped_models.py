@@ -1,4 +1,4 @@
-"""A model of transformers inside of a module of one's own, such as a LightningModule: its plans and config are found."""
+"""A model of transformers inside of a module of one's own (a LightningModule, say): its plans and config are found."""
 
 from __future__ import annotations
 

@@ -385,11 +385,13 @@ def _check_cover(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
 def params_between(modules: Mapping[str, nn.Module], pieces: Collection[str]) -> dict[str, nn.Parameter]:
     """Parameters, by name, of modules that have some of the `pieces`, but of none of these: what a forward uses between
     them, such as the embedding of masked frames in models of speech. See [Note: parameters between modules]."""
+    parts = [piece.split(".") for piece in pieces]
+    owners = dict.fromkeys(".".join(names[:depth]) for names in parts for depth in range(len(names)))
     found = {}
-    for owner, module in modules.items():
-        above = f"{owner}." if owner else ""
-        if any(piece.startswith(above) for piece in pieces):
-            found |= {above + key: param for key, param in module.named_parameters(recurse=False)}
+    for owner in owners:
+        if not any(f"{owner}.".startswith(f"{piece}.") for piece in pieces):  # otherwise it has guests
+            above = f"{owner}." if owner else ""
+            found |= {above + key: param for key, param in modules[owner].named_parameters(recurse=False)}
     return found
 
 
