@@ -36,7 +36,7 @@ def made(model: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def by_accelerate(plan: Any, model: str, ranks: int, folder: str, *, start: str | None = None) -> dict[str, Any]:
     accelerator = accelerate_jobs.made(plan, gradient_accumulation_steps=2)
     batches = loader(2, ranks, is_rest=start is not None)
-    net, optimizer, batches, tests = accelerator.prepare(*made(model), batches, DataLoader(padded(8, 1), 2))
+    net, optimizer, batches, tests = accelerator.prepare(*made(model), batches, DataLoader(padded(16, 1), 2))
     if start is not None:
         accelerator.load_state(start)
     losses, norms = [], []
@@ -63,7 +63,7 @@ def by_fabric(plan: Any, model: str, ranks: int, folder: str, *, start: str | No
     fabric = fabric_of(plan)
     net, optimizer = fabric.setup(*made(model))
     batches = fabric.setup_dataloaders(loader(2, ranks, is_rest=start is not None))
-    tests = fabric.setup_dataloaders(DataLoader(padded(8, 1), 2))
+    tests = fabric.setup_dataloaders(DataLoader(padded(16, 1), 2))
     state = {"model": net, "optimizer": optimizer}
     if start is not None:
         fabric.load(start, state)
@@ -117,7 +117,7 @@ class Language(pl.LightningModule):
 
 def by_lightning(plan: Any, model: str, ranks: int, folder: str, *, start: str | None = None) -> dict[str, Any]:
     """Two epochs, of which the second may begin from a checkpoint of the first."""
-    module, tests = Language(model), DataLoader(padded(8, 1), 2)
+    module, tests = Language(model), DataLoader(padded(16, 1), 2)
     kept = ModelCheckpoint(folder, "half-{epoch}", save_top_k=-1)
     trainer = trainer_of(
         plan, folder, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, num_sanity_val_steps=0,
