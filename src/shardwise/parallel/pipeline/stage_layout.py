@@ -387,7 +387,7 @@ def params_between(modules: Mapping[str, nn.Module], pieces: Collection[str]) ->
     them, such as the embedding of masked frames in models of speech. See [Note: parameters between modules]."""
     parts = [piece.split(".") for piece in pieces]
     owners = dict.fromkeys(".".join(names[:depth]) for names in parts for depth in range(len(names)))
-    found = {}
+    found: dict[str, nn.Parameter] = {}
     for owner in owners:
         if not any(f"{owner}.".startswith(f"{piece}.") for piece in pieces):  # otherwise it has guests
             above = f"{owner}." if owner else ""
