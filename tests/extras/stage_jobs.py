@@ -14,7 +14,7 @@ from datasets import Dataset
 from lightning_jobs import trainer_of, values
 from torch import nn
 from torch.utils.data import DataLoader
-from trainer_jobs import DEFAULTS, LENGTH, VOCABULARY, Rows, llama, llama_config, make, mixtral, rows, told
+from trainer_jobs import DEFAULTS, LENGTH, MODELS, VOCABULARY, Rows, llama, make, mixtral, rows, told
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl_jobs import COMMON, adapters, by_token, ours, texts, tokenizer
 
@@ -140,7 +140,7 @@ def images_labelled(plan: Any, **settings: Any) -> dict[str, Any]:
     return result(trained(plan, transformers.ViTForImageClassification(config), (data, tests), **settings))
 
 
-def sequences_labelled(plan: Any, **settings: Any) -> dict[str, Any]:
+def sequences_labelled(plan: Any, model: str = "llama", **settings: Any) -> dict[str, Any]:
     """Sequence classification."""
 
     def labelled(found: Rows) -> Rows:
@@ -149,8 +149,10 @@ def sequences_labelled(plan: Any, **settings: Any) -> dict[str, Any]:
         return found
 
     torch.manual_seed(0)
-    model = transformers.LlamaForSequenceClassification(llama_config(num_labels=3))
-    return result(trained(plan, model, (labelled(padded(48)), labelled(padded(7, 1))), **settings))
+    config = MODELS[model]().config
+    config.num_labels = 3
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    return result(trained(plan, classifier, (labelled(padded(48)), labelled(padded(7, 1))), **settings))
 
 
 def masked(plan: Any, dropout: float = 0.0, **settings: Any) -> dict[str, Any]:
@@ -166,14 +168,15 @@ def masked(plan: Any, dropout: float = 0.0, **settings: Any) -> dict[str, Any]:
     return result(trained(plan, model, (given[0], given[1]), collator, **settings))
 
 
-def supervised(plan: Any, *, is_adapted: bool = False, **settings: Any) -> dict[str, Any]:
+def supervised(plan: Any, *, is_adapted: bool = False, model: str = "llama", **settings: Any) -> dict[str, Any]:
     """SFT, with LoRA if it is adapted."""
     made, given = ours(SFTTrainer, plan)
     data, tests = (Dataset.from_list([{"text": text} for text in texts(*one)]) for one in ((48, 0), (8, 3)))
     changes = {"eval_strategy": "steps", "eval_steps": 2, **settings}
     trainer = made(
-        llama(), args=SFTConfig(tempfile.mkdtemp(), **{**COMMON, **changes}), train_dataset=data, eval_dataset=tests,
-        processing_class=tokenizer(), peft_config=adapters() if is_adapted else None, **given,
+        MODELS[model](), args=SFTConfig(tempfile.mkdtemp(), **{**COMMON, **changes}), train_dataset=data,
+        eval_dataset=tests, processing_class=tokenizer(), peft_config=adapters() if is_adapted else None,
+        **given,
     )  # fmt: skip
     trainer.train()
     return result(trainer)
@@ -186,12 +189,12 @@ def keep_preferences(folder: str) -> None:
     data.save_to_disk(folder)
 
 
-def preferred(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
+def preferred(plan: Any, folder: str, model: str = "llama", **settings: Any) -> dict[str, Any]:
     """DPO, on a dataset beside which all ranks read what one of them computes."""
     made, given = ours(DPOTrainer, plan)
     data = Dataset.load_from_disk(folder)
     trainer = made(
-        llama(), None if settings.get("precompute_ref_log_probs") else llama(), train_dataset=data,
+        MODELS[model](), None if settings.get("precompute_ref_log_probs") else MODELS[model](), train_dataset=data,
         args=DPOConfig(tempfile.mkdtemp(), **{**COMMON, **settings}), processing_class=tokenizer(), **given,
     )  # fmt: skip
     trainer.train()

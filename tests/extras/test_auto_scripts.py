@@ -79,6 +79,22 @@ def test_a_trainer_takes_the_same_plan_on_all_ranks_and_writes_it_down(tmp_path:
     assert sw.load_plan(tmp_path / "plan.yaml").preset == runs[0]["plan"]["preset"] != "auto"
 
 
+def test_a_trainer_in_stages_takes_a_plan_that_is_searched_for() -> None:
+    """With stages of its own choice. Calls of the model, of which steps of few micro-batches are made, are refused."""
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "max_steps": 5}
+    waited = begin(1, trained, None, **settings)
+    plan = {"preset": "auto", "mesh": {"pp": 2}}
+    runs = on_ranks(2, trained, plan, **settings)
+    (expected,) = waited()
+    for run in runs:
+        assert run["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert run["norms"] == pytest.approx(expected["norms"], abs=1e-5)
+        assert run["plan"]["preset"] != "auto"
+    assert runs[0]["plan"] == runs[1]["plan"]
+    with pytest.raises(RuntimeError, match="Trainer's own steps are foreseen, if gradient_accumulation_steps is at"):
+        on_ranks(2, trained, plan, gradient_accumulation_steps=1)
+
+
 class Squares(nn.Module):
     """The loop computes the loss."""
 

@@ -50,6 +50,14 @@ def flux() -> nn.Module:
     )  # fmt: skip
 
 
+def pixart() -> nn.Module:
+    """With a table of shifts that is the model's own parameter."""
+    return diffusers.PixArtTransformer2DModel(
+        out_channels=4, num_layers=4, cross_attention_dim=16, caption_channels=16, use_additional_conditions=False,
+        **HEADS,
+    )  # fmt: skip
+
+
 def noise(numbers: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=numbers)
 
@@ -90,12 +98,17 @@ def of_patches(numbers: torch.Generator) -> dict[str, Any]:
     }
 
 
+def with_sizes(numbers: torch.Generator) -> dict[str, Any]:
+    return {**of_latents(numbers), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, Any]]]] = {
     "unet": (unet, of_pixels),
     "conditioned-unet": (conditioned_unet, with_text),
     "dit": (dit, of_class),
     "sd3": (sd3, pooled),
     "flux": (flux, of_patches),
+    "pixart": (pixart, with_sizes),
 }
 
 
@@ -115,8 +128,12 @@ def squares(output: Any) -> Tensor:
     return (output.sample - 0.5).square().mean()
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", MODELS)
+CASES = [(kind, split) for kind in MODELS for split in SPLITS]
+CASES = [case for case in CASES if case not in (("pixart", "pp4"), ("pixart", "interleaved"))]
+"""Four stages of PixArt have to be listed: one of equal parameters begins with the projection of captions."""
+
+
+@pytest.mark.parametrize(("kind", "split"), CASES)
 def test_they_train_as_in_a_plain_loop(kind: str, split: str) -> None:
     numbers = torch.Generator().manual_seed(1)
     data = [[MODELS[kind][1](numbers) for _ in range(4)] for _ in range(3)]

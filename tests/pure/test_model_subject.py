@@ -363,3 +363,18 @@ def test_what_a_plan_computes_at_least() -> None:
     two, four = (Candidate("zero1", (("pp", pp), ("dp", 1)), 2, 32) for pp in (2, 4))
     assert uneven.least_seconds(four) > 0.6 * uneven.least_seconds(two), "two stages have two blocks, of six"
     assert uneven.least_seconds(four) <= uneven.evaluate(four).seconds
+
+
+@sampled
+@pytest.mark.parametrize(("schedule", "chunks", "pp"), [("1f1b", 1, 4), ("interleaved", 2, 2)])
+def test_stages_that_a_plan_lists(schedule: str, chunks: int, pp: int) -> None:
+    """Four of them, on other numbers of ranks than the two whose messages tell of all others."""
+    stages = [["tokens", "blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks.3", "norm", "head"]]
+    virtual = {"virtual_stages": chunks} if chunks > 1 else {}
+    base = Plan(pipeline={"schedule": schedule, "stages": stages, **virtual})  # type: ignore[arg-type]
+    subject = ModelSubject(on_meta(Decoder, num_blocks=4), tokens(8), H100, 32, base, num_states=2, on_cpu=False)
+    candidate = Candidate("zero1", (("pp", pp), ("dp", 1)), 8, 4, schedule=schedule, chunks=chunks)
+    subject.check(candidate)
+    derived, exact = subject.evaluate(candidate), subject.confirm(candidate)
+    assert derived.seconds == pytest.approx(exact.seconds, rel=0.25)
+    assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)

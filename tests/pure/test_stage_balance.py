@@ -7,11 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.fit.hardware import hardware
+from shardwise.errors import ModelError
+from shardwise.fit.hardware import Hardware, hardware
+from shardwise.fit.measured_work import Call, Operand, OperatorClock
 from shardwise.fit.stage_balance import Balance, stage_balance
 from shardwise.parallel.pipeline import stage_layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
+from tests.models import Decoder
 
 WIDTH, VOCAB = 64, 4096
 
@@ -34,13 +37,13 @@ class Uneven(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
 
 
-def found(**pipeline: object) -> Balance:
+def found(on: Hardware | OperatorClock | None = None, **pipeline: object) -> Balance:
     plan = Plan(preset="zero1", mesh={"pp": 2, "dp": 2}, accumulate=4, pipeline=pipeline)
     mesh = Mesh.of({"pp": 2, "dp": 2}, 4)
     with torch.device("meta"):
         model = Uneven()
     batch = tuple(torch.zeros(64, 512, dtype=torch.int64) for _ in range(2))
-    return stage_balance(model, stage_layout(model, plan, mesh), batch, plan, mesh, hardware("h100-sxm"))
+    return stage_balance(model, stage_layout(model, plan, mesh), batch, plan, mesh, on or hardware("h100-sxm"))
 
 
 def test_time_is_divided_and_not_parameters() -> None:
@@ -58,3 +61,70 @@ def test_time_is_divided_and_not_parameters() -> None:
     assert listed.gain == pytest.approx(0)
     assert [one.seconds for one in listed.present] == pytest.approx(best)
     assert "would take" not in str(listed)
+
+
+class Ticking:
+    """A clock that says a second more whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self) -> float:
+        self.asked += 1
+        return float(self.asked)
+
+
+class LookUpsAreSlow(OperatorClock):
+    def seconds(self, call: Call) -> float:
+        return 1.0 if "embedding" in str(call.operator) else 0.01
+
+
+CPU = torch.device("cpu")
+
+
+def test_measured_time_is_divided() -> None:
+    """And not what hardware is foreseen to take."""
+    balance = found(LookUpsAreSlow(CPU))
+    assert balance.best[0].modules == ("tokens",)
+    assert balance.best[0].seconds == pytest.approx(2.0, abs=0.2)  # forward and backward
+    assert sum(one.saved_bytes for one in balance.best) == sum(one.saved_bytes for one in found().best)
+
+
+def measured(model: nn.Module, plan: Plan, now: Ticking) -> Balance:
+    mesh = Mesh.of({"pp": 2}, 2)
+    batch = tuple(torch.zeros(2, 6, dtype=torch.int64) for _ in range(2))
+    return stage_balance(model, stage_layout(model, plan, mesh), batch, plan, mesh, OperatorClock(CPU, now))
+
+
+def test_equal_operators_are_run_once() -> None:
+    """Attention, norms, activations and the loss, forward and backward, on operands of their own."""
+    asked, seconds = [], []
+    for num_blocks in (4, 8):
+        now = Ticking()
+        with torch.device("meta"):
+            model = Decoder(num_blocks=num_blocks)
+        balance = measured(model, Plan(preset="zero1", mesh={"pp": 2}, accumulate=4), now)
+        asked.append(now.asked)
+        seconds.append(sum(one.seconds for one in balance.present))  # as many as there are operators
+    assert asked[0] == asked[1]
+    assert seconds[1] > seconds[0] > asked[0] / 24  # two readings of each of six runs, twice over
+    assert all(one == int(one) for one in seconds)
+
+
+def test_operands_have_the_layout_of_rehearsed_ones() -> None:
+    for rehearsed in (
+        torch.empty(3, 4, dtype=torch.bfloat16).t(),
+        torch.empty(1, 5).expand(7, 5),
+        torch.empty(0, 3),
+        torch.empty((), dtype=torch.int64),
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ):
+        operand = Operand(tuple(rehearsed.shape), rehearsed.stride(), rehearsed.dtype)
+        made = operand.made(CPU)
+        assert (made.shape, made.stride(), made.dtype) == (rehearsed.shape, rehearsed.stride(), rehearsed.dtype)
+
+
+def test_an_operator_that_cannot_run_by_itself_is_named() -> None:
+    wrong = Call.of(torch.ops.aten.mm.default, (torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")), {})
+    with pytest.raises(ModelError, match=r"aten.mm.default cannot be timed by itself: .*cannot be multiplied"):
+        OperatorClock(CPU).seconds(wrong)

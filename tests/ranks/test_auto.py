@@ -16,9 +16,10 @@ from torch import nn
 from twins import adamw, batches, full_params, plain_run, share_of
 
 import shardwise as sw
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.candidates import Candidate
 from shardwise.fit.hardware import hardware
+from shardwise.fit.measured_work import Call, OperatorClock
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.sharded import auto
 from shardwise.testing import run_ranks
@@ -182,6 +183,58 @@ def test_what_is_derived_is_what_a_rehearsal_finds() -> None:
     derived, exact = subject.evaluate(staged), subject.confirm(staged)
     assert derived.seconds == pytest.approx(exact.seconds, rel=0.15)
     assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)
+
+
+class LookUpsAreSlow(OperatorClock):
+    def seconds(self, call: Call) -> float:
+        return 1.0 if "embedding" in str(call.operator) else 0.01
+
+
+def in_stages(plan: dict[str, Any]) -> list[tuple[Any, list[float]]]:
+    """The stages that were chosen, and losses, on each rank."""
+    torch.manual_seed(0)
+    model, data = Decoder(num_blocks=4), stage_batches(2, rows=8)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[Any, list[float]]:
+        replica = replicas[world.rank]
+        part = tuple(one[:2] for one in data[0])
+        full = {"preset": "auto", "mesh": {"pp": 2}, "accumulate": 4, "activations": "keep", **plan}
+        with sw.shard(replica, full, optimizer=adamw(replica), world=world, batch=part) as engine:
+            losses = [float(engine.train_step(batch)) for batch in data]
+            return engine.plan.pipeline.stages, losses
+
+    losses = plain_run(model, data).losses
+    found = run_ranks(2, rank)
+    for _, ours in found:
+        assert ours == pytest.approx(losses, abs=1e-5)
+    return found
+
+
+def fails(clock: OperatorClock, call: Call) -> float:
+    raise ModelError("no time")
+
+
+LISTED = (("tokens", "blocks.0"), ("blocks.1", "blocks.2", "blocks.3", "norm", "head"))
+MEASURED = (("tokens",), ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"))
+
+
+@sampled
+@pytest.mark.parametrize("case", ["measured", "listed", "not measured"])
+def test_stages_are_cut_by_measured_times(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On all ranks. What the plan lists stays, and so do stages by parameters where nothing could be measured."""
+    monkeypatch.setattr(auto, "OperatorClock", LookUpsAreSlow)
+    if case == "not measured":
+        monkeypatch.setattr(LookUpsAreSlow, "seconds", fails)
+    found = in_stages({"pipeline": {"stages": LISTED}} if case == "listed" else {})
+    expected = {"measured": MEASURED, "listed": LISTED, "not measured": "auto"}[case]
+    assert [stages for stages, _ in found] == [expected, expected]
+    said = "stages of equal times, as measured:\n  stage 0 computes 2"
+    assert (said in caplog.text) == (case == "measured")
+    said = "Stages are cut by parameters, because their times could not be measured: no time"
+    assert (said in caplog.text) == (case == "not measured")
 
 
 def test_refusals() -> None:

@@ -92,6 +92,21 @@ def relative(kind: str) -> nn.Module:
     return library().AutoModelForSeq2SeqLM.from_config(config)
 
 
+SPEECH: dict[str, Any] = {
+    **{"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32},
+    **{"conv_dim": [8, 8], "conv_stride": [4, 4], "conv_kernel": [8, 8], "num_feat_extract_layers": 2},
+    **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "vocab_size": VOCAB, "layerdrop": 0.0},
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+}
+OF_SPEECH: dict[str, dict[str, Any]] = {
+    "wav2vec2": SPEECH,
+    "hubert": SPEECH,
+    "wavlm": {**SPEECH, "num_buckets": 8, "max_bucket_distance": 16},
+    "data2vec-audio": {**SPEECH, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 3},
+    "unispeech": SPEECH,
+}
+
+
 def idefics3() -> nn.Module:
     text = library().LlamaConfig(**TEXT, pad_token_id=0)
     config = library().Idefics3Config(
@@ -165,6 +180,23 @@ def test_bart_and_its_relatives_along_tp(kind: str) -> None:
                 torch.testing.assert_close(value, params[name], rtol=1e-4, atol=1e-5, msg=name)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("split", ["pp2", "pp2-dp2-zero3"])
+@pytest.mark.parametrize("kind", OF_SPEECH)
+def test_models_of_speech_with_masked_frames(kind: str, split: str) -> None:
+    """Their embedding is a parameter of the model itself."""
+    torch.manual_seed(0)
+    model = library().AutoModel.from_config(library().AutoConfig.for_model(kind, **OF_SPEECH[kind])).train()
+    assert any(name == "masked_spec_embed" for name, _ in model.named_parameters())
+    numbers = torch.Generator().manual_seed(1)
+
+    def batch() -> dict[str, Tensor]:
+        mask = torch.rand(2, 23, generator=numbers) > 0.6
+        return {"input_values": torch.randn(2, 400, generator=numbers), "mask_time_indices": mask}
+
+    data = [[batch() for _ in range(4)] for _ in range(2)]
+    race(model, data, loss_fn=lambda output: output.last_hidden_state.square().mean(), **SPLITS[split])
 
 
 def test_a_model_that_reads_its_pixels_is_cut_in_its_language_model() -> None:

@@ -748,6 +748,24 @@ def test_batch_norms_see_whole_batches() -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_set_on_a_module_is_deleted_on_all_ranks() -> None:
+    """As by code that switches something on before training, and off after it: NEFTune of transformers."""
+
+    def rank(world: sw.World) -> None:
+        model = Decoder()
+        model.tokens.alpha = 5.0  # type: ignore[assignment]  # as transformers does
+        with sw.shard(model, {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}, world=world):
+            assert model.tokens.alpha == 5.0
+            if world.rank == 1:
+                model.tokens.alpha = 6.0  # type: ignore[assignment]
+            del model.tokens.alpha
+            assert not hasattr(model.tokens, "alpha")
+            with pytest.raises(AttributeError):
+                del model.tokens.alpha
+
+    run_ranks(2, rank)
+
+
 def test_most_parts_of_a_call() -> None:
     assert [most_parts(samples, 2) for samples in (1, 8, 9, 12, 16, 100)] == [4, 4, 4, 6, 8, 8]
     assert [most_parts(samples, 4) for samples in (8, 16, 32, 64)] == [8, 8, 16, 16]

@@ -26,18 +26,6 @@ pytestmark = sampled
 Tensor = torch.Tensor
 
 
-class OwnParameter(Decoder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = OwnParameter()
-
-
 class SameBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +140,6 @@ def plan(num_ranks: int = 2, **more: Any) -> dict[str, Any]:
             ConfigError,
             "in equal rounds of 2 or more",
         ),
-        (OwnParameter, {}, ModelError, "scale is a parameter of OwnParameter itself"),
-        (Around, {}, ModelError, "inner.scale is a parameter of OwnParameter itself"),
         (SameBlock, {}, ModelError, r"blocks.0 and blocks.2 are one module"),
         (Plain, {}, ModelError, "Plain has no sequence of blocks"),
     ],

@@ -64,7 +64,7 @@ class CountedOperations(UncompiledMode):  # type: ignore[no-untyped-call]  # tor
         if asks_device(func, args):
             return args[0].device
         result = func(*args, **(kwargs or {}))
-        if not _is_free(func):
+        if not is_free(func):
             self._count(func, args, kwargs or {}, result)
         elif _allocates(func) and isinstance(result, torch.Tensor) and result.numel():
             self.add(Operation("memory", kernels=0, allocated_bytes=_allocated([], [result])))
@@ -148,7 +148,7 @@ class _CountingLedger(Ledger):
         self._told(verb, axis, num_bytes)
 
 
-def _is_free(func: Any) -> bool:
+def is_free(func: Any) -> bool:
     """Whether it only makes a view or allocates."""
     found = _FREE.get(func)
     if found is None:

@@ -39,7 +39,7 @@ from shardwise.plan.placement import WIDTH, Table, table_for
 from shardwise.program import Activations, StepProgram, Trace, UnitSpec, Update, plan_step, update_by
 from shardwise.program.schedule import Op
 from shardwise.runtime.activations import treatments_for
-from shardwise.runtime.rehearsal import Around, nothing_around, rehearse
+from shardwise.runtime.rehearsal import Around, Watch, nothing_around, rehearse
 from shardwise.system.devices import TorchAccelerator
 from shardwise.system.telemetry import ByteMeter, Ledger
 
@@ -79,29 +79,28 @@ def count_step(
     `on_cpu`: whether ranks compute on a CPU; by default, as jobs on this machine do.
     Raises `ModelError` for a model that cannot be rehearsed.
     """
+    parts = parts_of(model, plan, mesh, expert_load=expert_load, converted=converted, on_cpu=on_cpu)
+    if has_pipeline(mesh):
+        return parts.of_stages(model, batch, counts_work=counts_work)
+    return [parts.of_model(model, batch, parts.watching() if counts_work else None)]
+
+
+def parts_of(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    expert_load: float = EXPERT_LOAD,
+    converted: Converted | None = None,
+    on_cpu: bool | None = None,
+) -> Parts:
+    """What `count_step` rehearses."""
     if converted is None:
         converted = convert(model, conversions_of(plan, model))
         check_plan(converted, plan)
     device = torch.device("cpu") if on_cpu else device_here()
     on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
-    parts = Parts(plan, table_for(plan, mesh), mesh, device, expert_load, converted, on_cpu)
-    if has_pipeline(mesh):
-        return parts.of_stages(model, batch, counts_work=counts_work)
-    watch, ledger = parts.watching(counts_work)
-    around = parts.around(model, ledger)
-    units = parts.split(model, ledger)
-    activations = rehearse(
-        model,
-        units,
-        batch,
-        device=parts.device,
-        compute=parts.table.compute,
-        around=around,
-        treatments=treatments_for(model, choose_units(model, plan), plan),
-        watch=watch,
-        on_cpu=on_cpu,
-    )
-    return [Counted(activations, _by_axis(ledger), worked=() if watch is None else tuple(watch.worked))]
+    return Parts(plan, table_for(plan, mesh), mesh, device, expert_load, converted, on_cpu)
 
 
 @dataclass(frozen=True)
@@ -192,12 +191,32 @@ class Parts:
     on_cpu: bool
     """Whether the ranks compute on a CPU: see [Note: other devices] in `runtime/rehearsal/kernel_memory.py`."""
 
+    def of_model(self, model: nn.Module, batch: object, watch: Watch | None) -> Counted:
+        """Without a pipeline. `watch` follows the rehearsal."""
+        ledger = Ledger() if watch is None else watch.ledger
+        around = self.around(model, ledger)
+        units = self.split(model, ledger)
+        activations = rehearse(
+            model,
+            units,
+            batch,
+            device=self.device,
+            compute=self.table.compute,
+            around=around,
+            treatments=treatments_for(model, choose_units(model, self.plan), self.plan),
+            watch=watch,
+            on_cpu=self.on_cpu,
+        )
+        worked = tuple(watch.worked) if isinstance(watch, CountedWork) else ()
+        return Counted(activations, _by_axis(ledger), worked=worked)
+
     def of_stages(self, model: nn.Module, batch: object, *, counts_work: bool = False) -> list[Counted]:
         """By pipeline rank."""
         layout = stage_layout(model, self.plan, self.mesh)
         rehearsals, ledgers = [], []
         for pp_rank in range(layout.num_ranks):
-            watch, ledger = self.watching(counts_work)
+            watch = self.watching() if counts_work else None
+            ledger = Ledger() if watch is None else watch.ledger
             ledgers.append(ledger)
             own = copy.deepcopy(model)
             treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
@@ -243,12 +262,9 @@ class Parts:
             counted.append(Counted(one.together(), dict(sent), _tied_bytes(one), one.worked, one.message_bytes))
         return counted
 
-    def watching(self, counts_work: bool) -> tuple[CountedWork | None, Ledger]:
-        """What follows a rehearsal, if work is counted, and the ledger of its messages."""
-        if not counts_work:
-            return None, Ledger()
-        watch = CountedWork(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)))
-        return watch, watch.ledger
+    def watching(self) -> CountedWork:
+        """What counts the work of a rehearsal."""
+        return CountedWork(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)))
 
     def split(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
         """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it

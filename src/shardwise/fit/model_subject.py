@@ -96,7 +96,9 @@ class ModelSubject:
     def check(self, candidate: Candidate) -> None:
         """As `shard` does. Whether attention and experts can be split, only a forward tells."""
         stages, rows = candidate.size("pp"), self.rows_of_batch
-        plain = replace(candidate, rows=rows, accumulate=stages, policy="keep", schedule=SCHEDULE, chunks=1)
+        plain = replace(candidate, rows=rows, accumulate=stages, policy="keep")
+        if self.base.pipeline.stages == "auto":
+            plain = replace(plain, schedule=SCHEDULE, chunks=1)
         plan = plain.plan(self.base)
         mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
         self._ranks(plain, plan, mesh)
@@ -276,12 +278,12 @@ class ModelSubject:
         return (_key(candidate), False) in self._counted
 
     def _message_bytes(self, candidate: Candidate) -> int:
-        """Of the activations of one micro-batch that a stage sends on."""
-        sizes = tuple((axis, 2 if axis == "pp" else size) for axis, size in candidate.sizes)
-        two = replace(
-            candidate, sizes=sizes, schedule=SCHEDULE, chunks=1, accumulate=2, rows=self.rows_of_batch, policy="keep"
-        )
-        found = self._count(two, for_messages=True)
+        """Of the activations of one micro-batch that a stage sends on: of two stages, unless the plan lists its own."""
+        kept = replace(candidate, rows=self.rows_of_batch, policy="keep")
+        if self.base.pipeline.stages == "auto":
+            sizes = tuple((axis, 2 if axis == "pp" else size) for axis, size in candidate.sizes)
+            kept = replace(kept, sizes=sizes, schedule=SCHEDULE, chunks=1, accumulate=2)
+        found = self._count(kept, for_messages=True)
         most = max((num_bytes for one in found for num_bytes in one.message_bytes.values()), default=0)
         return most * candidate.rows // self.rows_of_batch
 
@@ -310,7 +312,7 @@ class ModelSubject:
             return count_step(model, batch, small, mesh, counts_work=not for_messages, on_cpu=self.on_cpu)
 
         if self._few.blocks is not None and treats_alike(small):
-            if for_messages:
+            if for_messages and small.pipeline.stages == "auto":
                 return count(self._few.with_blocks(2 * candidate.size("pp")))
             if not self.on_cpu and candidate.policy != "disk" and candidate.size("pp") == 1:
                 split = tuple(axis for axis, size in sizes.items() if size > 1)

@@ -241,7 +241,7 @@ class StageRehearsal:
     def _aside(self, stage: int, halved: Sequence[Unit], linear: set[nn.Parameter]) -> int:
         """Bytes that a first half of a backward keeps: inputs and output gradients of linear layers, and the gradients
         of other parameters in their units."""
-        own = {param for module in self.staged.modules_of(stage) for param in module.parameters()}
+        own = self.staged.params_of(stage)
         others = (param for unit in halved for param in unit.params if param in own and param not in linear)
         return self._found[stage].aside + sum(param.nbytes for param in others if param.requires_grad)
 

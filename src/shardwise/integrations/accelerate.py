@@ -111,6 +111,8 @@ class Accelerator(BatchSharingAccelerator):
         """Of a step, if another loop than accelerate's accumulates."""
         self.runs_whole_steps = False
         """Whether another loop gives the engine all micro-batches of a step in one call."""
+        self.steps_are_schedules = False
+        """Whether it does so in all steps but short ones, which `preset: auto` may then foresee."""
         self.deepspeed_config: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         """Of a job that is started for `deepspeed --autotuning`: the script's, and values for its `"auto"`."""
         self._compiler = self._take_compiler()
@@ -313,10 +315,11 @@ class Accelerator(BatchSharingAccelerator):
         self, model: nn.Module, plan: sw.Plan, optimizers: list[torch.optim.Optimizer], device: torch.device | None
     ) -> sw.Plan:
         """`plan` with what `preset: auto` stands for, for as many micro-batches as are accumulated."""
-        if has_stages(plan):
+        if has_stages(plan) and not self.steps_are_schedules:
             raise ConfigError(
                 "preset: auto is not for loops that call a model in pipeline stages, because it foresees "
-                "engine.train_step. Name a preset, such as zero1, or leave pp out of the mesh."
+                "engine.train_step. Name a preset, such as zero1, or leave pp out of the mesh. Trainer's own steps are "
+                "foreseen, if gradient_accumulation_steps is at least pp."
             )
         batch = self._batch
         if batch is None:

@@ -26,9 +26,13 @@ _STEPS = ("compute_loss", "training_step")
 
 def can_run_whole(trainer: Any, batches: Sequence[Any]) -> bool:
     """Whether the first `training_step` should train all `batches` of a step. `trainer` has our mixin."""
-    num = len(batches)
-    fills_stages = num >= (trainer.plan.mesh or {}).get("pp", 1)
-    return fills_stages and num == trainer.args.gradient_accumulation_steps and has_plain_steps(trainer)
+    return len(batches) == trainer.args.gradient_accumulation_steps and runs_schedules(trainer)
+
+
+def runs_schedules(trainer: Any) -> bool:
+    """Whether all steps but short ones run the plan's schedule."""
+    fills_stages = trainer.args.gradient_accumulation_steps >= (trainer.plan.mesh or {}).get("pp", 1)
+    return fills_stages and has_plain_steps(trainer)
 
 
 def has_plain_steps(trainer: Any) -> bool:

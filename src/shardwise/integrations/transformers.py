@@ -27,7 +27,7 @@ from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABL
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, has_stages, require_agreement, without
 from shardwise.integrations.trainer_arguments import refuse_arguments
-from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps
+from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps, runs_schedules
 from shardwise.integrations.trl import feed_generation
 from shardwise.integrations.trl_shared_prompts import count_completions_once, share_prompts, sync_reference
 from shardwise.system.printable import printable
@@ -89,6 +89,7 @@ class ShardwiseTrainerMixin(_Base):
         self.accelerator.reference_kind = type(self.model)
         self.accelerator.num_micro_batches = self.args.gradient_accumulation_steps
         self.accelerator.runs_whole_steps = has_stages(self.plan)
+        self.accelerator.steps_are_schedules = has_stages(self.plan) and runs_schedules(self)
         if self._sections is not None and TUNING_VARIABLE in os.environ:
             self.accelerator.deepspeed_config = self._sections.to_tune()
         self.gather_function = self.accelerator.gather_for_metrics

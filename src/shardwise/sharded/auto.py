@@ -4,6 +4,10 @@ What a loop of the user's does not see is chosen: the preset, tiers, and how act
 micro-batches and their number are the loop's, and a mesh with other axes than those of data parallelism is the user's
 to give, because it changes which batch a rank reads; `shardwise plan` chooses those too.
 
+[Note: stages of auto] Where the mesh has stages and the plan lists none, they are cut so that the slowest computes as
+little as possible, by what the model's operators take on rank 0's device (`fit/measured_work.py`). If nothing fits so,
+by parameters, as without `auto`.
+
 [Note: auto in elastic jobs] The plan is the fastest on the ranks that begin, among those that also fit when only as
 many are left as the job needs. It stays: when ranks leave or join, its mesh follows as that of any plan does, and a
 rank that joins is told the plan by the others.
@@ -26,13 +30,17 @@ from torch import nn
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space
+from shardwise.fit.equal_blocks import without_values
 from shardwise.fit.hardware_here import hardware_here
+from shardwise.fit.measured_work import OperatorClock
 from shardwise.fit.model_subject import ModelSubject, Updates, rows_of
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Found, Limits, search
+from shardwise.fit.stage_balance import Balance, stage_balance
 from shardwise.init import Wishes, device_for
 from shardwise.memory import in_own_precision
 from shardwise.optim import vet
 from shardwise.optim.precision.auto_precision import settle
+from shardwise.parallel.pipeline import has_pipeline, stage_layout
 from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.replica_groups import mesh_over
@@ -70,10 +78,10 @@ def settled(
     told: dict[str, object] = {}
     if world.rank == 0:
         try:
-            found, base = _search(model, plan, updates, world, batch, limits, num_local)
+            found, base, stages = _search(model, plan, updates, world, batch, limits, num_local)
             chosen = found.best[0].candidate.plan(base).model_dump(mode="json", exclude_unset=True)
             told = {"plan": chosen}
-            summary = _summary(found, _fewest_ranks(world))
+            summary = "\n".join([*_summary(found, _fewest_ranks(world)), *stages])
             _log.warning("%s\n  the same plan without a search: %s", summary, json.dumps(chosen))
             if plan.run is not None:
                 _write(Path(plan.run) / PLAN_FILE, summary, chosen)
@@ -93,8 +101,8 @@ def _search(
     batch: object,
     limits: Limits,
     num_local: int,
-) -> tuple[Found, Plan]:
-    """What was found, and what all candidates have in common."""
+) -> tuple[Found, Plan, list[str]]:
+    """What was found, what all candidates have in common, and what is known of a pipeline's stages."""
     given = {name: getattr(plan, name) for name in plan.model_fields_set if name not in ("preset", "budget")}
     base = in_own_precision(Plan(**given), model)
     on_cpu = world.device.type == "cpu"
@@ -107,19 +115,6 @@ def _search(
             f"`shardwise plan` for the ranks of one island says which."
         )
     num_data = math.prod(mesh.size(axis) for axis in mesh.data_axes)
-    subject = _Here(
-        model,
-        batch,
-        machine,
-        rows * base.accumulate * num_data,
-        base,
-        updates,
-        num_states=0,
-        on_cpu=on_cpu,
-        disk=plan.budget.disk or plan.disk,
-        varies_rows=False,
-    )
-    subject.world, subject.fewest_ranks = world, _fewest_ranks(world)
     has_budget = plan.budget.device is not None
     policies: tuple[PolicyName, ...] = ("keep", "selective", "recompute", "offload")
     if plan.activations.policy is not None:
@@ -132,7 +127,48 @@ def _search(
         rows=(rows,),
         shares=has_budget or not on_cpu,
     )
-    return search(subject, world.size, limits, base=base, space=space), base
+
+    def searched(base: Plan) -> Found:
+        subject = _Here(
+            model,
+            batch,
+            machine,
+            rows * base.accumulate * num_data,
+            base,
+            updates,
+            num_states=0,
+            on_cpu=on_cpu,
+            disk=plan.budget.disk or plan.disk,
+            varies_rows=False,
+        )
+        subject.world, subject.fewest_ranks = world, _fewest_ranks(world)
+        return search(subject, world.size, limits, base=base, space=space)
+
+    balance = _measured_stages(model, base, mesh, batch, world.device)
+    if balance is None:
+        return searched(base), base, []
+    costs = [f"  stage {number} computes {one} for a micro-batch" for number, one in enumerate(balance.best)]
+    listed = base.pipeline.model_copy(update={"stages": tuple(one.modules for one in balance.best)})
+    cut = base.model_copy(update={"pipeline": listed})
+    try:
+        return searched(cut), cut, ["  stages of equal times, as measured:", *costs]
+    except ConfigError as error:
+        found = searched(base)
+        return found, base, [f"  stages of equal parameters, not of equal times: {error}"]
+
+
+def _measured_stages(model: nn.Module, base: Plan, mesh: Mesh, batch: object, device: torch.device) -> Balance | None:
+    """Stages of equal times. `None` where there are none, or the plan lists its own, or those by parameters are as
+    good, or a model's operators cannot be timed one by one. See [Note: stages of auto]."""
+    if not has_pipeline(mesh) or base.pipeline.stages != "auto":
+        return None
+    try:
+        bare = without_values(model)
+        found = stage_balance(bare, stage_layout(bare, base, mesh), batch, base, mesh, OperatorClock(device))
+    except (ConfigError, ModelError) as error:
+        _log.warning("Stages are cut by parameters, because their times could not be measured: %s", error)
+        return None
+    return found if found.is_uneven else None
 
 
 @dataclass
@@ -192,7 +228,7 @@ def _write(path: Path, summary: str, plan: dict[str, Any]) -> None:
         _log.warning("The plan that was chosen cannot be written to %s: %s.", path, error.strerror or error)
 
 
-def _summary(found: Found, fewest_ranks: int) -> str:
+def _summary(found: Found, fewest_ranks: int) -> list[str]:
     """What was chosen, and why not what a person would ask about."""
     best = found.best[0]
     limit = format_bytes(found.limits.device_bytes)
@@ -203,5 +239,4 @@ def _summary(found: Found, fewest_ranks: int) -> str:
     ]
     if fewest_ranks < best.candidate.world_size:
         lines[0] += f"; it fits with {fewest_ranks} of {best.candidate.world_size} ranks too, when the others have left"
-    lines += [f"  not {one.what}: {one.reason}" for one in found.why_not]
-    return "\n".join(lines)
+    return lines + [f"  not {one.what}: {one.reason}" for one in found.why_not]

@@ -13,6 +13,7 @@ from shardwise.comm import Line
 from shardwise.errors import ConfigError, ModelError
 from shardwise.parallel.experts.dispatch import DispatchedExperts
 from shardwise.parallel.experts.layer import Experts
+from shardwise.parallel.library_model import library_model
 from shardwise.plan import Plan
 from shardwise.plan.mesh import EXPERT_AXIS, Mesh
 from shardwise.plan.placement import Box, Span
@@ -184,7 +185,7 @@ def _nothing_known(model: nn.Module, mesh: Mesh) -> ModelError:
 
 def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
     """The modules of `shardwise.experts`, and those that the `ep_plan` of a transformers model names."""
-    brought = getattr(model, "_ep_plan", None) or {}
+    brought = getattr(library_model(model), "_ep_plan", None) or {}
     patterns = [pattern for pattern, style in brought.items() if style == _STACKED]
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))

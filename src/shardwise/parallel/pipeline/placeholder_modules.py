@@ -138,6 +138,16 @@ class PlaceholderModule(nn.Module):
                 f"pipeline can only call the modules of its stages; list others: pipeline.stages."
             ) from None
 
+    def __delattr__(self, name: str) -> None:
+        """Also of what it has from that module: code that sets something on a module (NEFTune's strength) and deletes
+        it after training does so on all ranks."""
+        own = self.__dict__
+        is_taken_over = name in own.get("_plain", {})
+        if is_taken_over:
+            del own["_plain"][name]
+        if not is_taken_over or name in own:
+            super().__delattr__(name)
+
 
 class _Inner(PlaceholderModule):
     """Stands for a module inside of a module of another stage."""

@@ -1,10 +1,15 @@
 """Which modules make up each stage: found in the model or listed in the plan, and checked before anything is
-changed."""
+changed.
+
+[Note: parameters between modules] A forward may use a parameter between its modules: the model's own, or one of a
+module that has several stages. The model's own forward runs on every stage, so each has such a parameter, as it has
+weights that stages share; those that use it find its gradient, and all of them add it up.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -93,8 +98,10 @@ class StageLayout:
         return tuple(range(pp_rank, len(self.stages), self.num_ranks))
 
     def params_of(self, model: nn.Module, stage: int) -> set[torch.Tensor]:
-        """The parameters of the modules of that stage."""
-        return {param for name in self.stages[stage] for param in model.get_submodule(name).parameters()}
+        """The parameters of the modules of that stage, and those between modules, which each stage has."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        own = {param for name in self.stages[stage] for param in modules[name].parameters()}
+        return own.union(params_between(modules, self.pieces).values())
 
     def params_at(self, model: nn.Module, pp_rank: int) -> set[torch.Tensor]:
         """The parameters of the stages of `pp_rank`."""
@@ -205,7 +212,7 @@ def refuse_sums_over_layers(settings: object, what: str) -> None:
     if asked:
         raise ModelError(
             f"{what} has {_ROUTERS}, which makes the last stage add a loss over the routers of all layers, and it has "
-            f"only its own. Set it to False."
+            f"only its own. Set it to False; for TRL's trainers, router_aux_loss_coef=0.0."
         )
 
 
@@ -368,16 +375,24 @@ def _check_cover(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
                 f"{other} and {name} are one module, which a pipeline cannot have in two places. Keep such a model on "
                 f"one stage: leave the axis {AXIS!r} out of the mesh."
             )
+    between = params_between(modules, pieces)
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if not any(name.startswith(f"{piece}.") for piece in pieces):
+        if name not in between and not any(name.startswith(f"{piece}.") for piece in pieces):
             owner = name.rpartition(".")[0]
-            if owner and not any(piece.startswith(f"{owner}.") for piece in pieces):
-                raise ConfigError(f"The pipeline's stages miss {owner}, which has the parameter {name}. Add it to one.")
-            raise ModelError(
-                f"{name} is a parameter of {type(modules[owner]).__name__} itself, which has modules of several stages "
-                f"and runs on each. Put it into a module of its own, which can be in one; or leave the axis {AXIS!r} "
-                f"out of the mesh."
-            )
+            raise ConfigError(f"The pipeline's stages miss {owner}, which has the parameter {name}. Add it to one.")
+
+
+def params_between(modules: Mapping[str, nn.Module], pieces: Collection[str]) -> dict[str, nn.Parameter]:
+    """Parameters, by name, of modules that have some of the `pieces`, but of none of these: what a forward uses between
+    them, such as the embedding of masked frames in models of speech. See [Note: parameters between modules]."""
+    parts = [piece.split(".") for piece in pieces]
+    owners = dict.fromkeys(".".join(names[:depth]) for names in parts for depth in range(len(names)))
+    found: dict[str, nn.Parameter] = {}
+    for owner in owners:
+        if not any(f"{owner}.".startswith(f"{piece}.") for piece in pieces):  # otherwise it has guests
+            above = f"{owner}." if owner else ""
+            found |= {above + key: param for key, param in modules[owner].named_parameters(recurse=False)}
+    return found
 
 
 def _numel(module: nn.Module) -> int:

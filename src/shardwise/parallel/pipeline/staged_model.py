@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import ModelError, StateError
 from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule, refuse_states
 from shardwise.parallel.pipeline.placeholder_values import Placeholders, TensorFacts
-from shardwise.parallel.pipeline.stage_layout import Span, StageLayout, refuse_sums_over_layers
+from shardwise.parallel.pipeline.stage_layout import Span, StageLayout, params_between, refuse_sums_over_layers
 from shardwise.parallel.pipeline.stage_messages import (
     DTYPES,
     Layout,
@@ -168,6 +168,8 @@ class StagedModel:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.params = layout.params_at(model, pp_rank)
         """The parameters of this rank's stages."""
+        self.between = params_between(modules, self._names)
+        """The parameters that every stage has, whether or not it uses them, by name."""
         self.whole = WholeNames.of(model)
         self._adapters: _Adapters | None = None
         if hasattr(model, "peft_config"):
@@ -266,9 +268,14 @@ class StagedModel:
         """As `modules_of`, with their names in the model."""
         return dict(zip(self.layout.stages[stage], self.modules_of(stage), strict=True))
 
+    def params_of(self, stage: int) -> set[Tensor]:
+        """The parameters that one of this rank's stages uses."""
+        own = {param for one in self.modules_of(stage) for param in one.parameters()}
+        return own.union(self.between.values())
+
     def by_stage(self, units: Sequence[tuple[UnitSpec, Sequence[nn.Parameter]]]) -> dict[int, list[UnitSpec]]:
         """The `units` that each of this rank's stages uses. Each unit comes with its parameters."""
-        own = {stage: {param for one in self.modules_of(stage) for param in one.parameters()} for stage in self.stages}
+        own = {stage: self.params_of(stage) for stage in self.stages}
         return {
             stage: [unit for unit, held in units if any(param in params for param in held)]
             for stage, params in own.items()

@@ -3,7 +3,8 @@
 [Note: shared parameters] Each stage that uses such a parameter has a copy of it in a flat buffer with the same layout
 on all of them. When gradients are ready for the update, before the norm is computed, these ranks exchange them. Each
 adds them up in the order of the stages, so that the sums, and with them parameters and optimizer states, stay equal to
-the bit on all of them.
+the bit on all of them. A parameter that a forward uses between modules is on every stage, and few use it (see [Note:
+parameters between modules]): they also tell each other whether they have, so that all or none update it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class SharedGradients:
             for flat in flats
             if flat.spec.trainable and len(staged.holders[flat.slots[0].name]) > 1
         ]
+        self._between = {flat.name for flat, _ in self._flats if any(one.name in staged.between for one in flat.slots)}
 
     def __bool__(self) -> bool:
         return bool(self._flats)
@@ -42,31 +44,20 @@ class SharedGradients:
         """Exchange and add gradients, once per step, when they are due. Called by all ranks that have these
         parameters."""
         coming: list[tuple[Flat, list[Tensor], list[Work]]] = []
+        marks: list[tuple[Flat, list[Tensor], list[Work]]] = []
         for flat, pp_ranks in self._flats:
             if flat.grads.due is None:
                 flat.grads.make_due()
             due = flat.grads.due
             assert due is not None
-            parts = [
-                due.to(flat.device, copy=True)
-                if pp_rank == self._pp_rank
-                else torch.empty_like(due, device=flat.device)
-                for pp_rank in pp_ranks
-            ]
-            others = [pp_rank for pp_rank in pp_ranks if pp_rank != self._pp_rank]
-            own = parts[pp_ranks.index(self._pp_rank)]
-            works = [
-                self._collectives.receive(
-                    parts[pp_ranks.index(pp_rank)],
-                    self._link(pp_rank, self._pp_rank, flat),
-                    "gradients",
-                )
-                for pp_rank in others
-            ]
-            works += [
-                self._collectives.send(own, self._link(self._pp_rank, pp_rank, flat), "gradients") for pp_rank in others
-            ]
-            coming.append((flat, parts, works))
+            coming.append((flat, *self._exchange(due.to(flat.device, copy=True), flat, pp_ranks)))
+            if flat.name in self._between:
+                own = torch.tensor(flat.grads.touched_here, dtype=torch.uint8, device=flat.device)
+                marks.append((flat, *self._exchange(own, flat, pp_ranks)))
+        for flat, parts, works in marks:
+            for work in works:
+                work.wait()
+            flat.grads.touched_here = torch.stack(parts).any(0).tolist()
         for flat, parts, works in coming:
             for work in works:
                 work.wait()
@@ -75,6 +66,20 @@ class SharedGradients:
             for part in parts[1:]:
                 parts[0].add_(part)
             due.copy_(parts[0])
+
+    def _exchange(self, own: Tensor, flat: Flat, pp_ranks: Sequence[int]) -> tuple[list[Tensor], list[Work]]:
+        """What each of `pp_ranks` has of `flat`, once the messages have been waited for."""
+        parts = [own if pp_rank == self._pp_rank else torch.empty_like(own) for pp_rank in pp_ranks]
+        works = []
+        for pp_rank, part in zip(pp_ranks, parts, strict=True):
+            if part is not own:
+                link = self._link(pp_rank, self._pp_rank, flat)
+                works.append(self._collectives.receive(part, link, "gradients"))
+        for pp_rank in pp_ranks:
+            if pp_rank != self._pp_rank:
+                link = self._link(self._pp_rank, pp_rank, flat)
+                works.append(self._collectives.send(own, link, "gradients"))
+        return parts, works
 
     def _link(self, source: int, target: int, flat: Flat) -> Group:
         name = flat.slots[0].name  # units of two ranks may have other names

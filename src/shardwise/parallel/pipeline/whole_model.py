@@ -42,10 +42,8 @@ class WholeNames:
 
 def holders_of(model: nn.Module, layout: StageLayout) -> dict[str, tuple[int, ...]]:
     """The pipeline ranks that have each parameter of a whole `model`, by its first name."""
-    modules = dict(model.named_modules(remove_duplicate=False))
     pp_ranks: dict[Tensor, set[int]] = {}
-    for stage, names in enumerate(layout.stages):
-        for name in names:
-            for param in modules[name].parameters():
-                pp_ranks.setdefault(param, set()).add(layout.pp_rank_of(stage))
+    for stage in range(layout.num_stages):
+        for param in layout.params_of(model, stage):
+            pp_ranks.setdefault(param, set()).add(layout.pp_rank_of(stage))
     return {name: tuple(sorted(pp_ranks[param])) for name, param in model.named_parameters()}

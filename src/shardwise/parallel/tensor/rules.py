@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.parallel.library_model import library_model
 from shardwise.parallel.tensor.adapters import is_adapted, rules_inside, trained_copies
 from shardwise.parallel.tensor.known_models import (
     EXPERTS_STYLE,
@@ -148,7 +149,7 @@ def divided_attributes(model: nn.Module, options: TensorParallel) -> Iterator[tu
 
 def per_head_arguments(model: nn.Module, options: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:
     """Modules with an argument that has values per head: path, module and name of the argument."""
-    known = known_model(model) if options.plan is None and not getattr(model, "_tp_plan", None) else None
+    known = known_model(model) if options.plan is None and not plan_of_model(model, ()) else None
     modules = dict(model.named_modules())
     for pattern, argument in (known.per_head_arguments if known is not None else {}).items():
         for path in _matching(pattern, modules):
@@ -183,8 +184,9 @@ def _model_rules(model: nn.Module, excluded: Collection[str]) -> Mapping[str, Te
 
 
 def plan_of_model(model: nn.Module, excluded: Collection[str]) -> dict[str, str]:
-    """The model's own tensor-parallel plan, without modules `excluded` and their parameters."""
-    own_plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    """The tensor-parallel plan of the model, or of the only one of transformers in it, without modules `excluded` and
+    their parameters."""
+    own_plan: dict[str, str] = dict(getattr(library_model(model), "_tp_plan", None) or {})
     if own_plan:
         own_plan |= LEFT_OUT.get(str(getattr(config_of(model), "model_type", "")), {})
     for pattern in list(own_plan):
