@@ -22,7 +22,9 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.elastic import mesh_choice
 from shardwise.errors import SpareError, StateError
+from shardwise.fit.hardware import hardware
 from shardwise.parallel.outline import smaller_meshes
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
@@ -127,6 +129,9 @@ def test_a_rank_dies_while_its_state_is_copied(
     sizes = race(f"{axis} alone", preset, dies, tmp_path, mesh={axis: 4})
     assert dies.died
     assert {one[-1] for one in sizes.values()} == {2}
+
+
+SLOW = {"latency_seconds": 1.0, "bytes_per_second": 1e3}
 
 
 def test_meshes_that_a_model_can_have() -> None:
@@ -312,3 +317,21 @@ def _named(name: str, work: Callable[[int], None]) -> Callable[[int], None]:
         work(member)
 
     return named
+
+
+@pytest.mark.parametrize("axis", ["tp alone", "pp alone", "sp alone"])
+def test_the_fastest_mesh_is_taken_and_not_the_largest(
+    axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where sending is slow, one rank alone is. As soon as all are there, they have the mesh of the plan again."""
+    cpu = hardware("cpu")
+    slow = cpu.model_copy(update={"local": cpu.local.model_copy(update=SLOW)})
+    monkeypatch.setattr(mesh_choice, "described_hardware", lambda _: slow)
+    caplog.set_level("INFO", "shardwise")
+    name = axis.partition(" ")[0]
+    more: Any = {"num_newcomers": 1, "least": 1} if axis == "tp alone" else {}
+    sizes = race(axis, "zero1", DiesBefore(2, 2, "exchange of commit"), tmp_path, mesh={name: 4}, **more)
+    assert f"{name}=2 (left out)" in caplog.text
+    found = {size for one in sizes.values() for size in one}
+    assert 2 not in found
+    assert 1 in found

@@ -227,6 +227,11 @@ def _subject(
     subject = replace(subject, smaller=smaller.meshes, why_no_smaller=smaller.why_none)
     if args.batch is None:
         return plan, subject, ()
+    if hardware is not None and len(smaller.meshes) > 2:  # before the model is split
+        found, times = model_file.fastest_of(
+            smaller.meshes, model, args.batch, plan, mesh, converted, args.optimizer, hardware=hardware
+        )
+        subject = replace(subject, smaller=found, smaller_times=times)
     given = args.expert_load
     if given is not None and not given >= 1:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
