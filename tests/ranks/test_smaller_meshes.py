@@ -28,6 +28,7 @@ from shardwise.fit.hardware import hardware
 from shardwise.parallel.outline import smaller_meshes
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
+from tests import inside
 from tests.models import Gpt
 from tests.patience import PATIENCE
 from tests.ranks.lost_groups import (
@@ -95,26 +96,35 @@ def test_the_rest_of_two_groups_is_one(axis: str, preset: str, rank: int, tmp_pa
     assert {one[-1] for one in sizes.values()} <= {1, 2}
 
 
-@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
-@pytest.mark.parametrize("preset", PRESETS)
-def test_both_groups_lose_a_rank_at_once(preset: str, tmp_path: Path) -> None:
-    """Those that are left have all parts, and are a group."""
+@pytest.mark.parametrize("preset", PRESETS[1:])
+@pytest.mark.parametrize("pair", [(0, 3), (1, 2), (0, 2), (1, 3)])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], preset: str, tmp_path: Path) -> None:
+    """Those that are left are a group. If they had the same part, one takes the other part, which is in the images of
+    those that are lost."""
     both = threading.Barrier(2)
 
     class DiesWithTheOther(DiesBefore):
+        def __call__(self, engine: Any, member: int) -> None:
+            self._engine = engine
+            super().__call__(engine, member)
+
         def _die(self) -> None:
+            inside.survival(self._engine).await_copies()  # of the step before
             both.wait(PATIENCE)
             super()._die()
 
-    fault, other = (DiesWithTheOther(rank, 2, "agree * verdict tp *") for rank in (0, 3))
+    point = {"tp": "agree * verdict tp *", "pp": "agree * verdict pp *", "sp": "all_reduce of verdict"}[axis]
+    faults = {rank: DiesWithTheOther(rank, 2, point) for rank in pair}
 
     def plant(engine: Any, member: int) -> None:
-        (fault if member == 0 else other)(engine, member)
+        if member in pair:
+            faults[member](engine, member)
 
-    sizes = race("tp", preset, plant, tmp_path)
-    assert sizes.keys() == {1, 2}
-    assert sizes[1][-1] == 2
+    sizes = race(axis, preset, plant, tmp_path)
+    assert sizes.keys() == {0, 1, 2, 3} - set(pair)
+    assert {one[-1] for one in sizes.values()} == {2}
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
