@@ -329,6 +329,7 @@ def _named(name: str, work: Callable[[int], None]) -> Callable[[int], None]:
     return named
 
 
+@sampled
 @pytest.mark.parametrize("axis", ["tp alone", "pp alone", "sp alone"])
 def test_the_fastest_mesh_is_taken_and_not_the_largest(
     axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
