@@ -30,14 +30,14 @@ def meshes_to_have(sharded: ShardedModel, plain: PlainModel, called: MicroBatch)
     micro-batch is `called`. All, if that is not known."""
     mesh, sharding, sequence = sharded.mesh, sharded.parts.sharding, sharded.parts.sequence
     world, smaller, hardware = sharded.world, sharding.smaller.meshes, described_hardware(sharded.world)
-    if hardware is None:
+    if hardware is None or len(smaller) < 3:  # the first is of one whole group
         return smaller
     hardware = hardware.with_ranks(min(world.size, world.local_size or world.size))
     is_part = sequence is not None and not sequence.splits(called.args, called.kwargs)
     begun, on_cpu = time.perf_counter(), sharding.device.type == "cpu"
     try:
         batch = joined(called, mesh.size(SEQUENCE_AXIS)) if is_part else called
-        with torch.random.fork_rng(), world.journal.unobserved():
+        with torch.random.fork_rng([]), world.journal.unobserved():
             seconds = plain.seconds(batch, sharded.plan, mesh, smaller[1:], hardware, on_cpu=on_cpu)
     except Exception as error:  # never into a loop that would train without it
         _log.info("If no replica group is whole, the others take the largest mesh: no step is foreseen: %s", error)
