@@ -29,6 +29,12 @@ def sharding(engine: sw.Engine) -> Any:
     return sharded(engine).parts.sharding
 
 
+def survival(engine: sw.Engine) -> Any:
+    """What keeps the images of this rank's state, in a job whose ranks may be lost."""
+    session: Any = engine._session
+    return session.recovery.survival
+
+
 def disk(engine: sw.Engine) -> Any:
     """What is on a disk; `None` if nothing is."""
     return sharded(engine).disk

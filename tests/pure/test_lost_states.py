@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.elastic.layouts import Layout, Source, Sources
@@ -13,10 +15,10 @@ from shardwise.plan.placement import table_for
 from shardwise.program import FlatSpec
 from shardwise.system.disk import Removals
 
-WHOLE = Source(live_step=5, shadow_step=4, is_live_whole=True, sees_update=False)
-ONLY_ITS_SHARDS = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=False)
-SHARDS_OF_A_SEEN_UPDATE = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=True)
-IN_AN_UPDATE = Source(live_step=TORN, shadow_step=4, is_live_whole=True, sees_update=True)
+WHOLE = Source(live_step=5, shadow_step=4, is_live_whole=True, sees_update=False, is_all=False)
+ONLY_ITS_SHARDS = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=False, is_all=False)
+SHARDS_OF_A_SEEN_UPDATE = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=True, is_all=False)
+IN_AN_UPDATE = Source(live_step=TORN, shadow_step=4, is_live_whole=True, sees_update=True, is_all=False)
 
 
 def layout(preset: str, left: tuple[int, ...], mesh: dict[str, int]) -> Layout:
@@ -42,6 +44,21 @@ def test_a_part_that_nobody_can_read_is_lost_unless_another_rank_has_it_too() ->
     with pytest.raises(StateError, match="Rank 2 is gone, and no whole state is left"):
         newest((0, 1, 3), [{}, {}, {}])
     assert newest((0, 1, 3), [{}, {}, {}], "hsdp") == (5, {})
+
+
+@pytest.mark.parametrize(
+    ("is_all", "source", "step"), [(True, WHOLE, 5), (True, ONLY_ITS_SHARDS, 4), (False, WHOLE, 0)]
+)
+def test_a_part_of_the_model_that_nobody_left_had_is_read_from_images_with_all_of_it(
+    is_all: bool, source: Source, step: int
+) -> None:
+    both = {rank: [replace(source, is_all=is_all)] for rank in (1, 3)}
+    left = layout("zero1", (0, 2), {"dp": 2, "tp": 2})
+    if step:
+        assert left.newest([{4, 5}] * 2, [both, both]) == (step, {1: 1, 3: 1})
+    else:
+        with pytest.raises(StateError, match="no whole state is left"):
+            left.newest([{4, 5}] * 2, [both, both])
 
 
 def test_who_can_read_divides_what_there_is_to_read() -> None:

@@ -759,6 +759,20 @@ def test_a_group_goes_on_as_a_smaller_one_and_grows_again() -> None:
     assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0, 2, 3, 4))
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_one_member_says_which_smaller_groups_are_worth_having(first: int) -> None:
+    """Whether the last of the others, which only know which there are, is heard before it or after it."""
+    job = OneGroup(4, 1, 4)
+    job.begin()
+    every, chosen = '[{"tp": 4}, {"tp": 4}, {"tp": 2}, {"tp": 1}]', '[{"tp": 4}, {"tp": 4}, {"tp": 1}]'
+    for number in (first, 3 - first):
+        job.say(number, "groups", text=every if number else chosen)
+    job.lets_in = False
+    job.kill(1)
+    job.settle()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0,))
+
+
 def test_with_a_smaller_group_too_small_for_the_job_it_waits_for_others() -> None:
     job = OneGroup(4, 3, 4, can_grow=True)
     job.begin()

@@ -13,7 +13,16 @@ from shardwise.elastic.rebuild import plan_on
 from shardwise.errors import ConfigError
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.replica_groups import Regrouped, Smaller, going_on, mesh_of, mesh_over, regroup
+from shardwise.plan.replica_groups import (
+    Regrouped,
+    Smaller,
+    fastest,
+    going_on,
+    mesh_of,
+    mesh_over,
+    most_of,
+    regroup,
+)
 from tests.thorough import varies
 
 NAMES = ("island", "pp", "node", "dp", "ep", "sp", "tp")
@@ -202,6 +211,27 @@ def test_who_goes_on_where_no_group_is_whole(
     assert sorted([*found.members, *found.spares]) == sorted([*seats, *waiting])
     if members:
         assert str(mesh_of(axes, smaller, len(members))) == mesh
+
+
+OF_EIGHT = tuple({"tp": size} for size in (8, 4, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "by_num_left"),
+    [
+        ({4: 1.0, 2: 2.0, 1: 4.0}, {7: 4, 3: 2, 1: 1}),
+        ({4: 3.0, 2: 2.0, 1: 4.0}, {7: 2, 3: 2, 1: 1}),
+        ({4: 3.0, 2: 5.0, 1: 4.0}, {7: 4, 3: 1, 1: 1}),
+        ({4: 4.0, 2: 5.0, 1: 3.0}, {8: 8, 7: 1, 3: 1}),
+        ({4: 2.0, 2: 2.0, 1: 2.0}, {7: 4, 3: 2}),  # the largest of those that take as long
+        ({4: 4.0, 1: 3.0}, {7: 4, 3: 2}),  # not all are known
+    ],
+)
+def test_the_fastest_smaller_mesh_for_any_number_of_ranks(
+    seconds: dict[int, float], by_num_left: dict[int, int]
+) -> None:
+    found = fastest(OF_EIGHT, seconds)
+    assert {num: most_of({"tp": 8}, found, num) for num in by_num_left} == by_num_left
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,13 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.elastic import mesh_choice
 from shardwise.errors import SpareError, StateError
+from shardwise.fit.hardware import hardware
 from shardwise.parallel.outline import smaller_meshes
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import Mesh
+from tests import inside
 from tests.models import Gpt
 from tests.patience import PATIENCE
 from tests.ranks.lost_groups import (
@@ -93,26 +96,35 @@ def test_the_rest_of_two_groups_is_one(axis: str, preset: str, rank: int, tmp_pa
     assert {one[-1] for one in sizes.values()} <= {1, 2}
 
 
-@thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
-@pytest.mark.parametrize("preset", PRESETS)
-def test_both_groups_lose_a_rank_at_once(preset: str, tmp_path: Path) -> None:
-    """Those that are left have all parts, and are a group."""
+@pytest.mark.parametrize("preset", PRESETS[1:])
+@pytest.mark.parametrize("pair", [(0, 3), (1, 2), (0, 2), (1, 3)])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], preset: str, tmp_path: Path) -> None:
+    """Those that are left are a group. If they had the same part, one takes the other part, which is in the images of
+    those that are lost."""
     both = threading.Barrier(2)
 
     class DiesWithTheOther(DiesBefore):
+        def __call__(self, engine: Any, member: int) -> None:
+            self._engine = engine
+            super().__call__(engine, member)
+
         def _die(self) -> None:
+            inside.survival(self._engine).await_copies()  # of the step before
             both.wait(PATIENCE)
             super()._die()
 
-    fault, other = (DiesWithTheOther(rank, 2, "agree * verdict tp *") for rank in (0, 3))
+    point = {"tp": "agree * verdict tp *", "pp": "agree * verdict pp *", "sp": "all_reduce of verdict"}[axis]
+    faults = {rank: DiesWithTheOther(rank, 2, point) for rank in pair}
 
     def plant(engine: Any, member: int) -> None:
-        (fault if member == 0 else other)(engine, member)
+        if member in pair:
+            faults[member](engine, member)
 
-    sizes = race("tp", preset, plant, tmp_path)
-    assert sizes.keys() == {1, 2}
-    assert sizes[1][-1] == 2
+    sizes = race(axis, preset, plant, tmp_path)
+    assert sizes.keys() == {0, 1, 2, 3} - set(pair)
+    assert {one[-1] for one in sizes.values()} == {2}
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -127,6 +139,9 @@ def test_a_rank_dies_while_its_state_is_copied(
     sizes = race(f"{axis} alone", preset, dies, tmp_path, mesh={axis: 4})
     assert dies.died
     assert {one[-1] for one in sizes.values()} == {2}
+
+
+SLOW = {"latency_seconds": 1.0, "bytes_per_second": 1e3}
 
 
 def test_meshes_that_a_model_can_have() -> None:
@@ -312,3 +327,22 @@ def _named(name: str, work: Callable[[int], None]) -> Callable[[int], None]:
         work(member)
 
     return named
+
+
+@sampled
+@pytest.mark.parametrize("axis", ["tp alone", "pp alone", "sp alone"])
+def test_the_fastest_mesh_is_taken_and_not_the_largest(
+    axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where sending is slow, one rank alone is. As soon as all are there, they have the mesh of the plan again."""
+    cpu = hardware("cpu")
+    slow = cpu.model_copy(update={"local": cpu.local.model_copy(update=SLOW)})
+    monkeypatch.setattr(mesh_choice, "described_hardware", lambda _: slow)
+    caplog.set_level("INFO", "shardwise")
+    name = axis.partition(" ")[0]
+    more: Any = {"num_newcomers": 1, "least": 1} if axis == "tp alone" else {}
+    sizes = race(axis, "zero1", DiesBefore(2, 2, "exchange of commit"), tmp_path, mesh={name: 4}, **more)
+    assert f"{name}=2 (left out)" in caplog.text
+    found = {size for one in sizes.values() for size in one}
+    assert 2 not in found
+    assert 1 in found

@@ -13,6 +13,7 @@ from test_split_products import CUT, net
 
 import shardwise as sw
 from shardwise.cli.main import main
+from shardwise.fit.hardware import hardware
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only
@@ -109,3 +110,27 @@ def test_the_mesh_without_a_lost_rank_is_shown_and_its_price(
     assert "An elastic job goes on with 2 of 4 ranks, on the mesh tp=2, until enough others are there." in said
     assert "one host: the others stand for" in said
     assert "2 ranks are missing until as many join" in said
+
+
+@pytest.mark.parametrize(("latency_seconds", "num_left"), [(1e-9, 2), (1.0, 1)])
+def test_the_fastest_mesh_without_a_lost_rank_is_shown(
+    latency_seconds: float, num_left: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"preset": "ddp", "mesh": {"tp": 4}, "tensor": TENSOR}))
+    (tmp_path / "model.py").write_text(MODEL.replace("Transformer()", "Transformer(width=256)"))
+    known = json.loads(hardware("cpu").model_dump_json())
+    known["local"] |= {"latency_seconds": latency_seconds, "bytes_per_second": 1e15, "node_bytes_per_second": None}
+    (tmp_path / "hardware.yaml").write_text(json.dumps(known))
+    asked = ["explain", str(tmp_path / "plan.json"), "--world", "4", "--time", "--optimizer", "adamw"]
+    asked += ["--model", f"{tmp_path}/model.py:build", "--batch", f"{tmp_path}/model.py:batch"]
+    asked += ["--hardware", f"{tmp_path}/hardware.yaml"]
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ranks_that_leave"] == 4 - num_left
+    two, one = told["smaller_meshes"]
+    assert two.endswith(" on tp=2" if num_left == 2 else " on tp=2 (left out)")
+    assert one.endswith(" on tp=1")
+    assert main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"goes on with {num_left} of 4 ranks, on the mesh tp={num_left}, until" in said
+    assert f"If no replica group is whole, a step takes {two}; {one}." in said

@@ -13,7 +13,7 @@ from typing import TypeVar
 from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 from shardwise.comm.regrouping import Regrouped
 from shardwise.errors import SpareError, TurnedAwayError
-from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
+from shardwise.plan.replica_groups import GoingOn, Smaller, chosen, going_on, group_size
 from shardwise.testing import prepare_operators
 from tests.patience import PATIENCE
 
@@ -220,7 +220,8 @@ class ThreadMembership:
         raise AssertionError("nobody starts threads again")
 
     def needs_groups(self, axes: Mapping[str, int], smaller: Smaller = ()) -> None:
-        self.crowd.axes, self.crowd.smaller = dict(axes), smaller
+        crowd = self.crowd
+        crowd.axes, crowd.smaller = dict(axes), chosen(crowd.smaller if axes == crowd.axes else (), smaller)
 
     def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
         """Nobody starts threads by it."""

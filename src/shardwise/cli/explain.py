@@ -6,13 +6,14 @@ import argparse
 import importlib
 import json
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from shardwise.cli.console import console_for_output
 from shardwise.cli.explanation import Explanation, Subject, as_json, example_units, explain
 from shardwise.cli.print_explanation import print_explained, print_presets
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.hardware import hardware as hardware_named
@@ -231,6 +232,12 @@ def _subject(
     subject = replace(subject, smaller=smaller.meshes, why_no_smaller=smaller.why_none)
     if args.batch is None:
         return plan, subject, ()
+    if hardware is not None and len(smaller.meshes) > 2:  # before the model is split
+        with suppress(ConfigError, ModelError):  # as in a job, which takes the largest then
+            found, times = model_file.fastest_of(
+                smaller.meshes, model, args.batch, plan, mesh, converted, args.optimizer, hardware=hardware
+            )
+            subject = replace(subject, smaller=found, smaller_times=times)
     given = args.expert_load
     if given is not None and not given >= 1:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")

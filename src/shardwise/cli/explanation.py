@@ -109,6 +109,8 @@ class Subject:
     """The result of the plan's budget, and the reason for it."""
     smaller: Smaller = ()
     """The meshes on which an elastic job goes on without a whole replica group."""
+    smaller_times: str = ""
+    """How long a step takes on each mesh with fewer ranks than a group has, if the fastest of them were chosen."""
     why_no_smaller: str = ""
     """Why there is none, if a reason is known."""
 
@@ -459,6 +461,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({"restarted_because": explained.why_restarted} if explained.why_restarted else {}),
         **({"losses": [one.as_json() for one in explained.losses]} if explained.losses else {}),
         **({"ranks_that_leave": explained.num_leaving} if not explained.why_restarted else {}),
+        **({"smaller_meshes": subject.smaller_times.split("; ")} if subject.smaller_times else {}),
         **({} if explained.images is None else {"image_bytes": asdict(explained.images)}),
         **({} if explained.copies is None else {"copy_bytes": asdict(explained.copies)}),
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),

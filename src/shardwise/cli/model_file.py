@@ -30,6 +30,7 @@ from shardwise.fit.foreseen import (
     updates_of,
 )
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.smaller_meshes import PlainModel, in_words, joined
 from shardwise.fit.stage_balance import stage_balance
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
@@ -37,7 +38,8 @@ from shardwise.parallel.experts import EXPERT_LOAD, expert_split
 from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
 from shardwise.parallel.pipeline import has_pipeline, stage_layout
 from shardwise.plan import Plan
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.plan.replica_groups import Smaller, fastest
 from shardwise.program import UnitSpec
 from shardwise.runtime.activations import treatments_for
 
@@ -151,6 +153,26 @@ def activations_of(
     )
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
     return Foreseen(counted[pp_rank], tuple(programs), balance)
+
+
+def fastest_of(
+    smaller: Smaller,
+    model: nn.Module,
+    source: str,
+    plan: Plan,
+    mesh: Mesh,
+    converted: Converted,
+    optimizer: str | None,
+    *,
+    hardware: Hardware,
+) -> tuple[Smaller, str]:
+    """Those of the `smaller` meshes on which an elastic job goes on, and what a step takes on each of them, in words.
+    The batch of `source` is one of `mesh`."""
+    whole = joined(batch_from(source), mesh.size(SEQUENCE_AXIS) if SEQUENCE_AXIS in mesh.axes else 1)
+    plain = PlainModel(model, updates_of(model, optimizer) if optimizer else None, converted)
+    seconds = plain.seconds(whole, plan, mesh, smaller[1:], hardware, on_cpu=hardware.is_processor)
+    found = fastest(smaller, seconds)
+    return found, in_words(smaller[1:], found, seconds)
 
 
 def batch_from(source: str) -> object:

@@ -99,12 +99,12 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         left = explained.mesh.world_size - explained.num_leaving
         mesh = mesh_of({}, explained.subject.smaller, left)
         text = f"An elastic job goes on with {left} of {ranks}, on the mesh {mesh}, until enough others are there."
-        _section(console, "if a rank is lost", Text(text))
+        _section(console, "if a rank is lost", Text(text), *_smaller_times(explained))
     elif explained.num_leaving > 1:
         group = "island" if mesh.island_axes else "replica group"
         leaving = f"{explained.num_leaving} of {ranks}"
         text = f"An elastic job goes on without its {group}, {leaving}, until that is complete again."
-        _section(console, "if a rank is lost", Text(text))
+        _section(console, "if a rank is lost", Text(text), *_smaller_times(explained))
     if explained.losses:
         note = Text("Assumed: seconds of shardwise simulate to find a loss, to regroup, and to restart.", "dim")
         _section(console, "what a loss costs an elastic job", Text("\n".join(map(str, explained.losses))), note)
@@ -155,6 +155,11 @@ def _split_over(place: Place) -> Text:
         return Text(f"partial {'+'.join(place.partial)}", "yellow")
     words = f"{'+'.join(place.shard) or 'copy'}{f', {place.tier}' if place.tier != 'device' else ''}"
     return Text(words, "green" if place.shard else "")
+
+
+def _smaller_times(explained: Explanation) -> list[Text]:
+    times = explained.subject.smaller_times
+    return [Text(f"If no replica group is whole, a step takes {times}.", "dim")] if times else []
 
 
 def _section(console: Console, title: str, *below: object) -> None:

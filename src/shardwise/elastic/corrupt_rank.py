@@ -5,6 +5,9 @@ rank held are on others, where the table has copies. What only it held is in its
 memory in question. The shadow was copied from there after the last step: if it has the sums that were taken then, the
 bits changed later, and it is whole. So is then what another host keeps, which is read before the shadow. Otherwise all
 of these are marked as torn, and if no other rank has the state, the job restarts from its last checkpoint.
+
+Wrong *gradients* (`verify: {gradients}`) are another matter: that rank computes wrong results, before the step, and
+nothing tells that what it has at rest is wrong. All ranks have computed with it, and a checkpoint would have the same.
 """
 
 from __future__ import annotations
@@ -15,19 +18,23 @@ from shardwise.comm import World
 from shardwise.elastic.state_image import TORN, Image
 from shardwise.elastic.survival import Survival
 from shardwise.errors import CorruptionError, FaultError
+from shardwise.runtime.corruption import GRADIENT
 from shardwise.runtime.verification import Verification
 
 _log = logging.getLogger("shardwise")
 
 
-def leave_out(error: CorruptionError, verification: Verification, survival: Survival, world: World) -> FaultError:
+def leave_out(
+    error: CorruptionError, verification: Verification | None, survival: Survival, world: World
+) -> FaultError:
     """The fault from which the others recover. All ranks call. Raises `error` on the rank that has the wrong bits, and
     on all of them if it is not known which has."""
     if not error.is_certain:
         raise error
     survival.await_copies()
     is_wrong = world.rank in error.ranks
-    is_whole = not is_wrong or _is_whole(survival.image, verification)
+    at_rest = verification if error.row != GRADIENT else None
+    is_whole = not is_wrong or at_rest is None or _is_whole(survival.image, at_rest)
     are_whole = world.exchange(b"1" if is_whole else b"0", "images")
     if is_wrong:
         survival.image.live_step = TORN

@@ -3,8 +3,8 @@
 [Note: sources] The state of a lost rank may be in its own image, in the memory of its host, if another rank of that
 host survives; and in the copy that its keeper has on another host, which all ranks of that host can read. After
 regrouping, all ranks exchange what they can read, and so agree on the step to return to and on who reads which state.
-A reader had the same part of the model, and has itself what never changes; where there was one replica group only,
-images have that too, and any rank reads them.
+A reader had the same part of the model, and has itself what never changes. If no such rank is left, because there was
+one replica group only or each has lost one, any other reads an image that has all that the lost rank had.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ class Source:
     """See `Directory.is_live_whole`."""
     sees_update: bool
     """Whether the survivor has its own parameters as they were after the last update, with what others updated."""
+    is_all: bool
+    """See `Directory.is_all`."""
 
     @classmethod
     def of(cls, image: Image, sees_update: bool) -> Source:
-        return cls(image.live_step, image.shadow_step, image.directory.is_live_whole, sees_update)
+        directory = image.directory
+        return cls(image.live_step, image.shadow_step, directory.is_live_whole, sees_update, directory.is_all)
 
     @property
     def steps(self) -> set[int]:
@@ -265,23 +268,21 @@ class Layout:
         """By lost rank whose state after `step` can be read, the rank that reads it. Several lost ranks are divided
         among the ranks that could read them."""
         readers = {}
-        reads_all = is_lone(self.specs[0][0].mesh)
         for rank in self.gone:
-            sources = [
-                (reader, one)
-                for reader, sees in enumerate(seen)
-                if reads_all or self._has_same_part(reader, rank)
-                for one in sees.get(rank, ())
-            ]
-            whole = [reader for reader, one in sources if one.has(step)]
-            parts = [
-                reader
-                for reader, one in sources
-                if one.live_step == step and one.sees_update and not reads_all and self._sees_rest(reader, rank)
-            ]
-            able = sorted(set(whole or parts))
+            sources = [(reader, one) for reader, sees in enumerate(seen) for one in sees.get(rank, ())]
+            alike = [(reader, one) for reader, one in sources if self._has_same_part(reader, rank)]
+            able = (
+                [reader for reader, one in alike if one.has(step)]
+                or [
+                    reader
+                    for reader, one in alike
+                    if one.live_step == step and one.sees_update and self._sees_rest(reader, rank)
+                ]
+                or [reader for reader, one in sources if one.has(step) and one.is_all]
+            )
             if able:
-                readers[rank] = able[rank % len(able)]
+                every = sorted(set(able))
+                readers[rank] = every[rank % len(every)]
         return readers
 
     def _is_whole(self, available: set[int]) -> bool:

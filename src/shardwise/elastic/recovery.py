@@ -45,7 +45,7 @@ from shardwise.errors import (
     TierError,
     TurnedAwayError,
 )
-from shardwise.plan.replica_groups import group_size, num_groups
+from shardwise.plan.replica_groups import Smaller, group_size, num_groups
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
 from shardwise.system.disk import Removals
@@ -167,7 +167,7 @@ class Recovery:
         self._complete_label = self._num_layouts
         self.survival.begin(self.iterations.version)
         if arrival is None:
-            self._tell_of_groups()
+            self.tell_of_groups(self._smaller)
             self.loop_state.loads.begin()
 
     @property
@@ -254,9 +254,7 @@ class Recovery:
         """See `leave_out` in `corrupt_rank.py`."""
         from shardwise.elastic.corrupt_rank import leave_out  # only then
 
-        verification = self._sharded.parts.verification
-        assert verification is not None
-        return leave_out(error, verification, self.survival, self.world)
+        return leave_out(error, self._sharded.parts.verification, self.survival, self.world)
 
     # -- from one world to the next -------------------------------------------------------------------------
 
@@ -494,7 +492,7 @@ class Recovery:
         self.loop_state.follow(sharded)
         self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
-        self._tell_of_groups()
+        self.tell_of_groups(self._smaller)
         self.world.exchange(b"", "images")
         self._let_former_go()
 
@@ -514,11 +512,11 @@ class Recovery:
             return self._replanned.model
         return Former.of(self._sharded)
 
-    def _tell_of_groups(self) -> None:
-        """Let the launcher know which ranks leave together."""
+    def tell_of_groups(self, smaller: Smaller) -> None:
+        """Let the launcher know which ranks leave together, and on which `smaller` meshes the others may go on."""
         mesh = self._plan.mesh
         if mesh is not None and group_size(mesh) > 1:
-            self._membership.needs_groups(mesh, self._smaller)
+            self._membership.needs_groups(mesh, smaller)
 
     def _make_layout(self, sharded: ShardedModel) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call."""

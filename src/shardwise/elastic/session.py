@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -78,7 +78,7 @@ from shardwise.parallel.sequence import SequenceParallel
 from shardwise.plan.replica_groups import num_groups
 from shardwise.runtime.fault_tolerant_backward import Tolerant
 from shardwise.runtime.hooks import in_backward
-from shardwise.runtime.micro_batches import LossFunction
+from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
@@ -134,11 +134,13 @@ class ElasticSession(Session):
         """See [Note: ended elsewhere]."""
         self._is_first_commit, self._reads_params = True, False
         """See [Note: reads between steps]."""
-        self._is_in_schedule = False
-        """See [Note: stages]."""
+        self._is_at_once = False
+        """See `_at_once`."""
         self._divided_by: SequenceParallel | None = None
         self._is_divided_as_before = False
         """See [Note: batches of another division]."""
+        self._plain = sharded.parts.sharding.plain
+        """See [Note: chosen beforehand] in `mesh_choice.py`."""
         self._noted_fault: CommError | None = None
         """A fault that a backward has noticed, not recovered from yet."""
         self._last: _Arguments | None = None
@@ -236,10 +238,12 @@ class ElasticSession(Session):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not self._iterations.is_open:
             self._begin()
+        if self._plain is not None and torch.is_grad_enabled():
+            self._before_micro_batches([MicroBatch(args, kwargs)])
         return self.computing(partial(self._call, *args, **kwargs))
 
     def computing(self, work: Callable[[], Result]) -> Result:
-        if self._is_in_schedule:
+        if self._is_at_once:
             return work()
         while True:
             self._handle_noted_fault()
@@ -267,7 +271,7 @@ class ElasticSession(Session):
 
     def adding_up(self, work: Callable[[], torch.Tensor], alone: Callable[[], torch.Tensor]) -> torch.Tensor:
         """In a void iteration, as known to all ranks, nothing is sent. Between steps all ranks repeat it."""
-        if self._is_in_schedule:
+        if self._is_at_once:
             return work()
         if not self._iterations.is_open:
             return self.asking(work, alone=alone)
@@ -329,12 +333,33 @@ class ElasticSession(Session):
             return super().forward_backward(batch, target, loss_fn, compute)
         if not self._iterations.is_void():
             try:
-                with self._in_schedule():
+                with self._at_once():
                     return super().forward_backward(batch, target, loss_fn, compute)
             except CommError as error:
                 self.recovery.recover(error)
         self.sharded.progress.micro_steps.are_all_run = True
         return torch.tensor(math.nan)
+
+    def _verify_gradients(self, first: MicroBatch, loss_fn: LossFunction | None) -> None:
+        """If a rank is lost meanwhile, the iteration is void, and gradients are verified when it is repeated. Of a
+        single rank they are verified again when others have come."""
+        if self._iterations.is_void() or self.sharded.world.size == 1:
+            return
+        try:
+            with self._at_once(), self._without_wrong_bits():
+                super()._verify_gradients(first, loss_fn)
+        except CommError as error:
+            self._noted_fault = None  # a backward has met the same one
+            self.recovery.recover(error)
+
+    def _before_micro_batches(self, parts: Sequence[MicroBatch]) -> None:
+        """Of the first step: see [Note: chosen beforehand] in `mesh_choice.py`."""
+        if self._plain is None or self._iterations.is_void():
+            return
+        from shardwise.elastic.mesh_choice import meshes_to_have  # only jobs that have a choice load it
+
+        plain, self._plain = self._plain, None
+        self.recovery.tell_of_groups(meshes_to_have(self.sharded, plain, parts[0]))
 
     def evaluate(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
         """With pipeline stages an exchange between steps, which all ranks repeat."""
@@ -346,18 +371,19 @@ class ElasticSession(Session):
             if self._iterations.is_void():
                 raise _AloneError
             self._quiet.leave()  # between iterations nobody is at a pace of its own
-            with self._in_schedule():
+            with self._at_once():
                 return compute()
 
         return self.asking(work, alone=partial(torch.tensor, math.nan), is_small=False)
 
     @contextmanager
-    def _in_schedule(self) -> Iterator[None]:
-        self._is_in_schedule = True
+    def _at_once(self) -> Iterator[None]:
+        """Inside, calls of the model are not intercepted: what is computed is repeated, or given up, as a whole."""
+        self._is_at_once = True
         try:
             yield
         finally:
-            self._is_in_schedule = False
+            self._is_at_once = False
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         if self._iterations.is_void():

@@ -95,6 +95,8 @@ class Directory:
     shadow_bytes: int
     rows: tuple[RowsOnDisk, ...] = ()
     """What lies on a disk: see [Note: rows of an image]."""
+    is_all: bool = False
+    """Whether the rank had no parameters besides these, so that a rank with another part of the model can read it."""
 
     @classmethod
     def read(cls, text: bytes) -> Directory:

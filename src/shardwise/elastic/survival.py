@@ -7,6 +7,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Survival:
         is_lone: bool = False,
     ) -> None:
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
+        self._has_all = len(self._flats) == len(flats)
         self._is_lone = is_lone
         self._optimizer = optimizer
         self.rows = _rows_on_disk(self._flats)
@@ -198,7 +200,7 @@ class Survival:
         numbers = self._numbers_now()
         if numbers:
             plot.add(NUMBERS, NUMBERS, torch.zeros(len(numbers) * _NUMBERS_GROWTH, dtype=torch.uint8), is_live=True)
-        directory = plot.directory()
+        directory = replace(plot.directory(), is_all=self._has_all)
         path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
         self._num_images += 1
         try:

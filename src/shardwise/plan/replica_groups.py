@@ -8,7 +8,8 @@ that too, with all of its axes: nobody else has trained its model.
 
 If no group is whole, those that are left form a *smaller* one, if the job has a mesh for it: with fewer ranks along
 `tp` or `pp`, each of which holds a larger part of the model, or along `sp`, each of which computes a larger part of
-every sample. Whenever ranks come or are lost then, all of them form the largest mesh that there is for as many.
+every sample. Whenever ranks come or are lost then, all of them form the largest mesh that there is for as many. Meshes
+that are slower than others of fewer ranks are not among these, if that is known (`fastest`).
 
 The replica as the unit of failure is known from torchft and FT-HSDP (arXiv:2602.00277).
 """
@@ -161,6 +162,28 @@ def most_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> int:
     whole = num_ranks // of_each if has_data_axis else min(1, num_ranks // of_each)
     sizes = (math.prod(mesh.values()) for mesh in smaller)
     return whole * of_each or next((size for size in sizes if size <= num_ranks), 0)
+
+
+def fastest(smaller: Smaller, seconds: Mapping[int, float]) -> Smaller:
+    """Those of the `smaller` meshes to go on with, if a step takes so many `seconds` on as many ranks: without each of
+    which one with fewer ranks is faster. Then the largest that is left, for however many ranks, is the fastest.
+
+    The first one, with the sizes of the plan, stays. So do all, where something is not known.
+    """
+    sizes = [math.prod(mesh.values()) for mesh in smaller]
+    if not seconds.keys() >= set(sizes[1:]):
+        return smaller
+    return [
+        mesh
+        for place, mesh in enumerate(smaller)
+        if place == 0 or all(seconds[sizes[place]] <= seconds[size] for size in sizes[place + 1 :])
+    ]
+
+
+def chosen(before: Smaller, told: Smaller) -> Smaller:
+    """Of what members tell of the smaller meshes of one plan: all know which there are, and one which of these are
+    `fastest`, whichever is heard first."""
+    return before if before and len(before) <= len(told) else told
 
 
 def mesh_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> Mesh:

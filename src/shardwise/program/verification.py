@@ -119,10 +119,8 @@ def why_not_recomputed(mesh: Mesh, *, is_elastic: bool, is_deterministic: bool) 
     others = [axis for axis in mesh.axes if mesh.size(axis) > 1 and (axis not in mesh.data_axes or axis == EXPERT_AXIS)]
     if others:
         return f"ranks along {' and '.join(others)} compute a micro-batch together"
-    if mesh.world_size == 1:
+    if mesh.world_size == 1 and not is_elastic:  # there others may come
         return "there is no other rank"
-    if is_elastic:
-        return "a rank could be lost meanwhile, and this is an elastic job"
     if not is_deterministic:
         return "kernels of a device may add in any order; call torch.use_deterministic_algorithms(True) before"
     return ""

@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+GRADIENT = "gradient"
+"""The row of what a rank has computed from a micro-batch, which another one has computed again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A tensor of one row of a flat buffer. `row` is a subject of the program, or for a state its key."""
+    """A tensor of one row of a flat buffer. `row` is a subject of the program, for a state its key, or `GRADIENT`."""
 
     flat: str
     row: str

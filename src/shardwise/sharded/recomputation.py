@@ -24,19 +24,18 @@ from shardwise.comm import World
 from shardwise.errors import StateError
 from shardwise.memory import Flat, Unit
 from shardwise.memory.tensor_checksum import checksum
-from shardwise.runtime.corruption import Report, Where, judge
+from shardwise.runtime.corruption import GRADIENT, Report, Where, judge
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.runtime.verification import corruption_error
 from shardwise.sharded.sharded_model import ShardedModel
 
 Tensor = torch.Tensor
 Sums = dict[Where, int]
-GRADIENT = "gradient"
 _SUBJECT = "batches"
 
 
 def verify_gradients(sharded: ShardedModel, first: MicroBatch, loss_fn: LossFunction | None) -> None:
-    """All ranks call, before the forward of a step. Raises `CorruptionError` on all of them."""
+    """All ranks, of which there are several, call before the forward of a step. Raises `CorruptionError` on all."""
     world, step = sharded.world, sharded.progress.num_steps + 1
     mine = _packed(first)
     lengths = _lengths(world, mine)
@@ -94,11 +93,13 @@ def _undisturbed(sharded: ShardedModel, seed: int) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in sharded.model.buffers()]
     device = sharded.parts.sharding.device
     accelerated = device.type != "cpu"
-    with torch.random.fork_rng([device] if accelerated else [], device_type=device.type if accelerated else "cuda"):
-        torch.manual_seed(seed)
-        yield
-    for buffer, values in buffers:
-        buffer.copy_(values)
+    try:
+        with torch.random.fork_rng([device] if accelerated else [], device_type=device.type if accelerated else "cuda"):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        for buffer, values in buffers:
+            buffer.copy_(values)
 
 
 # -- batches as messages ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -51,6 +52,7 @@ from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck, dra
 from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
+from shardwise.plan.replica_groups import with_fewer_ranks
 from shardwise.program import Update, reduces_each_time
 from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
@@ -58,6 +60,9 @@ from shardwise.runtime.codec import codec_for
 from shardwise.system.calibration import readable_calibration
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.telemetry import ByteMeter
+
+if TYPE_CHECKING:
+    from shardwise.fit.smaller_meshes import PlainModel
 
 _log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
@@ -96,6 +101,8 @@ class Sharding:
     """The budget of this plan, or of an earlier one."""
     smaller: SmallerMeshes = field(default_factory=SmallerMeshes)
     """Where an elastic job goes on without a whole replica group."""
+    plain: PlainModel | None = None
+    """To time a step there, on the rank that does, until a mesh is chosen."""
 
     @property
     def plan_to_fit(self) -> Plan:
@@ -307,6 +314,7 @@ def lay(
     check_same_settings({**wishes.settings(device), "optimizers": len(optimizers)}, "argument", world)
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
+    plain = _to_be_timed(model, plan, optimizers, world)
     converted = convert(model, conversions_of(plan, model))
     try:
         check_plan(converted, plan)
@@ -315,9 +323,26 @@ def lay(
     except BaseException:
         converted.undo()
         raise
-    sharding = replace(sharding, converted=converted.within(model))
+    sharding = replace(sharding, converted=converted.within(model), plain=plain)
     sharding.connect_converted(world)
     return sharding
+
+
+def _to_be_timed(
+    model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World
+) -> PlainModel | None:
+    """The model while it is plain, on the rank that chooses among smaller meshes: see `elastic/mesh_choice.py`."""
+    if world.membership is None or world.rank != 0:
+        return None
+    if len(with_fewer_ranks(mesh_for(plan, world.size, world.local_size))) < 3:  # the first is of one whole group
+        return None
+    from shardwise.fit.smaller_meshes import PlainModel  # only these jobs load it
+
+    try:
+        return PlainModel.of(model, vet(optimizers, model))
+    except Exception as error:  # a model that cannot be copied is trained without it
+        _log.info("If ranks are lost, the others go on on the largest mesh: the model cannot be copied: %s", error)
+        return None
 
 
 def _lay_converted(

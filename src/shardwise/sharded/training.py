@@ -105,11 +105,10 @@ class Session:
         if compute is not None:
             _require_computable(sharded)
             parts = [replace(part, compute=compute) for part in parts]
+        self._before_micro_batches(parts)
         if sharded.recomputes:
-            from shardwise.sharded.recomputation import verify_gradients  # only plans that say so load it
-
-            verify_gradients(sharded, parts[0], loss_fn)
-            sharded.has_recomputed = True
+            self._verify_gradients(parts[0], loss_fn)
+            sharded = self.sharded  # others may have been lost meanwhile
         if self.sequence is not None:
             self.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
@@ -118,6 +117,15 @@ class Session:
             losses = [self._trained(part, loss_fn) for part in parts]
         sharded.progress.micro_steps.are_all_run = True
         return self._mean(losses, parts)
+
+    def _verify_gradients(self, first: MicroBatch, loss_fn: LossFunction | None) -> None:
+        from shardwise.sharded.recomputation import verify_gradients  # only plans that say so load it
+
+        verify_gradients(self.sharded, first, loss_fn)
+        self.sharded.has_recomputed = True
+
+    def _before_micro_batches(self, parts: Sequence[MicroBatch]) -> None:
+        """Those of a step are known."""
 
     def _mean(self, losses: list[Tensor], parts: list[MicroBatch]) -> Tensor:
         """Of the micro-batches of a step, which are remembered."""

@@ -57,7 +57,8 @@ class MemberMessage:
     - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
     - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh,
-      and of the smaller ones on which ranks go on where none is whole.
+      and of the smaller ones on which ranks go on where none is whole. One member says it again, without those that
+      are slower than others of fewer ranks.
     - `pace`: how fast the ranks of `generation` train, from the first of them. `text` has a `Pace`.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
 

@@ -26,7 +26,7 @@ from typing import Literal
 from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage, meshes_of_text
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
 from shardwise.launch.job_report import ranks_in_words
-from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
+from shardwise.plan.replica_groups import GoingOn, Smaller, chosen, going_on, group_size
 
 State = Literal["gathering", "entering", "formed", "lost"]
 _MAX_IN_VAIN = 5
@@ -187,7 +187,8 @@ class Rendezvous:
             case "needs_all":
                 self.needs_all = True
             case "groups":
-                self.axes, self.smaller = meshes_of_text(message.text)
+                axes, smaller = meshes_of_text(message.text)
+                self.axes, self.smaller = axes, chosen(self.smaller if axes == self.axes else (), smaller)
             case "pace":
                 self.step = max(self.step, message.step)
             case "done":

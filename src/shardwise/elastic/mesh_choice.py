@@ -1,0 +1,51 @@
+"""Which smaller mesh a job goes on with when no replica group is whole: that with the most tokens per second.
+
+[Note: chosen beforehand] Nobody is to wait for a choice when a rank is lost, and all must make the same. So rank 0
+rehearses the batch of its first forward on each mesh that the model can have (`parallel/outline.py`), before any step,
+and tells the launcher which of them are worth having: those than which none with fewer ranks is faster. The launcher
+decides who goes on, as before, and so with how many ranks. Until it has heard of a choice, and where none is made, the
+largest mesh is taken: where the hardware is not known (neither `shardwise calibrate` nor a profile of the device), or
+the model cannot be rehearsed. With a single smaller mesh there is nothing to choose.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from shardwise.fit.hardware_here import described_hardware
+from shardwise.fit.smaller_meshes import PlainModel, in_words, joined
+from shardwise.plan.mesh import SEQUENCE_AXIS
+from shardwise.plan.replica_groups import Smaller, fastest
+from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.sharded.sharded_model import ShardedModel
+
+_log = logging.getLogger("shardwise")
+
+
+def meshes_to_have(sharded: ShardedModel, plain: PlainModel, called: MicroBatch) -> Smaller:
+    """Those of the job's smaller meshes that are `fastest`, by what a step would take of which this rank's first
+    micro-batch is `called`. All, if that is not known."""
+    mesh, sharding, sequence = sharded.mesh, sharded.parts.sharding, sharded.parts.sequence
+    world, smaller, hardware = sharded.world, sharding.smaller.meshes, described_hardware(sharded.world)
+    if hardware is None or len(smaller) < 3:  # the first is of one whole group
+        return smaller
+    hardware = hardware.with_ranks(min(world.size, world.local_size or world.size))
+    is_part = sequence is not None and not sequence.splits(called.args, called.kwargs)
+    begun, on_cpu = time.perf_counter(), sharding.device.type == "cpu"
+    try:
+        batch = joined(called, mesh.size(SEQUENCE_AXIS)) if is_part else called
+        with torch.random.fork_rng([]), world.journal.unobserved():
+            seconds = plain.seconds(batch, sharded.plan, mesh, smaller[1:], hardware, on_cpu=on_cpu)
+    except Exception as error:  # never into a loop that would train without it
+        _log.info("If no replica group is whole, the others take the largest mesh: no step is foreseen: %s", error)
+        return smaller
+    found = fastest(smaller, seconds)
+    _log.info(
+        "If no replica group is whole, a step is foreseen to take %s. That was counted in %.1f s.",
+        in_words(smaller[1:], found, seconds),
+        time.perf_counter() - begun,
+    )
+    return found

@@ -1,0 +1,71 @@
+"""A rank is lost whose replica group shares the work along an axis, of a model with dropout. The others drop what the
+ranks of a job would that changes its mesh between these two steps, and come to the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import warm
+from tests.faults.dropping_rank import LOST_AT, NUM_STEPS, PLANS
+from tests.patience import PATIENCE
+from tests.thorough import sampled, thorough_only
+
+SCRIPT = Path(__file__).with_name("dropping_rank.py")
+PATHS = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+"""What ranks import: `tests`, and whatever this process does."""
+
+
+def run(num_ranks: int, axis: str, out: Path, end: int, *fault: str) -> None:
+    options = ["--elastic", "2:4", "--retries", "0:600"] if fault else []
+    launch = [warm.python(), "-m", "shardwise", "launch", "--nproc", str(num_ranks), *options]
+    done = subprocess.run(
+        [*launch, str(SCRIPT), axis, str(out), str(end), *fault],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def told(out: Path, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"told-{rank}.json").read_text())
+    return found
+
+
+@thorough_only("three jobs of processes")
+@sampled
+@pytest.mark.parametrize("axis", PLANS)
+@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("point", ["forward", "backward", "step"])
+def test_the_others_drop_what_they_would_on_the_smaller_mesh(
+    axis: str, victim: int, point: str, tmp_path: Path
+) -> None:
+    disturbed, changed = tmp_path / "disturbed", tmp_path / "changed"
+    disturbed.mkdir()
+    changed.mkdir()
+    run(4, axis, disturbed, NUM_STEPS, str(victim), point)
+    run(4, axis, changed, LOST_AT)
+    staying = [2, 3] if victim < 2 else [0, 1]
+    states = [told(changed, rank)["generator"] for rank in staying]
+    before = [told(changed, rank)["steps"] for rank in staying]
+    (changed / "generators.json").write_text(json.dumps(states))
+    run(2, axis, changed, NUM_STEPS)
+    for place, rank in enumerate(staying):
+        found, wanted = told(disturbed, rank), told(changed, place)
+        steps = {**before[place], **wanted["steps"]}
+        assert found["steps"].keys() == steps.keys()
+        for step, one in steps.items():
+            other = found["steps"][step]
+            assert other["size"] == one["size"], step
+            assert any(map(any, one["masks"]))
+            assert other["masks"] == one["masks"], f"step {step}"
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-5), f"step {step}"
+        assert found["generator"] == wanted["generator"]

@@ -1,0 +1,101 @@
+"""Ranks of an elastic job compute each other's micro-batches again (`verify: {gradients}`): one is lost meanwhile, or
+one computes wrong results, and leaves. Losses and parameters are those of the plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.elastic.recovery import Recovery
+from shardwise.errors import CorruptionError, FaultError
+from tests.ranks.lost_groups import DiesBefore
+from tests.ranks.test_lost_ranks import NUM_STEPS, PLANS, DiesAt, Net, adamw, batches, loss_of, race
+from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import sampled, thorough_only
+
+Tensor = torch.Tensor
+VERIFIED = {"gradients": 1}
+NAMES = ("ddp", "zero1", "zero3")
+
+
+POINTS = [
+    ("exchange of batches", 1),  # how long the batches are
+    ("all_to_all of batches", 1),
+    ("exchange of batches", 2),  # what both have found
+]
+
+
+@sampled
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rank_dies_before(point: tuple[str, int], victim: int, name: str, tmp_path: Path) -> None:
+    fault = DiesBefore(victim, 2, *point)
+    found = race({**PLANS[name], "verify": VERIFIED}, fault, tmp_path, loop="train_step")
+    assert fault.is_dead
+    assert found.keys() == {0, 1, 2, 3} - {victim}
+    assert set(found.values()) == {1}
+
+
+@thorough_only("test_a_rank_dies_before has fixed points")
+@sampled
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("nth", range(30, 60))
+def test_a_rank_dies_anywhere(nth: int, victim: int, name: str, tmp_path: Path) -> None:
+    """At any of the communications of two steps, those of the passes that are computed again included."""
+    found = race({**PLANS[name], "verify": VERIFIED}, DiesAt({victim: nth}), tmp_path, loop="train_step")
+    assert len(found) == 3
+
+
+@sampled
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_computes_wrong_gradients_leaves(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only it had at rest comes from its image: nothing tells that this is wrong, and no step is lost."""
+    wrong: list[CorruptionError] = []
+    leave = Recovery.leave_out
+
+    def miscomputes(engine: sw.Engine, member: int) -> None:
+        def forward(_: Any, __: Any, output: Tensor) -> Tensor:
+            return output * (1 + 2.0**-10) if engine.num_steps == 3 and torch.is_grad_enabled() else output
+
+        if member == 2:
+            engine.module.register_forward_hook(forward)
+
+    def leave_or_die(self: Recovery, error: CorruptionError) -> FaultError:
+        try:
+            return leave(self, error)
+        except CorruptionError:
+            wrong.append(error)
+            raise Killed from error
+
+    monkeypatch.setattr(Recovery, "leave_out", leave_or_die)
+    found = race({**PLANS[name], "verify": VERIFIED}, miscomputes, tmp_path, loop="train_step")
+    assert found == {0: 1, 1: 1, 3: 1}
+    assert [(error.ranks, error.row, error.step) for error in wrong] == [((2,), "gradient", 4)]
+
+
+def test_the_last_rank_goes_on_without_anybody_to_compute_again(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    models = [Net() for _ in range(2)]
+
+    def work(world: World, member: int) -> int:
+        own = models[member]
+        engine = sw.shard(own, {"preset": "zero1", "verify": VERIFIED}, optimizer=adamw(own), world=world)
+        DiesAt({1: 40})(engine, member)
+        while engine.num_steps < NUM_STEPS:
+            place, num = engine.data_ranks
+            x, y = (whole.tensor_split(num)[place] for whole in batches()[engine.num_steps])
+            engine.weigh(len(x), len(batches()[0][0]))
+            engine.train_step(x, y, loss_fn=loss_of)
+        engine.close()
+        return engine.num_void
+
+    assert run_members(2, work, tmp_path) == {0: 1}
