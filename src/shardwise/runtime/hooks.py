@@ -50,7 +50,13 @@ from shardwise.memory import Flat, Unit
 from shardwise.runtime.compiled import OuterCompile
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.split_backward import Halves
-from shardwise.system.torch_private import DisableTorchFunctionSubclass, graph_task, is_transforming, queue_callback
+from shardwise.system.torch_private import (
+    DisableTorchFunctionSubclass,
+    computes_without_values,
+    graph_task,
+    is_transforming,
+    queue_callback,
+)
 
 Tensor = torch.Tensor
 Prehook = Callable[[object], None]
@@ -61,6 +67,23 @@ CALLED_BY_TORCH = {
     **dict.fromkeys(("_open_for_gradient", "_send_back", "_input_grad_done", "arrived", "_end"), "a backward"),
 }
 """See `comm/watch/journal.py`."""
+class _NoName(str):
+    """The name of our hooks. `torch.jit.script` looks hooks up by name, and would then compile their source."""
+
+    def __hash__(self) -> NoReturn:
+        raise StateError(
+            "A sharded model was given to torch.jit.script, which compiles no gathering of parameters. Script a plain "
+            "model that has loaded engine.state_dict()."
+        )
+
+
+def hook(function: Callable[..., Any], *args: object) -> partial[Any]:
+    """`function` with its first arguments, to be registered with a module of the user's."""
+    bound = partial(function, *args)
+    bound.__name__ = _NoName(function.__name__)  # type: ignore[attr-defined]  # a partial has a dict
+    return bound
+
+
 NO_COPY = (
     "A sharded model cannot be copied or pickled as it is: its parameters are in the engine's memory. Build another "
     "and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
@@ -157,6 +180,7 @@ class Hooks:
         self._is_void: Callable[[], bool] = bool
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
+        self._gathers = any(not flat.spec.resident for unit in units for flat in unit.flats)
         self._inputs_decide: set[str] = set()
         self._awaits_end = False
         self._outer_compile = OuterCompile(root, [site for unit in units for site in unit.sites])
@@ -183,7 +207,7 @@ class Hooks:
         if num_running and not use.depth:
             use.num_writes = unit.num_writes()
         use.depth += num_running
-        before, after = partial(self._before, unit, use), partial(self._after, unit, use, open_backward)
+        before, after = hook(self._before, unit, use), hook(self._after, unit, use, open_backward)
         self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(site.register_forward_hook(after, always_call=True))
         self._hook_root()
@@ -194,8 +218,8 @@ class Hooks:
         for handle in self._root_handles:
             handle.remove()
         self._root_handles = [
-            self._root.register_forward_pre_hook(self._enter_root, prepend=True),
-            self._root.register_forward_hook(self._leave_root, always_call=True),
+            self._root.register_forward_pre_hook(hook(self._enter_root), prepend=True),
+            self._root.register_forward_hook(hook(self._leave_root), always_call=True),
         ]
 
     def watch_inputs(self, unit: Unit) -> None:
@@ -226,6 +250,12 @@ class Hooks:
             raise StateError(
                 "A sharded model was called by torch.jit.trace, or an ONNX export by it, which records no gathering of "
                 "parameters. Trace a plain model that has loaded engine.state_dict()."
+            )
+        if self._gathers and computes_without_values():
+            raise StateError(
+                "A sharded model was called on fake tensors, or traced by make_fx, and its parameters cannot be "
+                "gathered there. engine.rehearse(batch) computes shapes and memory; trace a plain model that has loaded "
+                "engine.state_dict()."
             )
         if not in_backward():
             self._outer_compile.check_callers()
