@@ -726,7 +726,7 @@ def two_over_the_same(loop: Loop) -> Any:
         optimizer.zero_grad()
 
 
-@action(OPTIM, "`group[\"params\"] = some of them` after `shard`", composes=False)
+@action(OPTIM, '`group["params"] = some of them` after `shard`', composes=False)
 def group_shortened(loop: Loop) -> Any:
     (group,) = loop.optimizer.param_groups
     before = group["params"]

@@ -430,7 +430,7 @@ def _old_weight_norm(loop: Loop) -> None:
     nn.utils.weight_norm(loop.model.blocks[0].up)
 
 
-@action(CHANGE, "`nn.utils.weight_norm`, which a hook computes, before `shard`", before=_old_weight_norm, composes=False)
+@action(CHANGE, "`nn.utils.weight_norm`, computed by a hook, before `shard`", before=_old_weight_norm, composes=False)
 def old_weight_norm_before(loop: Loop) -> Any:
     return train(loop)
 

@@ -292,9 +292,9 @@ class Copies:
         if number:
             rank, num_bytes = number // _MAX_BYTES - 1, number % _MAX_BYTES
             raise StateError(
-                f"The host of rank {self._keepers[rank]} has no memory for the copy of rank {rank}'s state, which takes "
-                f"{format_bytes(num_bytes)}. Enlarge its /dev/shm (in Docker with --shm-size, otherwise with `mount -o "
-                f"remount,size=... /dev/shm`), or choose survive: host or survive: checkpoint."
+                f"The host of rank {self._keepers[rank]} has no memory for the copy of rank {rank}'s state, which "
+                f"takes {format_bytes(num_bytes)}. Enlarge its /dev/shm (in Docker with --shm-size, otherwise with "
+                f"`mount -o remount,size=... /dev/shm`), or choose survive: host or survive: checkpoint."
             )
 
     def _swap_heads(self, head: Tensor) -> dict[int, tuple[int, int, int]]:

@@ -67,6 +67,8 @@ CALLED_BY_TORCH = {
     **dict.fromkeys(("_open_for_gradient", "_send_back", "_input_grad_done", "arrived", "_end"), "a backward"),
 }
 """See `comm/watch/journal.py`."""
+
+
 class _NoName(str):
     """The name of our hooks. `torch.jit.script` looks hooks up by name, and would then compile their source."""
 
@@ -254,8 +256,8 @@ class Hooks:
         if self._gathers and computes_without_values():
             raise StateError(
                 "A sharded model was called on fake tensors, or traced by make_fx, and its parameters cannot be "
-                "gathered there. engine.rehearse(batch) computes shapes and memory; trace a plain model that has loaded "
-                "engine.state_dict()."
+                "gathered there. engine.rehearse(batch) computes shapes and memory; trace a plain model that has "
+                "loaded engine.state_dict()."
             )
         if not in_backward():
             self._outer_compile.check_callers()

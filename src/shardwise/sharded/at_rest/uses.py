@@ -74,8 +74,8 @@ COPIED: frozenset[Function] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.
 """They expose memory, so they get a copy of the values, which cannot be written to."""
 
 NODE: frozenset[Function] = frozenset({Tensor.view_as, Tensor.expand_as})
-"""`param.view_as(param).grad_fn.next_functions[0][0]` is how torch (`get_gradient_edge`, `register_multi_grad_hook`) and
-others find the node that accumulates a parameter's gradient."""
+"""`param.view_as(param).grad_fn.next_functions[0][0]` is how torch itself (`get_gradient_edge`,
+`register_multi_grad_hook`) and others find the node that accumulates a parameter's gradient."""
 
 STORAGE: dict[Function, str] = {
     Tensor.untyped_storage: "its storage, for which torch.export asks, too (export a plain model with these values),",
