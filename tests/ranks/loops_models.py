@@ -219,6 +219,16 @@ converting("part_to_double", "`model.head.double()`: a part", lambda model: mode
 converting("share_memory", "`model.share_memory()`", lambda model: model.share_memory())
 
 
+@action(DTYPE, "`torch.set_default_device(...)`, and another one for model and data")
+def other_default_device(loop: Loop) -> Any:
+    batch = loop.batch()
+    with torch.device("meta"):
+        loss = loop.loss(batch=batch)
+        loss.backward()
+        loop.update()
+        return Local(loss.item())
+
+
 @action(DTYPE, "`p.data = p.data.double()`", composes=False)
 def data_to_double(loop: Loop) -> Any:
     loop.model.head.weight.data = loop.model.head.weight.data.double()

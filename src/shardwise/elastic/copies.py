@@ -76,7 +76,7 @@ class Outgoing:
             if start <= first and last <= start + len(segment):
                 yield segment[first - start : last - start]
                 continue
-            portion = torch.zeros(last - first, dtype=torch.uint8)
+            portion = torch.zeros(last - first, dtype=torch.uint8, device="cpu")
             while at < len(self.segments) and self.segments[at][0] < last:
                 start, segment = self.segments[at]
                 low, high = max(first, start), min(last, start + len(segment))
@@ -149,7 +149,9 @@ class Kept:
     def arrived(self, step: int) -> None:
         if self._files:
             numbers = [self._number(files) for files in self._files]
-            self.require_image().files(is_live=self._to_live).copy_(torch.tensor(numbers, dtype=torch.uint8))
+            self.require_image().files(is_live=self._to_live).copy_(
+                torch.tensor(numbers, dtype=torch.uint8, device="cpu")
+            )
         self._mark(step)
 
     def _number(self, files: Sequence[DiskFile]) -> int:
@@ -232,7 +234,7 @@ class Copies:
         directory = outgoing.directory
         num_bytes = directory.shadow_bytes if is_new else directory.changing_bytes
         text = directory.text() if is_new else b""
-        heads = self._swap_heads(torch.tensor([step, num_bytes, len(text)]))
+        heads = self._swap_heads(torch.tensor([step, num_bytes, len(text)], device="cpu"))
         tables = self._swap_texts(text, {rank: head[2] for rank, head in heads.items()})
         directories = {rank: Directory.read(table) for rank, table in tables.items()}
         without_room = {rank: one for rank, one in directories.items() if not self._has_room(rank, one)}
@@ -282,7 +284,7 @@ class Copies:
         """Receive what there is no room for, so that its sender gets as far as `_require_room`."""
         for size in (num_bytes, *(rows.num_bytes for rows in directory.rows)):
             for first, last in _portions_of(size):
-                yield self._channel.receive(torch.empty(last - first, dtype=torch.uint8), rank)
+                yield self._channel.receive(torch.empty(last - first, dtype=torch.uint8, device="cpu"), rank)
 
     def _require_room(self, without_room: Mapping[int, Directory]) -> None:
         """Wait until all ranks have all copies. All raise the same error if one has no room: otherwise the others would
@@ -307,7 +309,9 @@ class Copies:
         return {rank: (int(one[0]), int(one[1]), int(one[2])) for rank, one in arriving.items()}
 
     def _swap_texts(self, text: bytes, lengths: dict[int, int]) -> dict[int, bytes]:
-        arriving = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in lengths.items() if length}
+        arriving = {
+            rank: torch.empty(length, dtype=torch.uint8, device="cpu") for rank, length in lengths.items() if length
+        }
         works = [self._channel.receive(tensor, rank) for rank, tensor in arriving.items()]
         if self._keeper is not None and text:
             works.append(self._channel.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), self._keeper))
@@ -324,7 +328,7 @@ class Copies:
 
     def _receiving_files(self, rank: int, *, is_new: bool) -> Iterator[Work]:
         for file, first, last in self.kept[rank].places_on_disk(is_new=is_new):
-            portion = torch.empty(last - first, dtype=torch.uint8)
+            portion = torch.empty(last - first, dtype=torch.uint8, device="cpu")
             yield Pending([self._channel.receive(portion, rank)], partial(file.put, first, portion))
 
 

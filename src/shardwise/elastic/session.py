@@ -332,7 +332,7 @@ class ElasticSession(Session):
             except CommError as error:
                 self.recovery.recover(error)
         self.sharded.progress.micro_steps.are_all_run = True
-        return torch.tensor(math.nan)
+        return torch.tensor(math.nan, device="cpu")
 
     def evaluate(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
         """With pipeline stages an exchange between steps, which all ranks repeat."""

@@ -48,7 +48,7 @@ class SideChannel:
         many a rank has heard of (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988)."""
         distance = 1
         while distance < self.size:
-            word, heard = torch.tensor([number]), torch.empty(1, dtype=torch.int64)
+            word, heard = torch.tensor([number], device="cpu"), torch.empty(1, dtype=torch.int64, device="cpu")
             arriving = self.receive(heard, (self.rank - distance) % self.size)
             leaving = self.send(word, (self.rank + distance) % self.size)
             arriving.wait()
