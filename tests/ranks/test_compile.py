@@ -168,6 +168,18 @@ def test_a_compile_around_the_sharded_model_is_answered_with_a_warning(compile_b
     assert len([one for one in said if "compiles next to nothing" in str(one.message)]) == 1
 
 
+def test_a_model_that_is_to_be_one_graph_is_refused_with_the_remedy() -> None:
+    model = Transformer(num_blocks=1)
+    (batch,) = batches(1)
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(model, "zero3", world=world):
+            torch.compile(model, backend="eager", fullgraph=True)(*batch)
+
+    with pytest.raises(Exception, match=r"cannot be one graph.*compile: inductor"):
+        run_ranks(1, rank)
+
+
 def test_nobody_is_warned_of_modules_inside_a_unit() -> None:
     model = Transformer(num_blocks=1)
     model.blocks[0].up.compile(backend="eager")

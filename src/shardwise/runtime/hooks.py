@@ -243,6 +243,11 @@ class Hooks:
         raise StateError(NO_COPY)
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
+        if is_dynamo_compiling():  # traced, it ends the graph; where the graph must not end, it is what the caller sees
+            raise StateError(
+                "A sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
+                "and go at its units. Call the plain model, and have each unit compiled by the plan: compile: inductor."
+            )
         if is_transforming():
             raise StateError(
                 "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
