@@ -108,10 +108,11 @@ class Structure:
             _WATCH.follow(self, one)
 
     def _put_back(self, module: nn.Module) -> None:
-        for kept, had in zip((module._parameters, module._buffers), self._had.get(module, ({}, {})), strict=True):
-            kept.update({name: value for name, value in had.items() if name not in kept})  # type: ignore[attr-defined]
-            for name in had:
-                module.__dict__.pop(name, None)  # a plain attribute would hide it
+        params, buffers = self._had.get(module, ({}, {}))
+        module._parameters.update({name: param for name, param in params.items() if name not in module._parameters})
+        module._buffers.update({name: buffer for name, buffer in buffers.items() if name not in module._buffers})
+        for name in (*params, *buffers):
+            module.__dict__.pop(name, None)  # a plain attribute would hide it
 
     def _path(self, module: nn.Module, name: str) -> str:
         path = self._paths[module]
