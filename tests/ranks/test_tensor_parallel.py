@@ -677,6 +677,7 @@ def test_models_that_draw_numbers_are_recognized() -> None:
     assert not draws(nn.Sequential(Jittered(0.0), nn.Dropout(0.0)))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_scripts_and_pickles_are_refused_by_name() -> None:
     models = [seeded(Transformer) for _ in range(2)]
 
