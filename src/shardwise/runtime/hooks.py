@@ -52,7 +52,6 @@ from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.split_backward import Halves
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
-    computes_without_values,
     graph_task,
     is_transforming,
     queue_callback,
@@ -182,7 +181,6 @@ class Hooks:
         self._is_void: Callable[[], bool] = bool
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
-        self._gathers = any(not flat.spec.resident for unit in units for flat in unit.flats)
         self._inputs_decide: set[str] = set()
         self._awaits_end = False
         self._outer_compile = OuterCompile(root, [site for unit in units for site in unit.sites])
@@ -257,12 +255,6 @@ class Hooks:
             raise StateError(
                 "A sharded model was called by torch.jit.trace, or an ONNX export by it, which records no gathering of "
                 "parameters. Trace a plain model that has loaded engine.state_dict()."
-            )
-        if self._gathers and computes_without_values():
-            raise StateError(
-                "A sharded model was called on fake tensors, or traced by make_fx, and its parameters cannot be "
-                "gathered there. engine.rehearse(batch) computes shapes and memory; trace a plain model that has "
-                "loaded engine.state_dict()."
             )
         if not in_backward():
             self._outer_compile.check_callers()
