@@ -726,6 +726,17 @@ def two_over_the_same(loop: Loop) -> Any:
         optimizer.zero_grad()
 
 
+@action(OPTIM, '`group["params"] = some of them` after `shard`', composes=False)
+def group_shortened(loop: Loop) -> Any:
+    (group,) = loop.optimizer.param_groups
+    before = group["params"]
+    group["params"] = before[1:]
+    try:
+        step(loop)
+    finally:
+        group["params"] = before
+
+
 @action(OPTIM, "an optimizer that is made after `shard`")
 def optimizer_made_later(loop: Loop) -> Any:
     later = torch.optim.SGD(loop.model.parameters(), lr=0.05)

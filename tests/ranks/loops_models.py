@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from loops_matrix import VOCAB, WIDTH, Local, Loop, action, sgd
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import shardwise as sw
@@ -96,6 +97,29 @@ def step_in_backward(loop: Loop) -> Any:
     for handle in handles:
         handle.remove()
     return Local(loss.item())
+
+
+@action(HOOK, "`torch.autograd.graph.register_multi_grad_hook([p, q], function)`")
+def multi_grad_hook(loop: Loop) -> Any:
+    seen: list[list[bool]] = []
+    handle = torch.autograd.graph.register_multi_grad_hook(
+        list(loop.model.head.parameters()), lambda grads: seen.append([grad is not None for grad in grads])
+    )
+    loss = train(loop)
+    handle.remove()
+    return loss, seen[-1]
+
+
+@action(HOOK, "`p.expand_as(p).grad_fn.next_functions[0][0].register_hook`: on the node of a gradient")
+def node_hook(loop: Loop) -> Any:
+    head = loop.model.head.weight
+    nodes = [head.expand_as(head).grad_fn.next_functions[0][0], torch.autograd.graph.get_gradient_edge(head).node]
+    seen: list[int] = []
+    handles = [node.register_hook(lambda *_: seen.append(1)) for node in nodes]
+    loss = train(loop)
+    for handle in handles:
+        handle.remove()
+    return loss, len(seen) > 0, nodes[0] is nodes[1]
 
 
 @action(HOOK, "`module.register_forward_hook`, `register_forward_pre_hook`")
@@ -193,6 +217,16 @@ converting(
 converting("to_meta", '`model.to("meta")`', lambda model: model.to("meta"))
 converting("part_to_double", "`model.head.double()`: a part", lambda model: model.head.double())
 converting("share_memory", "`model.share_memory()`", lambda model: model.share_memory())
+
+
+@action(DTYPE, "`torch.set_default_device(...)`, and another one for model and data")
+def other_default_device(loop: Loop) -> Any:
+    batch = loop.batch()
+    with torch.device("meta"):
+        loss = loop.loss(batch=batch)
+        loss.backward()
+        loop.update()
+        return Local(loss.item())
 
 
 @action(DTYPE, "`p.data = p.data.double()`", composes=False)
@@ -402,6 +436,57 @@ def pruned_later(loop: Loop) -> Any:
     return train(loop)
 
 
+def _old_weight_norm(loop: Loop) -> None:
+    nn.utils.weight_norm(loop.model.blocks[0].up)
+
+
+@action(CHANGE, "`nn.utils.weight_norm`, computed by a hook, before `shard`", before=_old_weight_norm, composes=False)
+def old_weight_norm_before(loop: Loop) -> Any:
+    return train(loop)
+
+
+@action(CHANGE, "`nn.utils.remove_weight_norm` after `shard`", before=_old_weight_norm, composes=False)
+def old_weight_norm_removed(loop: Loop) -> Any:
+    if hasattr(loop.model.blocks[0].up, "weight_g"):
+        nn.utils.remove_weight_norm(loop.model.blocks[0].up)
+    return train(loop)
+
+
+@action(CHANGE, "`nn.utils.weight_norm` after `shard`", composes=False)
+def old_weight_norm_later(loop: Loop) -> Any:
+    if not hasattr(loop.model.blocks[0].up, "weight_g"):
+        nn.utils.weight_norm(loop.model.blocks[0].up)
+    return train(loop)
+
+
+@action(CHANGE, "`parametrize.register_parametrization` of a parameter after `shard`", composes=False)
+def parametrized_later(loop: Loop) -> Any:
+    if not parametrize.is_parametrized(loop.model.spare):
+        parametrize.register_parametrization(loop.model.spare, "weight", _Symmetric())
+    return train(loop)
+
+
+@action(CHANGE, "`parametrize.register_parametrization` of a buffer after `shard`", composes=False)
+def buffer_parametrized_later(loop: Loop) -> Any:
+    if not parametrize.is_parametrized(loop.model):
+        parametrize.register_parametrization(loop.model, "temperature", nn.ReLU())
+    return train(loop)
+
+
+@action(CHANGE, "`model.extra = nn.ModuleList()`, then `model.extra.append(module)` after `shard`", composes=False)
+def module_added_to_empty_list(loop: Loop) -> Any:
+    if not hasattr(loop.model, "extra"):
+        loop.model.extra = nn.ModuleList()
+    loop.model.extra.append(_linear(WIDTH, WIDTH))
+    return train(loop)
+
+
+@action(CHANGE, "`torch.utils.swap_tensors(p, tensor)`", composes=False)
+def tensors_swapped(loop: Loop) -> Any:
+    torch.utils.swap_tensors(loop.model.head.weight, nn.Parameter(torch.full((VOCAB, WIDTH), 0.1)))
+    return train(loop)
+
+
 # -- wrappers and engines -----------------------------------------------------------------------------------
 
 
@@ -457,6 +542,24 @@ def wrapped_in_module(loop: Loop) -> Any:
 def traced_by_jit(loop: Loop) -> Any:
     ((x, _), *_) = loop.batch()
     torch.jit.trace(loop.model, x)
+
+
+@action(WRAP, "`torch.jit.script(model)` after `shard`", composes=False)
+def scripted_by_jit(loop: Loop) -> Any:
+    torch.jit.script(loop.model)
+
+
+@action(WRAP, "`torch.export.export(model, (x,))` after `shard`", composes=False)
+def exported(loop: Loop) -> Any:
+    ((x, _), *_) = loop.batch()
+    torch.export.export(loop.model, (x,))
+
+
+@action(WRAP, "`model(x)` on fake tensors: shapes alone", composes=False)
+def called_on_fakes(loop: Loop) -> Any:
+    ((x, _), *_) = loop.batch()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return list(loop.model(x).shape)
 
 
 @action(WRAP, "a second `sw.shard` of the same model", composes=False)

@@ -29,6 +29,7 @@ either **equal** to the same loop on one process, or refused with an error; noth
   later write to `tensor`, which would be one to the parameter in PyTorch, is refused at the parameter's next use. It
   goes unseen if what was assigned is `tensor.data` or `tensor.detach()`. In the other direction nothing is shared:
   `tensor` does not follow the training.
+- `p.detach().numpy()` has the values of that moment, and does not follow the training.
 - Between forward and backward, a write by `p.data` goes through, as in PyTorch, and `p.data = tensor` does not:
   PyTorch's error in the backward says that the parameter was "modified by an inplace operation". Assign before the
   forward or after the backward.

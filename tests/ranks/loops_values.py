@@ -61,6 +61,21 @@ def params_numpy(loop: Loop) -> Any:
     return [float(loop.model.head.weight.detach().numpy().sum()), loop.model.head.bias.tolist()]
 
 
+@action(READ, "`a = p.detach().numpy()`, then `a[0] = 0`: in PyTorch a write to the parameter", composes=False)
+def array_written(loop: Loop) -> Any:
+    loop.model.head.weight.detach().numpy()[0] = 0
+
+
+@action(READ, "`torch.from_dlpack(p.detach())`: in PyTorch the same memory", composes=False)
+def given_as_dlpack(loop: Loop) -> Any:
+    torch.from_dlpack(loop.model.head.weight.detach())[0] = 0
+
+
+@action(READ, "`p.to_sparse()`")
+def params_sparse(loop: Loop) -> Any:
+    return loop.model.head.weight.to_sparse().to_dense().detach()
+
+
 @action(READ, "`p.detach().cpu()`")
 def params_to_host(loop: Loop) -> Any:
     return [p.detach().cpu().clone() for p in loop.model.parameters()]
@@ -322,6 +337,18 @@ def data_given_away(loop: Loop) -> Any:
     plain = nn.Parameter(torch.zeros(VOCAB, WIDTH))
     plain.data = loop.model.head.weight.data
     return plain.detach().clone()
+
+
+@action(WRITE, "`p.unsqueeze_(0)`, `p.t_()`: another shape in place", composes=False)
+def shape_changed(loop: Loop) -> Any:
+    with torch.no_grad():
+        loop.model.head.weight.unsqueeze_(0)
+
+
+@action(WRITE, "`p.set_(tensor)`", composes=False)
+def memory_set(loop: Loop) -> Any:
+    with torch.no_grad():
+        loop.model.head.weight.set_(torch.full((VOCAB, WIDTH), 0.1))
 
 
 @action(WRITE, "`p.data.copy_(tensor)`, `p.copy_(tensor)` under `no_grad`")

@@ -168,6 +168,45 @@ def test_a_compile_around_the_sharded_model_is_answered_with_a_warning(compile_b
     assert len([one for one in said if "compiles next to nothing" in str(one.message)]) == 1
 
 
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_compiled_step_of_the_optimizer_is_taken_as_it_is(preset: str) -> None:
+    """As in torch's tutorial on compiled optimizers: `torch.compile(lambda: optimizer.step())`."""
+    twin = Transformer(num_blocks=1)
+    models = [copy.deepcopy(twin) for _ in range(2)]
+    (batch,) = batches(1)
+
+    def train(model: nn.Module, step: Any) -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            model(*batch).backward()
+            step()
+            model.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, preset, optimizer=optimizer, world=world):
+            return train(model, torch.compile(lambda: optimizer.step(), backend="eager"))
+
+    plain = train(twin, adamw(twin).step)
+    for state in run_ranks(2, rank):
+        torch.testing.assert_close(state, plain)
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile around a sharded model:UserWarning")
+def test_a_model_that_is_to_be_one_graph_is_refused_with_the_remedy() -> None:
+    torch.compiler.reset()  # a frame that another test has made it skip would not be traced
+    model = Transformer(num_blocks=1)
+    (batch,) = batches(1)
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(model, "zero3", world=world):
+            torch.compile(model, backend="eager", fullgraph=True)(*batch)
+
+    with pytest.raises(Exception, match=r"cannot be one graph.*compile: inductor"):
+        run_ranks(1, rank)
+
+
 def test_nobody_is_warned_of_modules_inside_a_unit() -> None:
     model = Transformer(num_blocks=1)
     model.blocks[0].up.compile(backend="eager")

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,21 +17,22 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.elastic import image_space, survival
+from shardwise.elastic import copies, image_space, survival
 from shardwise.elastic.state_image import Directory, Image
 from shardwise.errors import StateError
 from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import sampled
 
 
-def trains(steps: int, dies_at: int = -1) -> Callable[[World, int], str]:
+def trains(steps: int, dies_at: int = -1, **plan: str) -> Callable[[World, int], str]:
     """A rank's work, which returns the error that it raised. Member 1 dies before step `dies_at`."""
-    models = [nn.Linear(16, 16) for _ in range(3)]
+    models = [nn.Linear(16, 16) for _ in range(4)]
 
     def work(world: World, member: int) -> str:
         model = models[member]
         try:
-            engine = sw.shard(model, "zero3", optimizer=torch.optim.Adam(model.parameters()), world=world)
+            optimizer = torch.optim.Adam(model.parameters())
+            engine = sw.shard(model, {"preset": "zero3", **plan}, optimizer=optimizer, world=world)
             while engine.num_steps < steps:
                 if member == 1 and engine.num_steps == dies_at:
                     raise Killed
@@ -85,6 +87,30 @@ def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, mon
     assert "/dev/shm has no space for the state that must outlive a rank" in said
     assert "--shm-size" in said
     assert "survive: checkpoint" in said
+
+
+@pytest.mark.parametrize("num_lacking", [1, 2])
+def test_all_ranks_raise_where_one_has_no_space_for_a_copy(
+    num_lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts; of the second, which keeps copies of the first one's states, some have no space for them."""
+    create, lock, refused = Image.create, threading.Lock(), list[Path]()
+
+    def and_fail(path: Path | None, directory: Directory) -> Image:
+        with lock:
+            if path is not None and len(refused) < num_lacking:
+                refused.append(path)
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return create(path, directory)
+
+    monkeypatch.setattr(copies, "Image", SimpleNamespace(create=and_fail))
+    results = run_members(4, trains(4, survive="buddy"), tmp_path, hosts="aabb")
+    assert len(refused) == num_lacking
+    assert len(results) == 4
+    (said,) = set(results.values())
+    assert "has no memory for the copy of rank" in said
+    assert "which takes" in said
+    assert "survive: host" in said
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.5])

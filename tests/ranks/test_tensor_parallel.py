@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.errors import ConfigError, DataError, ModelError
+from shardwise.errors import ConfigError, DataError, ModelError, StateError
 from shardwise.parallel.tensor import draws
 from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
@@ -674,3 +675,18 @@ def test_models_that_draw_numbers_are_recognized() -> None:
     assert draws(nn.Sequential(Jittered(0.1)))
     assert draws(nn.Sequential(nn.Dropout(0.1)))
     assert not draws(nn.Sequential(Jittered(0.0), nn.Dropout(0.0)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_scripts_and_pickles_are_refused_by_name() -> None:
+    models = [seeded(Transformer) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, {"mesh": {"tp": 2}, "tensor": TENSOR}, world=world):
+            with pytest.raises(StateError, match=r"given to torch\.jit\.script"):
+                torch.jit.script(model)
+            with pytest.raises(StateError, match="cannot be copied or pickled"):
+                pickle.dumps(model)
+
+    run_ranks(2, rank)

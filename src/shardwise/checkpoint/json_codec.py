@@ -173,4 +173,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 def bytes_tensor(content: bytes) -> torch.Tensor:
     """The bytes as a uint8 tensor; `torch.frombuffer` refuses empty ones."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

@@ -146,7 +146,7 @@ class Reader:
         self.num_bytes_read += self._carrier.carry(due, are_checked=are_checked)
 
     def _fill_runs(self, read: Read, out: torch.Tensor, *, are_checked: bool) -> None:
-        together = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
+        together = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype), device="cpu")
         self.carry([(Read(read.chunk, read.span, 0), together)], are_checked=are_checked)
         for source, target, numel in read.runs:
             out[target : target + numel].copy_(together[source : source + numel])
@@ -154,7 +154,7 @@ class Reader:
     def empty(self, read: Read) -> torch.Tensor:
         """Memory for a separate tensor, flat."""
         self._open(read)  # raises before memory is allocated
-        return torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
+        return torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype), device="cpu")
 
     def tensor(self, read: Read) -> torch.Tensor:
         """A separate tensor, in its own shape."""

@@ -176,7 +176,7 @@ def read_and_check(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer |
 def _check_overlap(reader: Reader, filling: Filling) -> None:
     """Elements that share memory in the model must be equal in the checkpoint."""
     entry = filling.entry
-    values = torch.empty(entry.span.numel, dtype=entry.tensor.dtype)
+    values = torch.empty(entry.span.numel, dtype=entry.tensor.dtype, device="cpu")
     reader.carry((read, values) for read in filling.reads)
     if not agrees(entry.tensor.detach(), values):
         raise CheckpointError(
@@ -290,7 +290,7 @@ def _memory_for(piece: Piece, dtype: torch.dtype, had: object) -> Tensor:
 
 def _stream(reader: Reader, rows: Rows, out: Tensor, reads: list[Read], span: Span, box: Box | None) -> None:
     """Copy from the checkpoint's files to the place of `out` on a disk, piece by piece."""
-    memory = torch.empty(min(span.numel, STREAMED_NUMEL), dtype=out.dtype)
+    memory = torch.empty(min(span.numel, STREAMED_NUMEL), dtype=out.dtype, device="cpu")
     for start in range(0, span.numel, STREAMED_NUMEL):
         part = Span(span.start + start, min(span.start + start + STREAMED_NUMEL, span.stop))
         values = memory[: part.numel]
@@ -309,7 +309,7 @@ def _as_kept_here(value: Any, own: Any) -> Any:
     """A setting of the checkpoint in the form that it has here, `own`: a tensor stays the same tensor, on its device,
     which compiled updates read, and a number becomes no tensor, which few updates take."""
     if isinstance(own, Tensor) and value is not None:
-        own.detach().copy_(torch.as_tensor(value).reshape(own.shape))
+        own.detach().copy_(torch.as_tensor(value, device="cpu").reshape(own.shape))
         return own
     if isinstance(own, int | float) and isinstance(value, Tensor):
         return value.item()

@@ -386,7 +386,7 @@ class TrainingState:
 
     def _zeros_like(self, tensor: Tensor) -> Tensor:
         """In memory, whatever `tensor` stands for."""
-        return torch.zeros(tensor.numel(), dtype=tensor.dtype)
+        return torch.zeros(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
     def _put(self, flat: Flat, target: Tensor, values: Tensor) -> None:
         try:

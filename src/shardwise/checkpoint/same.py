@@ -72,7 +72,7 @@ def _values(reader: Reader, name: str, span: Span) -> torch.Tensor:
     kind = "param" if reader.first_chunk("param", name) is not None else "buffer"
     first = reader.first_chunk(kind, name)
     reads = reader.reads(kind, name, span)
-    out = torch.empty(span.numel, dtype=dtype_of(first.dtype) if first is not None else None)
+    out = torch.empty(span.numel, dtype=dtype_of(first.dtype) if first is not None else None, device="cpu")
     for read in reads:
         reader.fill(read, out)
     return out

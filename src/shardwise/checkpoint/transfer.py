@@ -208,7 +208,9 @@ class _Memory(threading.local):
 
     def beside(self, num_bytes: int) -> memoryview:
         if len(self._memory) < num_bytes:
-            self._memory = memoryview(torch.empty(max(PORTION_BYTES, num_bytes), dtype=torch.uint8).numpy().data)
+            self._memory = memoryview(
+                torch.empty(max(PORTION_BYTES, num_bytes), dtype=torch.uint8, device="cpu").numpy().data
+            )
         return self._memory[:num_bytes]
 
 

@@ -40,7 +40,7 @@ def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> 
 
 
 def _rows(message: bytes, num_bytes: int, group: Group) -> Tensor:
-    rows = torch.zeros(len(group.ranks), num_bytes, dtype=torch.uint8)
+    rows = torch.zeros(len(group.ranks), num_bytes, dtype=torch.uint8, device="cpu")
     if message:
         rows[group.index, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     return rows

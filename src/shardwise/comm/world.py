@@ -321,11 +321,11 @@ class World:
         if self.is_arriving:
             return value
         if weight is not None:
-            values = torch.zeros(self.size, 2, dtype=torch.float64)
+            values = torch.zeros(self.size, 2, dtype=torch.float64, device="cpu")
             values[self.rank, 0], values[self.rank, 1] = value, weight
             self._host.all_gather(values.view(-1), self.everybody, "weighed mean").wait()
             return mean_of(values[:, 0].tolist(), values[:, 1].tolist())
-        values = torch.zeros(self.size, dtype=torch.float64)
+        values = torch.zeros(self.size, dtype=torch.float64, device="cpu")
         values[self.rank] = value
         self._host.all_gather(values, self.everybody, "mean").wait()
         return float(values.mean())

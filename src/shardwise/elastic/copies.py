@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,9 +32,12 @@ from shardwise.errors import StateError
 from shardwise.memory import DiskMemory
 from shardwise.program.buddies import Keepers
 from shardwise.system.disk import DiskFile
+from shardwise.system.units import format_bytes
 
 Tensor = torch.Tensor
 _PORTION_BYTES = 2**20
+_MAX_BYTES = 2**48
+"""More than any copy has."""
 _NUM_UNDER_WAY = 4
 """Portions of one copy sent at a time, which bounds how long the training's own messages wait."""
 
@@ -73,7 +76,7 @@ class Outgoing:
             if start <= first and last <= start + len(segment):
                 yield segment[first - start : last - start]
                 continue
-            portion = torch.zeros(last - first, dtype=torch.uint8)
+            portion = torch.zeros(last - first, dtype=torch.uint8, device="cpu")
             while at < len(self.segments) and self.segments[at][0] < last:
                 start, segment = self.segments[at]
                 low, high = max(first, start), min(last, start + len(segment))
@@ -146,7 +149,9 @@ class Kept:
     def arrived(self, step: int) -> None:
         if self._files:
             numbers = [self._number(files) for files in self._files]
-            self.require_image().files(is_live=self._to_live).copy_(torch.tensor(numbers, dtype=torch.uint8))
+            self.require_image().files(is_live=self._to_live).copy_(
+                torch.tensor(numbers, dtype=torch.uint8, device="cpu")
+            )
         self._mark(step)
 
     def _number(self, files: Sequence[DiskFile]) -> int:
@@ -199,6 +204,7 @@ class Copies:
         """`names` are the file names, by rank; without a `folder`, copies are in this process's own memory. What ranks
         have on disks is copied to `disk`."""
         self._channel = SideChannel(world.transport, world.everybody, world.journal)
+        self._keepers = keepers
         self._keeper = keepers[world.rank]
         self.kept = {rank: Kept(folder, names[rank], disk) for rank, one in enumerate(keepers) if one == world.rank}
         self._sent_number = -1
@@ -221,27 +227,30 @@ class Copies:
 
     def bring(self, step: int, outgoing: Outgoing) -> None:
         """Send this rank's state of `step`, and receive those of others. All ranks call; returns when all copies are
-        complete. Raises `LinkError`, `StateError` if there is no memory for a copy, and `TierError` if a disk fails."""
+        complete. Raises `LinkError`, `StateError` on all ranks if one has no memory for a copy, and `TierError` if a
+        disk fails."""
         started = time.perf_counter()
         is_new = outgoing.number != self._sent_number
         directory = outgoing.directory
         num_bytes = directory.shadow_bytes if is_new else directory.changing_bytes
         text = directory.text() if is_new else b""
-        heads = self._swap_heads(torch.tensor([step, num_bytes, len(text)]))
-        for rank, table in self._swap_texts(text, {rank: head[2] for rank, head in heads.items()}).items():
-            self._renew(rank, Directory.read(table))
-        targets = {rank: self.kept[rank].begin(head[1]) for rank, head in heads.items()}
+        heads = self._swap_heads(torch.tensor([step, num_bytes, len(text)], device="cpu"))
+        tables = self._swap_texts(text, {rank: head[2] for rank, head in heads.items()})
+        directories = {rank: Directory.read(table) for rank, table in tables.items()}
+        without_room = {rank: one for rank, one in directories.items() if not self._has_room(rank, one)}
+        targets = {rank: self.kept[rank].begin(head[1]) for rank, head in heads.items() if rank not in without_room}
         under_way: list[Iterator[Work]] = [
             chain(self._receiving(rank, target), self._receiving_files(rank, is_new=heads[rank][2] > 0))
             for rank, target in targets.items()
         ]
+        under_way += [self._dropping(heads[rank][1], rank, one) for rank, one in without_room.items()]
         if self._keeper is not None:
             portions = chain(outgoing.portions(num_bytes), outgoing.portions_on_disk(is_new=is_new))
             under_way.append(self._sending(self._keeper, portions))
         _carry_out(under_way)
-        for rank, head in heads.items():
-            self.kept[rank].arrived(head[0])
-        self._channel.barrier()
+        for rank in targets:
+            self.kept[rank].arrived(heads[rank][0])
+        self._require_room(without_room)
         self._sent_number = outgoing.number
         for kept in self.kept.values():
             kept.complete()
@@ -264,14 +273,31 @@ class Copies:
         for kept in self.kept.values():
             kept.remove()
 
-    def _renew(self, rank: int, directory: Directory) -> None:
+    def _has_room(self, rank: int, directory: Directory) -> bool:
         try:
             self.kept[rank].renew(directory)
-        except OSError as error:
+        except OSError:
+            return False
+        return True
+
+    def _dropping(self, num_bytes: int, rank: int, directory: Directory) -> Iterator[Work]:
+        """Receive what there is no room for, so that its sender gets as far as `_require_room`."""
+        for size in (num_bytes, *(rows.num_bytes for rows in directory.rows)):
+            for first, last in _portions_of(size):
+                yield self._channel.receive(torch.empty(last - first, dtype=torch.uint8, device="cpu"), rank)
+
+    def _require_room(self, without_room: Mapping[int, Directory]) -> None:
+        """Wait until all ranks have all copies. All raise the same error if one has no room: otherwise the others would
+        go on without it, as if it had died."""
+        mine = [(rank + 1) * _MAX_BYTES + directory.num_bytes for rank, directory in without_room.items()]
+        number = self._channel.barrier(max(mine, default=0))
+        if number:
+            rank, num_bytes = number // _MAX_BYTES - 1, number % _MAX_BYTES
             raise StateError(
-                f"This host has no memory for the copy of rank {rank}'s state ({error}). Enlarge /dev/shm, or choose "
-                f"survive: host or survive: checkpoint."
-            ) from error
+                f"The host of rank {self._keepers[rank]} has no memory for the copy of rank {rank}'s state, which "
+                f"takes {format_bytes(num_bytes)}. Enlarge its /dev/shm (in Docker with --shm-size, otherwise with "
+                f"`mount -o remount,size=... /dev/shm`), or choose survive: host or survive: checkpoint."
+            )
 
     def _swap_heads(self, head: Tensor) -> dict[int, tuple[int, int, int]]:
         arriving = {rank: torch.zeros_like(head) for rank in self.kept}
@@ -283,7 +309,9 @@ class Copies:
         return {rank: (int(one[0]), int(one[1]), int(one[2])) for rank, one in arriving.items()}
 
     def _swap_texts(self, text: bytes, lengths: dict[int, int]) -> dict[int, bytes]:
-        arriving = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in lengths.items() if length}
+        arriving = {
+            rank: torch.empty(length, dtype=torch.uint8, device="cpu") for rank, length in lengths.items() if length
+        }
         works = [self._channel.receive(tensor, rank) for rank, tensor in arriving.items()]
         if self._keeper is not None and text:
             works.append(self._channel.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), self._keeper))
@@ -300,7 +328,7 @@ class Copies:
 
     def _receiving_files(self, rank: int, *, is_new: bool) -> Iterator[Work]:
         for file, first, last in self.kept[rank].places_on_disk(is_new=is_new):
-            portion = torch.empty(last - first, dtype=torch.uint8)
+            portion = torch.empty(last - first, dtype=torch.uint8, device="cpu")
             yield Pending([self._channel.receive(portion, rank)], partial(file.put, first, portion))
 
 

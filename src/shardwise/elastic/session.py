@@ -338,7 +338,7 @@ class ElasticSession(Session):
             except CommError as error:
                 self.recovery.recover(error)
         self.sharded.progress.micro_steps.are_all_run = True
-        return torch.tensor(math.nan)
+        return torch.tensor(math.nan, device="cpu")
 
     def _verify_gradients(self, first: MicroBatch, loss_fn: LossFunction | None) -> None:
         """If a rank is lost meanwhile, the iteration is void, and gradients are verified when it is repeated. Of a

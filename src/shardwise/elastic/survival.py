@@ -176,7 +176,7 @@ class Survival:
         """A new image of the whole state; the optimizer updates its live cells from now on."""
         plot = Plot()
         if self.rows:
-            plot.add(AT, AT, torch.zeros(len(self.rows), dtype=torch.uint8), is_live=True, is_piece=False)
+            plot.add(AT, AT, torch.zeros(len(self.rows), dtype=torch.uint8, device="cpu"), is_live=True, is_piece=False)
         for rows in self.rows:
             plot.add_rows(RowsOnDisk(rows.name, tuple(str(file.path) for file in rows.files), rows.num_bytes))
         for flat in self._flats:
@@ -199,7 +199,12 @@ class Survival:
             plot.add(piece.name, key, value, is_live=True, is_piece=is_piece)
         numbers = self._numbers_now()
         if numbers:
-            plot.add(NUMBERS, NUMBERS, torch.zeros(len(numbers) * _NUMBERS_GROWTH, dtype=torch.uint8), is_live=True)
+            plot.add(
+                NUMBERS,
+                NUMBERS,
+                torch.zeros(len(numbers) * _NUMBERS_GROWTH, dtype=torch.uint8, device="cpu"),
+                is_live=True,
+            )
         directory = replace(plot.directory(), is_all=self._has_all)
         path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
         self._num_images += 1
@@ -316,7 +321,9 @@ class Survival:
         for rows in self.rows:
             rows.seal()
         if self.rows:
-            image.files(is_live=True).copy_(torch.tensor([rows.at for rows in self.rows], dtype=torch.uint8))
+            image.files(is_live=True).copy_(
+                torch.tensor([rows.at for rows in self.rows], dtype=torch.uint8, device="cpu")
+            )
 
     # -- copying ------------------------------------------------------------------------------------------
 

@@ -48,8 +48,13 @@ def check_model(model: nn.Module) -> torch.device:
                 f"param.grad is the averaged gradient."
             )
         if param.is_sparse or param.is_complex():
+            cure = (
+                " Keep its real and imaginary parts, nn.Parameter(torch.view_as_real(values)), and take "
+                "torch.view_as_complex of them in the forward."
+            )
             raise ModelError(
                 f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
+                f"{cure if param.is_complex() else ''}"
             )
     check_memory(model)
     if not by_device:

@@ -140,7 +140,7 @@ class DiskRows:
     def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """The values that the flat `tensor` stands for, in memory: in `out`, if given, which has its dtype and
         length."""
-        found = torch.empty(tensor.numel(), dtype=tensor.dtype) if out is None else out
+        found = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu") if out is None else out
         raw, file = found.view(torch.uint8), self._of(tensor).file
         for start, stop, place in self._pieces(tensor):
             raw[start:stop].copy_(file.get(place, place + stop - start))

@@ -96,8 +96,8 @@ class Flat:
         self.is_outdated = False
         """Whether parameters were updated while the whole buffer had to stay, so that it has the values of before."""
         self._bytes_of_full: Releasable | None = None
-        self._full = torch.empty(0)
-        self._param = torch.empty(0)
+        self._full = torch.empty(0, device="cpu")
+        self._param = torch.empty(0, device="cpu")
         self._await_update: Callable[[], None] | None = None
         self.failed_update: Exception | None = None
         """Why the last update will never be complete. Every reader gets it, and none gets a part of the update."""

@@ -105,7 +105,7 @@ class HostMemory:
     def _allocate(self, num_bytes: int) -> Tensor:
         if self._accelerator is not None and num_bytes:
             return pages(num_bytes, self._device)[:num_bytes]
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     # -- copies -----------------------------------------------------------------------------------------
 

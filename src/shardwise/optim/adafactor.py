@@ -124,7 +124,7 @@ class Adafactor(Cooperative):
         state, grad = self.state[param], param.grad
         assert grad is not None
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             if group["beta1"] is not None:
                 state["exp_avg"] = torch.zeros_like(param)
             if grid.is_factored:
@@ -217,7 +217,7 @@ def _in_our_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _state_in_our_names(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state, without `RMS`, which is computed in every step."""
-    ours: dict[str, Any] = {"step": torch.tensor(float(entry["step"]))}
+    ours: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), device="cpu")}
     if "exp_avg" in entry:
         ours["exp_avg"] = entry["exp_avg"]
     if "exp_avg_sq" in entry:

@@ -86,7 +86,7 @@ class AdamW(Cooperative):
     def _stepped(self, param: nn.Parameter) -> dict[str, Any]:
         """The state of `param`, with its step count incremented."""
         if not self.state[param]:
-            self.accept_state(param, {"step": torch.tensor(0.0), **dict.fromkeys(MOMENTS)})
+            self.accept_state(param, {"step": torch.tensor(0.0, device="cpu"), **dict.fromkeys(MOMENTS)})
         state: dict[str, Any] = self.state[param]
         state["step"] += 1
         return state
@@ -135,7 +135,7 @@ class AdamW(Cooperative):
         if not state:
             self.state[param] = {}
             return
-        own: dict[str, Any] = {"step": torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone()}
+        own: dict[str, Any] = {"step": torch.as_tensor(state["step"], dtype=torch.float32, device="cpu").cpu().clone()}
         kept = _MomentStates(own, self._kind(param, self._group_of(param)), self.peers.start_of(param))
         kept.allocate_zeros(param)
         for name in MOMENTS:

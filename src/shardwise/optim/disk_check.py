@@ -36,7 +36,7 @@ def require_states_for_disk(
 
 def require_no_counts(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
     """Raise `ModelError` if a step changes settings of the group: slices would each count."""
-    param = nn.Parameter(torch.ones(1))
+    param = nn.Parameter(torch.ones(1, device="cpu"))
     twin = twin_of(optimizer, group, [param])
     param.grad = torch.ones_like(param)
     type(twin).step(twin)
@@ -57,7 +57,9 @@ def state_dtypes(
     Raises `ModelError` for one with other states, or one that looks at more than each element.
     """
     name = type(optimizer).__name__
-    param = nn.Parameter(torch.linspace(-1, 1, 2 * SMALL_NUMEL, dtype=dtype))  # large enough for narrow states
+    param = nn.Parameter(
+        torch.linspace(-1, 1, 2 * SMALL_NUMEL, dtype=dtype, device="cpu")
+    )  # large enough for narrow states
     if isinstance(optimizer, Cooperative):
         update = optimizer.update_of(param, group)
         if update.needs_norm or update.matrix:

@@ -138,7 +138,7 @@ class DiskStates:
                     view.zero_()
         moments = views["exp_avg"], views["exp_avg_sq"], views.get("max_exp_avg_sq")
         adam.update([AdamTensors(views[PARAM], grad, *moments, out)], group, step=step, scale=scale)
-        self.scalars = {"step": torch.tensor(float(step))}
+        self.scalars = {"step": torch.tensor(float(step), device="cpu")}
 
     def _twin_step(
         self,

@@ -132,7 +132,7 @@ class HostAdam:
             slice_numel = max(slice_numel, share // LANES * LANES)
         at_most = sum(-(-one.param.numel() // slice_numel) for one in every)
         tasks, drawing = bundles(every, slice_numel), threading.Lock()
-        count = torch.tensor(float(step))
+        count = torch.tensor(float(step), device="cpu")
 
         def work() -> None:
             while True:
@@ -180,7 +180,7 @@ class HostAdam:
     def _memory(self, dtype: torch.dtype) -> Tensor:
         kept = self._scratch.__dict__.setdefault("memory", {})
         if dtype not in kept:
-            kept[dtype] = torch.empty(self._slice_numel, dtype=dtype)
+            kept[dtype] = torch.empty(self._slice_numel, dtype=dtype, device="cpu")
         memory: Tensor = kept[dtype]
         return memory
 

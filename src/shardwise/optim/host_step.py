@@ -63,7 +63,7 @@ def step(
 def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
     """States that lie on a disk are created in the buffer from which they are written there."""
     param, rows = piece.tensor, piece.flat.rows
-    state["step"] = torch.tensor(0.0)
+    state["step"] = torch.tensor(0.0, device="cpu")
     for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
         if rows is None or not piece.flat.spec.updates_from_disk:
             state[key] = torch.zeros_like(param)

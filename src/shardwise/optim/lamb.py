@@ -63,7 +63,7 @@ class Lamb(Cooperative):
         """Update the moments."""
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
         beta1, beta2 = group["betas"]
         state["step"] += 1

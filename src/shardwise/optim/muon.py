@@ -127,7 +127,7 @@ class Muon(Cooperative):
                 continue
             state = self.state[param]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, device="cpu")
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
             state["step"] += 1
             batched.add(param, param.grad, state, settings[id(group)])

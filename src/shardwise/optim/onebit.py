@@ -125,7 +125,7 @@ class _OneBit(Cooperative):
         mean."""
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state.update({name: torch.zeros_like(param) for name in self.moments}, **self._first_numbers())
         beta1, beta2 = group["betas"]
         state["step"] += 1
@@ -241,7 +241,7 @@ class OneBitLamb(_OneBit):
         super().__init__(params, freeze_step, defaults)
 
     def _first_numbers(self) -> dict[str, Any]:
-        return {"lamb_coeff_freeze": torch.tensor(0.0), "last_factor": torch.tensor(1.0)}
+        return {"lamb_coeff_freeze": torch.tensor(0.0, device="cpu"), "last_factor": torch.tensor(1.0, device="cpu")}
 
     def _follow(self, param: nn.Parameter, group: Mapping[str, Any], num_summands: int, *, learns: bool) -> None:
         if not learns and self.state[param]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class GroupsOfPieces:
             [param if piece is None else piece.tensor for param, piece in zip(params, entries, strict=True)]
             for params, entries in zip(self._params, self.entries, strict=True)
         ]
+        self._num_params = [len(params) for params in self._params]
         self.lists_pieces = False
 
     def settings_of(self, piece: Piece) -> dict[str, Any]:
@@ -79,6 +81,8 @@ class GroupsOfPieces:
         return self.member.param_groups[self._group_numbers[piece.tensor]]
 
     def list_pieces(self) -> None:
+        """Raises `StateError`, and changes nothing, if code has put other parameters into a group."""
+        self._require_kept()
         self._list(self._tensors)
         self.lists_pieces = True
 
@@ -98,12 +102,25 @@ class GroupsOfPieces:
         finally:
             self.list_params()
 
-    def _list(self, lists: list[list[nn.Parameter]]) -> None:
-        if len(self.member.param_groups) != len(lists):
+    def _require_kept(self) -> None:
+        groups = self.member.param_groups
+        if len(groups) != len(self._params):
             raise StateError(
-                f"optimizer.param_groups was replaced after shard(): it has {len(self.member.param_groups)} groups, "
-                f"and the engine knows {len(lists)}. Add groups by optimizer.add_param_group()."
+                f"optimizer.param_groups was replaced after shard(): it has {len(groups)} groups, and the engine knows "
+                f"{len(self._params)}. Add groups by optimizer.add_param_group()."
             )
+        for number, (group, params) in enumerate(zip(groups, self._params, strict=True)):
+            listed, num_params = group["params"], self._num_params[number]
+            is_same = listed is params or all(map(operator.is_, listed, params))
+            if len(listed) != num_params or not is_same:
+                raise StateError(
+                    f"optimizer.param_groups[{number}]['params'] was changed after shard(): it lists {len(listed)} "
+                    f"parameters, and the engine has {num_params}, or others, there. To leave parameters alone freeze "
+                    f"them, requires_grad_(False), or set their grad to None before the step; add others by "
+                    f"optimizer.add_param_group()."
+                )
+
+    def _list(self, lists: list[list[nn.Parameter]]) -> None:
         for group, params in zip(self.member.param_groups, lists, strict=True):
             group["params"] = params
 

@@ -128,7 +128,7 @@ def _check_closure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> N
 
         def closure() -> Tensor:
             calls.append(all(map(_is_same, trial.values, before)))  # noqa: B023  # called within this step
-            return torch.tensor((step + 1.0) ** number)  # noqa: B023
+            return torch.tensor((step + 1.0) ** number, device="cpu")  # noqa: B023
 
         trial.step(closure)
         if len(calls) > 1 or not all(calls):

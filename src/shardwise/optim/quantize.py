@@ -40,10 +40,12 @@ class Levels:
         bits = 6 if signed else 7
         middles = []
         for exponent in range(7):
-            edges = torch.linspace(0.1, 1, 2 ** (bits - exponent) + 1, dtype=torch.float64)
+            edges = torch.linspace(0.1, 1, 2 ** (bits - exponent) + 1, dtype=torch.float64, device="cpu")
             middles.append((edges[:-1] + edges[1:]) / 2 * 10.0**-exponent)
         positive = torch.cat(middles)
-        parts = [torch.tensor([0.0, 1.0], dtype=torch.float64), positive] + ([-positive] if signed else [])
+        parts = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"), positive] + (
+            [-positive] if signed else []
+        )
         values = torch.cat(parts).sort().values
         return cls(values.float(), ((values[:-1] + values[1:]) / 2).float())
 

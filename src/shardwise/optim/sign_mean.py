@@ -77,7 +77,7 @@ class SignMean:
         self._residuals = residuals
         self._group = group
         self._collectives = collectives
-        self._messages = self._arrived = self._average = torch.empty(0)
+        self._messages = self._arrived = self._average = torch.empty(0, device="cpu")
         """One row per rank: to each, or about each one's range; and from each. The average is of this rank's range."""
         self._work: Work | None = None
         self.is_done = False

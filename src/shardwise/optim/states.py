@@ -27,7 +27,7 @@ def first_states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> 
     if not isinstance(optimizer, torch.optim.Adagrad):
         return {}
     start = optimizer.defaults["initial_accumulator_value"]
-    return {param: {"step": torch.tensor(0.0), "sum": torch.full_like(param, start)} for param in params}
+    return {param: {"step": torch.tensor(0.0, device="cpu"), "sum": torch.full_like(param, start)} for param in params}
 
 
 class StatesOfPieces(defaultdict[Tensor, Any]):

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 Take = Callable[[Callable[[], Any]], Any]
 """Takes a step: is given the call that the loop made, and returns its result."""
@@ -43,6 +44,12 @@ def replaced_step(member: torch.optim.Optimizer, take: Take) -> types.MethodType
 
     @functools.wraps(getattr(member.step, "__func__", member.step))
     def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # torch.compile(optimizer.step): it communicates, and cannot be traced
+            untraced: Any = torch.compiler.disable(taken)  # type: ignore[no-untyped-call]  # torch's own
+            return untraced(optimizer, *args, **kwargs)
+        return taken(optimizer, *args, **kwargs)
+
+    def taken(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
             return take(lambda: before(*args, **kwargs))
         return take(lambda: type(optimizer).step(optimizer, *args, **kwargs))

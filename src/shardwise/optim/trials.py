@@ -100,7 +100,7 @@ class Trial:
         for param, grad in zip(self.params, self._drawn(), strict=True):
             param.grad = grad * size
         if closure is None and self._needs_closure:
-            closure = lambda: torch.tensor(1.0)  # noqa: E731
+            closure = lambda: torch.tensor(1.0, device="cpu")  # noqa: E731
         self._num_steps += 1
         with self._watch:
             type(self.twin).step(self.twin, *([] if closure is None else [closure]))
@@ -110,7 +110,7 @@ class Trial:
 
     def _drawn(self) -> list[Tensor]:
         """Values for each parameter, the same for all parts of it."""
-        every = [torch.randn(shape, generator=self._numbers) for shape in self._shapes]
+        every = [torch.randn(shape, generator=self._numbers, device="cpu") for shape in self._shapes]
         if self._part is None:
             return every
         start, stop = self._part
@@ -194,7 +194,7 @@ def _set_apart(twin: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) ->
     """Give `twin` its own of what the steps of one that keeps more than states could change. What it holds of the
     model's parameters, it has empty."""
     params = (param for group in optimizer.param_groups for param in group["params"])
-    empty = {id(param): nn.Parameter(torch.empty(0)) for param in params}
+    empty = {id(param): nn.Parameter(torch.empty(0, device="cpu")) for param in params}
     for container in (vars(twin), twin.param_groups[0]):
         for key, value in container.items():
             if isinstance(value, Tensor | list | tuple | dict | set) and key not in ("state", "param_groups", "params"):

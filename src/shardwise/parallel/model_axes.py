@@ -22,7 +22,7 @@ from shardwise.parallel.tensor import AXIS, Generators, ModelSplit, Regions, beg
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Box
-from shardwise.runtime import named_tensors
+from shardwise.runtime import hook, named_tensors
 
 Boxes = Mapping[nn.Parameter, Box]
 
@@ -119,13 +119,21 @@ def carry_out_split(model: nn.Module, split: ModelSplit, mesh: Mesh, world: Worl
     line = Line(world.collectives(device), group)
     regions = Regions(line, synchronize_generators(model, mesh, world))
     split.carry_out(line, regions)
-    hooks = (
-        model.register_forward_pre_hook(lambda *_: regions.reset()),
-        model.register_forward_hook(lambda *_: regions.end()),
+    handles = (
+        model.register_forward_pre_hook(hook(_begin, regions)),
+        model.register_forward_hook(hook(_end, regions)),
         model.register_forward_pre_hook(_CheckBatch(BatchCheck(line, device)), with_kwargs=True),
     )
-    for hook in hooks:
-        split.on_undo(hook.remove)
+    for handle in handles:
+        split.on_undo(handle.remove)
+
+
+def _begin(regions: Regions, *_: object) -> None:
+    regions.reset()
+
+
+def _end(regions: Regions, *_: object) -> None:
+    regions.end()
 
 
 def carry_out_experts(

@@ -204,7 +204,10 @@ class OuterCompile:
     def warn_of_tracing(self) -> None:
         """Called from a hook that Dynamo traces. Its flag is true in such a hook only, whatever other threads do."""
         if not self._has_warned:
-            torch.compiler.disable(self._warn)()  # type: ignore[no-untyped-call]  # torch's own
+            reason = (
+                "a unit of a sharded model gathers parameters here; compile: inductor in the plan compiles inside it"
+            )
+            torch.compiler.disable(self._warn, reason=reason)()  # type: ignore[no-untyped-call]  # torch's own
 
     def _warn(self) -> None:
         self._has_warned = True

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.memory import FullState, Unit
-from shardwise.runtime.hooks import changed_inside
+from shardwise.runtime.hooks import changed_inside, hook
 from shardwise.runtime.nested import argument_tensors
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -90,8 +90,8 @@ class Callers:
             handle
             for module in model.modules()
             for handle in (
-                module.register_forward_pre_hook(self._enter),
-                module.register_forward_hook(self._leave, always_call=True),
+                module.register_forward_pre_hook(hook(self._enter)),
+                module.register_forward_hook(hook(self._leave), always_call=True),
             )
         ]
 

@@ -50,7 +50,12 @@ from shardwise.memory import Flat, Unit
 from shardwise.runtime.compiled import OuterCompile
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.split_backward import Halves
-from shardwise.system.torch_private import DisableTorchFunctionSubclass, graph_task, is_transforming, queue_callback
+from shardwise.system.torch_private import (
+    DisableTorchFunctionSubclass,
+    graph_task,
+    is_transforming,
+    queue_callback,
+)
 
 Tensor = torch.Tensor
 Prehook = Callable[[object], None]
@@ -61,6 +66,25 @@ CALLED_BY_TORCH = {
     **dict.fromkeys(("_open_for_gradient", "_send_back", "_input_grad_done", "arrived", "_end"), "a backward"),
 }
 """See `comm/watch/journal.py`."""
+
+
+class _NoName(str):
+    """The name of our hooks. `torch.jit.script` looks hooks up by name, and would then compile their source."""
+
+    def __hash__(self) -> NoReturn:
+        raise StateError(
+            "A sharded model was given to torch.jit.script, which compiles no gathering of parameters. Script a plain "
+            "model that has loaded engine.state_dict()."
+        )
+
+
+def hook(function: Callable[..., Any], *args: object) -> partial[Any]:
+    """`function` with its first arguments, to be registered with a module of the user's."""
+    bound = partial(function, *args)
+    bound.__name__ = _NoName(function.__name__)  # type: ignore[attr-defined]  # a partial has a dict
+    return bound
+
+
 NO_COPY = (
     "A sharded model cannot be copied or pickled as it is: its parameters are in the engine's memory. Build another "
     "and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
@@ -183,7 +207,7 @@ class Hooks:
         if num_running and not use.depth:
             use.num_writes = unit.num_writes()
         use.depth += num_running
-        before, after = partial(self._before, unit, use), partial(self._after, unit, use, open_backward)
+        before, after = hook(self._before, unit, use), hook(self._after, unit, use, open_backward)
         self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(site.register_forward_hook(after, always_call=True))
         self._hook_root()
@@ -194,8 +218,8 @@ class Hooks:
         for handle in self._root_handles:
             handle.remove()
         self._root_handles = [
-            self._root.register_forward_pre_hook(self._enter_root, prepend=True),
-            self._root.register_forward_hook(self._leave_root, always_call=True),
+            self._root.register_forward_pre_hook(hook(self._enter_root), prepend=True),
+            self._root.register_forward_hook(hook(self._leave_root), always_call=True),
         ]
 
     def watch_inputs(self, unit: Unit) -> None:
@@ -217,6 +241,11 @@ class Hooks:
         raise StateError(NO_COPY)
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
+        if is_dynamo_compiling():  # traced, it ends the graph; where the graph must not end, it is what the caller sees
+            raise StateError(
+                "A sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
+                "and go at its units. Call the plain model, and have each unit compiled by the plan: compile: inductor."
+            )
         if is_transforming():
             raise StateError(
                 "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "

@@ -89,7 +89,7 @@ class FactoredSum:
             cols = self._factors.cols[one.index]
             if not cols.any():
                 numbers = torch.Generator().manual_seed(_seed_of(self._seed, self._flat.slots[one.index].name))
-                cols.copy_(orthonormal(torch.randn(cols.shape, generator=numbers, dtype=cols.dtype)))
+                cols.copy_(orthonormal(torch.randn(cols.shape, generator=numbers, dtype=cols.dtype, device="cpu")))
 
     def _unsent(self, one: FactoredMatrix) -> Tensor:
         return self._factors.unsent[one.span.start : one.span.stop].view(one.rows, one.cols)

@@ -36,6 +36,7 @@ from shardwise.runtime.step import Step
 from shardwise.runtime.watch_reads import Watching
 from shardwise.runtime.ways import Ways
 from shardwise.system.telemetry import UNITS
+from shardwise.system.torch_private import computes_without_values
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Runner:
         """Whether passes are of a verified step."""
         self.halves = Halves()
         self._hooks = Hooks(model, self.units, self, self.halves)
+        self._gathers = any(not flat.spec.resident for unit in self.units for flat in unit.flats)
         # Apart, so that a rank that has ended an evaluation does not meet one that asks for a unit.
         closings, ways = partial(exchange, subject="closings"), partial(exchange, subject="ways")
         self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, closings)
@@ -102,6 +104,7 @@ class Runner:
 
     def enter_root(self) -> None:
         if not is_dynamo_compiling():
+            self._require_values()
             self._journal.require_usable()
         if self._inference is not None:
             return
@@ -118,6 +121,14 @@ class Runner:
         self._watching.stop()
         if self._compiled is not None:
             self._compiled.install()
+
+    def _require_values(self) -> None:
+        if self._gathers and computes_without_values():
+            raise StateError(
+                "A sharded model was called on fake tensors, or traced by make_fx, and its parameters cannot be "
+                "gathered there. engine.rehearse(batch) computes shapes and memory; trace a plain model that has "
+                "loaded engine.state_dict()."
+            )
 
     def leave_root(self, *, raised: bool) -> None:
         if self._inference is not None:

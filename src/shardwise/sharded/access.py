@@ -383,7 +383,11 @@ def _is_piece(value: Any, piece: Tensor) -> bool:
 
 
 def _read(fact: Mapping[str, Any]) -> Any:
-    return fact["value"] if fact["dtype"] is None else torch.tensor(fact["value"], dtype=getattr(torch, fact["dtype"]))
+    return (
+        fact["value"]
+        if fact["dtype"] is None
+        else torch.tensor(fact["value"], dtype=getattr(torch, fact["dtype"]), device="cpu")
+    )
 
 
 def _check_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:

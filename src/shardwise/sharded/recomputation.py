@@ -112,7 +112,7 @@ def _packed(part: MicroBatch) -> Tensor:
         torch.save((part.args, part.kwargs, part.target, part.has_target, part.weight), stream)
         torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     except Exception:  # objects of any class raise anything
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 
@@ -127,7 +127,8 @@ def _shifted(sharded: ShardedModel, mine: Tensor, lengths: list[int], by: int) -
     none = mine[:0]
     sent = [mine if rank == target else none for rank in range(world.size)]
     arrived = [
-        torch.empty(lengths[source], dtype=torch.uint8) if rank == source else none for rank in range(world.size)
+        torch.empty(lengths[source], dtype=torch.uint8, device="cpu") if rank == source else none
+        for rank in range(world.size)
     ]
     world.collectives(torch.device("cpu")).all_to_all(arrived, sent, world.everybody, _SUBJECT).wait()
     stream = io.BytesIO(arrived[source].numpy().tobytes())

@@ -158,7 +158,7 @@ class TorchAccelerator:
         return stream
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
         out.copy_(source, non_blocking=True)

@@ -50,6 +50,7 @@ __all__ = [
     "TorchDispatchMode",
     "UncompiledMode",
     "asks_device",
+    "computes_without_values",
     "dispatch_modes",
     "graph_task",
     "is_traceable_wrapper_subclass_type",
@@ -133,6 +134,12 @@ def num_tensors_on(storage: torch.UntypedStorage) -> int:
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` is under way. Torch has no public way to ask."""
     return peek_interpreter_stack() is not None
+
+
+def computes_without_values() -> bool:
+    """Whether operators on this thread compute shapes, or a graph, rather than values: on fake tensors, or under
+    `make_fx`."""
+    return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def outside_transforms() -> Any:

@@ -175,7 +175,7 @@ class BetweenHosts(Pairwise):
     def shared_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory that can be offered to neighbours; any memory if there are none."""
         if self._neighbours is None:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         return self._neighbours.buffer(numel * dtype.itemsize, waits=False).view(dtype)
 
     def offer(self, tensor: Tensor, tag: int, group: Group, on: OnHosts) -> int | None:
@@ -308,7 +308,7 @@ class _Sums:
         on, ranks, chunks = self.on, self.group.ranks, self.source.chunk(len(self.group.ranks))
         if not self.source.numel():
             return
-        arrived = [torch.empty(self.out.numel(), dtype=self.wire) for _ in on.partners]
+        arrived = [torch.empty(self.out.numel(), dtype=self.wire, device="cpu") for _ in on.partners]
         arriving = [
             self.comm.expect(tensor, ranks[index], self.tag) for tensor, index in zip(arrived, on.partners, strict=True)
         ]
@@ -341,7 +341,7 @@ class _Sums:
         if not self.on.neighbours:
             return [chunks[index] for index in indices]
         dtype = torch.promote_types(self.out.dtype, self.wire)
-        sums = [torch.empty(self.out.numel(), dtype=dtype) for _ in indices]
+        sums = [torch.empty(self.out.numel(), dtype=dtype, device="cpu") for _ in indices]
         is_begun = False
 
         def add(summands: Sequence[Tensor]) -> None:

@@ -183,7 +183,7 @@ class Pairwise:
         """Pairs need no groups."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def reclaim(self, tensor: Tensor) -> None:
         """What was sent has been copied."""

@@ -43,17 +43,19 @@ class SideChannel:
     def receive(self, tensor: Tensor, rank: int) -> Work:
         return self._transport.receive(tensor, rank, self._next(self._received, rank))
 
-    def barrier(self) -> None:
-        """Return once all ranks have called: in rounds, of which each doubles how many a rank has heard of
-        (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988)."""
+    def barrier(self, number: int = 0) -> int:
+        """Return once all ranks have called, with the largest of their numbers: in rounds, of which each doubles how
+        many a rank has heard of (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988)."""
         distance = 1
         while distance < self.size:
-            word, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+            word, heard = torch.tensor([number], device="cpu"), torch.empty(1, dtype=torch.int64, device="cpu")
             arriving = self.receive(heard, (self.rank - distance) % self.size)
             leaving = self.send(word, (self.rank + distance) % self.size)
             arriving.wait()
             leaving.wait()
+            number = max(number, int(heard))
             distance *= 2
+        return number
 
     def await_together(self, work: Work, subject: str) -> None:
         """For the thread that computes: wait until the other one has done `work`.

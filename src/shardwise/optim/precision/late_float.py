@@ -33,7 +33,7 @@ class LateFloat:
     def on_device(self) -> Tensor:
         """The number as a tensor without dimensions, for arithmetic that does not wait for the device; once it is
         known, a new tensor on the CPU."""
-        return torch.tensor(self._value) if self._squared is None else self._squared.sqrt()
+        return torch.tensor(self._value, device="cpu") if self._squared is None else self._squared.sqrt()
 
     def __float__(self) -> float:
         if self._squared is not None:

@@ -85,8 +85,8 @@ class DispatchedExperts:
         if not rows.shape[0] and not isinstance(self._module, Experts):  # see [Note: every rank takes part]
             nothing = torch.stack([param.reshape(-1)[:0].sum() for param in self._module.parameters()]).sum()
             return rows + nothing.to(rows.dtype)
-        experts = torch.tensor(list(range(len(counts[0]))) * len(counts))
-        times = torch.tensor(list(itertools.chain.from_iterable(counts)))
+        experts = torch.tensor(list(range(len(counts[0]))) * len(counts), device="cpu")
+        times = torch.tensor(list(itertools.chain.from_iterable(counts)), device="cpu")
         return self._made_of(rows, experts.repeat_interleave(times).to(rows.device), weights)
 
     def _made_of(self, rows: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:

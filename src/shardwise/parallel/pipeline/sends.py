@@ -149,14 +149,14 @@ class Channel:
 
     def _send_layout(self, layout: StageMessageLayout, micro_batch: int) -> None:
         message = torch.frombuffer(bytearray(layout.encoded()), dtype=torch.uint8)
-        size = torch.tensor([message.numel()], dtype=torch.int64)
+        size = torch.tensor([message.numel()], dtype=torch.int64, device="cpu")
         for tensor in (size, message):
             self._keep(_Outgoing(tensor, self._host.send(tensor, self._link, "layout"), micro_batch))
 
     def _receive_layout(self) -> StageMessageLayout:
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._host.receive(size, self._link, "layout").wait()
-        message = torch.zeros(int(size), dtype=torch.uint8)
+        message = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         self._host.receive(message, self._link, "layout").wait()
         return StageMessageLayout.of_encoded(message.numpy().tobytes())
 

@@ -403,6 +403,14 @@ class GradSource:
             )
 
 
+_UNASKED = {
+    "set_": "other memory by set_(), as for a parametrization (add and remove those before shard()),",
+    "as_subclass": "its memory, as a tensor of another class,",
+    "_use_count": "an exchange of its memory by torch.utils.swap_tensors (param.copy_(values) gives it others)",
+}
+"""Methods that ask no `__torch_function__`, and what they take; `swap_tensors` calls the last one first."""
+
+
 def _resolve(known: weakref.ref[Owner]) -> Owner:
     owner = known()
     if owner is None:
@@ -445,7 +453,14 @@ def _resting_type(plain: type, owner: Owner) -> type:
             f"Build another and load engine.state_dict() into it, on all ranks; engine.save(folder) writes checkpoints."
         )
 
+    def refuses(what: str) -> Callable[..., NoReturn]:
+        def refuse(self: Any, *_: object, **__: object) -> NoReturn:
+            _resolve(known).home_of(self).refuse(what)
+
+        return refuse
+
     members: dict[str, Any] = {
+        **{name: refuses(what) for name, what in _UNASKED.items()},
         "home": home,
         "__torch_function__": classmethod(torch_function),
         "__repr__": shown,

@@ -36,11 +36,16 @@ class _Watch:
             for module in model.modules():
                 self._structures[module] = structure
 
-    def drop(self, structure: Structure, model: nn.Module) -> None:
+    def follow(self, structure: Structure, module: nn.Module) -> None:
+        """`module`, which has no parameters yet, has become a part of the model."""
         with self._lock:
-            for module in model.modules():
-                if self._structures.get(module) is structure:
-                    del self._structures[module]
+            self._structures.setdefault(module, structure)
+
+    def drop(self, structure: Structure) -> None:
+        """Modules that were taken out of the model are dropped, too."""
+        with self._lock:
+            for module in [module for module, known in self._structures.items() if known is structure]:
+                del self._structures[module]
 
     def _parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         structure = self._structures.get(module)
@@ -57,21 +62,28 @@ _WATCH = _Watch()
 
 
 class Structure:
-    """Refuses new parameters, and new modules with parameters, in `model`, until `release`."""
+    """Refuses new parameters, and new modules with parameters, in `model`, until `release`.
+
+    Torch's functions that rebuild a module (`weight_norm`, `prune.remove`, `register_parametrization`) take a parameter
+    out of it before they register what is refused. So a refusal puts back what the module has lost, and training can
+    go on.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._paths = weakref.WeakKeyDictionary({module: path for path, module in model.named_modules()})
+        modules = dict(model.named_modules())
+        self._paths = weakref.WeakKeyDictionary({module: path for path, module in modules.items()})
+        self._had = weakref.WeakKeyDictionary(
+            {module: (dict(module._parameters), dict(module._buffers)) for module in modules.values()}
+        )
         _WATCH.add(self, model)
 
     def release(self) -> None:
-        model = self._model()
-        if model is not None:
-            _WATCH.drop(self, model)
+        _WATCH.drop(self)
 
     def require_same_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Called before `param` becomes `module.name`."""
         if module._parameters.get(name) is not param:
+            self._put_back(module)
             raise ModelError(
                 f"{self._path(module, name)} was assigned to a model that is sharded, so no engine would train it. "
                 f"Add, tie or replace parameters before shard(). To change values write to the parameter: "
@@ -82,11 +94,25 @@ class Structure:
         """Called before `inner` becomes `module.name`."""
         if inner is None or module._modules.get(name) is inner:
             return
-        if name == "parametrizations" or any(one not in self._paths for one in inner.modules() if one._parameters):
+        if name == "parametrizations" or any(one not in self._had for one in inner.modules() if one._parameters):
+            if name == "parametrizations":
+                module.__class__ = type(module).__bases__[0]  # torch has given it a class of its own
+            self._put_back(module)
             raise ModelError(
                 f"{self._path(module, name)} was put into a model that is sharded, so no engine would train its "
                 f"parameters. Add modules, adapters and parametrizations before shard()."
             )
+        path = self._path(module, name)
+        for inside, one in inner.named_modules():
+            self._paths.setdefault(one, f"{path}.{inside}" if inside else path)
+            _WATCH.follow(self, one)
+
+    def _put_back(self, module: nn.Module) -> None:
+        params, buffers = self._had.get(module, ({}, {}))
+        module._parameters.update({name: param for name, param in params.items() if name not in module._parameters})
+        module._buffers.update({name: buffer for name, buffer in buffers.items() if name not in module._buffers})
+        for name in (*params, *buffers):
+            module.__dict__.pop(name, None)  # a plain attribute would hide it
 
     def _path(self, module: nn.Module, name: str) -> str:
         path = self._paths[module]

@@ -106,6 +106,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
                 seen[id(handle)] = handle if differentiates else values  # type: ignore[assignment]
         args, kwargs = tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
         before = {source: values._version for source, values in opened.items()}
+        shapes = [(seen[id(handle)].shape, seen[id(handle)].stride()) for handle in handles]
         apart = [  # what `.data` gives counts its writes for itself
             (handle.source, seen[id(handle)], seen[id(handle)]._version)
             for handle in handles
@@ -118,6 +119,9 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             for handle in handles:
                 if isinstance(handle, Resting):
                     handle.home().require_gradient()
+        for handle, shape in zip(handles, shapes, strict=True):
+            if (seen[id(handle)].shape, seen[id(handle)].stride()) != shape:
+                _refuse(handle, "another shape, given to it in place,")
         counted = {source for source, values in opened.items() if values._version != before[source]}
         if func in uses.UNCOUNTED:
             counted |= _sources(tree_unflatten(leaves, form)[0][:1])
@@ -170,7 +174,9 @@ def _given_back(
         for handle in handles:
             if value is seen[id(handle)]:
                 return handle
-        if isinstance(value, Resting) or storage_id(plainly(Tensor.untyped_storage, [value], {})) not in storages:
+        if isinstance(value, Resting) or value.layout is not torch.strided:
+            return value
+        if storage_id(plainly(Tensor.untyped_storage, [value], {})) not in storages:
             return value
         if value.requires_grad:
             return plainly(Tensor.clone, [value], {})
@@ -316,7 +322,18 @@ def _cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 def _copied(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return func(args[0].clone() if isinstance(args[0], Whole) else args[0].detach().clone(), *args[1:], **kwargs)
+    """An array that cannot be written to: in plain PyTorch, a write to it would be one to the parameter."""
+    values = args[0].clone() if isinstance(args[0], Whole) else args[0].detach().clone()
+    copied = func(values, *args[1:], **kwargs)
+    if func is not Tensor.tolist:
+        copied.flags.writeable = False
+    return copied
+
+
+def _own_node(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A view of a parameter as itself is for its node, and reads no values."""
+    is_own = len(args) > 1 and args[0] is args[1] and isinstance(args[0], Resting) and torch.is_grad_enabled()
+    return plainly(func, args, kwargs) if is_own else _generic(func, args, kwargs)
 
 
 def _alike(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -368,6 +385,7 @@ _SPECIAL: dict[Function, Callable[[Function, tuple[Any, ...], Mapping[str, Any]]
     Tensor.register_post_accumulate_grad_hook: _post_accumulate,
     **dict.fromkeys(uses.DETACH, _detach),
     **dict.fromkeys(uses.COPIED, _copied),
+    **dict.fromkeys(uses.NODE, _own_node),
     **dict.fromkeys(uses.ALIKE, _alike),
     **dict.fromkeys(uses.STORAGE, _storage),
 }

@@ -70,14 +70,19 @@ SET_REQUIRES_GRAD: Function = _ATTRIBUTES["requires_grad"].__set__
 DETACH: frozenset[Function] = frozenset({Tensor.detach, torch.detach, GET_DATA})
 """They return the same values, detached from any graph."""
 
-COPIED: frozenset[Function] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist})
-"""They expose memory, so they get a copy of the values."""
+COPIED: frozenset[Function] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
+"""They expose memory, so they get a copy of the values, which cannot be written to."""
+
+NODE: frozenset[Function] = frozenset({Tensor.view_as, Tensor.expand_as})
+"""`param.view_as(param).grad_fn.next_functions[0][0]` is how torch itself (`get_gradient_edge`,
+`register_multi_grad_hook`) and others find the node that accumulates a parameter's gradient."""
 
 STORAGE: dict[Function, str] = {
-    Tensor.untyped_storage: "its storage",
+    Tensor.untyped_storage: "its storage, for which torch.export asks, too (export a plain model with these values),",
     Tensor._typed_storage: "its storage",
     Tensor.storage: "its storage",
     Tensor.data_ptr: "the address of its memory",
+    Tensor.__dlpack__: "its memory, for another library,",
     Tensor.set_: "its storage",
     Tensor.resize_: "its size",
     Tensor.resize_as_: "its size",

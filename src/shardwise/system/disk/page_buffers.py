@@ -26,11 +26,13 @@ class Stage:
     def __init__(self, device: RankDevice | None = None) -> None:
         """With `device`, the memory is pinned for copies from it."""
         self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def sized(self, num_bytes: int) -> torch.Tensor:
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory before the new is allocated
+            self._memory = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # frees the old memory before the new is allocated
             self._memory = pages(num_bytes, self._device)
         return self._memory[:num_bytes]
 
@@ -81,10 +83,12 @@ def tensors_in_pages(wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Te
         starts.append(num_bytes)
         num_bytes += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     if num_bytes < _LARGE_PAGE_BYTES:
-        return [torch.empty(numel, dtype=dtype) for numel, dtype in wanted]
+        return [torch.empty(numel, dtype=dtype, device="cpu") for numel, dtype in wanted]
     mapped = _mapped(num_bytes)
     return [
-        torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0, dtype=dtype)
+        torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start)
+        if numel
+        else torch.empty(0, dtype=dtype, device="cpu")
         for start, (numel, dtype) in zip(starts, wanted, strict=True)
     ]
 

@@ -115,7 +115,7 @@ class SlicedFile:
             self._file.get(place, place + (last - first) * dtype.itemsize)
             for first, last, place in self._places(key, start, self.numel if stop is None else stop)
         ]
-        return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype)
+        return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
     def copy_to(self, key: str, target: int, at: int) -> None:
         """Copy one tensor, contiguous, into another open file from byte `at` on, without bringing it into memory."""
