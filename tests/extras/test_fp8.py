@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
+import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.config import cluster
+from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import AORecipeKwargs
+from accelerate.utils import AORecipeKwargs, TERecipeKwargs
+from accelerate.utils import dataclasses as accelerate_settings
+from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import CastConfig
@@ -26,10 +33,17 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.integrations import accelerate_launch
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.accelerate_config import read_accelerate_config
-from shardwise.integrations.accelerate_fp8 import Fp8Request, of_torchao, of_transformer_engine, request_of
-from shardwise.integrations.lightning_parts.settings import plan_for
+from shardwise.integrations.accelerate_fp8 import (
+    Fp8Request,
+    of_torchao,
+    of_transformer_engine,
+    request_of,
+    variables_of,
+)
+from shardwise.integrations.lightning_parts.settings import PRECISIONS, plan_for
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.fp8.linear import Fp8Linear
 
@@ -197,3 +211,53 @@ def test_accelerator_trains_in_fp8(chooses: Any) -> None:
     accelerator.free_memory()
     AcceleratorState._reset_state()
     PartialState._reset_state()
+
+
+# -- every name of the installed versions --------------------------------------------------------------------
+
+
+def test_no_field_of_transformer_engines_settings_is_ignored_silently() -> None:
+    """Each changes the recipe, or is named in a note."""
+    other: dict[str, Any] = {
+        "use_autocast_during_eval": False,
+        "margin": 3,
+        "interval": 2,
+        "fp8_format": "E4M3",
+        "amax_history_len": 8,
+        "amax_compute_algo": "max",
+        "override_linear_precision": (False, False, True),
+        "use_mxfp8_block_scaling": True,
+    }
+    assert other.keys() == {field.name for field in dataclasses.fields(TERecipeKwargs)}
+    for name, value in other.items():
+        found = of_transformer_engine({name: value})
+        assert found.recipe != "tensorwise" or any(name in note for note in found.notes), name
+    fields = {field.name for field in dataclasses.fields(AORecipeKwargs)}
+    assert fields == {"config", "module_filter_func", "pad_inner_dim", "enable_fsdp_float8_all_gather"}
+
+
+def test_every_option_and_key_of_accelerate_about_fp8_is_known() -> None:
+    ours = argparse.ArgumentParser()
+    accelerate_launch.add_options(ours)
+    known = {option for action in ours._actions for option in action.option_strings}
+    theirs = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    of_fp8 = {option for option in theirs if option.startswith("--fp8")}
+    assert len(of_fp8) > 10
+    assert of_fp8 <= known
+    keys = set(re.findall(r'fp8_config\["(\w+)"\]', inspect.getsource(cluster)))
+    read = set(re.findall(r'env_prefix \+ "(\w+)"', inspect.getsource(accelerate_settings)))
+    assert len(keys) > 8
+    for key in keys:
+        value = "false,false,true" if key == "override_linear_precision" else "1"
+        for name in variables_of({key: value}):
+            assert name.removeprefix("ACCELERATE_FP8_") in read, f"{key} becomes {name}, which accelerate never reads"
+
+
+@pytest.mark.parametrize("precision", get_args(_PRECISION_INPUT_STR))
+def test_lightning_has_each_precision_or_says_what_to_take(precision: str) -> None:
+    trainer = SimpleNamespace(accumulate_grad_batches=1, gradient_clip_algorithm="norm", gradient_clip_val=None)
+    if precision in PRECISIONS:
+        plan_for(sw.Plan(), trainer, Net(), precision)
+    else:
+        with pytest.raises(ConfigError, match=r"Use '32-true', .*set fp8: tensorwise in the plan"):
+            plan_for(sw.Plan(), trainer, Net(), precision)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from strategies import ONE, TWO, flat, placed, traces, unit_lists, with_dtypes
 
 from shardwise.errors import ProgramError
+from shardwise.plan import Plan, PowerSGD
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import PRESETS, WIDTH
+from shardwise.plan.placement import PRESETS, WIDTH, Span, table_for
 from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
@@ -25,6 +26,8 @@ from shardwise.program import (
     Action,
     Activations,
     Block,
+    FactoredMatrix,
+    FlatSpec,
     Footprint,
     Mark,
     Moment,
@@ -34,6 +37,7 @@ from shardwise.program import (
     UnitSpec,
     build_pass,
     check,
+    ends_of_messages,
     overlap,
     parse,
     plan_step,
@@ -43,6 +47,7 @@ from shardwise.program import (
 )
 from shardwise.program.action import COPYING, Edge, Phase, Stream
 from shardwise.program.footprint import HEAP_GAPS
+from shardwise.program.low_rank import MESSAGE_OF_GRADIENTS
 from tests.thorough import drawn, varies
 
 # --- text --------------------------------------------------------------------------------------------
@@ -670,3 +675,46 @@ def test_looking_ahead_costs_what_lies_ahead() -> None:
     ]
     grad = 4 * NUMEL // 4 * 4  # a promise has room for gradients, which an evaluation does not use
     assert working == [max(0, num * NUMEL * 2 - grad) for num in (1, 2, 3)]
+
+
+def factored_units(*names: str) -> list[UnitSpec]:
+    table = table_for(Plan(preset="ddp", powersgd=PowerSGD(rank=1, start_step=0)), ONE).on(ONE)
+    matrix = FactoredMatrix(0, Span(0, 64), 8, 8, 1)
+    return [UnitSpec(name, (FlatSpec(name, 64, 1, table, ONE, factored=(matrix,)),)) for name in names]
+
+
+def test_factors_of_several_buffers_are_one_message() -> None:
+    """Three have as many gradients as one message is for; the fourth comes with the end of the backward."""
+    units = factored_units("a", "b", "c", "d")
+    program = overlap(
+        build_pass(units, straight_trace(tuple(units))), dict.fromkeys("abcd", MESSAGE_OF_GRADIENTS // 3 + 1)
+    )
+    check(program, units)
+    assert [text for text in verbs_at(program) if text] == [
+        "project:d",
+        "project:c",
+        "project:b",
+        "wait:d wait:c wait:b restore:d restore:c restore:b project:a",
+        "wait:d wait:c wait:b wait:a restore:a wait:a",
+    ]
+    actions = {
+        (number, place): str(action)
+        for number, block in enumerate(program)
+        for place, action in enumerate(block.actions)
+    }
+    last = [actions[position].split()[:2] for position in sorted(ends_of_messages(program))]
+    assert last == [["project", "b"], ["restore", "b"], ["project", "a"], ["restore", "a"]]
+
+
+def test_factors_do_not_wait_for_others_while_their_unit_computes_again() -> None:
+    units = factored_units("a", "b")
+    trace = trace_of("> a < a > b < b > a < a | > a < a > b < b > a < a")
+    program = overlap(build_pass(units, trace), dict.fromkeys("ab", 1))
+    check(program, units)
+    assert [text for text in verbs_at(program) if text] == [
+        "project:a",
+        "project:b",
+        "wait:a wait:b restore:a restore:b wait:a wait:b",
+        "project:a",
+        "wait:a restore:a wait:a",
+    ]

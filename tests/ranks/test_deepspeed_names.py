@@ -19,13 +19,23 @@ import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.integrations.deepspeed import facade, stored, topology, zero
 from shardwise.integrations.deepspeed.accelerator import Accelerator
+from shardwise.integrations.deepspeed.autotuning import _counted_as
 from shardwise.integrations.deepspeed.config import ComponentConfig
-from shardwise.integrations.deepspeed.initialization import make_optimizer
+from shardwise.integrations.deepspeed.initialization import _KNOWN, make_optimizer
+from shardwise.optim import Cooperative
+from shardwise.program import OPTIMIZERS, update_by
 from shardwise.testing import run_ranks
 from tests.drawing import drawing
 from tests.models import VOCAB, Transformer
 
 Tensor = torch.Tensor
+
+
+def _is_optimizer(name: str) -> bool:
+    found = getattr(sw.optim, name)
+    return isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not Cooperative
+
+
 THEIRS = Path(__file__).parent.parent / "fixtures" / "deepspeed" / "zero3"
 
 
@@ -337,3 +347,32 @@ def test_topologies_that_a_pipeline_cannot_have() -> None:
         module = deepspeed.PipelineModule(layers, topology=grid)
         with pytest.raises(ConfigError, match=words):
             run_ranks(1, lambda world, module=module: deepspeed.initialize(model=module, config=config, world=world))
+
+
+@pytest.mark.parametrize("name", sorted({*_KNOWN, *(name for name in sw.optim.__all__ if _is_optimizer(name))}))
+def test_explain_counts_every_optimizer_that_a_config_or_this_library_names(name: str) -> None:
+    (key,) = (key for key in OPTIMIZERS if key.replace("-", "") == name.lower())
+    model = nn.Linear(6, 4, bias=False)
+    named = make_optimizer(ComponentConfig(name, {"lr": 1e-3}), list(model.parameters()), model)
+    optimizer = named if name in _KNOWN else getattr(sw.optim, name)(model.parameters())
+    counted = update_by(key, (4, 6), is_hidden=True)
+    if isinstance(optimizer, Cooperative):
+        update = optimizer.update_of(model.weight, optimizer.param_groups[0])
+        assert (update.states, update.sends_signs) == (counted.states, counted.sends_signs)
+        return
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    kept = [state for state in optimizer.state[model.weight].values() if state is not None and state.shape == (4, 6)]
+    assert len(kept) == counted.states.copies
+
+
+def test_momentum_is_a_state_to_autotuning() -> None:
+    params = [nn.Parameter(torch.zeros(3))]
+    for optimizer, key in (
+        (torch.optim.SGD(params, 0.1), "sgd"),
+        (torch.optim.SGD(params, 0.1, momentum=0.9), "momentum"),
+        (torch.optim.Adam(params), "adam"),
+        (sw.optim.Adafactor(params), "adafactor"),
+        (torch.optim.RMSprop(params), None),
+    ):
+        assert _counted_as(optimizer) == key

@@ -227,13 +227,19 @@ def test_experts_equal_a_reference_that_rounds_each_expert_s_factors_by_themselv
     ],
 )
 def test_experts_train_like_one_process(preset: str, mesh: dict[str, int], shares: int, recipe: Fp8RecipeName) -> None:
-    """An expert gets the tokens of all ranks along `ep` at once, as it does in one process with their batches."""
-    model, data = mixture_for(recipe), batches(3, rows=12)
+    """An expert gets the tokens of all ranks along `ep` at once, as it does in one process with their batches.
+
+    Two steps: where weights of one process are changed in their last bit, losses of `tensorwise` move by 1e-6 in the
+    second step, but by 7e-5 in the third, and norms by 1e-3, because a code that is another one changes what a router
+    chooses."""
+    model, data = mixture_for(recipe), batches(2, rows=12)
     settings = asked(recipe, *EXPERTS_ALONE)
     run = sharded_run(model, data, preset, math.prod(mesh.values()), mesh, fp8=settings, after=report)
     run.params = run.extra["whole"]  # others are a rank's part
     assert f"linear layers that multiply in fp8, {recipe}: blocks.0.moe.experts and 1 more" in run.extra["lines"]
-    same_within(run, plain_run(in_fp8(model, recipe, EXPERTS_ALONE), data, shares=shares))
+    twin = plain_run(in_fp8(model, recipe, EXPERTS_ALONE), data, shares=shares)
+    same_within(run, twin)
+    assert run.losses == pytest.approx(twin.losses, rel=1e-5)
 
 
 def transformers_experts(kind: str) -> nn.Module:

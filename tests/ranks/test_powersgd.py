@@ -150,6 +150,21 @@ def test_the_program_changes_once_and_is_what_is_sent_and_held() -> None:
         assert after < before / 4
 
 
+def test_factors_of_all_units_are_two_messages() -> None:
+    """And the verdict of the step is a third; torch's hook sends three for each bucket."""
+    torch.manual_seed(0)
+    model = Transformer()
+
+    def work(engine: sw.Engine) -> tuple[int, int]:
+        counts = [ledger_of_a_step(engine).calls["all_reduce", "dp"] for _ in range(START + 4)]
+        program = engine.program()
+        assert program.count("project") == program.count("restore") > 2
+        assert program.count("agree") == 1
+        return counts[-2], counts[-1]
+
+    assert work_on_ranks(2, work, plan_of(rank=1), lambda: copy.deepcopy(model), adamw) == [(3, 3), (3, 3)]
+
+
 @pytest.mark.parametrize("saves_at", [START, START + 2])
 def test_resume_is_bit_exact_with_what_was_not_sent_yet(saves_at: int, tmp_path: Path) -> None:
     def work(engine: sw.Engine) -> list[Tensor]:

@@ -46,7 +46,7 @@ from shardwise.program.footprint import (
     resting_disk_bytes,
 )
 from shardwise.program.host_bytes import crossing_bytes, lines_on_hosts, sent_by_hosts
-from shardwise.program.low_rank import Factored
+from shardwise.program.low_rank import Factored, ends_of_messages
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.merge import extended, in_order, merged
 from shardwise.program.prefetch import prefetch
@@ -129,6 +129,7 @@ __all__ = [
     "crossing_bytes",
     "disk_bytes",
     "drop_due",
+    "ends_of_messages",
     "extended",
     "factored_update",
     "fills_grad",

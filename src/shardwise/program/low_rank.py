@@ -4,6 +4,11 @@
 by r, and then Q = M' P, of m by r, where the columns of the sum of all P have been made orthonormal. The gradient is
 P Q' for all ranks. What that leaves out of a rank's own M stays with it, and is added to its next gradient. Q is that
 of the step before, with orthonormal columns; the first is random. What is sent as it is goes with P.
+
+[Note: messages of factors] Factors are small, so what they cost is the number of their messages: each is two rounds
+between hosts. So the P of several flat buffers are one message, and then their Q: as soon as gradients of
+`MESSAGE_OF_GRADIENTS` are complete, and at the end of the backward. In a program, `project`s are one message if no
+`wait` for any of them comes between, and so are `restore`s.
 """
 
 from __future__ import annotations
@@ -12,7 +17,30 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.plan.placement import WIDTH, Span
+from shardwise.program.action import Program
+from shardwise.program.effects import Verb
 from shardwise.program.spec import FlatSpec
+
+FACTORING: tuple[Verb, ...] = ("project", "restore")
+MESSAGE_OF_GRADIENTS = 25 * 2**20
+"""Bytes of gradients whose factors are one message: as much as in a bucket of torch's DDP."""
+Position = tuple[int, int]
+"""An action of a program: the number of its block, and its own in there."""
+
+
+def ends_of_messages(program: Program) -> frozenset[Position]:
+    """The actions that complete a message of factors: see [Note: messages of factors]."""
+    ends: set[Position] = set()
+    begun: list[tuple[Position, Verb, str]] = []
+    for number, block in enumerate(program):
+        for place, action in enumerate(block.actions):
+            waits_for_it = action.verb == "wait" and any(flat == action.flat for _, _, flat in begun)
+            if begun and (waits_for_it or (action.verb in FACTORING and action.verb != begun[-1][1])):
+                ends.add(begun[-1][0])
+                begun = []
+            if action.verb in FACTORING:
+                begun.append(((number, place), action.verb, action.flat))
+    return frozenset({*ends, *(begun[-1][0] for _ in begun[-1:])})
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ def plan_step(
         built = build_schedule(units, trace, reduces=reduces)
     else:
         built = build_pass(units, trace, training=training, reduces=reduces)
-    micro_batch = overlap(prefetch(built, full_bytes, budget))
+    grad_bytes = {flat.name: flat.grad_bytes for unit in units for flat in unit.flats}
+    micro_batch = overlap(prefetch(built, full_bytes, budget), grad_bytes)
     check(micro_batch, units, reduces=reduces)
     step = awaited_later(pipelined_step(build_step(units, buffers_bytes=buffers_bytes)), units)
     check_step(step, units, buffers_bytes=buffers_bytes)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
 from shardwise.program.action import AFTER_STEP, ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
 from shardwise.program.effects import Buffer
+from shardwise.program.low_rank import FACTORING, MESSAGE_OF_GRADIENTS
 from shardwise.program.spec import UnitSpec
 
 
-def overlap(program: Program) -> Program:
-    """Put gathers and reductions on their own streams.
+def overlap(program: Program, grad_bytes: Mapping[str, int] | None = None) -> Program:
+    """Put gathers and reductions on their own streams. `grad_bytes` are those of gradients, by flat buffer.
 
     The computation waits for a gather in the block of the unit's own moment. A reduction is waited for when the next
     one is about to start, or, of codes, when it has, so that at most two gradient buffers are live; a reduction over
-    several axes advances by one axis at each such point. All are done by the end of the backward.
+    several axes advances by one axis at each such point. Factors of gradients wait for those of others, whose message
+    they share: see [Note: messages of factors] in `low_rank.py`. All are done by the end of the backward.
     """
-    return _overlap_reductions(_overlap_gathers(program))
+    return _overlap_reductions(_overlap_gathers(program), grad_bytes or {})
 
 
 def serial(actions: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -55,9 +57,7 @@ def pipelined_step(step: Program) -> Program:
     blocks = []
     for block in step:
         if not (block.moment.edge == "during" and block.moment.unit):
-            drained = (
-                [action for chain in pending for action in _drained(chain)] if block.moment.edge == "after" else []
-            )
+            drained = _drained(pending) if block.moment.edge == "after" else []
             pending = [] if drained else pending
             blocks.append(Block(block.moment, (*drained, *pipelined(block.actions))))
             continue
@@ -172,18 +172,40 @@ class _Chain:
         """Whether the step under way does."""
         return self.started is not None and bool(self.started.codes)
 
-    def advance(self) -> Iterator[Action]:
-        """Finish the step under way, and start the next."""
+    @property
+    def is_factored(self) -> bool:
+        """Whether it sends factors of gradients."""
+        return any(step is not None and step.verb in FACTORING for step in (self.started, *self.steps))
+
+    def finish(self) -> Iterator[Action]:
+        """Finish the step under way, if there is one."""
         if self.started is not None:
             yield _wait(self.started, is_last=not self.steps)
             self.started = None
+
+    def start(self) -> Iterator[Action]:
+        """Start the next step, if there is one."""
         if self.steps:
             step = self.steps.popleft()
             self.started = step.on(step.effect.stream)
             yield self.started
 
+    def advance(self) -> Iterator[Action]:
+        """Finish the step under way, and start the next."""
+        yield from self.finish()
+        yield from self.start()
 
-def _overlap_reductions(program: Program) -> Program:
+
+def _advanced(chains: Iterable[_Chain]) -> list[Action]:
+    """One step of each. Those that send factors take it together, so that these are one message."""
+    chains = tuple(chains)
+    factored = [chain for chain in chains if chain.is_factored]
+    taken = [action for chain in chains if chain not in factored for action in chain.advance()]
+    taken += [action for chain in factored for action in chain.finish()]
+    return taken + [action for chain in factored for action in chain.start()]
+
+
+def _overlap_reductions(program: Program, grad_bytes: Mapping[str, int]) -> Program:
     """Start a reduction where its gradients are complete; advance it where the next one starts, or where something else
     has been computed meanwhile, such as the forward of another micro-batch.
 
@@ -191,6 +213,8 @@ def _overlap_reductions(program: Program) -> Program:
     reduction finished first.
     """
     pending: dict[str, _Chain] = {}
+    gathering: dict[str, _Chain] = {}
+    """Those of `pending` whose factors wait for others."""
     blocks = []
     for block in program:
         chains = _chains(block.actions)
@@ -198,20 +222,26 @@ def _overlap_reductions(program: Program) -> Program:
         going_on: list[str] = []
         if block.moment.edge == "before":
             opens = block.moment.unit if block.moment.leaves_gradients else None
-            for flat in [flat for flat in pending if opens in _possible_units(flat)]:
-                actions += _drained(pending.pop(flat))
+            ending = [flat for flat in pending if opens in _possible_units(flat)]
+            if not gathering.keys().isdisjoint(ending):
+                ending, gathering = [flat for flat in pending if flat in gathering or flat in ending], {}
+            actions += _drained([pending.pop(flat) for flat in ending])
         elif chains or block.moment == END_OF_BACKWARD or not block.moment.leaves_gradients:
-            for flat in [flat for flat in pending if flat in chains or block.moment == END_OF_BACKWARD]:
-                actions += _drained(pending.pop(flat))
-            going_on = [*pending]
+            if block.moment == END_OF_BACKWARD or not gathering.keys().isdisjoint(chains):
+                gathering = {}
+            ending = [flat for flat in pending if flat in chains or block.moment == END_OF_BACKWARD]
+            actions += _drained([pending.pop(flat) for flat in ending])
+            going_on = [flat for flat in pending if flat not in gathering]
         # Codes are made before they are sent, and summed when they have come. So that the link has something to carry
         # meanwhile, the next codes are made before these are waited for, which keeps the memory of these for longer.
         late = _beside_codes(pending)
-        for chain in (*(pending[flat] for flat in going_on if flat not in late), *chains.values()):
-            actions += chain.advance()
-        for chain in (pending[flat] for flat in going_on if flat in late):
-            actions += chain.advance()
+        actions += _advanced(pending[flat] for flat in going_on if flat not in late)
+        actions += _advanced(chains.values())
+        actions += _advanced(pending[flat] for flat in going_on if flat in late)
         pending = {flat: chain for flat, chain in (pending | chains).items() if chain.started is not None}
+        gathering |= {flat: chain for flat, chain in chains.items() if chain.is_factored}
+        if sum(grad_bytes.get(flat, MESSAGE_OF_GRADIENTS) for flat in gathering) >= MESSAGE_OF_GRADIENTS:
+            gathering = {}
         blocks.append(Block(block.moment, tuple(actions)))
     return tuple(blocks)
 
@@ -226,9 +256,13 @@ def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:
     return {flat: _Chain(deque(steps)) for flat, steps in _by_flat(a for a in actions if a.subject == "grad").items()}
 
 
-def _drained(chain: _Chain) -> list[Action]:
-    """All remaining steps of a reduction, each waited for before the next."""
+def _drained(chains: Sequence[_Chain]) -> list[Action]:
+    """All remaining steps of reductions, each waited for before the next of the same."""
+    plain = [chain for chain in chains if not chain.is_factored]
+    together = [chain for chain in chains if chain.is_factored]
     taken: list[Action] = []
-    while chain.started is not None or chain.steps:
-        taken += chain.advance()
+    for some in (*([chain] for chain in plain), together):
+        while any(chain.started is not None or chain.steps for chain in some):
+            taken += [action for chain in some for action in chain.finish()]
+            taken += [action for chain in some for action in chain.start()]
     return taken

@@ -90,6 +90,7 @@ def factored_update(shape: tuple[int, ...], *, has_first_moment: bool = False) -
 OPTIMIZERS: dict[str, str] = {
     "sgd": "SGD without momentum: no state",
     "momentum": "SGD with momentum: 1 state",
+    "adam": "Adam: 2 states",
     "adamw": "AdamW: 2 states",
     "adamw-bf16": "AdamW with bf16 states (shardwise.optim.AdamW)",
     "adamw-int8": "AdamW with 8-bit states (shardwise.optim.AdamW)",
@@ -98,6 +99,7 @@ OPTIMIZERS: dict[str, str] = {
     "lion": "shardwise.optim.Lion: 1 state",
     "onebit-adam": "shardwise.optim.OneBitAdam after its warm-up: 2 states and residuals, whole on each rank",
     "onebit-lamb": "shardwise.optim.OneBitLamb after its warm-up: 3 states and residuals, whole on each rank",
+    "zero-one-adam": "shardwise.optim.ZeroOneAdam in a step that sends one bit per element: 2 states and residuals",
     "muon": "shardwise.optim.Muon: hidden matrices whole, 1 state; AdamW for the others",
 }
 
@@ -117,8 +119,8 @@ def update_by(optimizer: str, shape: tuple[int, ...], *, is_hidden: bool) -> Upd
             return Update(state_of(optimizer.removeprefix("adamw-"), 2, numel))
         case "lamb":
             return Update(States(copies=2), needs_norm=True)
-        case "onebit-adam" | "onebit-lamb":
-            return Update(States(copies=2 if optimizer == "onebit-adam" else 3), sends_signs=True, summands=True)
+        case "onebit-adam" | "onebit-lamb" | "zero-one-adam":
+            return Update(States(copies=3 if optimizer == "onebit-lamb" else 2), sends_signs=True, summands=True)
         case "adafactor":
             return factored_update(shape)
         case "muon" if is_hidden and len(shape) == 2:

@@ -7,7 +7,7 @@ whole buffer are idempotent: a buffer that is whole is not gathered again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -16,10 +16,12 @@ import torch
 from shardwise.comm import Communicator, Group
 from shardwise.errors import ProgramError
 from shardwise.memory import Flat, Unit
-from shardwise.program import Action, Block, Moment, Program
+from shardwise.program import Action, Block, Moment, Program, ends_of_messages
+from shardwise.program.low_rank import Position
 from shardwise.program.places import MOVES, place_before
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.grad_mover import GradMover
+from shardwise.runtime.low_rank import FactorMessages
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.system.telemetry import ON_THE_WAY, Timeline
 
@@ -123,9 +125,11 @@ def _make_unless(is_left_out: Callable[[str], bool], action: Action, call: Call)
 class Mover:
     """The moves of one flat buffer on this rank."""
 
-    def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
+    def __init__(
+        self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group], messages: FactorMessages
+    ) -> None:
         self.params = ParamMover(flat, collectives, groups)
-        self.grads = GradMover(flat, collectives, groups)
+        self.grads = GradMover(flat, collectives, groups, messages)
 
     def method(self, action: Action) -> Callable[[], None]:
         """The method that carries out `action`, by its verb and subject."""
@@ -149,7 +153,8 @@ class Executor:
         self._collectives = collectives
         self.timeline = Timeline()
         self.agreement = Agreement(collectives, groups)
-        self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
+        self._messages = FactorMessages(collectives)
+        self.movers = {flat.name: Mover(flat, collectives, groups, self._messages) for flat in flats}
         self.journal = collectives.journal
         self.rest, self.synchronize = collectives.rest, collectives.synchronize
         self._common: dict[str, Callable[[Action], None]] = {}
@@ -164,15 +169,27 @@ class Executor:
         self._by_verb[verb] = call
 
     def bind(self, program: Program) -> tuple[BoundBlock, ...]:
-        return tuple(self._bind_block(block) for block in program)
+        ends = ends_of_messages(program)
+        return tuple(self._bind_block(block, number, ends) for number, block in enumerate(program))
 
     def run(self, moment: Moment, actions: Sequence[Action]) -> None:
         """Bind and run at once, for a step that has no program yet."""
-        self._bind_block(Block(moment, tuple(actions))).run()
+        (block,) = self.bind((Block(moment, tuple(actions)),))
+        block.run()
 
-    def _bind_block(self, block: Block) -> BoundBlock:
+    def _bind_block(self, block: Block, number: int, ends: Container[Position]) -> BoundBlock:
         calls = [self._call(action) for action in block.actions]
+        calls = [self._sending(call) if (number, place) in ends else call for place, call in enumerate(calls)]
         return BoundBlock(block, calls, self._collectives, self.timeline, self._units)
+
+    def _sending(self, call: Call) -> Call:
+        """`call`, which completes a message of factors."""
+
+        def call_and_send() -> None:
+            call()
+            self._messages.send()
+
+        return call_and_send
 
     def _call(self, action: Action) -> Call:
         if action.verb in self._by_verb:

@@ -18,7 +18,7 @@ from shardwise.memory import Flat, torch_dtype
 from shardwise.plan.placement import SumOfCodes
 from shardwise.program import Action, Factored, Subject, Verb, adds_in_place, reduce_due, step_gradients
 from shardwise.runtime.codec import Codec, EncodedAllReduce, EncodedReduceScatter, codec_for
-from shardwise.runtime.low_rank import FactoredSum
+from shardwise.runtime.low_rank import FactoredSum, FactorMessages
 from shardwise.runtime.reduction import Reduction, staging_bytes
 
 Tensor = torch.Tensor
@@ -27,7 +27,9 @@ Tensor = torch.Tensor
 class GradMover:
     """One flat buffer's gradients on this rank, with at most one reduction under way."""
 
-    def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
+    def __init__(
+        self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group], messages: FactorMessages
+    ) -> None:
         self.flat = flat
         self._collectives = collectives
         self._groups = groups
@@ -36,6 +38,7 @@ class GradMover:
         self._codecs: dict[str, Codec] = {}
         """By the axis along which they are sent."""
         self._reduction: Reduction | None = None
+        self._messages = messages
         self._factored_sum: FactoredSum | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
@@ -105,13 +108,13 @@ class GradMover:
         return self._codecs[axis]
 
     def project_grad(self, action: Action) -> None:
-        """Start the first half of a sum whose matrices are sent as factors."""
+        """The first half of a sum whose matrices are sent as factors: those of this buffer join a message."""
         reduction = self._sum(action)
         work = self._factored().project(reduction.current, self._groups[action.over])
         reduction.start(reduction.current, work, Factored(self.flat.spec).num_bytes(action.verb))
 
     def restore_grad(self, action: Action) -> None:
-        """Start the second half. Each rank gets all of the sum."""
+        """The second half. Each rank gets all of the sum."""
         reduction = self._sum(action)
         source = out = reduction.current
         if not self.flat.grads.is_in_grad_buffer(source) and self._collectives.is_buffer_scarce:
@@ -122,7 +125,7 @@ class GradMover:
     def _factored(self) -> FactoredSum:
         if self._factored_sum is None:
             assert self.flat.factors is not None
-            self._factored_sum = FactoredSum(self.flat, self.flat.factors, self._collectives)
+            self._factored_sum = FactoredSum(self.flat, self.flat.factors, self._messages)
         return self._factored_sum
 
     def cast_grad(self, action: Action) -> None:
@@ -208,6 +211,7 @@ class GradMover:
         """Wait for the reduction under way and forget it. A `CommError` has been reported already."""
         if self._reduction is None:
             return
+        self._messages.forget()
         with suppress(CommError):
             self._reduction.wait()
         self._reduction.release()

@@ -41,7 +41,8 @@ VARIABLE = "SHARDWISE_AUTOTUNING"
 OPTIMAL, SUMMARY, TRIED = "ds_config_optimal.json", "summary.txt", "ds_config.json"
 MICRO, STEPS, WHOLE = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 METRICS = ("throughput", "latency", "flops")
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion", "lamb": "lamb", "muon": "muon"}
+_OPTIMIZERS = ("adam", "adamw", "sgd", "lion", "lamb", "adafactor", "muon")
+"""Those of `OPTIMIZERS` that any stage of ZeRO can shard, by the names of their classes."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Tuner:
                 f"Leave them out, or use shardwise plan --axes pp."
             )
         self._config, self._twin, self._auto = config, without_values(model), auto or {}
-        self._name = _OPTIMIZERS.get(type(optimizer).__name__.lower())
+        self._name = _counted_as(optimizer)
 
     def watch(self, model: nn.Module, world: sw.World) -> None:
         """`model` is, by now."""
@@ -214,6 +215,14 @@ class Tuner:
         lines += [("* " if one is best else "  ") + str(one) for one in every]
         (settings.results / SUMMARY).write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(["shardwise: " + lines[0], *lines[1:], f"written to {settings.results / OPTIMAL}"]), flush=True)
+
+
+def _counted_as(optimizer: object) -> str | None:
+    """The key of `OPTIMIZERS` whose states `optimizer` has; `None` if there is none, and two states are counted."""
+    name = type(optimizer).__name__.lower()
+    if name == "sgd" and any(group["momentum"] for group in getattr(optimizer, "param_groups", ())):
+        return "momentum"
+    return name if name in _OPTIMIZERS else None
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
