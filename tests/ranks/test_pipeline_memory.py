@@ -189,3 +189,20 @@ def test_an_axis_of_one_rank_does_not_make_stages_copy_gradients_for_every_micro
                 assert memory.measured_on_host["buffers"] == memory.promised_on_host["buffers"]
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero3-kept"])
+def test_no_unit_is_gathered_for_gradients_of_weights_even_if_the_order_is_not_known(preset: str) -> None:
+    plan = {"preset": preset, "mesh": {"dp": 2, "pp": 2}, "pipeline": {"schedule": "zb-h1"}, "accumulate": 2}
+    models = [Decoder() for _ in range(4)]
+    (batch,) = batches(1, 2 * ROWS, lengths=(LENGTH,))
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            for _ in range(2):
+                engine.train_step(batch)
+                memory = engine.memory()
+                assert memory.measured["working"] <= memory.promised["working"], engine.num_steps
+
+    run_ranks(4, rank)

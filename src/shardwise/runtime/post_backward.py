@@ -87,8 +87,10 @@ class PostBackward:
         script.leave()
         if unit is None:
             self.rounds.finish(self, "backward")
-        else:
+        elif moment.needs_params:
             self.rounds.need(unit, self, is_backward=True, meets=True)
+        else:
+            self.rounds.meet(self)
         return script.take(moment)
 
     def adds(self, unit: Unit) -> bool:

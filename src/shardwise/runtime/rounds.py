@@ -92,6 +92,10 @@ class Rounds:
             wish = None if _is_ready(unit) else self._numbers[unit.name]
             self._round(side, side.report("")._replace(wish=wish, is_backward=is_backward))
 
+    def meet(self, side: Side) -> None:
+        """One round, of which this rank needs nothing: for gradients of weights, which are made without parameters."""
+        self._round(side, side.report("")._replace(is_backward=True))
+
     def finish(self, side: Side, end: End) -> None:
         """This rank has come to the end of the model's forward, or of a backward. Returns when all have."""
         while not all(one.end for one in self._round(side, side.report(end))):
