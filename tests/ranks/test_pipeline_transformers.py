@@ -274,3 +274,20 @@ def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
             sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
 
     run_ranks(2, rank)
+
+
+def test_a_call_that_asks_for_the_routers_of_all_layers_is_refused_on_every_stage() -> None:
+    """As TRL's trainers of preferences ask: no stage waits for one that has raised, and the next call computes."""
+    models = [build("mixtral") for _ in range(2)]
+    tokens = torch.randint(3, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+
+    def rank(world: sw.World) -> float:
+        with sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world) as engine:
+            with pytest.raises(ModelError, match=r"The call has output_router_logits.*router_aux_loss_coef=0\.0"):
+                engine(input_ids=tokens, labels=tokens, output_router_logits=True)
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            return float(loss.detach())
+
+    one, other = run_ranks(2, rank)
+    assert one == other > 0

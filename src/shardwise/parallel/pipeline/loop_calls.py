@@ -35,6 +35,7 @@ from shardwise.errors import StateError
 from shardwise.parallel.pipeline.caches import cache_in, without_cache
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
 from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share, expecting_gradients, gradients_of
+from shardwise.parallel.pipeline.stage_layout import refuse_sums_over_layers
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, bytes_of, joined
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
@@ -154,6 +155,7 @@ class LoopCalls:
         pipeline.require_whole()
         self._trainer.require_possible(called)
         refuse_collected(called, kwargs)
+        refuse_sums_over_layers(kwargs, "The call")
         if cache_in(args, kwargs) is not None or kwargs.get("use_cache"):
             raise StateError(
                 "The model was called with a cache of keys and values outside of engine.inference(), where pipeline "
