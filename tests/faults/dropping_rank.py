@@ -22,6 +22,9 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there, not that of the tests
+
 from tests.models import VOCAB, Gpt, Mixture
 from tests.ranks.split_models import TENSOR, Transformer, tokens
 

@@ -17,8 +17,6 @@ from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 SCRIPT = Path(__file__).with_name("dropping_rank.py")
-PATHS = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-"""What ranks import: `tests`, and whatever this process does."""
 
 
 def run(num_ranks: int, axis: str, out: Path, end: int, *fault: str) -> None:
@@ -29,7 +27,7 @@ def run(num_ranks: int, axis: str, out: Path, end: int, *fault: str) -> None:
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
+        env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
