@@ -36,7 +36,7 @@ from shardwise.runtime.step import Step
 from shardwise.runtime.watch_reads import Watching
 from shardwise.runtime.ways import Ways
 from shardwise.system.telemetry import UNITS
-from shardwise.system.torch_private import computes_without_values
+from shardwise.system.torch_private import computes_without_values, outside_modes
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,17 @@ class Runner:
             self._compiled.install()
 
     def _require_values(self) -> None:
-        if self._gathers and computes_without_values():
+        """Of parameters that are whole here shapes can be computed, too, once those on their way have come."""
+        if not computes_without_values():
+            return
+        if self._gathers:
             raise StateError(
                 "A sharded model was called on fake tensors, or traced by make_fx, and its parameters cannot be "
                 "gathered there. engine.rehearse(batch) computes shapes and memory; trace a plain model that has "
                 "loaded engine.state_dict()."
             )
+        with outside_modes():
+            self.gathering.await_updates()
 
     def leave_root(self, *, raised: bool) -> None:
         if self._inference is not None:

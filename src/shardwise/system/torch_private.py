@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass_type,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "is_traceable_wrapper_subclass_type",
     "is_transforming",
     "num_tensors_on",
+    "outside_modes",
     "outside_transforms",
     "parsed_to",
     "pytree",
@@ -140,6 +142,12 @@ def computes_without_values() -> bool:
     """Whether operators on this thread compute shapes, or a graph, rather than values: on fake tensors, or under
     `make_fx`."""
     return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
+
+
+def outside_modes() -> Any:
+    """A context outside all dispatch modes, fake tensors and tracers included, in which what ranks send each other has
+    values."""
+    return _disable_current_modes()
 
 
 def outside_transforms() -> Any:
