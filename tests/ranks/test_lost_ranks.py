@@ -530,6 +530,23 @@ def flip_a_bit(engine: sw.Engine, *, in_image: bool) -> None:
         tensor.detach().view(torch.int32).numpy()[0] ^= 1 << 20
 
 
+def killed_when_left_out(monkeypatch: pytest.MonkeyPatch) -> list[CorruptionError]:
+    """A rank that is found to be wrong ends as a process would, from now on. Returns the errors of which it does, as
+    they come."""
+    wrong: list[CorruptionError] = []
+    leave = Recovery.leave_out
+
+    def leave_or_die(self: Recovery, error: CorruptionError) -> FaultError:
+        try:
+            return leave(self, error)
+        except CorruptionError:
+            wrong.append(error)
+            raise Killed from error
+
+    monkeypatch.setattr(Recovery, "leave_out", leave_or_die)
+    return wrong
+
+
 @sampled
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("in_image", [False, True])
@@ -538,8 +555,7 @@ def test_a_rank_with_wrong_bits_leaves_and_the_step_is_repeated(
     name: str, in_image: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only it had comes from its image, if that is from before the bit flipped."""
-    wrong: list[CorruptionError] = []
-    leave = Recovery.leave_out
+    wrong = killed_when_left_out(monkeypatch)
 
     def flips(engine: sw.Engine, member: int) -> None:
         def flip(_: int, step: int, what: str) -> bool:
@@ -553,14 +569,6 @@ def test_a_rank_with_wrong_bits_leaves_and_the_step_is_repeated(
         assert isinstance(membership, ThreadMembership)
         membership.plant(partial(plant, flip))
 
-    def leave_or_die(self: Recovery, error: CorruptionError) -> FaultError:
-        try:
-            return leave(self, error)
-        except CorruptionError:
-            wrong.append(error)
-            raise Killed from error
-
-    monkeypatch.setattr(Recovery, "leave_out", leave_or_die)
     plan = {**TIERS, **PLANS}[name]
     others_have_it = name in ("ddp", "hsdp")
     if in_image and not others_have_it:

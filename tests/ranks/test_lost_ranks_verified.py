@@ -11,11 +11,19 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.elastic.recovery import Recovery
-from shardwise.errors import CorruptionError, FaultError
 from tests.ranks.lost_groups import DiesBefore
-from tests.ranks.test_lost_ranks import NUM_STEPS, PLANS, DiesAt, Net, adamw, batches, loss_of, race
-from tests.ranks.threads_as_members import Killed, run_members
+from tests.ranks.test_lost_ranks import (
+    NUM_STEPS,
+    PLANS,
+    DiesAt,
+    Net,
+    adamw,
+    batches,
+    killed_when_left_out,
+    loss_of,
+    race,
+)
+from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -59,8 +67,7 @@ def test_a_rank_that_computes_wrong_gradients_leaves(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only it had at rest comes from its image: nothing tells that this is wrong, and no step is lost."""
-    wrong: list[CorruptionError] = []
-    leave = Recovery.leave_out
+    wrong = killed_when_left_out(monkeypatch)
 
     def miscomputes(engine: sw.Engine, member: int) -> None:
         def forward(_: Any, __: Any, output: Tensor) -> Tensor:
@@ -69,14 +76,6 @@ def test_a_rank_that_computes_wrong_gradients_leaves(
         if member == 2:
             engine.module.register_forward_hook(forward)
 
-    def leave_or_die(self: Recovery, error: CorruptionError) -> FaultError:
-        try:
-            return leave(self, error)
-        except CorruptionError:
-            wrong.append(error)
-            raise Killed from error
-
-    monkeypatch.setattr(Recovery, "leave_out", leave_or_die)
     found = race({**PLANS[name], "verify": VERIFIED}, miscomputes, tmp_path, loop="train_step")
     assert found == {0: 1, 1: 1, 3: 1}
     assert [(error.ranks, error.row, error.step) for error in wrong] == [((2,), "gradient", 4)]
