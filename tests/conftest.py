@@ -37,8 +37,19 @@ IN_ORDER = pytest.StashKey[dict[Path, int]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     drawing.guard()
+    if not hasattr(config, "workerinput"):
+        _leave_nothing_behind()
     _forget_measurements()
     _begin_elsewhere(config)
+
+
+def _leave_nothing_behind() -> None:
+    """One folder holds what this run puts into temporary folders: its workers', its jobs' and its killed ranks' too.
+    pytest's own stay where they are, for whoever looks into a failure."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="shardwise-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _forget_measurements() -> None:
@@ -46,8 +57,7 @@ def _forget_measurements() -> None:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("HF_HOME", f"{cache}/huggingface")
     os.environ.setdefault("MPLCONFIGDIR", f"{cache}/matplotlib")  # its list of fonts takes seconds to make
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")
-    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="cache-")
 
 
 def _begin_elsewhere(config: pytest.Config) -> None:
