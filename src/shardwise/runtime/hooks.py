@@ -78,10 +78,13 @@ class _NoName(str):
         )
 
 
+_NO_NAME = _NoName("hook of shardwise")  # made here: Dynamo of torch 2.11 warns where it traces a text that is made
+
+
 def hook(function: Callable[..., Any], *args: object) -> partial[Any]:
     """`function` with its first arguments, to be registered with a module of the user's."""
     bound = partial(function, *args)
-    bound.__name__ = _NoName(function.__name__)  # type: ignore[attr-defined]  # a partial has a dict
+    bound.__name__ = _NO_NAME  # type: ignore[attr-defined]  # a partial has a dict
     return bound
 
 
