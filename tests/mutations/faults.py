@@ -814,7 +814,7 @@ ELASTIC = _of(
         "an image is read by a rank with another part of the model",
         "for reader, one in sources if self._has_same_part(reader, rank)]",
         "for reader, one in sources]",
-        "lost_groups",
+        "lost_states lost_groups",
     ),
 )
 
