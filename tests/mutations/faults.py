@@ -740,8 +740,8 @@ ELASTIC = _of(
     ),
     (
         "one reader reads for all lost ranks",
-        "readers[rank] = every[rank % len(every)]",
-        "readers[rank] = every[0]",
+        "readers[rank] = able[rank % len(able)]",
+        "readers[rank] = able[0]",
         "lost_states",
     ),
     (
@@ -939,8 +939,8 @@ CHUNKS = _of(
     ),
     (
         "logits of the step before are computed with the head of this one",
-        "        self.converted.note_update()\n",
-        "",
+        'return head.__dict__.get("num_updates", 0), *(param._version for param in head.parameters())',
+        "return ()",
         "chunked_logits",
     ),
     (
