@@ -17,8 +17,8 @@ from statistics import mean, median
 
 from benchmarks.published_rows import Published, read_published
 from benchmarks.results_file import write_result
+from shardwise.fit.operations import flops_of
 from shardwise.fit.published import Prediction, predict
-from shardwise.fit.work import flops_of
 
 PUBLISHED_BY_OTHERS = (
     "vTrain, of its own runs, from profiled kernels: mean 8.4 % on one node, 14.7 % on up to 512 GPUs "

@@ -228,8 +228,8 @@ STREAMS = _of(
     ),
     (
         "reductions are not finished at the end of a backward",
-        "if flat in chains or block.moment == END_OF_BACKWARD]:",
-        "if flat in chains]:",
+        "ending = [flat for flat in pending if flat in chains or block.moment == END_OF_BACKWARD]",
+        "ending = [flat for flat in pending if flat in chains]",
         "program golden",
     ),
     (
@@ -246,8 +246,8 @@ STREAMS = _of(
     ),
     (
         "a reduction is not finished before its unit's next backward",
-        "for flat in [flat for flat in pending if opens in _possible_units(flat)]:",
-        "for flat in []:",
+        "ending = [flat for flat in pending if opens in _possible_units(flat)]",
+        "ending: list[str] = []",
         "program program_order whole_schedule",
     ),
     (
@@ -812,9 +812,9 @@ ELASTIC = _of(
     ),
     (
         "an image is read by a rank with another part of the model",
-        "if reads_all or self._has_same_part(reader, rank)",
-        "if self.ranks[reader] is not None",
-        "lost_groups",
+        "for reader, one in sources if self._has_same_part(reader, rank)]",
+        "for reader, one in sources]",
+        "lost_states lost_groups",
     ),
 )
 
@@ -939,8 +939,8 @@ CHUNKS = _of(
     ),
     (
         "logits of the step before are computed with the head of this one",
-        "        self.converted.note_update()\n",
-        "",
+        'return head.__dict__.get("num_updates", 0), *(param._version for param in head.parameters())',
+        "return ()",
         "chunked_logits",
     ),
     (

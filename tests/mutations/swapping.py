@@ -6,6 +6,7 @@ faults inside of functions can be put in like this.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 from collections.abc import Iterator
@@ -23,13 +24,28 @@ class OutsideError(Exception):
 def put_in(path: Path, text: str, source: Path) -> None:
     """Give the functions of the imported module at `path`, relative to `source`, the code that they have in `text`."""
     module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
-    old, new = (compile(one, str(source / path), "exec") for one in ((source / path).read_text(), text))
-    if _bodies(old) != _bodies(new):
+    if not is_inside_functions((source / path).read_text(), text):
         raise OutsideError(f"{path}: the fault changes a module or a class itself")
     functions = dict(_functions_in(module))
-    for code in _codes(new):
+    for code in _codes(compile(text, str(source / path), "exec")):
         for function in functions.get(code.co_qualname, ()):
             function.__code__ = code
+
+
+def is_inside_functions(old: str, new: str) -> bool:
+    """Whether two texts of a module differ in nothing but the bodies of its functions and methods."""
+    return _without_bodies(old) == _without_bodies(new)
+
+
+@functools.cache
+def _without_bodies(text: str) -> str:
+    return ast.dump(_WithoutBodies().visit(ast.parse(text)))
+
+
+class _WithoutBodies(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.body = []
+        return node
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -37,16 +53,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for one in code.co_consts:
         if isinstance(one, CodeType):
             yield from [one] if one.co_flags & _IS_FUNCTION else _codes(one)
-
-
-def _bodies(code: CodeType) -> list[tuple[Any, ...]]:
-    """What a module and its classes do, besides defining functions."""
-    own = [one for one in code.co_consts if not isinstance(one, CodeType)]
-    found = [(code.co_qualname, code.co_code, repr([one for one in own if type(one) is not int]), code.co_names)]
-    for one in code.co_consts:
-        if isinstance(one, CodeType) and not one.co_flags & _IS_FUNCTION:
-            found += _bodies(one)
-    return found
 
 
 def _functions_in(module: ModuleType) -> Iterator[tuple[str, list[FunctionType]]]:

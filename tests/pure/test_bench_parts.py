@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch import nn
 
 import shardwise as sw
 from benchmarks import fresh, peers
+from benchmarks.__main__ import PROGRAMS
 from benchmarks.bare import Bare
 from benchmarks.compiled import ENGINES as COMPILED_ENGINES
 from benchmarks.compiled import PAIRS, faults_of
@@ -40,6 +42,7 @@ from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import SIZES
 from benchmarks.traffic import tcp_sent_bytes
 from shardwise.cli.bench import find_checkout, python_of
+from shardwise.cli.main import command_parser
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.system.neighbours import Neighbours, busy_seconds, own_seconds
@@ -335,3 +338,12 @@ def test_of_each_round_the_slower_rank_counts_and_rates_are_compared_within_roun
     assert times == {"whole": [2.0, 2.0, 4.0], "ours": [2.0, 2.0, 5.0]}
     assert rates_over(times, "whole") == {"ours": 1.0}
     assert rates_over(times, "ours") == {"whole": 1.0}
+
+
+def test_the_verbs_help_and_the_page_name_every_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_parser("bench").parse_args(["--help"])
+    said = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert set(PROGRAMS) <= said
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert set(PROGRAMS) - {"peers"} <= set(re.findall(r"^shardwise bench (\w+)", page, re.MULTILINE))  # make bench

@@ -11,8 +11,8 @@ import pytest
 from shardwise.errors import ConfigError, ProgramError
 from shardwise.fit.clock import RankProgram, Timeline, time_ranks
 from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, hardware
+from shardwise.fit.operations import Operation, UnitWork, Work, Worked
 from shardwise.fit.prices import COPIES_TO_DECODE, COPIES_TO_ENCODE, PRICES, Prices
-from shardwise.fit.work import Operation, UnitWork, Work, Worked
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Codes, SumOfCodes, Wire, mesh_for, pack, padded_numel, table_for

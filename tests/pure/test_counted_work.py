@@ -14,7 +14,7 @@ from shardwise.fit.clock import time_ranks
 from shardwise.fit.counted_work import CountedOperations
 from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import hardware
-from shardwise.fit.work import Worked, flops_of
+from shardwise.fit.operations import Worked, flops_of
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for

@@ -159,3 +159,16 @@ def test_what_would_be_found(tmp_path: Path) -> None:
         command_parser("launch").parse_args(["--nprok", "2", "train.py"])
     (tmp_path / "plan.yaml").write_text("activation: recompute\n")
     assert lint(str(tmp_path / "plan.yaml"), 8, EIGHT_CORES, 8)[0].status == "fail"
+
+
+@pytest.mark.parametrize(("preset", "optimizer"), [("zero3", "muon"), ("ddp", "onebit-adam")])
+def test_a_step_on_the_page_of_optimizers_is_what_explain_prints(
+    preset: str, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"explain {preset} --world 8 --optimizer {optimizer}"
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    block = FENCE.findall("```\n" + page.split(f"`shardwise {command}`")[1].split("```\n", 1)[1])[0][1]
+    assert main([*command.split(), "--full"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "collect" in block
+    assert " ".join(block.split()) in printed

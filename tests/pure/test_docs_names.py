@@ -60,3 +60,13 @@ def test_the_page_of_all_keys_has_all_keys() -> None:
     page = (ROOT / "docs" / "plans.md").read_text()
     listed = set(re.findall(r"^(?:# )?(\w+):", page.split("## All keys")[1].split("```")[1], re.MULTILINE))
     assert {path.partition(".")[0] for path, _, _ in schema_table()} == listed
+
+
+def test_the_page_of_a_run_has_every_kind_of_line() -> None:
+    """Of the record: those that a run writes itself, and that of an elastic job's launcher."""
+    source = "".join(path.read_text() for path in (ROOT / "src" / "shardwise").rglob("*.py"))
+    written = set(re.findall(r"\b_?record\.write\(\s*\"(\w+)\"", source)) | {"run", "resume", "step", "fault"}
+    assert {"stragglers", "memory", "end"} <= written
+    rows = (ROOT / "docs" / "seeing.md").read_text().split("| `kind` of a line |")[1].split("\n\n")[0]
+    listed = {kind for row in rows.splitlines() for kind in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
+    assert written <= listed

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.fit.calibrate.speed import calibrated_hardware, fit_products, hardware_from
 from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import PROFILES, Hardware, Link, hardware, profiles
-from shardwise.fit.work import Operation, product
+from shardwise.fit.operations import Operation, product
 from shardwise.system.calibration import Calibration, HostFigures, read_calibration, write_calibration
 
 H100 = hardware("h100-sxm")

@@ -11,11 +11,11 @@ import pytest
 
 from shardwise.fit import clock
 from shardwise.fit.hardware import hardware
+from shardwise.fit.operations import Work, Worked, flops_of, work_of_blocks
 from shardwise.fit.published import PREDICTED, UnpricedError, hardware_of, main, predict, read_run, software_table
 from shardwise.fit.transformer import Execution, Experts, Layers, Transformer
 from shardwise.fit.transformer_memory import peak_bytes
 from shardwise.fit.transformer_step import Job, rank_programs, stages_of, step_seconds, time_job
-from shardwise.fit.work import Work, Worked, flops_of, work_of_blocks
 from shardwise.program import Block
 
 GPT_175B = Transformer(96, 12288, 96, 96, 4 * 12288, 51200, 2048)

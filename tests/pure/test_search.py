@@ -12,9 +12,9 @@ from shardwise.errors import ConfigError
 from shardwise.fit.candidates import Bounds, Candidate, Size, Space, candidates, divisors
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware, hardware
+from shardwise.fit.operations import Operation, UnitWork, product
 from shardwise.fit.search import Evaluated, Found, Limits, search
 from shardwise.fit.step_time import step_time
-from shardwise.fit.work import Operation, UnitWork, product
 from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import (

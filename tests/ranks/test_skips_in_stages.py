@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError
 from shardwise.testing import run_ranks
+from tests import inside
 from tests.in_stages import Messages, race
 from tests.models import Lora
 from tests.thorough import sampled
@@ -168,7 +169,7 @@ def test_skips_are_sent_once_to_where_they_are_read_and_priced(monkeypatch: pyte
     def rehearsed(engine: sw.Engine) -> int:
         from shardwise.fit.stage_rehearsal import StageRehearsal
 
-        sharded = engine._sharded
+        sharded = inside.sharded(engine)
         pipeline, sharding = sharded.parts.pipeline, sharded.parts.sharding
         assert pipeline is not None
         found = StageRehearsal(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,23 +89,15 @@ def arrive(
     check_device(model, world)
     converted = convert(model, conversions_of(plan, model))
     plan = in_own_precision(plan, model)
-    vet(optimizers, model)
-    world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
-    messages = [json.loads(one) for one in world.exchange(b"{}", RECOVERY)]
-    every = [one for one in messages if one.get("came")]  # several, if ranks have different pipeline stages
-    if not every:
-        raise StateError("This rank has joined a running job, but no other rank sent it the state of the training.")
-    sent = every[0]
-    state = sent["came"]
-    if plan.preset == "auto":  # the others have searched for it
-        plan = in_own_precision(Plan(**state["plan"]), model)
-    if plan.precision == "auto":  # the others have settled it, whatever this rank's device is fast at
-        plan = plan.with_precision(state["precision"], "auto")
+    vet(optimizers, model)  # what this rank alone has wrong is found before it waits for the others
+    sent = _sent_by_others(world)
+    state = sent[0]["came"]
+    plan = _settled_by_others(plan, state, model)
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     plan = plan.model_copy(update={"mesh": state["axes"]})
     smaller = SmallerMeshes(tuple(state["smaller"]))
     device = next(model.parameters()).device
-    trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in every])
+    trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
     trained.plan_in(model)
     trained.add_groups(model, optimizers)
     updates: Updates = vet(optimizers, model)
@@ -119,15 +111,10 @@ def arrive(
     specs = [(flat.spec, flat.slots) for unit in units for flat in unit.flats]
     held = Held(specs, tuple(map(tuple, state["stands_for"])))
     progress = progress or Progress(scaler=scaler_for(plan))
-    progress.num_steps = state["num_steps"]
-    if progress.scaler is not None and state["scale"] is not None:
-        progress.scaler.load_state_dict(decode(state["scale"]))
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, settings in zip(groups, state["groups"], strict=True):
-        group.update({key: decode(value) for key, value in settings.items()})
-    for one in every:
+    _catch_up(progress, optimizers, state)
+    for one in sent:
         _load_buffers(model, decode(one["came"]["buffers"]))
-    Loads(model).begin({name: counts for one in every for name, counts in decode(one["came"]["loads"]).items()})
+    Loads(model).begin({name: counts for one in sent for name, counts in decode(one["came"]["loads"]).items()})
     table = table_for(plan, mesh)
     bare = Sharding(here, mesh, table, updates, units, [], ByteMeter(), converted=converted, smaller=smaller)
     if designed.staged is not None:
@@ -136,9 +123,43 @@ def arrive(
     trained.rest_in(model)
     former = Former(model, optimizers, bare, progress, before_change)
     sharded = rebuilt(former, plan, held, world)
-    settings = [{key: decode(value) for key, value in one.items()} for one in state["groups"]]
-    numbers = (sent["label"], sent["version"], sent["void_after"], sent["void_until"])
-    return sharded, Arrival(plan, *numbers, state["loop"], state["schedules"], settings)
+    first = sent[0]
+    numbers = (first["label"], first["version"], first["void_after"], first["void_until"])
+    return sharded, Arrival(plan, *numbers, state["loop"], state["schedules"], _settings_in(state))
+
+
+def _sent_by_others(world: World) -> list[dict[str, Any]]:
+    """The messages with what ranks that come are to know: several, if ranks have different pipeline stages."""
+    world.exchange(b"{}", IMAGES)  # the others look for images of lost ranks; this rank can read none
+    messages = [json.loads(one) for one in world.exchange(b"{}", RECOVERY)]
+    sent = [one for one in messages if one.get("came")]
+    if not sent:
+        raise StateError("This rank has joined a running job, but no other rank sent it the state of the training.")
+    return sent
+
+
+def _settled_by_others(plan: Plan, state: Mapping[str, Any], model: nn.Module) -> Plan:
+    """`plan` with what the others have searched for or settled, whatever this rank's device is fast at."""
+    if plan.preset == "auto":
+        plan = in_own_precision(Plan(**state["plan"]), model)
+    if plan.precision == "auto":
+        plan = plan.with_precision(state["precision"], "auto")
+    return plan
+
+
+def _catch_up(progress: Progress, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
+    """Give this rank the others' steps, loss scale and settings of parameter groups."""
+    progress.num_steps = state["num_steps"]
+    if progress.scaler is not None and state["scale"] is not None:
+        progress.scaler.load_state_dict(decode(state["scale"]))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, settings in zip(groups, _settings_in(state), strict=True):
+        group.update(settings)
+
+
+def _settings_in(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of all parameter groups; new each time, because a learning rate may be a tensor that is written to in place."""
+    return [{key: decode(value) for key, value in one.items()} for one in state["groups"]]
 
 
 def _units(

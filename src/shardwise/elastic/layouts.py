@@ -270,20 +270,24 @@ class Layout:
         readers = {}
         for rank in self.gone:
             sources = [(reader, one) for reader, sees in enumerate(seen) for one in sees.get(rank, ())]
-            alike = [(reader, one) for reader, one in sources if self._has_same_part(reader, rank)]
-            able = (
-                [reader for reader, one in alike if one.has(step)]
-                or [
-                    reader
-                    for reader, one in alike
-                    if one.live_step == step and one.sees_update and self._sees_rest(reader, rank)
-                ]
-                or [reader for reader, one in sources if one.has(step) and one.is_all]
-            )
+            able = sorted(set(self._able_to_read(rank, step, sources)))
             if able:
-                every = sorted(set(able))
-                readers[rank] = every[rank % len(every)]
+                readers[rank] = able[rank % len(able)]
         return readers
+
+    def _able_to_read(self, rank: int, step: int, sources: Sequence[tuple[int, Source]]) -> list[int]:
+        """Who can read the state of the lost `rank` after `step`, from the first of these that anybody can: a copy that
+        was made; the live region, if the update and all outside of it are to be seen; an image of the whole model."""
+        alike = [(reader, one) for reader, one in sources if self._has_same_part(reader, rank)]
+        return (
+            [reader for reader, one in alike if one.has(step)]
+            or [
+                reader
+                for reader, one in alike
+                if one.live_step == step and one.sees_update and self._sees_rest(reader, rank)
+            ]
+            or [reader for reader, one in sources if one.has(step) and one.is_all]
+        )
 
     def _is_whole(self, available: set[int]) -> bool:
         """Whether the parts of the `available` ranks make up the whole state."""

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.operations import COPYING, Work, Worked, flops_of, work_of_blocks
 from shardwise.fit.prices import Cost, Prices
-from shardwise.fit.work import COPYING, Work, Worked, flops_of, work_of_blocks
 from shardwise.plan.mesh import Mesh
 from shardwise.program import Action, Block, Moment, Program, StepProgram
 from shardwise.program.effects import Effect

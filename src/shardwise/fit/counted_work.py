@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.fit.work import Copying, Operation, Operations, Worked
+from shardwise.fit.operations import Copying, Operation, Operations, Worked
 from shardwise.program import Moment
 from shardwise.runtime.hooks import in_backward
 from shardwise.system.telemetry import Ledger

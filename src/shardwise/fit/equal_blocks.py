@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.fit.foreseen import Counted
-from shardwise.fit.work import Operation, Worked
+from shardwise.fit.operations import Operation, Worked
 from shardwise.plan import Plan
 from shardwise.program import Mark, Moment
 from shardwise.runtime.rehearsal import is_small_integers, rebind

@@ -18,8 +18,8 @@ from shardwise.comm import Group, Line
 from shardwise.fit.budget import choices_by_pp_rank, of_params, params_by_pp_rank
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.counted_work import CountedWork
+from shardwise.fit.operations import Worked
 from shardwise.fit.stage_rehearsal import StageRehearsal, rehearse_stages
-from shardwise.fit.work import Worked
 from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
 from shardwise.optim import hidden_matrices
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert

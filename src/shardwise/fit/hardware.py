@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardwise.errors import ConfigError, nearest
-from shardwise.fit.work import Operation
+from shardwise.fit.operations import Operation
 from shardwise.plan.files.sources import read_source
 from shardwise.plan.validation_messages import as_config_error
 from shardwise.system.units import parse_bytes

@@ -19,9 +19,9 @@ from shardwise.fit.candidates import ON_DEVICE, SCHEDULE, SPLITTING, Candidate, 
 from shardwise.fit.equal_blocks import FewBlocks, treats_alike, without_values
 from shardwise.fit.foreseen import Counted, RankUnits, count_step, rank_units
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.operations import Operation, Worked
 from shardwise.fit.search import Evaluated, Limits
 from shardwise.fit.step_time import step_time
-from shardwise.fit.work import Operation, Worked
 from shardwise.memory import in_own_precision
 from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import Mesh

@@ -13,7 +13,7 @@ from dataclasses import replace
 from shardwise.errors import ConfigError
 from shardwise.fit.clock import RankProgram, time_ranks
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.work import Operation, Operations, Work, Worked
+from shardwise.fit.operations import Operation, Operations, Work, Worked
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table
 from shardwise.plan.replica_groups import group_size, mesh_over

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.work import Operation
+from shardwise.fit.operations import Operation
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Axes, Dtype, SumOfCodes
 from shardwise.program import (

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.fit.counted_work import CountedWork
-from shardwise.fit.work import Worked
+from shardwise.fit.operations import Worked
 from shardwise.memory import Unit
 from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLayout, WeightGrads, most_under_way
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from shardwise.fit.work import Operation, Operations, UnitWork, memory_pass, product
+from shardwise.fit.operations import Operation, Operations, UnitWork, memory_pass, product
 from shardwise.plan.placement import WIDTH, Dtype
 
 Recompute = Literal["none", "selective", "full"]

@@ -11,8 +11,8 @@ from functools import cached_property
 from shardwise.errors import ConfigError
 from shardwise.fit.clock import RankProgram, Timeline, time_ranks
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.operations import UnitWork
 from shardwise.fit.transformer import Execution, Layers, Transformer
-from shardwise.fit.work import UnitWork
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Dtype, Place, Table, Wire
 from shardwise.program import (

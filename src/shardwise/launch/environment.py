@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.system.job_token import VARIABLE as TOKEN
+from shardwise.system.machine import num_cores
 
 # [Note: glibc and large blocks]
 # glibc serves large blocks by mmap, which returns them to the system when freed, but raises the
@@ -122,10 +122,4 @@ def environment_at(
 
 def default_threads(nproc: int) -> int:
     """Threads for each of `nproc` ranks, so that together they use all available cores."""
-    return max(1, _usable_cores() // nproc)
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return max(1, num_cores() // nproc)

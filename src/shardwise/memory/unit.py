@@ -41,7 +41,7 @@ class Unit:
     def moments(self) -> UnitMoments:
         return UnitMoments.of(self.name)
 
-    @property
+    @cached_property
     def params(self) -> tuple[nn.Parameter, ...]:
         return tuple(param for flat in self.flats for param in flat.params)
 
@@ -64,13 +64,9 @@ class Unit:
         """The gradients of the trainable flat buffers."""
         return tuple(flat.grads for flat in self.flats if flat.spec.trainable)
 
-    @cached_property
-    def _params(self) -> tuple[nn.Parameter, ...]:
-        return tuple(param for flat in self.flats for param in flat.params)
-
     def num_writes(self) -> int:
         """How often parameters have been written to in place. Writes through `.data` are not counted."""
-        return sum(map(_version, self._params))
+        return sum(map(_version, self.params))
 
     def wake(self) -> None:
         """A computation uses the parameters from here on; see [Note: parameters at rest] in `at_rest.py`."""

@@ -12,8 +12,8 @@ from torch import nn
 from shardwise.comm import Line
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.counted_work import CountedWork
+from shardwise.fit.operations import Worked
 from shardwise.fit.stage_rehearsal import StageRehearsal
-from shardwise.fit.work import Worked
 from shardwise.parallel.experts import loaded
 from shardwise.parallel.tensor import AXIS
 from shardwise.program import END_OF_BACKWARD, Activations, plan_step

@@ -116,38 +116,9 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     Parameters rest and are held in the compute dtype (`precision`); gradients at rest and optimizer states in at least
     fp32, so that sums over micro-batches and small updates are not rounded away.
     """
-    base = preset(plan.preset).over(mesh)
-    asked = (rule.precision if rule is not None else None) or plan.precision
-    if asked == "auto":
-        raise PlacementError(
-            "precision auto has no table yet: sw.shard settles it, by what the devices of all ranks are fast at. Name "
-            "one: bf16 or fp32."
-        )
-    compute: Dtype = asked
-    states: Dtype = compute if WIDTH[compute] >= WIDTH["fp32"] else "fp32"
-    rows = [rows for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
-
-    def row(kind: Kind, place: Place, dtype: Dtype) -> Place:
-        edited = replace(place, **{"dtype": dtype, **_edits_of(kind, rows)})
-        mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
-        if edited.tier == "disk" and kind == "grad":
-            raise PlacementError(
-                f"{what} 'grad' is placed on tier 'disk', where parameters and optimizer states can be. Make "
-                f"rows.grad.tier host, or leave it out."
-            )
-        if kind in ("param", "held") and edited.dtype != compute:
-            raise PlacementError(
-                f"{what} {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
-                f"Set precision={edited.dtype}, or leave out rows.{kind}.dtype."
-            )
-        return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
-
-    param, held = row("param", base.param, compute), row("held", base.held, compute)
-    if held.shard == param.shard and "tier" not in _edits_of(
-        "held", rows
-    ):  # what is held is what rests, wherever that is
-        held = replace(held, tier=param.tier)
-    grad, optim = row("grad", base.grad, states), row("optim", base.optim, states)
+    base, compute = preset(plan.preset).over(mesh), _computes_in(plan, rule)
+    edits = [rows for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
+    param, held, grad, optim = _rows_for(base, edits, mesh, compute, what)
     outer = None
     if ISLAND_AXIS in mesh.axes:
         param, held, grad, optim = (replace(one, varying=(ISLAND_AXIS,)) for one in (param, held, grad, optim))
@@ -160,16 +131,8 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         _check_rests(compute, param=param_codes, frozen=frozen_codes, grad=grad_codes)
     if plan.wire.feedback.beta is not None:
         grad_codes = _with_feedback(grad_codes, plan, mesh)
-    if param_codes is not None and rule is None and (param.shard or optim.shard):
-        _check_codes_are_sent("param", param_codes, optim.shard, plan)
-    if frozen_codes is not None and rule is None and not frozen_codes.rests:
-        _check_codes_are_sent("frozen", frozen_codes, param.shard, plan)
-    if rule is None and plan.wire.param.dtype is not None and not (param.shard or optim.shard):
-        raise PlacementError(
-            f"wire.param is {param_codes or param_wire}, but with {plan.preset} every rank has and updates all "
-            f"parameters, so none are sent. Leave it out, or choose a preset that shards parameters or states, such as "
-            f"zero1 or zero3."
-        )
+    if rule is None:  # not of a rule: nobody asks that its parameters be sent, the plan does
+        _check_params_are_sent(plan, param_codes or param_wire, frozen_codes, param.shard, optim.shard)
     table = Table(
         axes=mesh.replica_axes,
         param=param,
@@ -186,6 +149,45 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         outer=outer,
     )
     return table if plan.powersgd.rank is None else _with_factors(table, plan, mesh)
+
+
+def _computes_in(plan: Plan, rule: Rule | None) -> Dtype:
+    """The dtype of forward and backward."""
+    asked = (rule.precision if rule is not None else None) or plan.precision
+    if asked == "auto":
+        raise PlacementError(
+            "precision auto has no table yet: sw.shard settles it, by what the devices of all ranks are fast at. Name "
+            "one: bf16 or fp32."
+        )
+    return asked
+
+
+def _rows_for(
+    base: Preset, edits: Sequence[Rows], mesh: Mesh, compute: Dtype, what: str
+) -> tuple[Place, Place, Place, Place]:
+    """The rows `param`, `held`, `grad` and `optim`, after `edits`. `what` begins an error about one of them."""
+    states: Dtype = compute if WIDTH[compute] >= WIDTH["fp32"] else "fp32"
+
+    def row(kind: Kind, place: Place, dtype: Dtype) -> Place:
+        edited = replace(place, **{"dtype": dtype, **_edits_of(kind, edits)})
+        mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
+        if edited.tier == "disk" and kind == "grad":
+            raise PlacementError(
+                f"{what} 'grad' is placed on tier 'disk', where parameters and optimizer states can be. Make "
+                f"rows.grad.tier host, or leave it out."
+            )
+        if kind in ("param", "held") and edited.dtype != compute:
+            raise PlacementError(
+                f"{what} {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
+                f"Set precision={edited.dtype}, or leave out rows.{kind}.dtype."
+            )
+        return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
+
+    param, held = row("param", base.param, compute), row("held", base.held, compute)
+    # What is held is what rests, wherever that is.
+    if held.shard == param.shard and "tier" not in _edits_of("held", edits):
+        held = replace(held, tier=param.tier)
+    return param, held, row("grad", base.grad, states), row("optim", base.optim, states)
 
 
 def _with_factors(table: Table, plan: Plan, mesh: Mesh) -> Table:
@@ -324,6 +326,22 @@ def _check_rests(compute: Dtype, **codes: Codes | None) -> None:
                 f"wire.{kind}.rest is {one.rest}, which is not narrower than {compute}, the precision, so sending "
                 f"would gain nothing. Leave it out: what is not made codes is then sent as it is."
             )
+
+
+def _check_params_are_sent(
+    plan: Plan, wire: Wire | Codes | None, frozen: Codes | None, param: Axes, optim: Axes
+) -> None:
+    """Raise `PlacementError` for a format of parameters that none are sent in. `param` and `optim` are the axes over
+    which these rows are sharded."""
+    if isinstance(wire, Codes) and (param or optim):
+        _check_codes_are_sent("param", wire, optim, plan)
+    if frozen is not None and not frozen.rests:
+        _check_codes_are_sent("frozen", frozen, param, plan)
+    if wire is not None and not (param or optim):
+        raise PlacementError(
+            f"wire.param is {wire}, but with {plan.preset} every rank has and updates all parameters, so none are "
+            f"sent. Leave it out, or choose a preset that shards parameters or states, such as zero1 or zero3."
+        )
 
 
 def _check_codes_are_sent(kind: str, codes: Codes, shard: Axes, plan: Plan) -> None:

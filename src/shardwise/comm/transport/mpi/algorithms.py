@@ -45,7 +45,7 @@ class Line:
         dense = _dense(tensor)
         for piece in pieces_of(dense, self._most_bytes):
             yield [self.comm.Ibcast(memory_of(piece), root)]
-        _land(dense, tensor)
+        land(dense, tensor)
 
     def barrier(self) -> Steps:
         yield [self.comm.Ibarrier()]
@@ -54,7 +54,7 @@ class Line:
         """Send `sent[i]` to rank i and receive `arrived[i]` from it; `None` where nothing is sent. This rank's own part
         is copied."""
         outgoing = [one if one is None else _dense(one) for one in sent]
-        incoming = [one if one is None else _room_for(one) for one in arrived]
+        incoming = [one if one is None else room_for(one) for one in arrived]
         requests = Requests()
         for rank in self.others:
             room = incoming[rank]
@@ -71,7 +71,7 @@ class Line:
             own.view(-1).copy_(mine.view(-1))
         for one, room in zip(arrived, incoming, strict=True):
             if one is not None and room is not None:
-                _land(room, one)
+                land(room, one)
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> Steps:
         """This rank's part of the ranks' `parts`, combined. The parts of different ranks may differ in length."""
@@ -98,7 +98,7 @@ class Line:
         )
         if takes:
             parts[self.rank].copy_(total)
-            _land(flat, tensor)
+            land(flat, tensor)
 
 
 def combined(terms: Sequence[Tensor], op: str) -> Tensor:
@@ -140,12 +140,12 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous()
 
 
-def _room_for(tensor: Tensor) -> Tensor:
+def room_for(tensor: Tensor) -> Tensor:
     """The tensor's own memory, if it is contiguous; else new memory."""
     return tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _land(dense: Tensor, tensor: Tensor) -> None:
+def land(dense: Tensor, tensor: Tensor) -> None:
     """Copy `dense` to `tensor`, if it is separate memory."""
     if dense.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(dense.view(tensor.shape))

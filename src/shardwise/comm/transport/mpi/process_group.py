@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from shardwise.comm.transport.mpi.algorithms import Line, name_of
+from shardwise.comm.transport.mpi.algorithms import Line, land, name_of, room_for
 from shardwise.comm.transport.mpi.library import Session
 from shardwise.comm.transport.mpi.mpi_work import MpiWork
 from shardwise.comm.transport.mpi.progress_thread import Operation, Requests, Steps
@@ -129,7 +129,7 @@ class MpiProcessGroup(_Base):
         return self.all_gather_single_coalesced([out], [source], opts)
 
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> MpiWork:  # noqa: ARG002
-        room = [_room(out) for out in outs]
+        room = [room_for(out) for out in outs]
         steps = [
             self._gathering(one.view(-1).tensor_split(self.size()), source)
             for one, source in zip(room, ins, strict=True)
@@ -160,7 +160,7 @@ class MpiProcessGroup(_Base):
         in_sizes: Any,
         opts: Any = None,  # noqa: ARG002
     ) -> MpiWork:
-        room = _room(out)
+        room = room_for(out)
         arrived = room.split_with_sizes(list(out_sizes)) if out_sizes else room.tensor_split(self.size())
         dense = source.contiguous()
         sent = dense.split_with_sizes(list(in_sizes)) if in_sizes else dense.tensor_split(self.size())
@@ -198,7 +198,7 @@ class MpiProcessGroup(_Base):
         return self._work(f"send to rank {rank}", [steps(one) for one in tensors], tensors, tensors)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> MpiWork:
-        room = [_room(one) for one in tensors]
+        room = [room_for(one) for one in tensors]
 
         def steps(one: Tensor) -> Steps:
             requests = Requests()
@@ -297,11 +297,6 @@ def _op(opts: Any) -> str:
     return name_of(getattr(opts, "reduceOp", opts) if opts is not None else dist.ReduceOp.SUM)
 
 
-def _room(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
 def _copy_out(tensors: Sequence[Tensor], room: Sequence[Tensor]) -> None:
     for tensor, filled in zip(tensors, room, strict=True):
-        if not tensor.is_contiguous():
-            tensor.detach().copy_(filled)
+        land(filled, tensor)
