@@ -143,7 +143,8 @@ def _peak(rows: Sequence[Row], half_area: float, half_depth: float) -> float:
 
 
 def fit_attention(rows: Sequence[tuple[int, float, float]], peak: float) -> AttentionShare:
-    """By the same means, of causal attention (`rows` count the FLOPs of all pairs): seconds per FLOP are linear in 1, 1/length and 1/length squared, which is what a head costs.
+    """By the same means, of causal attention whose `rows` count all pairs: seconds per FLOP are linear in 1, 1/length
+    and 1/length squared, which is what a head costs.
 
     One core took 0.44 ms for each head of a backward in bf16 over 128 positions, 0.64 ms over 256, 1.7 ms over 512 and
     4.7 ms over 1024; in fp32, and in forwards, a head by itself costs next to nothing.
