@@ -19,6 +19,7 @@ from benchmarks.device.models import ONE_BILLION, TINY, llama, tokens_of
 from benchmarks.llama import LlamaSize
 from benchmarks.results_file import read_result
 from benchmarks.show import show_figures
+from shardwise.fit.calibrate.speed import hardware_of_file
 from shardwise.fit.clock import RankProgram, time_ranks
 from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import Hardware, hardware, profiles
@@ -57,7 +58,7 @@ def machines(result: Mapping[str, Any]) -> dict[str, Hardware]:
     found = {one: hardware(one) for one in profiles() if one.partition("-")[0] in name}
     for row in result["parts"].get("calibrated", {}).get("rows", ()):
         if "calibration" in row:
-            found["calibrated"] = Hardware.model_validate(row["calibration"]["hardware"])
+            found["calibrated"] = hardware_of_file(row["calibration"]["hardware"])
     return {label: one.with_ranks(1) for label, one in found.items()}
 
 

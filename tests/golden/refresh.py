@@ -6,6 +6,7 @@ shows here as the lines that changed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.plan import Plan, PowerSGD, Wire, WireFormat
@@ -15,6 +16,7 @@ from shardwise.program import (
     FactoredMatrix,
     FlatSpec,
     PlacedUpdate,
+    StepProgram,
     UnitSpec,
     plan_step,
     render,
@@ -31,7 +33,28 @@ BLOCK, EMBEDDING = 12 * 256**2, 1000 * 256
 """Elements: a transformer block of width 256, and an embedding of 1000 words."""
 
 
+@dataclass(frozen=True)
+class Golden:
+    """A program, on which mesh it runs, and what is shown of it, below a comment."""
+
+    comment: str
+    step: StepProgram
+    mesh: Mesh
+    shows_micro_batch: bool = True
+    shows_step: bool = True
+
+    @property
+    def text(self) -> str:
+        shown = (self.step.micro_batch, self.shows_micro_batch), (self.step.step, self.shows_step)
+        return self.comment + "".join(render(program) for program, is_shown in shown if is_shown)
+
+
 def texts() -> dict[str, str]:
+    """By file name."""
+    return {name: one.text for name, one in programs().items()}
+
+
+def programs() -> dict[str, Golden]:
     """The program of every preset by file name."""
     steps = {f"step-{name}.txt": _step(name, "zero3") for name in ("lamb", "muon")}
     steps["step-muon-offload.txt"] = _step("muon", "offload")
@@ -42,7 +65,7 @@ def texts() -> dict[str, str]:
     return presets | steps | wires | {"schedule-1f1b-zero3.txt": _schedule()}
 
 
-def _codes() -> str:
+def _codes() -> Golden:
     """Parameters and gradients sent as codes between hosts."""
     plan = Plan(
         preset="hpz",
@@ -53,11 +76,11 @@ def _codes() -> str:
     mesh = mesh_for(plan, 4)
     units = _units(plan, mesh)
     planned = plan_step(units, straight_trace(units))
-    header = f"# hpz in bf16 on {mesh} with int8 parameters and int4 gradients along node. Refresh: {REFRESH}\n"
-    return header + render(planned.micro_batch) + render(planned.step)
+    comment = f"# hpz in bf16 on {mesh} with int8 parameters and int4 gradients along node. Refresh: {REFRESH}\n"
+    return Golden(comment, planned, mesh)
 
 
-def _schedule() -> str:
+def _schedule() -> Golden:
     """All micro-batches of a step on the first of two pipeline ranks, each with two ranks of data parallelism."""
     plan = Plan(preset="zero3", precision="bf16", mesh={"pp": 2, "dp": 2}, accumulate=4)
     mesh = mesh_for(plan, 4)
@@ -66,26 +89,27 @@ def _schedule() -> str:
     planned = plan_step(units, schedule_trace(row, straight_passes(row, {0: units})))
     header = f"# zero3 in bf16 on {mesh}: the first stage. Refresh: {REFRESH}\n"
     grid = "".join(f"# {line}\n" for line in str(schedule).splitlines())
-    return header + grid + render(planned.micro_batch)
+    return Golden(header + grid, planned, mesh, shows_step=False)
 
 
-def _step(optimizer: str, preset: str) -> str:
+def _step(optimizer: str, preset: str) -> Golden:
     plan = Plan(preset=preset, precision="bf16")
     mesh = mesh_for(plan, 4)
     units = _units(plan, mesh, optimizer)
     planned = plan_step(units, straight_trace(units))
-    return f"# a step of {optimizer} in {preset} in bf16 on {mesh}. Refresh: {REFRESH}\n" + render(planned.step)
+    comment = f"# a step of {optimizer} in {preset} in bf16 on {mesh}. Refresh: {REFRESH}\n"
+    return Golden(comment, planned, mesh, shows_micro_batch=False)
 
 
-def _text(plan: Plan) -> str:
+def _text(plan: Plan) -> Golden:
     name = plan.preset
     if len(PRESETS[name].axes) == 2:
         plan = plan.model_copy(update={"mesh": {"node": 2, "local": 2}})
     mesh = mesh_for(plan, 4)
     units = _units(plan, mesh)
     planned = plan_step(units, straight_trace(units), buffers_bytes=1024)
-    header = f"# {name} in bf16 on {mesh}; h.1 also has a frozen buffer. Refresh: {REFRESH}\n"
-    return header + render(planned.micro_batch) + render(planned.step)
+    comment = f"# {name} in bf16 on {mesh}; h.1 also has a frozen buffer. Refresh: {REFRESH}\n"
+    return Golden(comment, planned, mesh)
 
 
 def _units(plan: Plan, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:

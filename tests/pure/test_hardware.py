@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.fit.calibrate.speed import calibrated_hardware, fit_products, hardware_from
+from shardwise.fit.calibrate.speed import calibrated_hardware, fit_products, hardware_from, hardware_of_file
 from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import PROFILES, Hardware, Link, hardware, profiles
 from shardwise.fit.operations import Operation, product
@@ -202,13 +202,22 @@ def test_a_profile_follows_from_measurements() -> None:
     for measured, is_backward in ((SPEEDS.attention, False), (SPEEDS.attention_backward, True)):
         for dtype, some in measured.items():
             for length, flops, seconds in some:
-                predicted = found.attention_seconds(flops, length, length, dtype, is_backward=is_backward)
+                one = {"dtype": dtype, "is_backward": is_backward}
+                predicted = found.attention_seconds(flops, length, length, **one, is_causal=True)
                 assert predicted == pytest.approx(seconds, rel=0.02), "each dtype and pass has its own fit"
+                assert found.attention_seconds(flops, length, length, **one) == pytest.approx(2 * predicted)
     for dtype, some in SPEEDS.products.items():
         for m, n, k, seconds in some:
             assert found.product_seconds(m, n, k, dtype) == pytest.approx(seconds, rel=0.02)
     assert found.host is not None
     assert Hardware.model_validate(found.model_dump(exclude_none=True)) == found
+
+
+def test_a_calibration_from_before_causal_masks_had_a_share_prices_them_as_it_measured_them() -> None:
+    old = hardware("h100-sxm").model_dump(exclude={"causal_share"}, exclude_none=True)
+    whole = {"flops": 1e12, "queries": 1024, "keys": 1024, "dtype": "bf16"}
+    assert hardware_of_file(old).attention_seconds(**whole, is_causal=True) == H100.attention_seconds(**whole)
+    assert H100.attention_seconds(**whole, is_causal=True) == pytest.approx(H100.attention_seconds(**whole) / 2)
 
 
 def test_the_faster_of_two_rounds_counts() -> None:

@@ -52,6 +52,17 @@ def test_another_size_is_as_its_own_program_would_be(preset: str, now: int) -> N
     assert found[8] > found[4] or found[8] < found[4] < found[2]
 
 
+def test_ranks_that_are_left_on_a_processor_keep_their_cores_and_get_no_others() -> None:
+    """Each computes as fast as before, with twice the rows. What they share with others is theirs alone."""
+    shared = hardware("h100-sxm").with_ranks(4).model_copy(update={"ranks_share_device": True})
+    plan, mesh, half = Plan(preset="ddp"), Mesh(("dp",), (4,)), Mesh(("dp",), (2,))
+    found = seconds_by_size(program(plan, mesh), shared, mesh, table_for(plan, mesh), (2, 4), num_micro_batches=1)
+    alone = shared.model_copy(update={"ranks_per_node": 2})
+    expected = time_ranks([program(plan, half)], alone, half, num_micro_batches=1).step_seconds
+    assert found[2] == pytest.approx(expected, rel=0.05)
+    assert found[2] > 1.5 * found[4]
+
+
 def test_whole_replica_groups_only_and_nothing_where_parameters_have_other_tables() -> None:
     plan, described, mesh = Plan(preset="zero2"), hardware("h100-sxm").with_ranks(4), Mesh(("dp",), (4,))
     whole = program(plan, mesh)

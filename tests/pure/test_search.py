@@ -256,6 +256,28 @@ def test_what_cannot_be_divided_is_refused() -> None:
         found(Blocks(num_rows=7), 16, space=Space(axes=()))
 
 
+def test_the_schedule_of_the_plan_is_kept() -> None:
+    """With the stages on each rank that it has without asking, and with any number of micro-batches it takes."""
+
+    def kept(**pipeline: object) -> list[Candidate]:
+        base = Plan(mesh={"pp": 4}, accumulate=6, pipeline=pipeline)
+        space = Space(presets=("ddp",), axes=(), schedules=(), activations=("keep",), rows=(1,))
+        return list(candidates(4, 4, 6, 8, base, space))
+
+    for asked, chunks in (
+        ({"schedule": "interleaved"}, 2),
+        ({"schedule": "interleaved", "virtual_stages": 1}, 1),
+        ({"schedule": "interleaved", "virtual_stages": 3}, 3),
+        ({"schedule": "gpipe"}, 1),
+        ({}, 1),
+    ):
+        (one,) = kept(**asked)
+        assert one.chunks == chunks
+        plan = one.plan(Plan(mesh={"pp": 4}))
+        assert schedule_of(plan, 4).num_stages == 4 * chunks
+        assert plan.pipeline.schedule == asked.get("schedule", "1f1b")
+
+
 def test_a_mesh_of_the_plan_is_kept() -> None:
     base = Plan(precision="bf16", mesh={"dp": -1, "tp": 2})
     chosen = search(Blocks(num=8, num_rows=64), 16, LIMITS, base=base)

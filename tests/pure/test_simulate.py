@@ -246,6 +246,23 @@ def test_checkpoints_between_which_nothing_happens_are_no_events(
     assert (found.num_steps, found.num_checkpoints) == (each.num_steps, each.num_checkpoints)
 
 
+@pytest.mark.parametrize(
+    ("step", "stall", "seconds", "steps_between", "num_steps"),
+    [(0.1, 0.1, 200.0, 7, 1751), (0.2, 0.2, 500.0, 10, 2273), (0.3, 0.1, 500.0, 7, 1591), (1.1, 0.1, 1000.0, 10, 901)],
+)
+def test_a_step_that_ends_with_the_job_counts_however_it_is_rounded(
+    step: float, stall: float, seconds: float, steps_between: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are sums of many steps in one way, and products in the other."""
+    interval = step * steps_between + stall
+    job = Job(64, 8, step, seconds, checkpoint_interval_seconds=interval, checkpoint_stall_seconds=stall)
+    found = replay(job, [])
+    assert found.num_steps == num_steps
+    assert found.useful_seconds + sum(found.losses.values()) == pytest.approx(seconds)
+    monkeypatch.setattr(simulated._Run, "_repeat_intervals", lambda _: None)
+    assert replay(job, []).num_steps == num_steps
+
+
 def test_weeks_of_checkpoints_that_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step is saved then. 54 days are 4.7 million of them, and some dozen failures."""
     rates = failure_rates("llama3-405b")
@@ -346,6 +363,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["job"]["recovery"] == "restart"
     assert told["restarts_because"] == "a job with this plan cannot be elastic: powersgd.rank is 4"
+
+
+def test_the_command_says_that_checkpoints_cost_nothing_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "zero3", "--world", "64", "--days", "2", "--step-seconds", "2", "--rank-hours", "200"]
+    assumed = "Checkpoints are assumed to cost nothing"
+    assert main(words) == 0
+    assert assumed in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--checkpoint-stall", "1"]) == 0
+    assert assumed not in " ".join(capsys.readouterr().out.split())
 
 
 MODEL = """

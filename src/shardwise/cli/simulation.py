@@ -347,8 +347,14 @@ def _checkpoints(simulated: Simulated) -> str:
         )
         daly = "none" if math.isinf(simulated.daly) else format_seconds(simulated.daly)
         text += f" costs least (Young and Daly: {daly}). Goodput by interval: {others}"
+    whole_after = job.checkpoint_stall_seconds + job.checkpoint_write_seconds
+    if not whole_after:
+        return (
+            f"{text}. Checkpoints are assumed to cost nothing and to be whole at once: say what they do with "
+            f"--checkpoint-stall, and --checkpoint-bytes and --storage."
+        )
     return f"{text}. It adds {format_seconds(job.checkpoint_stall_seconds)} to a step, and is whole " + (
-        f"{format_seconds(job.checkpoint_stall_seconds + job.checkpoint_write_seconds)} later."
+        f"{format_seconds(whole_after)} later."
     )
 
 

@@ -16,7 +16,7 @@ from shardwise.fit.hardware import Hardware
 from shardwise.plan import Activations, Offload, Pipeline, Plan, PolicyName, PrecisionName, WireFormat
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, WIDTH, Table, Tier, table_for
-from shardwise.program.schedule import SCHEDULES
+from shardwise.program.schedule import SCHEDULES, chunks_of
 
 
 def _using(*tiers: Tier) -> tuple[str, ...]:
@@ -122,12 +122,9 @@ class Candidate:
             else Activations(policy=self.policy),
         }
         if self.size("pp") > 1:
-            virtual = self.chunks if self.chunks > 1 else None
-            changed["pipeline"] = Pipeline(
-                schedule=self.schedule,
-                virtual_stages=virtual,
-                stages=base.pipeline.stages,
-            )
+            asked = Pipeline(schedule=self.schedule, stages=base.pipeline.stages)
+            is_default = self.chunks == chunks_of(asked)
+            changed["pipeline"] = asked if is_default else asked.model_copy(update={"virtual_stages": self.chunks})
         if self.precision is not None:
             changed["precision"] = self.precision
         if self.wire is not None:
@@ -186,7 +183,7 @@ def candidates(
                 if space.rows and rows not in space.rows:
                     continue
                 accumulate = num_rows // num_data // rows
-                for schedule, chunks in _schedules(num_stages, accumulate, num_blocks, space):
+                for schedule, chunks in _schedules(num_stages, accumulate, num_blocks, base, space):
                     for policy in policies:
                         for precision in precisions:
                             for wire in wires:
@@ -195,11 +192,14 @@ def candidates(
                                 )
 
 
-def _schedules(num_stages: int, accumulate: int, num_blocks: int, space: Space) -> Iterator[tuple[str, int]]:
+def _schedules(
+    num_stages: int, accumulate: int, num_blocks: int, base: Plan, space: Space
+) -> Iterator[tuple[str, int]]:
     if num_stages == 1:
         yield SCHEDULE, 1
-        return
-    for schedule, chunks in space.schedules:
+    elif not space.schedules:
+        yield base.pipeline.schedule, chunks_of(base.pipeline)
+    for schedule, chunks in space.schedules if num_stages > 1 else ():
         if num_stages * chunks <= num_blocks and SCHEDULES[schedule].takes(num_stages, accumulate):
             yield schedule, chunks
 

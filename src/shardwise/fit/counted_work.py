@@ -1,8 +1,9 @@
 """What any model computes, counted in a rehearsal on fake tensors: every operator, between the moments of a pass.
 
 FLOPs are those of torch's own registry (`torch.utils.flop_counter`), and of what it lacks: attention on processors, and
-grouped products. Attention counts all pairs of positions, causal or not, as everywhere in the field. Operators that
-only make views cost nothing on a device; blocks of memory are counted with the operator that allocates them.
+grouped products. Attention counts all pairs of positions, causal or not, as everywhere in the field, and says whether
+a mask leaves half of them out, of which kernels compute nothing. Operators that only make views cost nothing on a
+device; blocks of memory are counted with the operator that allocates them.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _operation(
     dtype = NAMES.get(given[0].dtype, "-") if given else "-"
     allocated = _allocated(given, made)
     if any(mark in name for mark in _ATTENTION) and dtype != "-":
-        return _attention(name, given, dtype, num_bytes, allocated)
+        return _attention(func, args, kwargs, given, dtype, num_bytes, allocated)
     if name in _PRODUCTS and dtype != "-":
         left, right = given[-2:] if name in ("addmm", "baddbmm") else given[:2]
         return _product(left, right, made[0], NAMES.get(left.dtype, dtype), num_bytes, allocated)
@@ -232,13 +233,37 @@ def _product(
 
 
 def _attention(
-    name: str, given: Sequence[torch.Tensor], dtype: str, num_bytes: int, allocated: tuple[int, ...]
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Sequence[torch.Tensor],
+    dtype: str,
+    num_bytes: int,
+    allocated: tuple[int, ...],
 ) -> Operation:
     tensors = [one for one in given if one.dim() == 4]
-    is_backward = "backward" in name
+    is_backward = "backward" in str(func._overloadpacket)
     query, key = tensors[1:3] if is_backward else tensors[:2]
     batch, heads, queries, size = query.shape
     keys = key.shape[-2]
     flops = 4 * batch * heads * queries * keys * size * (BACKWARD_OF_ATTENTION if is_backward else 1)
     shape = (batch * heads, queries, keys, size)
-    return Operation("attention", shape, dtype, flops, num_bytes, allocated_bytes=allocated, is_backward=is_backward)
+    return Operation(
+        "attention",
+        shape,
+        dtype,
+        flops,
+        num_bytes,
+        allocated_bytes=allocated,
+        is_backward=is_backward,
+        is_causal=queries == keys and _is_causal(func, args, kwargs),
+    )
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the operator is told so; with a mask of its own in a tensor it computes all pairs."""
+    names = [one.name for one in func._schema.arguments] if hasattr(func, "_schema") else []
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))

@@ -57,8 +57,8 @@ class Products(_Section):
 
 
 class AttentionShare(_Section):
-    """The share of the peak rate that fused attention reaches: `share` if sequences are long, above 1 where a causal
-    mask lets it leave out much of what is counted. `half_length`: the number of keys at which half of that is lost.
+    """The share of the peak rate that fused attention reaches, of the pairs of positions that it computes: `share` if
+    sequences are long. `half_length`: the number of keys at which half of that is lost.
     `half_scores`: the number of pairs of queries and keys at which half is lost to what each head costs by itself."""
 
     share: Rate = 0.5
@@ -113,6 +113,8 @@ class Hardware(_Section):
     attention_in: dict[str, AttentionShare] = {}
     attention_backward_in: dict[str, AttentionShare] = {}
     """By dtype, where the backward gets another share than the forward."""
+    causal_share: Share = 0.5
+    """Of the time of attention over all pairs, what it takes where a causal mask leaves out half of them."""
     memory_share: Share = 0.85
     memory_share_in: dict[str, Share] = {}
     """By dtype, where it differs from `memory_share`: processors convert bf16 to compute."""
@@ -178,14 +180,23 @@ class Hardware(_Section):
         return 2.0 * batch * m * n * k * lost / (self.peak(dtype) * products.share)
 
     def attention_seconds(
-        self, flops: float, queries: float, keys: float, dtype: str, *, is_backward: bool = False
+        self,
+        flops: float,
+        queries: float,
+        keys: float,
+        dtype: str,
+        *,
+        is_backward: bool = False,
+        is_causal: bool = False,
     ) -> float:
-        """`flops` of fused attention of `queries` to `keys` positions, or of its backward."""
+        """`flops` of fused attention of all `queries` to all `keys` positions, or of its backward; with `is_causal` a
+        mask leaves out half of them."""
         attention = self.attention_in.get(dtype, self.attention)
         if is_backward:
             attention = self.attention_backward_in.get(dtype, attention)
         lost = 1 + attention.half_length / max(1.0, keys) + attention.half_scores / max(1.0, queries * keys)
-        return flops * lost / (self.peak(dtype) * attention.share)
+        left = self.causal_share if is_causal else 1.0
+        return left * flops * lost / (self.peak(dtype) * attention.share)
 
     def memory_seconds(self, num_bytes: float, dtype: str = "-") -> float:
         """`num_bytes` read or written by operators whose results are in `dtype`."""
@@ -212,7 +223,12 @@ class Hardware(_Section):
             case "attention":
                 _, queries, keys, _ = operation.shape
                 computing = self.attention_seconds(
-                    operation.flops, queries, keys, operation.dtype, is_backward=operation.is_backward
+                    operation.flops,
+                    queries,
+                    keys,
+                    operation.dtype,
+                    is_backward=operation.is_backward,
+                    is_causal=operation.is_causal,
                 )
             case "memory":
                 computing = 0.0

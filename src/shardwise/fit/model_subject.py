@@ -222,7 +222,13 @@ class ModelSubject:
         *,
         is_exact: bool,
     ) -> Evaluated:
-        """What the fullest rank holds, and how long the step takes."""
+        """What the fullest rank holds, and how long the step takes.
+
+        Held is what an engine promises, which fits wherever ranks run: where those of a host share memory it is less
+        (`local_size`), and a budget that counted on that would be exceeded by the same plan on more hosts. Copies of
+        states beside a step (`survive`) are not in its time: on accelerators none are made, as all ranks restart; on
+        processors, who gets one depends on which ranks are on which host, which is looked up rank by rank.
+        """
         sent = {stage: num_bytes for one in counted for stage, num_bytes in one.message_bytes.items()}
         counted = [replace(one, message_bytes=sent) for one in counted]
         programs = [units.program(plan, one) for units, one in zip(ranks, counted, strict=True)]

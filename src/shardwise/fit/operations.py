@@ -31,8 +31,9 @@ class Operation:
     - `evict`, `fetch`: activations that go to another tier, `axis`, and come back; beside the computation.
 
     `flops` counts a multiplication and an addition as two. `num_bytes` of what computes are those read and written, and
-    `allocated_bytes` the sizes of the blocks of memory that it allocates for its results. `is_backward`: of attention.
-    `overlaps`: of a message that is sent beside what is computed before the same moment.
+    `allocated_bytes` the sizes of the blocks of memory that it allocates for its results. Of attention, `is_backward`,
+    and `is_causal`: half of the pairs that `flops` counts are left out. `overlaps`: of a message that is sent beside
+    what is computed before the same moment.
     """
 
     kind: OperationKind
@@ -44,6 +45,7 @@ class Operation:
     axis: str = ""
     allocated_bytes: tuple[int, ...] = ()
     is_backward: bool = False
+    is_causal: bool = False
     overlaps: bool = False
 
     @property

@@ -398,7 +398,7 @@ class _Run:
 
     def _train(self, at: float) -> None:
         share = self.share + (at - self.now) / self._pace
-        whole = math.floor(share)
+        whole = math.floor(share + STEP_END)
         if whole:
             self.closed.add(self.open)
             self._count(self.closed, whole - self.share)
@@ -426,12 +426,9 @@ class _Run:
         if self._is_waiting:
             self.deferred.append(act)
             return False
-        if self.phases or min(self.share, 1 - self.share) > STEP_END:
+        if self.phases or self.share > STEP_END:
             self._push(self._step_end(), act)
             return False
-        if self.share > 0.5:
-            self.closed.add(self.open)
-            self.open, self.share, self.num_steps = _Steps(), 0.0, self.num_steps + 1
         return True
 
     @property

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 from shardwise.errors import ConfigError, ProgramError, nearest
-from shardwise.plan import Plan
+from shardwise.plan import Pipeline, Plan
 
 OpKind = Literal["F", "B", "I", "W"]
 UNIT_COSTS: Mapping[OpKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -197,9 +197,12 @@ def schedule_for(name: str, num_ranks: int, num_micro_batches: int, num_chunks: 
 
 def schedule_of(plan: Plan, num_ranks: int) -> Schedule:
     """The schedule that a plan asks for, on `num_ranks` pipeline ranks."""
-    asked = plan.pipeline
-    num_chunks = asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
-    return schedule_for(asked.schedule, num_ranks, plan.accumulate, num_chunks)
+    return schedule_for(plan.pipeline.schedule, num_ranks, plan.accumulate, chunks_of(plan.pipeline))
+
+
+def chunks_of(asked: Pipeline) -> int:
+    """The stages on each rank that a plan asks for, or gets without asking."""
+    return asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
 
 
 def schedule_of_call(num_ranks: int, num_stages: int) -> Schedule:

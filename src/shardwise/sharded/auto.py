@@ -123,7 +123,7 @@ def _search(
         presets=(*ON_DEVICE, *ON_HOST) if has_budget or not on_cpu else ON_DEVICE,
         axes=(),
         activations=policies,
-        schedules=((base.pipeline.schedule, base.pipeline.virtual_stages or 1),),
+        schedules=(),
         rows=(rows,),
         shares=has_budget or not on_cpu,
     )

@@ -5,7 +5,8 @@ All its ranks measure at once, because ranks on processors share cores and memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,8 @@ COMMAND = "shardwise calibrate"
 PROCESSOR_CONTENTION = 2.0
 """On processors the cores of a rank either copy or compute."""
 DEVICE_CONTENTION = 1.1
+CAUSAL_SHARE = 0.5
+"""Of all pairs of positions, those that attention is measured with (`speed_rank.py`) computes."""
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """The environment in which glibc keeps all memory for the next allocation."""
 
@@ -80,6 +83,7 @@ def hardware_from(
         products_in=products,
         attention_in=attention,
         attention_backward_in=backward,
+        causal_share=CAUSAL_SHARE,
         memory_share=next(iter(memory.values())),
         memory_share_in=memory,
         flat_share=min(1.0, speeds.flat_bytes_per_second / speeds.copy_bytes_per_second),
@@ -139,12 +143,13 @@ def _peak(rows: Sequence[Row], half_area: float, half_depth: float) -> float:
 
 
 def fit_attention(rows: Sequence[tuple[int, float, float]], peak: float) -> AttentionShare:
-    """By the same means: seconds per FLOP are linear in 1, 1/length and 1/length squared, which is what a head costs.
+    """By the same means, of causal attention whose `rows` count all pairs: seconds per FLOP are linear in 1, 1/length
+    and 1/length squared, which is what a head costs.
 
     One core took 0.44 ms for each head of a backward in bf16 over 128 positions, 0.64 ms over 256, 1.7 ms over 512 and
     4.7 ms over 1024; in fp32, and in forwards, a head by itself costs next to nothing.
     """
-    slowness = np.array([seconds * peak / flops for _, flops, seconds in rows])
+    slowness = np.array([seconds * peak / (CAUSAL_SHARE * flops) for _, flops, seconds in rows])
     first, by_length, by_scores = _solved([(1.0, 1 / length, 1 / length**2) for length, _, _ in rows], slowness)
     return AttentionShare(share=1 / first, half_length=by_length / first, half_scores=by_scores / first)
 
@@ -202,4 +207,9 @@ def calibrated_hardware(known: Calibration, machine: str) -> Hardware:
             f"The calibration is of another machine: {known.machine!r}, and this is {machine!r}. Run {COMMAND} here, "
             f"or give --hardware NAME."
         )
-    return Hardware.model_validate(dict(known.hardware))
+    return hardware_of_file(known.hardware)
+
+
+def hardware_of_file(values: Mapping[str, Any]) -> Hardware:
+    """As a calibration has it. Files without `causal_share` have shares of all pairs of causal attention."""
+    return Hardware.model_validate({"causal_share": 1.0, **values})
