@@ -34,8 +34,8 @@ from shardwise.comm import Line
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.caches import cache_in, without_cache
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
-from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share, expecting_gradients, gradients_of
-from shardwise.parallel.pipeline.stage_layout import refuse_sums_over_layers
+from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share
+from shardwise.parallel.pipeline.stage_layout import StageLayout, refuse_sums_over_layers
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, bytes_of, joined
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
@@ -168,7 +168,7 @@ class LoopCalls:
                 "model is called with: let the model compute it, or call with tensor.detach()."
             )
         pipeline.check_same_batch([whole])
-        parts, rows = parts_of(whole, self._most_parts)
+        parts, rows = parts_of_call(whole, pipeline.layout, in_training=staged.model.training)
         self._trainer.note_parts(whole, parts, rows)
         kinds = [(staged.wholes.index(called), pipeline.kind_of(part)) for part in parts]
         form = len(parts) > 1, whole.form
@@ -185,11 +185,6 @@ class LoopCalls:
         except BaseException:
             self._trainer.fail()
             raise
-
-    def _most_parts(self, num_samples: int) -> int:
-        if self._pipeline.layout.normalizes_batches and self._staged.model.training:
-            return 1
-        return most_parts(num_samples, self._pipeline.layout.num_ranks)
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -246,7 +241,7 @@ class LoopCalls:
         has_blocks = (self._last, 0) in call.held
         span = self._tail if has_blocks else None
         name = self._pipeline.layout.pieces[self._tail[0] if has_blocks else self._staged.span_of(self._last)[0]]
-        message = messages[0] if len(messages) == 1 else expecting_gradients(joined(messages, call.rows, name))
+        message = messages[0] if len(messages) == 1 else joined(messages, call.rows, name).expecting_gradients()
         call.joined = message
         op = self._op_of_whole("F", call)
         self._begin(call, op, is_last=True)
@@ -366,7 +361,7 @@ class LoopCalls:
             self._staged.running(self._last, message, is_backward=True, span=span),
         ):
             self._trainer.backward_through([out for out, _ in given], [grad for _, grad in given])
-        of_message = gradients_of(message)
+        of_message = message.gradients()
         if len(call.rows) == 1:
             return [of_message]
         in_parts = [torch.split(grad, list(call.rows)) for grad in of_message]
@@ -390,7 +385,7 @@ class LoopCalls:
         ):
             self._trainer.backward_through(held.outputs, gradients)
         if held.arrived is not None:
-            pipeline.send_back(stage, gradients_of(held.arrived), number)
+            pipeline.send_back(stage, held.arrived.gradients(), number)
 
     def _on_timeline(self, what: str) -> Any:
         return self._timeline.during(STAGES, what)
@@ -421,6 +416,12 @@ def most_parts(num_samples: int, num_ranks: int) -> int:
     1.12 in 4.
     """
     return min(4 * num_ranks, max(2 * num_ranks, num_samples // 2))
+
+
+def parts_of_call(whole: MicroBatch, layout: StageLayout, *, in_training: bool) -> tuple[list[MicroBatch], list[int]]:
+    """The parts of a call of the model, and how many samples each has. Batch norms see whole batches in training."""
+    is_whole = in_training and layout.normalizes_batches
+    return parts_of(whole, lambda num_samples: 1 if is_whole else most_parts(num_samples, layout.num_ranks))
 
 
 def _is_left(tensor: Tensor) -> bool:
