@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ from shardwise.parallel.pipeline.caches import cache_in, without_cache
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
 from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share
 from shardwise.parallel.pipeline.stage_layout import StageLayout, refuse_sums_over_layers
-from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, bytes_of, joined
+from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout, bytes_of, joined
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
@@ -121,6 +121,8 @@ class _Call:
     num_passes: int = 0
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
     """By stage and part."""
+    of_blocks: dict[Hashable, StageMessageLayout] = field(default_factory=dict)
+    """By kind: what the last stage's blocks hand over to what runs once."""
     arrived: list[StageMessage] = field(default_factory=list)
     """For each part, what came to the last stage, if that has nothing but what runs once for all parts."""
     joined: StageMessage | None = None
@@ -215,7 +217,8 @@ class LoopCalls:
             return
         self._begin(call, Op("F", number, stage), is_last=part + 1 == len(call.parts))
         inputs = call.parts[part]
-        is_known = stage != self._last and pipeline.forward_to[stage].knows(kind)
+        is_last = stage == self._last
+        is_known = kind in call.of_blocks if is_last else pipeline.forward_to[stage].knows(kind)
         with self._on_timeline(f"F{number}@{stage}"):
             outputs, sent = pipeline.through(
                 stage,
@@ -224,13 +227,14 @@ class LoopCalls:
                 arrived,
                 lambda: self._staged.model(*inputs.args, **inputs.kwargs),
                 called=call.called,
-                share=Share(self._blocks if stage == self._last else None, call.form, True, is_known),
+                share=Share(self._blocks if is_last else None, call.form, True, is_known),
                 carried=call.carried,
             )
         assert sent is not None
-        if call.trains or stage == self._last:
+        if call.trains or is_last:
             call.held[stage, part] = Held.of(outputs, sent, arrived)
-        if stage == self._last:
+        if is_last:
+            sent = replace(sent, returned=call.of_blocks.setdefault(kind, sent).returned)
             call.arrived.append(StageMessage(list(outputs), sent))
         else:
             pipeline.forward_to[stage].send_with_layout(outputs, sent, kind, number)
@@ -342,10 +346,10 @@ class LoopCalls:
                         self._backward_part(call, stage, part, answers)
                 for channel in self._pipeline.channels():
                     channel.wait_for_sends()
+                self._trainer.end_call()
         except BaseException:
             self._trainer.fail()
             raise
-        self._trainer.end_call()
 
     def _backward_whole(self, call: _Call, gradients: Sequence[Tensor | None]) -> list[list[Tensor]]:
         """The gradients of what blocks have returned, or the last stage has received, by part."""
