@@ -448,10 +448,11 @@ class StagedModel:
         others = [one for one in self._slots[:first] + self._slots[last + 1 :] if one.own is not None]
         for one in others:
             one.holder[one.key] = one.absent
+        hooked = self._slots if others and not is_backward else ()
         self._running_stage = now
         try:
             if others or is_watched:
-                with _same_hooks(others and self._slots), stand_ins.watched() if is_watched else nullcontext():
+                with _same_hooks(hooked), stand_ins.watched() if is_watched else nullcontext():
                     yield
             else:
                 yield
