@@ -1063,9 +1063,8 @@ class Engine:
         How many tokens the experts of this rank will get is not known in advance. If experts have a capacity, the count
         is as many as all ranks along `ep` may send; otherwise `expert_load` times an even share, at least 1.
 
-        Raises `ModelError` for a model that asks for the values of tensors; `ConfigError` for an `expert_load` below 1,
-        or a plan with zb-h1 and sharded gradients; and `TierError` if activations go to a disk with too little room for
-        those of this host's ranks.
+        Raises `ModelError` for a model that asks for the values of tensors; `ConfigError` for an `expert_load` below 1;
+        and `TierError` if activations go to a disk with too little room for those of this host's ranks.
         """
         self._require_open()
         if not expert_load >= 1:
