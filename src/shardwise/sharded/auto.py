@@ -40,7 +40,8 @@ from shardwise.init import Wishes, device_for
 from shardwise.memory import in_own_precision
 from shardwise.optim import vet
 from shardwise.optim.precision.auto_precision import settle
-from shardwise.parallel.pipeline import has_pipeline, parts_of_call, stage_layout
+from shardwise.parallel.pipeline import has_pipeline, stage_layout
+from shardwise.parallel.pipeline.loop_calls import parts_of_call
 from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.replica_groups import mesh_over

@@ -1,7 +1,6 @@
 """Pipeline parallelism: a model's modules are split into stages along the mesh axis `pp`, and steps run through
 them."""
 
-from shardwise.parallel.pipeline.loop_calls import parts_of_call
 from shardwise.parallel.pipeline.pipeline import Pipeline, Trainer
 from shardwise.parallel.pipeline.sends import most_under_way
 from shardwise.parallel.pipeline.stage_layout import (
@@ -38,7 +37,6 @@ __all__ = [
     "has_pipeline",
     "holders_of",
     "most_under_way",
-    "parts_of_call",
     "sequence_of",
     "stage_boxes",
     "stage_layout",
