@@ -134,13 +134,18 @@ def choose_plan(
     optimizer: OneOrSeveral | None = None,
     world: World,
     device: torch.device | str | None = None,
+    as_call: bool = False,
 ) -> Plan:
     """The plan that `shard` would take for `plan` with its preset "auto", and the same arguments; any other is returned
-    as it is. Changes nothing. All ranks call, and get the same; rank 0 logs why. Raises as `shard` does."""
+    as it is. Changes nothing. All ranks call, and get the same; rank 0 logs why. Raises as `shard` does.
+
+    `shard` foresees the schedule of `engine.train_step` where the plan has pipeline stages. With `as_call` it is a loop
+    of one's own that is foreseen, which calls the model with `batch`. Without stages it changes nothing.
+    """
     end_recording()
     _require_model(model)
     wishes = Wishes(device=None if device is None else torch.device(device))
-    return _settled(model, load_plan(plan), _several(optimizer), world, wishes, batch)
+    return _settled(model, load_plan(plan), _several(optimizer), world, wishes, batch, as_call=as_call)
 
 
 def _settled(
@@ -150,13 +155,15 @@ def _settled(
     world: World,
     wishes: Wishes,
     batch: object,
+    *,
+    as_call: bool = False,
 ) -> Plan:
     """`plan`, or what its preset "auto" stands for. A rank that joins others takes theirs."""
     if plan.preset != "auto" or (world.is_newcomer and world.membership is not None):
         return plan
     from shardwise.sharded.auto import settled  # only these jobs load the planner
 
-    return settled(model, plan, optimizers, world, wishes, batch)
+    return settled(model, plan, optimizers, world, wishes, batch, as_call=as_call)
 
 
 def _require_model(model: object) -> None:
@@ -1056,9 +1063,8 @@ class Engine:
         How many tokens the experts of this rank will get is not known in advance. If experts have a capacity, the count
         is as many as all ranks along `ep` may send; otherwise `expert_load` times an even share, at least 1.
 
-        Raises `ModelError` for a model that asks for the values of tensors; `ConfigError` for an `expert_load` below 1,
-        or a plan with zb-h1 and sharded gradients; and `TierError` if activations go to a disk with too little room for
-        those of this host's ranks.
+        Raises `ModelError` for a model that asks for the values of tensors; `ConfigError` for an `expert_load` below 1;
+        and `TierError` if activations go to a disk with too little room for those of this host's ranks.
         """
         self._require_open()
         if not expert_load >= 1:

@@ -425,8 +425,6 @@ def refused(what: str, folder: str) -> None:
         settings = {"start_method": "spawn"}
     elif what == "axes":
         plan, settings = {"preset": "zero3", "mesh": {"pp": 2}}, {"state_dict_type": "full"}
-    elif what == "auto":
-        plan = {"preset": "auto", "mesh": {"pp": 2}}
     elif what == "batch norms":
         arguments["sync_batchnorm"] = True
     elif what == "accumulation":

@@ -24,6 +24,8 @@ from shardwise.integrations.sample_batch import sample_batch
 from tests.thorough import sampled
 
 pytestmark = pytest.mark.timeout(300)
+IN_STAGES = {"preset": "auto", "mesh": {"pp": 2}}
+"""A plan of which the stages, the preset and the activations are searched for."""
 
 
 def test_an_unmodified_script_is_trained_by_a_plan_that_is_searched_for(tmp_path: Path) -> None:
@@ -80,19 +82,38 @@ def test_a_trainer_takes_the_same_plan_on_all_ranks_and_writes_it_down(tmp_path:
 
 
 def test_a_trainer_in_stages_takes_a_plan_that_is_searched_for() -> None:
-    """With stages of its own choice. Calls of the model, of which steps of few micro-batches are made, are refused."""
-    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "max_steps": 5}
-    waited = begin(1, trained, None, **settings)
-    plan = {"preset": "auto", "mesh": {"pp": 2}}
-    runs = on_ranks(2, trained, plan, **settings)
-    (expected,) = waited()
+    """With stages of its own choice, whether its steps are schedules or, of few micro-batches, calls of the model."""
+    for num in (2, 1):
+        settings = {"gradient_accumulation_steps": num, "max_grad_norm": 0.7, "max_steps": 5}
+        waited = begin(1, trained, None, **settings)
+        runs = on_ranks(2, trained, IN_STAGES, **settings)
+        (expected,) = waited()
+        require_equal(runs, expected)
+
+
+def require_equal(runs: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     for run in runs:
         assert run["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         assert run["norms"] == pytest.approx(expected["norms"], abs=1e-5)
         assert run["plan"]["preset"] != "auto"
+        assert run["plan"]["mesh"] == {"pp": 2}
     assert runs[0]["plan"] == runs[1]["plan"]
-    with pytest.raises(RuntimeError, match="Trainer's own steps are foreseen, if gradient_accumulation_steps is at"):
-        on_ranks(2, trained, plan, gradient_accumulation_steps=1)
+
+
+def test_a_loop_of_accelerate_in_stages_takes_a_plan_that_is_searched_for() -> None:
+    """Its calls of the model are foreseen, with as many micro-batches as it accumulates."""
+    waited = begin(1, accelerated, None)
+    runs = on_ranks(2, accelerated, IN_STAGES)
+    (expected,) = waited()
+    require_equal(runs, expected)
+
+
+def accelerated(plan: Any) -> dict[str, Any]:
+    loop = accelerate_jobs.Loop(plan)
+    loop.train()
+    engine = None if plan is None else loop.accelerator.engine_of(loop.model)
+    chosen = None if engine is None else engine.plan.model_dump(mode="json", exclude_unset=True)
+    return {"losses": loop.losses, "norms": loop.norms, "plan": chosen}
 
 
 class Squares(nn.Module):
@@ -216,13 +237,15 @@ class Loaded(lightning_jobs.Data):
         return {"rows": DataLoader([rows[place] for place in order], batch_size=2)}
 
 
-def stepped(plan: Any, folder: str, *, kind: type[Any] = Stepped, **settings: Any) -> dict[str, Any]:
-    """An evaluation comes first."""
+def stepped(
+    plan: Any, folder: str, *, kind: type[Any] = Stepped, validates: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """An evaluation comes first, unless it would put the module into stages for good."""
     torch.manual_seed(3)
     module, data = kind(), Loaded()
     arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1}
     trainer = lightning_jobs.trainer_of(plan, folder, enable_checkpointing=False, settings=settings, **arguments)
-    val = trainer.validate(module, data, verbose=False)
+    val = trainer.validate(module, data, verbose=False) if validates else [{"val": None}]
     trainer.fit(module, data)
     engine = getattr(trainer.strategy, "engine", None)
     chosen = None if engine is None else engine.plan.model_dump(mode="json", exclude_unset=True)
@@ -241,6 +264,13 @@ def test_trainer_of_lightning_takes_a_plan_for_its_training_step(tmp_path: Path)
     assert first["plan"] == second["plan"]
     assert first["plan"]["preset"] != "auto"
     assert "2 x 2 rows" in (tmp_path / "run" / "plan.yaml").read_text()
+
+
+def test_trainer_of_lightning_in_stages_takes_a_plan_for_its_training_step(tmp_path: Path) -> None:
+    waited = begin(1, stepped, None, str(tmp_path), validates=False)
+    runs = on_ranks(2, stepped, IN_STAGES, str(tmp_path), validates=False)
+    (expected,) = waited()
+    require_equal(runs, expected)
 
 
 class Talks(Stepped):
@@ -295,3 +325,23 @@ def test_a_loop_of_fabric_is_chosen_for_by_its_loader() -> None:
     ours = on_ranks(2, by_fabric, "auto")[0]
     assert ours == pytest.approx(waited()[0], abs=1e-5)
     assert "fabric.setup_dataloaders(loader) before" in on_ranks(1, fabric_without_loader)[0]
+
+
+def test_a_loop_of_fabric_in_stages_is_chosen_for_by_its_loader() -> None:
+    waited = begin(1, by_fabric, None)
+    ours = on_ranks(2, by_fabric, IN_STAGES)[1]
+    assert ours == pytest.approx(waited()[0], abs=1e-5)
+
+
+@sampled
+@pytest.mark.parametrize("method", ["sft-lora", "dpo"])
+def test_trainers_of_trl_in_stages_are_trained_by_a_plan_that_is_searched_for(tmp_path: Path, method: str) -> None:
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    waited = begin(1, plain, [str(theirs), method], str(ALIGNMENT))
+    words = ["shardwise", "launch", "--nproc", "2", "--shardwise", json.dumps(IN_STAGES)]
+    done = command(*words, str(ALIGNMENT), str(ours), method)
+    assert done.returncode == 0, done.stderr[-3000:]
+    waited()
+    told, expected = json.loads(ours.read_text()), json.loads(theirs.read_text())
+    assert told["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert told["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-5)

@@ -166,7 +166,6 @@ REFUSED = {
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "spawn": "start_method='spawn' starts ranks",
     "axes": "state_dict_type='full' .* the plan's mesh has pp",
-    "auto": "preset: auto is not for loops that call a model in pipeline stages",
     "state": "state_dict_type is 'sharded_'",
 }
 REFUSED_AT_SETUP = {

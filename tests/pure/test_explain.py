@@ -14,8 +14,12 @@ import pytest
 import yaml
 
 from shardwise.cli import explain
+from shardwise.cli import model_file as model_files
 from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
-from shardwise.fit.hardware import Hardware
+from shardwise.fit.hardware import Hardware, hardware
+from shardwise.fit.measured_work import OperatorClock
+from shardwise.plan import Plan
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS
 from shardwise.program import parse, shortened
 from tests.patience import PATIENCE
@@ -270,6 +274,33 @@ def test_islands_are_explained(model_file: Path, capsys: pytest.CaptureFixture[s
     assert "s in 50 steps if nothing overlaps, " in taken
     assert 0 < float(taken.split()[-4].rstrip("%")) < 100
     assert "Add an axis" in refused("zero3", "--world", "4", "--set", "islands.every=50")
+
+
+def test_stages_are_timed_on_the_machine_that_explains(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, and where an operator cannot be run by itself, their time is predicted."""
+    plan, mesh = Plan(preset="zero1", mesh={"pp": 2}, accumulate=2), Mesh.of({"pp": 2}, 2)
+    loss = model_file.with_name("loss.py")
+    loss.write_text(
+        f"{model_file.read_text()}\n\nclass Lossy(Tiny):\n    def forward(self, tokens):\n"
+        "        return super().forward(tokens).mean()\n\n\ndef lossy():\n    return Lossy()\n"
+    )
+
+    def told(*on: Hardware | OperatorClock) -> str:
+        model = model_files.build_model(f"{loss}:lossy")
+        converted = model_files.converted(model, plan)
+        return model_files.stage_times(model, f"{loss}:batch", plan, mesh, converted, on)
+
+    here, foreseen = model_files.clock_here(), hardware("cpu")
+    monkeypatch.setattr(OperatorClock, "seconds", lambda *_: 0.5)
+    assert told(here, foreseen).count("(measured)") == 2
+    assert told(foreseen).count("(predicted)") == 2
+
+    def fails(*_: object) -> float:
+        raise ModelError("no time")
+
+    monkeypatch.setattr(OperatorClock, "seconds", fails)
+    assert told(here, foreseen).count("(predicted)") == 2
+    assert told(here) == ""
 
 
 def test_ranks_that_share_in_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:

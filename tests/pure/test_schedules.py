@@ -20,6 +20,7 @@ from shardwise.program.schedule import (
     parse_schedule,
     picture,
     schedule_for,
+    schedule_of_calls,
     timed,
     zero_bubble,
 )
@@ -167,3 +168,14 @@ def test_a_first_half_leaves_what_it_puts_aside() -> None:
     """Of three micro-batches on the second rank: what the first half leaves is less than what the forward did."""
     beside = held_beside(zero_bubble(2, 3), 1, {1: 100}, {1: 7})
     assert beside == {("F", 1): 7, ("I", 1): 7, ("W", 1): 7}
+
+
+def test_calls_of_a_loop() -> None:
+    """All parts of a call go through a stage, and back, before the next call."""
+    calls = schedule_of_calls(2, 4, num_calls=2, num_parts=2)
+    timed(calls)
+    assert str(calls).splitlines()[1:] == [
+        "rank 0: F0@0 F1@0 F0@2 F1@2 B0@2 B1@2 B0@0 B1@0 F2@0 F3@0 F2@2 F3@2 B2@2 B3@2 B2@0 B3@0",
+        "rank 1: F0@1 F1@1 F0@3 F1@3 B0@3 B1@3 B0@1 B1@1 F2@1 F3@1 F2@3 F3@3 B2@3 B3@3 B2@1 B3@1",
+    ]
+    assert most_in_flight(calls, 0) == 4

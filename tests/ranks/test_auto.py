@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -183,6 +184,26 @@ def test_what_is_derived_is_what_a_rehearsal_finds() -> None:
     derived, exact = subject.evaluate(staged), subject.confirm(staged)
     assert derived.seconds == pytest.approx(exact.seconds, rel=0.15)
     assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)
+
+
+def test_calls_in_stages_are_foreseen_by_a_search() -> None:
+    """They hold what one call of the whole micro-batch holds, and take the time of its parts."""
+    with torch.device("meta"):
+        model = Decoder(num_blocks=4)
+    batch = stage_batches(1, rows=16)[0]
+    subject = ModelSubject(model, batch, hardware("h100-sxm"), 64, sw.Plan(), num_states=2, on_cpu=False)
+    steps = Candidate("zero1", (("pp", 2), ("dp", 2)), 16, 4)
+    calls = replace(steps, parts=8)
+    assert str(calls) == "zero1, pp 2, dp 2, 4 x 16 rows, calls in 8 parts"
+    derived, exact = subject.evaluate(calls), subject.confirm(calls)
+    assert derived.seconds == pytest.approx(exact.seconds, rel=0.15)
+    assert derived.device_bytes == pytest.approx(exact.device_bytes, rel=0.15)
+    assert calls.least_waiting == 4 / 8
+    assert subject.least_seconds(calls) <= exact.seconds
+    in_flight = subject.confirm(replace(steps, schedule="gpipe"))
+    assert exact.device_bytes < in_flight.device_bytes, "one micro-batch at a time"
+    assert subject.confirm(replace(calls, accumulate=2)).device_bytes == exact.device_bytes
+    assert exact.seconds > subject.confirm(replace(calls, accumulate=2)).seconds
 
 
 class LookUpsAreSlow(OperatorClock):

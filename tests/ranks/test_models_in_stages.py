@@ -182,10 +182,10 @@ def test_bart_and_its_relatives_along_tp(kind: str) -> None:
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("split", ["pp2", "pp2-dp2-zero3"])
+@pytest.mark.parametrize("split", ["pp2", "pp2-dp2-zero3", "zb-h1"])
 @pytest.mark.parametrize("kind", OF_SPEECH)
 def test_models_of_speech_with_masked_frames(kind: str, split: str) -> None:
-    """Their embedding is a parameter of the model itself."""
+    """Their embedding is a parameter of the model itself, and is written into what a linear layer has returned."""
     torch.manual_seed(0)
     model = library().AutoModel.from_config(library().AutoConfig.for_model(kind, **OF_SPEECH[kind])).train()
     assert any(name == "masked_spec_embed" for name, _ in model.named_parameters())

@@ -18,6 +18,8 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
+from shardwise.memory.at_rest import ParamGuard
+from shardwise.parallel.pipeline import staged_model
 from shardwise.parallel.pipeline.loop_calls import most_parts
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
 from shardwise.testing import run_ranks
@@ -764,6 +766,49 @@ def test_what_is_set_on_a_module_is_deleted_on_all_ranks() -> None:
                 del model.tokens.alpha
 
     run_ranks(2, rank)
+
+
+def test_parameters_that_are_whole_wake_once_for_all_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its forwards, and again for its backwards: between the two, and after them, they are at rest. What blocks
+    have returned is described once."""
+    woken, described = list[ParamGuard](), list[object]()
+    wake, describe = ParamGuard.wake, staged_model.described
+
+    def counted(guard: ParamGuard) -> None:
+        woken.extend([guard] * guard.is_resting)
+        wake(guard)
+
+    def noted(output: Any, tensors: list[Tensor]) -> Any:
+        described.append(output)
+        return describe(output, tensors)
+
+    x, y = batches(1, 16)[0]
+    models = [Decoder() for _ in range(2)]
+
+    def rank(world: sw.World) -> int:
+        mine = models[world.rank]
+        with sw.shard(mine, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=adamw(mine), world=world) as engine:
+            params = inside.flats(engine)
+
+            def step() -> None:
+                loss = engine(x, y)
+                assert all(flat.guard.is_resting for flat in params)
+                engine.backward(loss)
+                assert all(flat.guard.is_resting for flat in params)
+                engine.step()
+
+            for _ in range(3):
+                step()
+            world.barrier()
+            monkeypatch.setattr(ParamGuard, "wake", counted)
+            monkeypatch.setattr(staged_model, "described", noted)
+            world.barrier()
+            step()
+            return len(params)
+
+    num_flats = run_ranks(2, rank)
+    assert len(woken) == 3 * sum(num_flats)  # and for the update
+    assert len(described) <= 4  # the last stage's blocks, in the first of eight parts
 
 
 def test_most_parts_of_a_call() -> None:

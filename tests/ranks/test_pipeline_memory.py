@@ -149,6 +149,23 @@ def test_a_loop_that_calls_the_model_holds_no_more_than_promised(
         assert 0.6 * held <= made <= held
 
 
+def test_from_the_second_call_of_a_step_on_there_are_gradients_beside_it() -> None:
+    x, y = batches(1, ROWS, lengths=(LENGTH,))[0]
+
+    def promised(num_calls: int) -> int:
+        models = [Decoder() for _ in range(2)]
+
+        def rank(world: sw.World) -> int:
+            mine = models[world.rank]
+            plan = {"preset": "ddp", "mesh": {"pp": 2}, "accumulate": num_calls}
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                return engine.rehearse((x, y), as_call=True).total
+
+        return max(run_ranks(2, rank))
+
+    assert promised(1) < promised(2) == promised(3)
+
+
 def test_a_schedule_that_holds_more_is_promised_more() -> None:
     """GPipe holds the activations of eight micro-batches; 1F1B on the first of two ranks those of two."""
     told: dict[str, list[Footprint]] = {}

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from small_transformers import VOCAB, llama, mixtral
+from small_transformers import VOCAB, dinov2, gpt2, llama, mixtral, qwen_moe
 from torch import nn
 
 import shardwise as sw
@@ -46,12 +46,64 @@ def test_it_is_split_as_by_itself(axis: str, build: type[nn.Module]) -> None:
     assert all(found < 0.8 * whole for found in run_ranks(2, rank))
 
 
-def test_of_two_side_by_side_names_do_not_tell_which_is_meant() -> None:
-    models = [Wrapper(llama(), llama()) for _ in range(2)]
+class Distilled(nn.Module):
+    """A teacher, which is not trained, beside a student of another kind and with other heads."""
+
+    def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.teacher, self.student = teacher.requires_grad_(False), student
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(tokens, use_cache=False).logits.softmax(-1)
+        loss: torch.Tensor = nn.functional.cross_entropy(self.student(tokens, use_cache=False).logits.mT, wanted.mT)
+        return loss
+
+
+TWO = {
+    "tp": lambda: Distilled(gpt2(), llama(num_attention_heads=2, num_key_value_heads=2)),
+    "ep": lambda: Distilled(mixtral(), qwen_moe()),
+}
+
+
+@pytest.mark.parametrize("axis", TWO)
+def test_of_two_beside_each_other_each_is_split_by_its_own_plan(axis: str) -> None:
+    torch.manual_seed(0)
+    whole = TWO[axis]()
+    twins = [copy.deepcopy(whole) for _ in range(2)]
+    tokens = torch.randint(VOCAB, (4, 6))
+    optimizer = torch.optim.SGD(whole.student.parameters(), lr=0.1)
+    expected = []
+    for _ in range(2):
+        loss = whole(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    sizes = {name: sum(map(torch.numel, part.parameters())) for name, part in whole.named_children()}
 
     def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with pytest.raises(ModelError, match="Wrapper has no tensor-parallel plan of its own"):
-            sw.shard(mine, {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}}, world=world)
+        mine = twins[world.rank]
+        plan = {"preset": "ddp", "mesh": {axis: 2} if axis == "ep" else {"dp": 1, axis: 2}}
+        own = torch.optim.SGD(mine.student.parameters(), lr=0.1)
+        with sw.shard(mine, plan, optimizer=own, world=world) as engine:
+            share = tokens.chunk(2)[world.rank] if axis == "ep" else tokens
+            for loss in expected:
+                ours = mine(share)
+                engine.backward(ours)
+                engine.step()
+                assert engine.mean(ours.item()) == pytest.approx(loss, rel=1e-5)
+            for name, part in mine.named_children():
+                assert sum(map(torch.numel, part.parameters())) < 0.8 * sizes[name], name
+
+    run_ranks(2, rank)
+
+
+def test_one_of_two_without_a_plan_is_named() -> None:
+    models = [Wrapper(llama(), dinov2()) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with pytest.raises(ModelError, match=r"^Dinov2.* has no tensor-parallel plan of its own"):
+            sw.shard(models[world.rank], {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}}, world=world)
 
     run_ranks(2, rank)

@@ -242,11 +242,14 @@ def _subject(
     if given is not None and not given >= 1:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
     load = model_file.EXPERT_LOAD if given is None else given
+    if hardware is not None:  # before the model is split
+        clocks = (hardware,) if args.hardware is not None else (model_file.clock_here(), hardware)
+        stages += model_file.stage_times(model, args.batch, plan, mesh, converted, clocks)
     foreseen = model_file.activations_of(
         model, args.batch, plan, mesh, converted, load, args.optimizer, hardware=hardware
     )
     found = foreseen.counted
     counted = replace(subject, activations=found.activations, batch=args.batch, expert_load=load)
     counted = replace(counted, activation_bytes=found.sent_bytes, tied_bytes=found.tied_bytes)
-    counted = replace(counted, stages=stages + foreseen.balance)
+    counted = replace(counted, stages=stages)
     return plan, counted, foreseen.programs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from shardwise.fit.foreseen import (
     updates_of,
 )
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.measured_work import OperatorClock
 from shardwise.fit.smaller_meshes import PlainModel, in_words, joined
 from shardwise.fit.stage_balance import stage_balance
 from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_specs
@@ -116,8 +117,6 @@ class Foreseen:
 
     counted: Counted
     programs: tuple[RankProgram, ...] = ()
-    balance: str = ""
-    """How long each stage of a pipeline computes, one line each."""
 
 
 def activations_of(
@@ -135,24 +134,38 @@ def activations_of(
     `FILE:CALLABLE` returns; with a pipeline, for the rank with the most parameters.
 
     Runs the file and the callable, and `count_step`, on tensors without values, which claim to be on a GPU if this
-    machine has one. With the `hardware` on which a step is to be timed, the programs of all ranks are returned too, and
-    what each stage of a pipeline takes there.
+    machine has one. With the `hardware` on which a step is to be timed, the programs of all ranks are returned too.
     """
     batch = batch_from(source)
     pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if has_pipeline(mesh) else 0
     if hardware is None:
         return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted)[pp_rank])
-    on_cpu, balance = hardware.is_processor, ""
-    if has_pipeline(mesh):
-        stages = stage_layout(model, plan, mesh)
-        with suppress(ConfigError, ModelError):  # it is advice, and other plans are rehearsed for it
-            balance = str(stage_balance(model, stages, batch, plan, mesh, hardware, converted))
+    on_cpu = hardware.is_processor
     kinds = rank_units(model, plan, mesh, optimizer=optimizer, on_cpu=on_cpu)
     counted = count_step(
         model, batch, plan, mesh, expert_load=expert_load, converted=converted, counts_work=True, on_cpu=on_cpu
     )
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
-    return Foreseen(counted[pp_rank], tuple(programs), balance)
+    return Foreseen(counted[pp_rank], tuple(programs))
+
+
+def clock_here() -> OperatorClock:
+    """Runs operators on the device on which a job on this machine would compute."""
+    return OperatorClock(device_here())
+
+
+def stage_times(
+    model: nn.Module, source: str, plan: Plan, mesh: Mesh, converted: Converted, on: Sequence[Hardware | OperatorClock]
+) -> str:
+    """How long each stage of a pipeline computes, one line each, by the first of `on` that can say it for all of the
+    model's operators; empty without a pipeline."""
+    if not has_pipeline(mesh):
+        return ""
+    stages, batch = stage_layout(model, plan, mesh), batch_from(source)
+    for one in on:
+        with suppress(ConfigError, ModelError):  # it is advice, and other plans are rehearsed for it
+            return str(stage_balance(model, stages, batch, plan, mesh, one, converted))
+    return ""
 
 
 def fastest_of(

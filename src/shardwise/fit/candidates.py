@@ -54,6 +54,8 @@ class Space:
     wires: tuple[str, ...] = ()
     shares: bool = True
     """Whether what does not fit may have a share of its updates on the host, and of its states on a disk."""
+    parts: int = 0
+    """That of all candidates with pipeline stages."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ class Candidate:
     offload: Offload | None = None
     """The shares of a preset on the device that are off it; `disk` is the folder of those on a disk."""
     disk: str | None = None
+    parts: int = 0
+    """In how many parts a micro-batch passes through pipeline stages where a loop calls the model with it; 0 where
+    `engine.train_step` runs the schedule."""
 
     def size(self, axis: str) -> int:
         return self._size_of.get(axis, 1)
@@ -105,6 +110,20 @@ class Candidate:
     @cached_property
     def world_size(self) -> int:
         return math.prod(size for _, size in self.sizes)
+
+    @property
+    def least_waiting(self) -> float:
+        """How long a rank waits in a step at least, as a share of the forward and backward of a micro-batch through its
+        stages."""
+        others = self.size("pp") - 1
+        if self.parts:  # each call fills the pipeline and drains it
+            return self.accumulate * others / (self.parts * self.chunks)
+        return SCHEDULES[self.schedule].waits * others / self.chunks
+
+    @property
+    def most_in_flight(self) -> int:
+        """Micro-batches whose activations the first rank of a pipeline holds at once, at least."""
+        return 1 if self.parts else min(self.size("pp"), self.accumulate)
 
     @cached_property
     def split(self) -> tuple[int, ...]:
@@ -141,7 +160,8 @@ class Candidate:
         split = [f"{axis} {size}" for axis, size in self.sizes if size > 1]
         words = [self.preset, *split, f"{self.accumulate} x {self.rows} rows"]
         if self.size("pp") > 1:
-            words.append(self.schedule + (f" of {self.chunks}" if self.chunks > 1 else ""))
+            schedule = f"calls in {self.parts} parts" if self.parts else self.schedule
+            words.append(schedule + (f" of {self.chunks}" if self.chunks > 1 else ""))
         if self.policy != "keep":
             words.append(f"activations {self.policy}")
         words += [self.precision] if self.precision is not None else []
@@ -183,13 +203,15 @@ def candidates(
                 if space.rows and rows not in space.rows:
                     continue
                 accumulate = num_rows // num_data // rows
+                parts = space.parts if num_stages > 1 else 0
                 for schedule, chunks in _schedules(num_stages, accumulate, num_blocks, base, space):
                     for policy in policies:
                         for precision in precisions:
                             for wire in wires:
                                 yield Candidate(
-                                    preset, sizes, rows, accumulate, policy, schedule, chunks, precision, wire
-                                )
+                                    preset, sizes, rows, accumulate, policy, schedule, chunks, precision, wire,
+                                    parts=parts,
+                                )  # fmt: skip
 
 
 def _schedules(
@@ -200,7 +222,8 @@ def _schedules(
     elif not space.schedules:
         yield base.pipeline.schedule, chunks_of(base.pipeline)
     for schedule, chunks in space.schedules if num_stages > 1 else ():
-        if num_stages * chunks <= num_blocks and SCHEDULES[schedule].takes(num_stages, accumulate):
+        is_taken = space.parts > 0 or SCHEDULES[schedule].takes(num_stages, accumulate)
+        if num_stages * chunks <= num_blocks and is_taken:
             yield schedule, chunks
 
 
@@ -282,9 +305,8 @@ class Bounds:
             self._apart[key] = apart
         if isinstance(apart, ShardwiseError):
             raise apart
-        in_flight = min(candidate.size("pp"), candidate.accumulate)
         spread = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
-        activations = size.row_bytes * candidate.rows * in_flight / spread
+        activations = size.row_bytes * candidate.rows * candidate.most_in_flight / spread
         communicating = apart.num_gathers * candidate.accumulate * apart.gathering
         communicating += candidate.accumulate * apart.reducing
         return Bound(
@@ -333,9 +355,7 @@ class Bounds:
     def _computing(self, candidate: Candidate, size: Size) -> float:
         split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
         rows = candidate.rows * candidate.accumulate
-        stages = candidate.size("pp")
-        empty = SCHEDULES[candidate.schedule].waits * (stages - 1) / candidate.chunks
-        return size.flops_seconds * rows / split * (1 + empty / candidate.accumulate)
+        return size.flops_seconds * rows / split * (1 + candidate.least_waiting / candidate.accumulate)
 
     def _on_host(self, candidate: Candidate, table: Table, trained: float) -> float:
         """Gradients that go there, the update, and parameters that come back."""

@@ -210,8 +210,10 @@ class Parts:
         worked = tuple(watch.worked) if isinstance(watch, CountedWork) else ()
         return Counted(activations, _by_axis(ledger), worked=worked)
 
-    def of_stages(self, model: nn.Module, batch: object, *, counts_work: bool = False) -> list[Counted]:
-        """By pipeline rank."""
+    def of_stages(
+        self, model: nn.Module, batch: object, *, counts_work: bool = False, as_call: bool = False
+    ) -> list[Counted]:
+        """By pipeline rank: what a schedule holds with one micro-batch, or a loop that calls the model with it."""
         layout = stage_layout(model, self.plan, self.mesh)
         rehearsals, ledgers = [], []
         for pp_rank in range(layout.num_ranks):
@@ -242,6 +244,7 @@ class Parts:
                     around=around,
                     watch=watch,
                     on_cpu=self.on_cpu,
+                    as_call=as_call,
                 )
             )
         sent_by: dict[int, dict[str, int]] = {}

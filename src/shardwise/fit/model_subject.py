@@ -16,8 +16,9 @@ from torch import nn
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.budget import Ranks, within_budget
 from shardwise.fit.candidates import ON_DEVICE, SCHEDULE, SPLITTING, Candidate, Size
+from shardwise.fit.clock import RankProgram
 from shardwise.fit.equal_blocks import FewBlocks, treats_alike, without_values
-from shardwise.fit.foreseen import Counted, RankUnits, count_step, rank_units
+from shardwise.fit.foreseen import Counted, RankUnits, count_step, parts_of, rank_units
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.operations import Operation, Worked
 from shardwise.fit.search import Evaluated, Limits
@@ -28,7 +29,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
 from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
-from shardwise.program.schedule import SCHEDULES, schedule_of
+from shardwise.program.schedule import Op, schedule_of, schedule_of_calls
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.system.torch_private import tree_leaves, tree_map_only
 
@@ -112,10 +113,9 @@ class ModelSubject:
         rehearsed."""
         whole, of_blocks = self._least_of_micro_batch(candidate)
         stages, accumulate = candidate.size("pp"), candidate.accumulate
-        waits = SCHEDULES[candidate.schedule].waits * (stages - 1) / candidate.chunks
         num_blocks = 1 if self._few.blocks is None else self._few.blocks.num
         longest = of_blocks / num_blocks * -(-num_blocks // stages)
-        return max(whole / stages * (accumulate + waits), longest * accumulate)
+        return max(whole / stages * (accumulate + candidate.least_waiting), longest * accumulate)
 
     def _least_of_micro_batch(self, candidate: Candidate) -> tuple[float, float]:
         """As `_seconds_alone`, at least."""
@@ -206,11 +206,15 @@ class ModelSubject:
         num_stages = candidate.size("pp")
         plain = replace(candidate, rows=1, accumulate=1, policy="keep" if num_stages == 1 else candidate.policy)
         key = plain, self.base
-        rows = None if num_stages == 1 else schedule_of(plan, num_stages).rows
         if key not in self._units:
             self._units[key] = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
         units = self._units[key]
-        return units if rows is None else [replace(one, row=row) for one, row in zip(units, rows, strict=True)]
+        if num_stages == 1:
+            return units
+        schedule = schedule_of(plan, num_stages)
+        if candidate.parts:
+            schedule = schedule_of_calls(num_stages, schedule.num_stages, min(2, candidate.accumulate))
+        return _with_rows(units, schedule.rows)
 
     def _evaluated(
         self,
@@ -222,16 +226,14 @@ class ModelSubject:
         *,
         is_exact: bool,
     ) -> Evaluated:
-        """What the fullest rank holds, and how long the step takes.
+        """What the fullest rank holds, and how long the step takes: see [Note: calls in a search].
 
         Held is what an engine promises, which fits wherever ranks run: where those of a host share memory it is less
         (`local_size`), and a budget that counted on that would be exceeded by the same plan on more hosts. Copies of
         states beside a step (`survive`) are not in its time: on accelerators none are made, as all ranks restart; on
         processors, who gets one depends on which ranks are on which host, which is looked up rank by rank.
         """
-        sent = {stage: num_bytes for one in counted for stage, num_bytes in one.message_bytes.items()}
-        counted = [replace(one, message_bytes=sent) for one in counted]
-        programs = [units.program(plan, one) for units, one in zip(ranks, counted, strict=True)]
+        programs = _programs(plan, ranks, counted)
         held = [
             program.step.footprint(
                 states_per_param=self.num_states, num_micro_batches=plan.accumulate, activations=one.activations
@@ -240,7 +242,7 @@ class ModelSubject:
         ]
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         time = step_time(
-            programs,
+            _programs(plan, *self._in_parts(candidate, ranks)) if candidate.parts else programs,
             self.hardware,
             mesh,
             num_micro_batches=plan.accumulate,
@@ -256,6 +258,13 @@ class ModelSubject:
             mfu=time.timeline.mfu,
             is_exact=is_exact,
         )
+
+    def _in_parts(self, candidate: Candidate, ranks: Sequence[RankUnits]) -> tuple[list[RankUnits], list[Counted]]:
+        """The ranks of a pipeline with the parts of all calls as micro-batches, and what these compute."""
+        num_stages = 1 + max(op.stage for rank in ranks for op in rank.row)
+        schedule = schedule_of_calls(len(ranks), num_stages, candidate.accumulate, candidate.parts)
+        ranks = _with_rows(ranks, schedule.rows)
+        return ranks, self._derived_ranks(replace(candidate, rows=-(-candidate.rows // candidate.parts)), ranks)
 
     def _derived_ranks(self, candidate: Candidate, ranks: Sequence[RankUnits]) -> list[Counted]:
         counted = self._derived(candidate)
@@ -315,7 +324,10 @@ class ModelSubject:
         batch = with_rows(self.batch, candidate.rows, self.rows_of_batch, candidate.size("sp"))
 
         def count(model: nn.Module) -> list[Counted]:
-            return count_step(model, batch, small, mesh, counts_work=not for_messages, on_cpu=self.on_cpu)
+            if not candidate.parts:
+                return count_step(model, batch, small, mesh, counts_work=not for_messages, on_cpu=self.on_cpu)
+            parts = parts_of(model, small, mesh, on_cpu=self.on_cpu)
+            return parts.of_stages(model, batch, counts_work=not for_messages, as_call=True)
 
         if self._few.blocks is not None and treats_alike(small):
             if for_messages and small.pipeline.stages == "auto":
@@ -332,15 +344,35 @@ class ModelSubject:
 def _of_model(candidate: Candidate) -> Candidate:
     """The same without a pipeline, of one micro-batch."""
     sizes = tuple((axis, 1 if axis == "pp" else size) for axis, size in candidate.sizes)
-    return replace(candidate, sizes=sizes, accumulate=1, schedule=SCHEDULE, chunks=1)
+    return replace(candidate, sizes=sizes, accumulate=1, schedule=SCHEDULE, chunks=1, parts=0)
 
 
 def _key(candidate: Candidate) -> object:
     """What a rehearsal depends on."""
     stages = candidate.size("pp")
-    of_stages = (candidate.schedule, candidate.chunks, candidate.accumulate) if stages > 1 else ()
+    scheduled = candidate.schedule, candidate.chunks, candidate.accumulate, candidate.parts
+    of_stages = scheduled if stages > 1 else ()
     split = tuple((axis, size) for axis, size in candidate.sizes if axis in SPLITTING and size > 1)
     return split, of_stages, candidate.rows, candidate.policy, candidate.precision
+
+
+# [Note: calls in a search] A loop that calls the model in stages holds what a call of its whole micro-batch holds, and
+# from the second call of a step on its gradients beside that: two calls are counted, each as one micro-batch. But it
+# takes the time of parts, which pass through the stages one behind the other, so parts are timed. The head, which runs
+# once for all of them, is timed with each, so a call takes a little longer than foreseen, by what other ranks wait for
+# it, whichever plan it is.
+
+
+def _with_rows(ranks: Sequence[RankUnits], rows: Sequence[tuple[Op, ...]]) -> list[RankUnits]:
+    """The ranks of a pipeline with other ops."""
+    return [replace(rank, row=row) for rank, row in zip(ranks, rows, strict=True)]
+
+
+def _programs(plan: Plan, ranks: Sequence[RankUnits], counted: Sequence[Counted]) -> list[RankProgram]:
+    """What a clock needs of each rank, which has to know what all stages send."""
+    sent = {stage: num_bytes for one in counted for stage, num_bytes in one.message_bytes.items()}
+    counted = [replace(one, message_bytes=sent) for one in counted]
+    return [units.program(plan, one) for units, one in zip(ranks, counted, strict=True)]
 
 
 # [Note: derived counts] A rehearsal takes a second or more, and a search would need hundreds. But what a model computes

@@ -37,9 +37,12 @@ class StageCost:
     modules: tuple[str, ...]
     seconds: float
     saved_bytes: int
+    is_measured: bool = False
+    """Whether the model's operators were run for it; otherwise the time is foreseen."""
 
     def __str__(self) -> str:
-        return f"{format_seconds(self.seconds)}, {format_bytes(self.saved_bytes)} kept for the backward"
+        how = "measured" if self.is_measured else "predicted"
+        return f"{format_seconds(self.seconds)} ({how}), {format_bytes(self.saved_bytes)} kept for the backward"
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,12 @@ def stage_balance(
 
     def costs(stages: Sequence[Sequence[str]]) -> tuple[StageCost, ...]:
         return tuple(
-            StageCost(tuple(stage), sum(seconds[name] for name in stage), sum(saved[name] for name in stage))
+            StageCost(
+                tuple(stage),
+                sum(seconds[name] for name in stage),
+                sum(saved[name] for name in stage),
+                is_measured=isinstance(on, OperatorClock),
+            )
             for stage in stages
         )
 

@@ -26,7 +26,7 @@ from shardwise.parallel.pipeline.survey import Exchange, Found, carried, empty
 from shardwise.plan.placement import Dtype
 from shardwise.program import Activations
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
-from shardwise.program.schedule import Schedule, schedule_of_call
+from shardwise.program.schedule import Schedule, schedule_of_calls
 from shardwise.runtime.activations import BEHIND_BYTES, Treatments
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import (
@@ -209,7 +209,10 @@ class StageRehearsal:
     @property
     def schedule(self) -> Schedule:
         layout = self.staged.layout
-        return schedule_of_call(layout.num_ranks, layout.num_stages) if self.as_call else layout.schedule
+        if not self.as_call:
+            return layout.schedule
+        num_calls = min(2, layout.schedule.num_micro_batches)  # from the second on there are gradients meanwhile
+        return schedule_of_calls(layout.num_ranks, layout.num_stages, num_calls)
 
     @property
     def sent_bytes(self) -> int:

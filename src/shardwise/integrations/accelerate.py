@@ -112,7 +112,7 @@ class Accelerator(BatchSharingAccelerator):
         self.runs_whole_steps = False
         """Whether another loop gives the engine all micro-batches of a step in one call."""
         self.steps_are_schedules = False
-        """Whether it does so in all steps but short ones, which `preset: auto` may then foresee."""
+        """Whether it does so in all steps but short ones: then `preset: auto` foresees schedules instead of calls."""
         self.deepspeed_config: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         """Of a job that is started for `deepspeed --autotuning`: the script's, and values for its `"auto"`."""
         self._compiler = self._take_compiler()
@@ -225,6 +225,8 @@ class Accelerator(BatchSharingAccelerator):
         if model in self._references:
             return
         plan = without(self._plan_of(model), "run", "trackers")  # the record is that of the training
+        if plan.preset == "auto":  # there is nothing to choose for what is not trained; this one holds least
+            plan = sw.load_plan(without(plan, "budget"), ["preset=zero3"])
         plan = resolved_plan(plan, model, self.plan_precision, self._compiler, "Accelerate")
         gather_fused_heads(model, plan)
         device = None if self.device.type == "cpu" else self.device
@@ -315,12 +317,6 @@ class Accelerator(BatchSharingAccelerator):
         self, model: nn.Module, plan: sw.Plan, optimizers: list[torch.optim.Optimizer], device: torch.device | None
     ) -> sw.Plan:
         """`plan` with what `preset: auto` stands for, for as many micro-batches as are accumulated."""
-        if has_stages(plan) and not self.steps_are_schedules:
-            raise ConfigError(
-                "preset: auto is not for loops that call a model in pipeline stages, because it foresees "
-                "engine.train_step. Name a preset, such as zero1, or leave pp out of the mesh. Trainer's own steps are "
-                "foreseen, if gradient_accumulation_steps is at least pp."
-            )
         batch = self._batch
         if batch is None:
             loader = self.training_loader
@@ -332,7 +328,15 @@ class Accelerator(BatchSharingAccelerator):
             num_readers = self.num_processes // self.ranks_per_batch
             batch = sample_batch(model, loader, num_parts=num_readers if self.split_batches else 1)
         counted = sw.load_plan(plan, [f"accumulate={self.num_micro_batches or self.gradient_accumulation_steps}"])
-        chosen = sw.choose_plan(model, counted, batch=batch, optimizer=optimizers, world=self.world, device=device)
+        chosen = sw.choose_plan(
+            model,
+            counted,
+            batch=batch,
+            optimizer=optimizers,
+            world=self.world,
+            device=device,
+            as_call=not self.steps_are_schedules,
+        )
         return without(chosen, "accumulate")
 
     # -- a step -----------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from torch import nn
 
@@ -10,11 +11,20 @@ _MARK = "base_model_prefix"
 """An attribute of the classes of their models, and not of their layers."""
 
 
-def library_model(model: nn.Module) -> nn.Module:
-    """`model`, or the model of transformers that it wraps, as a `LightningModule` or a class of one's own does; of
-    several beside each other none, because names of modules do not tell them apart."""
-    found = list(_outermost(model))
-    return found[0] if len(found) == 1 else model
+class LibraryModel(NamedTuple):
+    """A model of transformers in a model: `paths` has, by the name of each of its modules, the path in the whole."""
+
+    module: nn.Module
+    paths: Mapping[str, str]
+
+
+def library_models(model: nn.Module) -> list[LibraryModel]:
+    """`model`, or the models of transformers that it has, as a `LightningModule`, a dual encoder, or a teacher beside
+    its student do; `model` itself if there are none. What is said of one of them by names of modules says nothing of
+    the others."""
+    paths = {module: path for path, module in model.named_modules()}
+    found = dict.fromkeys(_outermost(model)) or {model: None}
+    return [LibraryModel(one, {name: paths[inner] for name, inner in one.named_modules()}) for one in found]
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:

@@ -205,15 +205,22 @@ def chunks_of(asked: Pipeline) -> int:
     return asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
 
 
-def schedule_of_call(num_ranks: int, num_stages: int) -> Schedule:
-    """What a call of the model and its backward run, counted as one micro-batch: stages in order, then backwards in the
-    opposite order."""
-    there = [range(rank, num_stages, num_ranks) for rank in range(num_ranks)]
-    rows = tuple(
-        (*(Op("F", 0, stage) for stage in stages), *(Op("B", 0, stage) for stage in reversed(stages)))
-        for stages in there
-    )
-    return Schedule("call", num_ranks, num_stages, 1, rows)
+def schedule_of_calls(num_ranks: int, num_stages: int, num_calls: int, num_parts: int = 1) -> Schedule:
+    """What calls of the model by a loop run, each followed by its backward. A call has `num_parts` micro-batches: all
+    of them go through a stage before the next of the same rank, and back through them in the opposite order."""
+    rows = []
+    for rank in range(num_ranks):
+        there = range(rank, num_stages, num_ranks)
+        calls = (range(first, first + num_parts) for first in range(0, num_calls * num_parts, num_parts))
+        row = [
+            Op(kind, batch, stage)
+            for call in calls
+            for kind in _FORWARD_BACKWARD
+            for stage in (there if kind == "F" else reversed(there))
+            for batch in call
+        ]
+        rows.append(tuple(row))
+    return Schedule("calls", num_ranks, num_stages, num_calls * num_parts, tuple(rows))
 
 
 _FORWARD_BACKWARD: tuple[OpKind, OpKind] = ("F", "B")

@@ -136,10 +136,10 @@ def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list
     """
     inputs = _parts(batch, num, "batch", is_even=not weighing.is_used)
     if target is None:
-        parts = [_called_with(part) for part in inputs]
+        parts = [called_with(part) for part in inputs]
     else:
         targets = _parts(target, num, "target", is_even=not weighing.is_used)
-        parts = [_called_with(part, one, has_target=True) for part, one in zip(inputs, targets, strict=True)]
+        parts = [called_with(part, one, has_target=True) for part, one in zip(inputs, targets, strict=True)]
     if not weighing.is_used:
         return parts
     if isinstance(inputs, _Cut):
@@ -197,7 +197,8 @@ def mean_loss(losses: Sequence[Tensor], parts: Sequence[MicroBatch]) -> Tensor:
     return (sum(counted[1:], start=counted[0]) / sum(weights)).reshape(())
 
 
-def _called_with(part: Any, target: Any = None, *, has_target: bool = False) -> MicroBatch:
+def called_with(part: Any, target: Any = None, *, has_target: bool = False) -> MicroBatch:
+    """What a model is called with for a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(part, Mapping):
         return MicroBatch((), dict(part), target, has_target, given=part)
     args = tuple(part) if isinstance(part, tuple | list) and not hasattr(part, "_fields") else (part,)

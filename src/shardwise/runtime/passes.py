@@ -12,8 +12,8 @@ ahead. A pass that departs from the record goes on without look-ahead, still cor
 [Note: awake in a schedule] Parameters that every rank keeps whole need nothing before a use and nothing after it. While
 the engine itself runs a schedule, and follows its program, they are plain tensors from their first use to the end: an
 eighth of the calls for a block was to wake them and to let them rest. Nothing intercepts a write in between, so writes
-are counted. Not so in the calls of a loop of one's own, between which code may do what it likes with parameters at
-rest.
+are counted. In a call by a loop of one's own they are so while its forwards run, and again while its backwards do: in
+between the loop may do what it likes with parameters at rest.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Passes:
         script = self._scripts.setdefault((kind, self.reduces), Script(self._journal))
         self.current = Pass(script, self._moments, reduces=self.reduces)
         self.current.halved = halved
-        self.current.keeps_awake = kind == "schedule"
+        self.current.keeps_awake = kind == "schedule"  # in calls, while their ops run
         self.current.is_running = True
         script.begin()
 

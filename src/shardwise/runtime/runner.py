@@ -356,10 +356,28 @@ class Runner:
         """A call of a model in stages begins, with `num` micro-batches, whose ops are announced by `passes.begin_op`;
         the number of the first one. Calls that wait for their backwards are one pass, as a schedule is."""
         self.recover_if_cut_short()
-        return self.passes.begin_call(num)
+        first = self.passes.begin_call(num)
+        self.passes.current.keeps_awake = True
+        return first
+
+    def end_ops_of_call(self) -> None:
+        """The forwards of a call have run, or its backward has: the loop goes on, with parameters at rest."""
+        current = self.passes.current
+        self._require_unwritten()
+        for unit in self.units if current.awake else ():
+            if unit.name in current.awake:
+                unit.rest()
+        current.awake.clear()
+        current.first_opened.clear()
+        current.keeps_awake = False
+
+    def begin_backward_of_call(self) -> None:
+        """The gradients of a call's outputs have come."""
+        self.passes.current.keeps_awake = True
 
     def end_call(self) -> None:
         """The backward of a call has ended, or the call needs none."""
+        self.end_ops_of_call()
         self.passes.num_calls -= 1
         if not self.passes.num_calls:
             self.passes.end_calls()

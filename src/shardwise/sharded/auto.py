@@ -41,9 +41,11 @@ from shardwise.memory import in_own_precision
 from shardwise.optim import vet
 from shardwise.optim.precision.auto_precision import settle
 from shardwise.parallel.pipeline import has_pipeline, stage_layout
+from shardwise.parallel.pipeline.loop_calls import parts_of_call
 from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.replica_groups import mesh_over
+from shardwise.runtime.micro_batches import called_with
 from shardwise.sharded.sharding import check_device, design, require_elementwise, require_units
 from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.units import format_bytes, format_seconds
@@ -60,8 +62,12 @@ def settled(
     world: World,
     wishes: Wishes,
     batch: object,
+    *,
+    as_call: bool = False,
 ) -> Plan:
     """`plan` with what `preset: auto` stands for. All ranks call; the result is the same on all, and rank 0 logs why.
+    With `as_call` a loop calls the model with `batch`, instead of `engine.train_step`: see [Note: calls in a search] in
+    `fit/model_subject.py`.
 
     Raises `ConfigError` on all of them, with figures, if nothing fits.
     """
@@ -78,7 +84,7 @@ def settled(
     told: dict[str, object] = {}
     if world.rank == 0:
         try:
-            found, base, stages = _search(model, plan, updates, world, batch, limits, num_local)
+            found, base, stages = _search(model, plan, updates, world, batch, limits, num_local, as_call=as_call)
             chosen = found.best[0].candidate.plan(base).model_dump(mode="json", exclude_unset=True)
             told = {"plan": chosen}
             summary = "\n".join([*_summary(found, _fewest_ranks(world)), *stages])
@@ -101,6 +107,8 @@ def _search(
     batch: object,
     limits: Limits,
     num_local: int,
+    *,
+    as_call: bool,
 ) -> tuple[Found, Plan, list[str]]:
     """What was found, what all candidates have in common, and what is known of a pipeline's stages."""
     given = {name: getattr(plan, name) for name in plan.model_fields_set if name not in ("preset", "budget")}
@@ -126,6 +134,7 @@ def _search(
         schedules=(),
         rows=(rows,),
         shares=has_budget or not on_cpu,
+        parts=_num_parts(model, base, mesh, batch) if as_call and has_pipeline(mesh) else 0,
     )
 
     def searched(base: Plan) -> Found:
@@ -155,6 +164,13 @@ def _search(
     except ConfigError as error:
         found = searched(base)
         return found, base, [f"  stages of equal parameters, not of equal times: {error}"]
+
+
+def _num_parts(model: nn.Module, plan: Plan, mesh: Mesh, batch: object) -> int:
+    """In how many parts a call of `model` with `batch` passes through its stages."""
+    layout = stage_layout(without_values(model), plan, mesh)
+    parts, _ = parts_of_call(called_with(batch), layout, in_training=True)
+    return len(parts)
 
 
 def _measured_stages(model: nn.Module, base: Plan, mesh: Mesh, batch: object, device: torch.device) -> Balance | None:

@@ -61,6 +61,7 @@ class _Trainer:
             self._sharded.parts.sequence.note_parts(whole, parts, rows)
 
     def end_forwards(self, line: Line) -> None:
+        self._sharded.parts.runner.end_ops_of_call()
         if self._sharded.parts.sequence is not None:
             self._sharded.parts.sequence.check_was_asked(line)
 
@@ -79,6 +80,7 @@ class _Trainer:
         passes = self._sharded.parts.runner.passes
         self._is_scaled = passes.current.is_scaled
         self._num_backwards = passes.num_backwards
+        self._sharded.parts.runner.begin_backward_of_call()
         if self._sharded.progress.weighing.current != 1.0 and not passes.current.is_weighed:
             raise StateError(
                 "Ranks have different numbers of samples, and a pipeline weighs losses, so each has to be weighed. "

@@ -40,6 +40,7 @@ def chosen_plan(strategy: Any, trainer: Any, plan: sw.Plan, batch: object) -> sw
         optimizer=strategy.optimizers,
         world=strategy.world,
         device=None if strategy.root_device.type == "cpu" else strategy.root_device,
+        as_call=True,
     )
     if batch is not None:
         return without(choose(batch=batch), "accumulate")

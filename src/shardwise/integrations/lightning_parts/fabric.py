@@ -34,14 +34,13 @@ class FabricStrategyMixin(_Base):
     `plan` is a preset's name, a file, a dict or a `sw.Plan`; the default is `zero3`. With `state_dict_type="sharded"`
     `fabric.save` writes a folder: each rank writes its part, and any number of ranks can load it. With `"full"`, or
     with a `filter`, it writes a single file like DDP. Other arguments are those of DDPStrategy for devices and
-    launching. Ranks along the axes `tp` and `sp` of the plan's mesh get the same batches.
+    launching. Ranks along the axes `tp`, `sp` and `pp` of the plan's mesh get the same batches.
 
     With the preset `auto` in the plan, the fastest one that fits is chosen for a batch of the first loader that is set
     up, before the model (docs/auto.md); or for `batch`, one micro-batch of a rank as the model is called with it.
 
     A model is sharded by `fabric.setup(model, optimizer)`, or by `setup_optimizers` after `setup_module`. Raises
-    `ConfigError` for a plan with pipeline stages, or with `accumulate` or `clip_grad_norm`, which a Fabric loop does
-    itself.
+    `ConfigError` for a plan with `accumulate` or `clip_grad_norm`, which a Fabric loop does itself.
     """
 
     default_plan: ClassVar[PlanLike] = "zero3"
@@ -153,7 +152,9 @@ class FabricStrategyMixin(_Base):
         device = None if self.root_device.type == "cpu" else self.root_device
         if plan.preset == "auto":
             batch = self._batch_of(module) if self._batch is None else self._batch
-            plan = sw.choose_plan(module, plan, batch=batch, optimizer=optimizers, world=self.world, device=device)
+            plan = sw.choose_plan(
+                module, plan, batch=batch, optimizer=optimizers, world=self.world, device=device, as_call=True
+            )
         engine = sw.shard(module, plan, optimizer=optimizers, world=self.world, device=device)
         WORLDS.use(self.world, engine)
         self._engines[module] = engine

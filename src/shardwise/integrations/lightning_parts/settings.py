@@ -44,11 +44,6 @@ def refuse_settings(settings: dict[str, Any]) -> None:
 
 def require_staged_settings(plan: sw.Plan, state_dict_type: str) -> None:
     """Raise `ConfigError` for what a plan with pipeline stages cannot be combined with."""
-    if plan.preset == "auto":
-        raise ConfigError(
-            "preset: auto is not for loops that call a model in pipeline stages, because it foresees "
-            "engine.train_step. Name a preset, such as zero1, or leave pp out of the mesh."
-        )
     if (plan.mesh or {}).get("sp", 1) != 1:
         raise ConfigError(
             "The plan's mesh has pp and sp, but Lightning's steps call what is in the module that is sharded, of which "

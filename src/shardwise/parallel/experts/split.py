@@ -13,7 +13,7 @@ from shardwise.comm import Line
 from shardwise.errors import ConfigError, ModelError
 from shardwise.parallel.experts.dispatch import DispatchedExperts
 from shardwise.parallel.experts.layer import Experts
-from shardwise.parallel.library_model import library_model
+from shardwise.parallel.library_model import library_models
 from shardwise.plan import Plan
 from shardwise.plan.mesh import EXPERT_AXIS, Mesh
 from shardwise.plan.placement import Box, Span
@@ -185,9 +185,13 @@ def _nothing_known(model: nn.Module, mesh: Mesh) -> ModelError:
 
 def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
     """The modules of `shardwise.experts`, and those that the `ep_plan` of a transformers model names."""
-    brought = getattr(library_model(model), "_ep_plan", None) or {}
-    patterns = [pattern for pattern, style in brought.items() if style == _STACKED]
+    brought: dict[str, list[str]] = {}
+    for part in library_models(model):
+        plan = getattr(part.module, "_ep_plan", None) or {}
+        stacked_here = [pattern for pattern, style in plan.items() if style == _STACKED]
+        brought |= dict.fromkeys(part.paths.values(), stacked_here)
     for path, module in model.named_modules():
+        patterns = brought.get(path, [])
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, Experts):
             yield ExpertModule.of(path, module, own.values(), module.num_experts)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Protocol
 
@@ -34,9 +34,9 @@ from shardwise.comm import Line
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.caches import cache_in, without_cache
 from shardwise.parallel.pipeline.call_outputs import describe, layouts_in, rebuilt, refuse_collected
-from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share, expecting_gradients, gradients_of
-from shardwise.parallel.pipeline.stage_layout import refuse_sums_over_layers
-from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, bytes_of, joined
+from shardwise.parallel.pipeline.pipeline import Held, Pipeline, Share
+from shardwise.parallel.pipeline.stage_layout import StageLayout, refuse_sums_over_layers
+from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout, bytes_of, joined
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.program.schedule import Op
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
@@ -121,6 +121,8 @@ class _Call:
     num_passes: int = 0
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
     """By stage and part."""
+    of_blocks: dict[Hashable, StageMessageLayout] = field(default_factory=dict)
+    """By kind: what the last stage's blocks hand over to what runs once."""
     arrived: list[StageMessage] = field(default_factory=list)
     """For each part, what came to the last stage, if that has nothing but what runs once for all parts."""
     joined: StageMessage | None = None
@@ -168,7 +170,7 @@ class LoopCalls:
                 "model is called with: let the model compute it, or call with tensor.detach()."
             )
         pipeline.check_same_batch([whole])
-        parts, rows = parts_of(whole, self._most_parts)
+        parts, rows = parts_of_call(whole, pipeline.layout, in_training=staged.model.training)
         self._trainer.note_parts(whole, parts, rows)
         kinds = [(staged.wholes.index(called), pipeline.kind_of(part)) for part in parts]
         form = len(parts) > 1, whole.form
@@ -185,11 +187,6 @@ class LoopCalls:
         except BaseException:
             self._trainer.fail()
             raise
-
-    def _most_parts(self, num_samples: int) -> int:
-        if self._pipeline.layout.normalizes_batches and self._staged.model.training:
-            return 1
-        return most_parts(num_samples, self._pipeline.layout.num_ranks)
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -220,7 +217,8 @@ class LoopCalls:
             return
         self._begin(call, Op("F", number, stage), is_last=part + 1 == len(call.parts))
         inputs = call.parts[part]
-        is_known = stage != self._last and pipeline.forward_to[stage].knows(kind)
+        is_last = stage == self._last
+        is_known = kind in call.of_blocks if is_last else pipeline.forward_to[stage].knows(kind)
         with self._on_timeline(f"F{number}@{stage}"):
             outputs, sent = pipeline.through(
                 stage,
@@ -229,13 +227,14 @@ class LoopCalls:
                 arrived,
                 lambda: self._staged.model(*inputs.args, **inputs.kwargs),
                 called=call.called,
-                share=Share(self._blocks if stage == self._last else None, call.form, True, is_known),
+                share=Share(self._blocks if is_last else None, call.form, True, is_known),
                 carried=call.carried,
             )
         assert sent is not None
-        if call.trains or stage == self._last:
+        if call.trains or is_last:
             call.held[stage, part] = Held.of(outputs, sent, arrived)
-        if stage == self._last:
+        if is_last:
+            sent = replace(sent, returned=call.of_blocks.setdefault(kind, sent).returned)
             call.arrived.append(StageMessage(list(outputs), sent))
         else:
             pipeline.forward_to[stage].send_with_layout(outputs, sent, kind, number)
@@ -246,7 +245,7 @@ class LoopCalls:
         has_blocks = (self._last, 0) in call.held
         span = self._tail if has_blocks else None
         name = self._pipeline.layout.pieces[self._tail[0] if has_blocks else self._staged.span_of(self._last)[0]]
-        message = messages[0] if len(messages) == 1 else expecting_gradients(joined(messages, call.rows, name))
+        message = messages[0] if len(messages) == 1 else joined(messages, call.rows, name).expecting_gradients()
         call.joined = message
         op = self._op_of_whole("F", call)
         self._begin(call, op, is_last=True)
@@ -347,10 +346,10 @@ class LoopCalls:
                         self._backward_part(call, stage, part, answers)
                 for channel in self._pipeline.channels():
                     channel.wait_for_sends()
+                self._trainer.end_call()
         except BaseException:
             self._trainer.fail()
             raise
-        self._trainer.end_call()
 
     def _backward_whole(self, call: _Call, gradients: Sequence[Tensor | None]) -> list[list[Tensor]]:
         """The gradients of what blocks have returned, or the last stage has received, by part."""
@@ -366,7 +365,7 @@ class LoopCalls:
             self._staged.running(self._last, message, is_backward=True, span=span),
         ):
             self._trainer.backward_through([out for out, _ in given], [grad for _, grad in given])
-        of_message = gradients_of(message)
+        of_message = message.gradients()
         if len(call.rows) == 1:
             return [of_message]
         in_parts = [torch.split(grad, list(call.rows)) for grad in of_message]
@@ -390,7 +389,7 @@ class LoopCalls:
         ):
             self._trainer.backward_through(held.outputs, gradients)
         if held.arrived is not None:
-            pipeline.send_back(stage, gradients_of(held.arrived), number)
+            pipeline.send_back(stage, held.arrived.gradients(), number)
 
     def _on_timeline(self, what: str) -> Any:
         return self._timeline.during(STAGES, what)
@@ -421,6 +420,12 @@ def most_parts(num_samples: int, num_ranks: int) -> int:
     1.12 in 4.
     """
     return min(4 * num_ranks, max(2 * num_ranks, num_samples // 2))
+
+
+def parts_of_call(whole: MicroBatch, layout: StageLayout, *, in_training: bool) -> tuple[list[MicroBatch], list[int]]:
+    """The parts of a call of the model, and how many samples each has. Batch norms see whole batches in training."""
+    is_whole = in_training and layout.normalizes_batches
+    return parts_of(whole, lambda num_samples: 1 if is_whole else most_parts(num_samples, layout.num_ranks))
 
 
 def _is_left(tensor: Tensor) -> bool:

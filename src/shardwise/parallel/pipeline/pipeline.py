@@ -298,7 +298,7 @@ class Pipeline:
         """What `stage`, which is not the first, receives for micro-batch `number` of this kind; waits for it."""
         channel = self.forward_from[stage]
         layout = channel.layout(kind)
-        return expecting_gradients(StageMessage(channel.receive(layout.tensors, number), layout))
+        return StageMessage(channel.receive(layout.tensors, number), layout).expecting_gradients()
 
     def send_back(self, stage: int, gradients: Sequence[Tensor], number: int) -> None:
         """Send the gradients of what `stage` has received for micro-batch `number` to the stage before."""
@@ -397,7 +397,7 @@ class Pipeline:
             else:
                 trainer.backward_through(held.outputs, gradients)
         if held.arrived is not None:
-            self.send_back(stage, gradients_of(held.arrived), batch)
+            self.send_back(stage, held.arrived.gradients(), batch)
 
     def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
         """A timeline entry such as `F0@1`, or `wait F0@1` for the wait before it."""
@@ -491,19 +491,6 @@ class Pipeline:
     def channels(self) -> Iterator[Channel]:
         for channels in (self.forward_to, self.forward_from, self._backward_to, self._backward_from):
             yield from channels.values()
-
-
-def expecting_gradients(message: StageMessage) -> StageMessage:
-    """`message`, whose tensors get gradients where its layout says so, unless gradients are disabled."""
-    for tensor, layout in zip(message.tensors, message.layout.tensors, strict=True):
-        tensor.requires_grad_(layout.has_grad and torch.is_grad_enabled())
-    return message
-
-
-def gradients_of(message: StageMessage) -> list[Tensor]:
-    """After a backward: of those that get one, zeros where none has come."""
-    received = [tensor for tensor in message.tensors if tensor.requires_grad]
-    return [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
 
 
 def _looks_of(part: MicroBatch) -> Hashable:

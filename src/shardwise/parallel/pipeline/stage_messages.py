@@ -136,6 +136,19 @@ class StageMessage:
     layout: StageMessageLayout
     replaced: dict[int, tuple[ref[Tensor], Tensor]] = field(default_factory=dict)
     entry: int | None = None
+    _leaves: list[Tensor] = field(default_factory=list)
+
+    def expecting_gradients(self) -> StageMessage:
+        """This message, whose tensors get gradients where its layout says so, unless gradients are disabled."""
+        places = [place for place, one in enumerate(self.layout.tensors) if one.has_grad and torch.is_grad_enabled()]
+        self._leaves = [self.tensors[place].requires_grad_() for place in places]
+        for place, tensor in zip(places, _Received.apply(*self._leaves) if places else (), strict=True):  # type: ignore[no-untyped-call]  # torch's own
+            self.tensors[place] = tensor
+        return self
+
+    def gradients(self) -> list[Tensor]:
+        """After a backward: of those that get one, zeros where none has come."""
+        return [torch.zeros_like(one) if one.grad is None else one.grad for one in self._leaves]
 
     def result(self, result: Result) -> Tensor | None:
         """A result that was carried here."""
@@ -172,6 +185,20 @@ class StageMessage:
     def _instead_of(self, leaf: Any) -> Any:
         original, received = self.replaced.get(id(leaf), (None, None))
         return received if original is not None and original() is leaf else leaf
+
+
+class _Received(torch.autograd.Function):
+    """Tensors that get gradients, as no leaves: the first module of a stage may change what it is called with in place,
+    as `x += y` and `nn.ReLU(inplace=True)` do, which torch allows of no leaf and no view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(one.detach() for one in leaves)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
 
 
 def joined(messages: Sequence[StageMessage], rows: Sequence[int], what: str) -> StageMessage:

@@ -448,10 +448,11 @@ class StagedModel:
         others = [one for one in self._slots[:first] + self._slots[last + 1 :] if one.own is not None]
         for one in others:
             one.holder[one.key] = one.absent
+        hooked = self._slots if others and not is_backward else ()
         self._running_stage = now
         try:
             if others or is_watched:
-                with _same_hooks(others and self._slots), stand_ins.watched() if is_watched else nullcontext():
+                with _same_hooks(hooked), stand_ins.watched() if is_watched else nullcontext():
                     yield
             else:
                 yield
@@ -656,14 +657,18 @@ def _same_hooks(slots: Sequence[_Slot]) -> Iterator[None]:
     in the first forward that asks for them, once for all."""
     own = [(one.own, one.absent) for one in slots if one.own is not None]
     pairs: list[tuple[nn.Module, nn.Module]] = [*own, *((absent, present) for present, absent in own)]
-    known = [set(module._forward_hooks) for module, _ in pairs]
+    known = [len(module._forward_hooks) for module, _ in pairs]
     try:
         yield
     finally:
-        new = [module._forward_hooks.keys() - before for (module, _), before in zip(pairs, known, strict=True)]
-        for (module, other), hooks in zip(pairs, new, strict=True):
-            for hook in hooks:
-                other.register_forward_hook(module._forward_hooks[hook])
+        now = [len(module._forward_hooks) for module, _ in pairs]
+        if now != known:
+            new = [
+                list(module._forward_hooks.values())[before:] for (module, _), before in zip(pairs, known, strict=True)
+            ]
+            for (_, other), hooks in zip(pairs, new, strict=True):
+                for hook in hooks:
+                    other.register_forward_hook(hook)
 
 
 def _part_of(name: str, model: nn.Module) -> str:

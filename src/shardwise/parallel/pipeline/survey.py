@@ -157,9 +157,7 @@ def carried(
 def empty(layout: StageMessageLayout, device: torch.device) -> StageMessage:
     """A message of this layout whose tensors have no values."""
     tensors = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in layout.tensors]
-    for tensor, one in zip(tensors, layout.tensors, strict=True):
-        tensor.requires_grad_(one.has_grad)
-    return StageMessage(tensors, layout)
+    return StageMessage(tensors, layout).expecting_gradients()
 
 
 @contextmanager

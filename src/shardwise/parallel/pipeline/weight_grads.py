@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of: _Forward) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.of = of
-        return nn.functional.linear(x, weight, bias)
+        return nn.functional.linear(x, weight, bias).detach()  # a view of rows may not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

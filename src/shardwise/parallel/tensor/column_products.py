@@ -171,9 +171,10 @@ class _Product(torch.autograd.Function):
         # Autocast's copy of the weight is saved, as torch does. A backward with `create_graph` casts again.
         ctx.save_for_backward(inputs if own is None else own, weight, None if used is weight else used)
         ctx.options, ctx.bias_dtype = options, None if bias is None else bias.dtype
-        return functional.linear(
+        made = functional.linear(
             inputs, used.t() if options.is_conv1d else used, None if bias is None else _cast(bias, options.dtype)
         )
+        return made.detach()  # a view of rows may not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.library_model import library_model
 from shardwise.plan import StyleName
 
 STYLES: dict[str, StyleName] = {
@@ -201,9 +200,8 @@ KEYS = ("k_proj", "v_proj", "key", "value", "k", "v")
 
 
 def config_of(model: nn.Module) -> Any:
-    """The config of a transformers model (of its text part, if it has one), or of the only one in a module; `None` for
-    any other module."""
-    config = getattr(library_model(model), "config", None)
+    """The config of a transformers model (of its text part, if it has one); `None` for any other module."""
+    config = getattr(model, "config", None)
     if config is None or not hasattr(config, "model_type"):
         return None
     text = getattr(config, "get_text_config", None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError, nearest
-from shardwise.parallel.library_model import library_model
+from shardwise.parallel.library_model import LibraryModel, library_models
 from shardwise.parallel.tensor.adapters import is_adapted, rules_inside, trained_copies
 from shardwise.parallel.tensor.known_models import (
     EXPERTS_STYLE,
@@ -55,10 +55,16 @@ def targets_for(model: nn.Module, options: TensorParallel, excluded: Collection[
 
     Raises `ConfigError` for a pattern that matches no module, and `ModelError` for a model without any plan.
     """
-    rules = _model_rules(model, excluded) if options.plan is None else _user_rules(options.plan)
-    modules = dict(model.named_modules())
-    chosen = _matched(rules, modules, must_match=options.plan is not None)
-    config = config_of(model)
+    modules, parts = dict(model.named_modules()), library_models(model)
+    if options.plan is not None:
+        chosen = _matched(_user_rules(options.plan), modules, must_match=True)
+    else:
+        chosen = {
+            part.paths[name]: rule
+            for part in parts
+            for name, rule in _matched(_model_rules(part, excluded), part.paths, must_match=False).items()
+        }
+    configs = {path: config_of(part.module) for part in parts for path in part.paths.values()}
     chosen |= _tied(chosen, modules)
     chosen, wrapper_of = _inside_wrappers(chosen, modules)
     if wrapper_of and options.sequence:
@@ -69,7 +75,7 @@ def targets_for(model: nn.Module, options: TensorParallel, excluded: Collection[
     if options.cut_logits:
         chosen |= dict.fromkeys([_head_of(model)], TensorRule("vocabulary_cut"))
     targets = [
-        _target(path, modules[path], chosen[path], config, wrapper_of.get(path, ""))
+        _target(path, modules[path], chosen[path], configs.get(path), wrapper_of.get(path, ""))
         for path in modules
         if path in chosen
     ]
@@ -81,9 +87,7 @@ def targets_for(model: nn.Module, options: TensorParallel, excluded: Collection[
     return targets
 
 
-def _matched(
-    rules: Mapping[str, TensorRule], modules: Mapping[str, nn.Module], *, must_match: bool
-) -> dict[str, TensorRule]:
+def _matched(rules: Mapping[str, TensorRule], modules: Collection[str], *, must_match: bool) -> dict[str, TensorRule]:
     """The rule of each module that a pattern matches. Later patterns override earlier ones."""
     chosen: dict[str, TensorRule] = {}
     for pattern, rule in rules.items():
@@ -128,10 +132,15 @@ def _head_of(model: nn.Module) -> str:
 def divided_attributes(model: nn.Module, options: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:
     """Attributes that count split heads or features: path, module and name of each."""
     modules = dict(model.named_modules())
-    known = known_model(model) if options.plan is None else None
-    for pattern, names in {**(known.divide if known is not None else {}), **options.divide}.items():
+    for part in library_models(model) if options.plan is None else ():
+        known = known_model(part.module)
+        for pattern, names in known.divide.items() if known is not None else ():
+            for path in (part.paths[one] for one in _matching(pattern, part.paths) if pattern not in options.divide):
+                counts = (name for name in names if type(getattr(modules[path], name, None)) is int)
+                yield from ((path, modules[path], name) for name in counts)
+    for pattern, names in options.divide.items():
         matching = list(_matching(pattern, modules))
-        if not matching and pattern in options.divide:
+        if not matching:
             raise ConfigError(
                 f"The plan's tensor.divide has the pattern {pattern!r}, which matches no module. "
                 f"{nearest(pattern, modules)}"
@@ -139,21 +148,21 @@ def divided_attributes(model: nn.Module, options: TensorParallel) -> Iterator[tu
         for path in matching:
             for name in names:
                 value = getattr(modules[path], name, None)
-                if pattern in options.divide and type(value) is not int:
+                if type(value) is not int:
                     raise ConfigError(
                         f"The plan's tensor.divide names {name} of {path}, which is {value!r} and not an integer."
                     )
-                if type(value) is int:
-                    yield path, modules[path], name
+                yield path, modules[path], name
 
 
 def per_head_arguments(model: nn.Module, options: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:
     """Modules with an argument that has values per head: path, module and name of the argument."""
-    known = known_model(model) if options.plan is None and not plan_of_model(model, ()) else None
     modules = dict(model.named_modules())
-    for pattern, argument in (known.per_head_arguments if known is not None else {}).items():
-        for path in _matching(pattern, modules):
-            yield path, modules[path], argument
+    for part in library_models(model) if options.plan is None else ():
+        known = known_model(part.module) if not plan_of(part, ()) else None
+        for pattern, argument in known.per_head_arguments.items() if known is not None else ():
+            for path in (part.paths[one] for one in _matching(pattern, part.paths)):
+                yield path, modules[path], argument
 
 
 def _user_rules(plan: Mapping[str, Any]) -> dict[str, TensorRule]:
@@ -163,9 +172,9 @@ def _user_rules(plan: Mapping[str, Any]) -> dict[str, TensorRule]:
     }
 
 
-def _model_rules(model: nn.Module, excluded: Collection[str]) -> Mapping[str, TensorRule]:
+def _model_rules(part: LibraryModel, excluded: Collection[str]) -> Mapping[str, TensorRule]:
     """The rules of the model's own plan, or ours for it, without those for modules `excluded` and their parameters."""
-    own_plan = plan_of_model(model, excluded)
+    model, own_plan = part.module, plan_of(part, excluded)
     if own_plan:
         stacked = [pattern for pattern, style in own_plan.items() if style == EXPERTS_STYLE]
         return {
@@ -183,15 +192,16 @@ def _model_rules(model: nn.Module, excluded: Collection[str]) -> Mapping[str, Te
     )
 
 
-def plan_of_model(model: nn.Module, excluded: Collection[str]) -> dict[str, str]:
-    """The tensor-parallel plan of the model, or of the only one of transformers in it, without modules `excluded` and
-    their parameters."""
-    own_plan: dict[str, str] = dict(getattr(library_model(model), "_tp_plan", None) or {})
+def plan_of(part: LibraryModel, excluded: Collection[str]) -> dict[str, str]:
+    """The model's own tensor-parallel plan, without modules `excluded`, by their paths in the whole, and their
+    parameters."""
+    own_plan: dict[str, str] = dict(getattr(part.module, "_tp_plan", None) or {})
     if own_plan:
-        own_plan |= LEFT_OUT.get(str(getattr(config_of(model), "model_type", "")), {})
+        own_plan |= LEFT_OUT.get(str(getattr(config_of(part.module), "model_type", "")), {})
+    here = [name for name, path in part.paths.items() if path in excluded]
     for pattern in list(own_plan):
         around = (pattern, pattern.rpartition(".")[0])
-        if any(matches_end(path, one) for path in excluded for one in around):
+        if any(matches_end(name, one) for name in here for one in around):
             del own_plan[pattern]
     return own_plan
 
@@ -205,7 +215,7 @@ def _translated(model: nn.Module, pattern: str, style: str) -> StyleName:
     return STYLES[style]
 
 
-def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+def _matching(pattern: str, modules: Iterable[str]) -> Iterator[str]:
     """The paths that a pattern matches, at any depth."""
     return (path for path in modules if path and matches_end(path, pattern))
 

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.parallel.library_model import LibraryModel, library_models
 from shardwise.parallel.tensor.forwards import Forward
 from shardwise.parallel.tensor.functions import copy_to, reduce_from
 from shardwise.parallel.tensor.known_models import EXPERTS_STYLE, STACKED_STYLES
 from shardwise.parallel.tensor.model_split import ModelSplit
 from shardwise.parallel.tensor.partition import AXIS, partition
-from shardwise.parallel.tensor.rules import SplitModule, plan_of_model
+from shardwise.parallel.tensor.rules import SplitModule, plan_of
 from shardwise.plan.placement import Box
 from shardwise.system.name_patterns import matches_end
 
@@ -39,18 +40,21 @@ class StackedExperts:
     params: Mapping[str, tuple[int, int]]
 
 
-def experts_to_split(model: nn.Module, own_plan: Mapping[str, str]) -> Iterator[StackedExperts]:
-    """The modules of experts that the model's own plan splits.
+def experts_to_split(part: LibraryModel, excluded: Collection[str]) -> Iterator[StackedExperts]:
+    """The modules of experts that the model's own plan splits, without modules `excluded`.
 
     Raises `ModelError` for experts with parameters for which the plan has no style.
     """
+    model, own_plan = part.module, plan_of(part, excluded)
     owners = [pattern for pattern, style in own_plan.items() if style == EXPERTS_STYLE]
-    for path, module in model.named_modules():
-        if not any(matches_end(path, pattern) for pattern in owners):
+    for inner, module in model.named_modules():
+        if not any(matches_end(inner, pattern) for pattern in owners):
             continue
+        path = part.paths[inner]
         params = {}
         for name, param in module.named_parameters():
-            style = next((style for pattern, style in own_plan.items() if matches_end(f"{path}.{name}", pattern)), None)
+            styles = (style for pattern, style in own_plan.items() if matches_end(f"{inner}.{name}", pattern))
+            style = next(styles, None)
             if style not in STACKED_STYLES or param.dim() != 3:
                 raise ModelError(
                     f"The tensor-parallel plan of {type(model).__name__} does not split {path}.{name} with the other "
@@ -64,7 +68,7 @@ def experts_to_split(model: nn.Module, own_plan: Mapping[str, str]) -> Iterator[
 
 def split_stacked(split: ModelSplit, model: nn.Module, excluded: Collection[str]) -> None:
     """Add to `split` the experts of `model` that its own plan splits, without modules `excluded`."""
-    for target in experts_to_split(model, plan_of_model(model, excluded)):
+    for target in (target for part in library_models(model) for target in experts_to_split(part, excluded)):
         if split.blocks:
             raise ModelError(
                 f"{target.path} has experts, which tensor.sequence does not support. Leave tensor.sequence out of the "
