@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardwise.elastic.rebuild import plan_on
 from shardwise.errors import ConfigError
-from shardwise.plan import load_plan
+from shardwise.parallel.outline import OffDevice, SmallerMeshes
+from shardwise.plan import Offload, load_plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import (
     Regrouped,
@@ -264,12 +266,24 @@ def test_ranks_that_are_no_number_of_groups_have_no_mesh(axes: dict[str, int], n
 
 
 def test_a_plan_keeps_its_own_mesh_where_that_fits() -> None:
+    none = SmallerMeshes()
     given = load_plan({"preset": "hsdp"})
-    assert plan_on(given, 4, 2) is given
-    assert plan_on(given, 3, 2).mesh == {"node": 1, "local": 3}
+    assert plan_on(given, 4, 2, none) is given
+    assert plan_on(given, 3, 2, none).mesh == {"node": 1, "local": 3}
     fixed = load_plan({"preset": "hsdp", "mesh": {"node": 2, "local": 2}})
-    assert plan_on(plan_on(fixed, 3, None), 3, None).mesh == {"node": 1, "local": 3}
-    assert plan_on(fixed, 4, None) is fixed
+    assert plan_on(plan_on(fixed, 3, None, none), 3, None, none).mesh == {"node": 1, "local": 3}
+    assert plan_on(fixed, 4, None, none) is fixed
+
+
+def test_a_plan_keeps_more_off_the_device_on_a_smaller_mesh_alone() -> None:
+    split = load_plan({"preset": "zero1", "mesh": {"tp": 4}})
+    there = {1: OffDevice(Offload(optim=0.5), "scratch")}
+    told = SmallerMeshes(({"tp": 4}, {"tp": 2}, {"tp": 1}), "", there).told()
+    smaller = SmallerMeshes.heard(json.loads(json.dumps(told)))
+    alone = plan_on(split, 1, None, smaller)
+    assert (alone.mesh, alone.offload, alone.disk) == ({"tp": 1}, Offload(optim=0.5), "scratch")
+    assert plan_on(split, 2, None, smaller) == load_plan({"preset": "zero1", "mesh": {"tp": 2}})
+    assert plan_on(split, 4, None, smaller) is split
 
 
 @varies

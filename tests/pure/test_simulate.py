@@ -104,6 +104,16 @@ def test_of_a_single_group_as_many_train_as_form_a_mesh() -> None:
     assert replace(group, numbers=(8, 4), least_ranks=4).num_training(7) == 4
 
 
+def test_a_step_of_fewer_ranks_takes_as_long_as_is_foreseen() -> None:
+    group = replace(JOB, world_size=8, ranks_per_host=8, recovery="host", numbers=(8, 4, 1), seconds_with={4: 14.0})
+    found = replay(group, [Failure(326.0, RANK)])
+    # of four ranks one step ends before the replacement is ready, and one with it
+    assert found.losses["fewer ranks"] == pytest.approx(2 * (14 - 10))
+    assert adds_up(found)
+    assert group.seconds_of_step(3) == 80.0, "in proportion, where it is not foreseen"
+    assert replace(group, seconds_with={1: 4.0}).seconds_of_step(3) == 10.0, "none counts for more than a useful one"
+
+
 @pytest.mark.parametrize(
     ("recovery", "causes", "num_restarts"),
     [

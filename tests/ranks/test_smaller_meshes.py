@@ -23,10 +23,12 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic import mesh_choice
-from shardwise.errors import SpareError, StateError
+from shardwise.errors import ConfigError, SpareError, StateError
+from shardwise.fit.budget import Ranks, fit_on_fewer
 from shardwise.fit.hardware import hardware
-from shardwise.parallel.outline import smaller_meshes
-from shardwise.plan import load_plan
+from shardwise.optim import vet
+from shardwise.parallel.outline import Fit, smaller_meshes
+from shardwise.plan import Offload, Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from tests import inside
 from tests.models import Gpt
@@ -141,24 +143,98 @@ def test_a_rank_dies_while_its_state_is_copied(
     assert {one[-1] for one in sizes.values()} == {2}
 
 
+class Watched(Task):
+    """Another task, of which it notes what the ranks of each world keep off their devices, and promise there."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.make = task, task.make
+        self.seen: dict[int, set[tuple[Offload, int]]] = {}
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        return self.task.loss(model, step)
+
+    def take_step(
+        self, loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, step: int, place: int, num: int
+    ) -> Tensor:
+        loss = self.task.take_step(loop, engine, optimizer, step, place, num)
+        promised = engine.memory().promised
+        held = sum(promised[kind] for kind in promised if kind != "activations")
+        self.seen.setdefault(engine.world.size, set()).add((engine.plan.offload, held))
+        return loss
+
+
+@sampled
+@pytest.mark.parametrize(
+    ("axis", "allowed", "host"),
+    [
+        ("tp", 120_000, None),
+        ("tp", 100_000, None),
+        ("pp", 450_000, None),
+        ("sp", 400_000, None),
+        ("pp", 450_000, 600_000),
+    ],
+)
+def test_one_rank_keeps_to_the_budget_and_two_leave_less(
+    axis: str, allowed: int, host: int | None, tmp_path: Path
+) -> None:
+    """With little room on the host, one rank has states on a disk, and two have none there."""
+    budget = {"device": allowed, "host": host, "disk": str(tmp_path / "scratch") if host else None}
+    task = Watched(AXES[f"{axis} alone"].ways[AXES[f"{axis} alone"].usual][0]())
+    more: Any = {"mesh": {axis: 2}, "num_newcomers": 1, "settings": {"budget": budget}}
+    sizes = race(f"{axis} alone", "zero1", DiesAt({0: 60}), tmp_path, task=task, **more)
+    assert sizes[1][-1] == 2
+    assert all(held <= allowed for seen in task.seen.values() for _, held in seen)
+    (both,), (alone,) = ({offload for offload, _ in task.seen[num]} for num in (2, 1))
+    assert (both.optim > 0) == (allowed == 100_000), "the one that has come keeps off its device what the other does"
+    assert alone.optim > both.optim
+    assert (alone.optim_disk > 0) == (host is not None)
+
+
 SLOW = {"latency_seconds": 1.0, "bytes_per_second": 1e3}
 
 
+def test_ranks_of_a_host_have_room_for_what_they_hold_and_their_images() -> None:
+    """Parameters, gradients and two states, and of all but gradients an image."""
+    model = Transformer()
+    updates, num_bytes = vet([adamw(model)], model), 4 * sum(param.numel() for param in model.parameters())
+
+    def fitted(room: int, num_local: int, **mesh: int) -> Plan:
+        plan = load_plan(AXES["tp"].plan("zero1", mesh=mesh))
+        ranks = Ranks(on_cpu=True, num_local=num_local, host_bytes=room)
+        return fit_on_fewer(model, plan, Mesh.of(mesh, math.prod(mesh.values())), ranks, updates)
+
+    assert fitted(7 * num_bytes + 4096, 4, tp=1).offload == Offload()
+    with pytest.raises(ConfigError, match=r"1 of these ranks would hold .* on a host of .*, without activations"):
+        fitted(7 * num_bytes - 4096, 4, tp=1)
+    assert fitted(5 * num_bytes, 1, tp=2).offload == Offload(), "of four hosts, each has one rank"
+    with pytest.raises(ConfigError, match="2 of these ranks"):
+        fitted(5 * num_bytes, 2, tp=2)
+
+
+def no_room(plan: Plan, mesh: Mesh) -> Plan:
+    raise ConfigError("there is no room.")
+
+
+def room_for_two(plan: Plan, mesh: Mesh) -> Plan:
+    return plan.with_offload(Offload(optim=0.5)) if mesh.world_size == 2 else no_room(plan, mesh)
+
+
 def test_meshes_that_a_model_can_have() -> None:
-    def found(model: nn.Module | None = None, has_budget: bool = False, **mesh: int) -> Any:
+    def found(model: nn.Module | None = None, fit: Fit = lambda plan, _: plan, **mesh: int) -> Any:
         (axis,) = {"tp", "pp", "sp"} & mesh.keys() or {"ep"}
         plan = load_plan(AXES[axis].plan("zero1", mesh=mesh))
         of_plan = Mesh.of(mesh, math.prod(mesh.values()))
-        return smaller_meshes(model or Transformer(), plan, of_plan, has_budget=has_budget)
+        return smaller_meshes(model or Transformer(), plan, of_plan, fit)
 
     assert found(tp=4).meshes == ({"tp": 4}, {"tp": 2}, {"tp": 1})
     assert found(dp=2, tp=3).meshes == ({"dp": 1, "tp": 3}, {"dp": 1, "tp": 1})
-    assert found(dp=2, tp=2, has_budget=True).meshes == ({"dp": 1, "tp": 2},)
+    assert found(dp=2, tp=2, fit=no_room).meshes == ({"dp": 1, "tp": 2},)
+    assert found(tp=4, fit=room_for_two).meshes == ({"tp": 4}, {"tp": 2})
     assert found(Deep(), pp=4).meshes == ({"pp": 4}, {"pp": 2}, {"pp": 1})
     assert found(Gpt(), sp=6).meshes == ({"sp": 6}, {"sp": 3}, {"sp": 2}, {"sp": 1})
     assert found(dp=2, ep=2).meshes == found(tp=2, ep=2).meshes == ()
     for none, why in (
-        (found(tp=2, has_budget=True), "the plan has a budget for each rank"),
+        (found(tp=2, fit=no_room), "with 1 rank along tp: there is no room"),
         (found(Counting(), pp=2), "count is a buffer that one stage has and may change"),
     ):
         assert none.meshes == ()

@@ -134,3 +134,8 @@ def test_the_fastest_mesh_without_a_lost_rank_is_shown(
     said = " ".join(capsys.readouterr().out.split())
     assert f"goes on with {num_left} of 4 ranks, on the mesh tp={num_left}, until" in said
     assert f"If no replica group is whole, a step takes {two}; {one}." in said
+    days = ["--days", "1", "--runs", "1", "--rank-hours", "0.5", "--device", "cpu", "--per-host", "4", "--json"]
+    assert main(["simulate", *[word for word in asked[1:] if word != "--time"], *days]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["job"]["numbers"] == ([4, 2, 1] if num_left == 2 else [4, 1])
+    assert set(simulated["job"]["seconds_with"]) == {"2", "1"}

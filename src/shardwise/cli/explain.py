@@ -219,7 +219,7 @@ def _subject(
     converted = model_file.converted(model, plan)
     per_host = args.per_host or args.world
     fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
-    has_budget = plan.budget.device is not None
+    smaller = model_file.smaller_meshes_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
     plan, table = fitted.plan, table_for(fitted.plan, mesh)  # in the model's own precision, if the plan says none
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
@@ -228,16 +228,15 @@ def _subject(
     pipeline_rank, stages_of_units = model_file.stages_by_unit(model, plan, mesh)
     subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.summary, conversions=str(converted))
     subject = replace(subject, pipeline_rank=pipeline_rank, stages_of_units=stages_of_units)
-    smaller = model_file.smaller_meshes_of(model, plan, mesh, has_budget=has_budget)
     subject = replace(subject, smaller=smaller.meshes, why_no_smaller=smaller.why_none)
     if args.batch is None:
         return plan, subject, ()
-    if hardware is not None and len(smaller.meshes) > 2:  # before the model is split
+    if hardware is not None and len(smaller.meshes) > 1:  # before the model is split
         with suppress(ConfigError, ModelError):  # as in a job, which takes the largest then
-            found, times = model_file.fastest_of(
-                smaller.meshes, model, args.batch, plan, mesh, converted, args.optimizer, hardware=hardware
+            found, seconds, words = model_file.fastest_of(
+                smaller, model, args.batch, plan, mesh, converted, args.optimizer, hardware=hardware
             )
-            subject = replace(subject, smaller=found, smaller_times=times)
+            subject = replace(subject, smaller=found, smaller_times=words, smaller_seconds=seconds)
     given = args.expert_load
     if given is not None and not given >= 1:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")

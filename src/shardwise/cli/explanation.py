@@ -110,7 +110,9 @@ class Subject:
     smaller: Smaller = ()
     """The meshes on which an elastic job goes on without a whole replica group."""
     smaller_times: str = ""
-    """How long a step takes on each mesh with fewer ranks than a group has, if the fastest of them were chosen."""
+    """How long a step takes on each mesh with fewer ranks than a group has, in words, if that is foreseen."""
+    smaller_seconds: Mapping[int, float] = field(default_factory=dict)
+    """The same by the number of ranks."""
     why_no_smaller: str = ""
     """Why there is none, if a reason is known."""
 

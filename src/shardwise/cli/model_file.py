@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.errors import ConfigError, ModelError, nearest
-from shardwise.fit.budget import Fitted, Ranks, within_budget
+from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, within_budget
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.foreseen import (
     Counted,
@@ -77,9 +77,17 @@ def converted(model: nn.Module, plan: Plan) -> Converted:
     return found
 
 
-def smaller_meshes_of(model: nn.Module, plan: Plan, mesh: Mesh, *, has_budget: bool) -> SmallerMeshes:
-    """Where an elastic job goes on without a whole replica group."""
-    return smaller_meshes(model, plan, mesh, has_budget=has_budget)
+def smaller_meshes_of(
+    model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int, per_host: int
+) -> SmallerMeshes:
+    """Where an elastic job with `per_host` ranks on each host goes on without a whole replica group. `plan` still has
+    its budget."""
+    updates = updates_of(model, optimizer) if optimizer else None
+    ranks = Ranks(on_cpu=device_here().type == "cpu", num_local=per_host)
+    own = in_own_precision(plan, model)
+    return smaller_meshes(
+        model, own, mesh, lambda there, on: fit_on_fewer(model, there, on, ranks, updates, num_states)
+    )
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
@@ -169,7 +177,7 @@ def stage_times(
 
 
 def fastest_of(
-    smaller: Smaller,
+    smaller: SmallerMeshes,
     model: nn.Module,
     source: str,
     plan: Plan,
@@ -178,14 +186,14 @@ def fastest_of(
     optimizer: str | None,
     *,
     hardware: Hardware,
-) -> tuple[Smaller, str]:
-    """Those of the `smaller` meshes on which an elastic job goes on, and what a step takes on each of them, in words.
-    The batch of `source` is one of `mesh`."""
+) -> tuple[Smaller, dict[int, float], str]:
+    """Those of the `smaller` meshes on which an elastic job goes on, and the seconds of a step on each of them that has
+    fewer ranks than a group, by their ranks and in words. The batch of `source` is one of `mesh`."""
     whole = joined(batch_from(source), mesh.size(SEQUENCE_AXIS) if SEQUENCE_AXIS in mesh.axes else 1)
     plain = PlainModel(model, updates_of(model, optimizer) if optimizer else None, converted)
-    seconds = plain.seconds(whole, plan, mesh, smaller[1:], hardware, on_cpu=hardware.is_processor)
-    found = fastest(smaller, seconds)
-    return found, in_words(smaller[1:], found, seconds)
+    seconds = plain.seconds(whole, plan, mesh, smaller, hardware, on_cpu=hardware.is_processor)
+    found = fastest(smaller.meshes, seconds)
+    return found, seconds, in_words(smaller.meshes[1:], found, seconds)
 
 
 def batch_from(source: str) -> object:

@@ -6,8 +6,8 @@ import argparse
 import importlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -149,16 +149,16 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         raise ConfigError(f"--per-host is {args.per_host}; give at least 1.")
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world, args.per_host)
-    smaller, why_none = _smaller(args, plan, mesh)
-    step = _given_step(args, plan) if args.model is None else _predicted_step(args)
-    recovery, why = _recovery(args, plan, mesh, step.why_not_elastic, smaller, why_none)
+    step = _given_step(args, plan, mesh) if args.model is None else _predicted_step(args)
+    recovery, why = _recovery(args, plan, mesh, step)
     write = load = 0.0
     if args.storage is not None:
         rate = bytes_of("--storage", args.storage)
         if not rate:
             raise ConfigError("--storage is 0; give the bytes that all ranks together write in a second.")
         write = load = step.checkpoint_bytes / rate
-    numbers = () if recovery == "restart" else tuple(math.prod(one.values()) for one in smaller)
+    is_one_group = num_groups(mesh) == 1 and recovery != "restart"
+    numbers = tuple(math.prod(one.values()) for one in step.smaller) if is_one_group else ()
     least = args.least if args.least is not None else (args.world if recovery == "restart" else min(numbers, default=1))
     job = Job(
         world_size=args.world,
@@ -178,6 +178,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         spare_ranks=args.spares,
         leave_together=1 if recovery == "restart" or numbers else args.world // num_groups(mesh),
         numbers=numbers,
+        seconds_with=step.seconds_with,
         slow=_slow(args.slow_hosts),
     )
     return job, why
@@ -190,9 +191,15 @@ class _Step:
     seconds: float
     why_not_elastic: str
     checkpoint_bytes: int = 0
+    smaller: Smaller = ()
+    """The meshes on which a single replica group goes on."""
+    why_no_smaller: str = ""
+    seconds_with: Mapping[int, float] = field(default_factory=dict)
+    """What a step takes on these, by their ranks, where that is foreseen."""
 
 
-def _given_step(args: argparse.Namespace, plan: Plan) -> _Step:
+def _given_step(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> _Step:
+    """Without a model, it is assumed to allow all smaller meshes that numbers do."""
     for name in ("batch", "hardware", "optimizer"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} is for --model, whose step is then predicted. Add --model FILE:CALLABLE.")
@@ -201,11 +208,12 @@ def _given_step(args: argparse.Namespace, plan: Plan) -> _Step:
     if (args.checkpoint_bytes is None) != (args.storage is None):
         raise ConfigError("--checkpoint-bytes and --storage say how long a checkpoint takes. Give both, or neither.")
     checkpoint_bytes = bytes_of("--checkpoint-bytes", args.checkpoint_bytes or "0")
-    return _Step(args.step_seconds, why_not_elastic(plan), checkpoint_bytes)
+    return _Step(args.step_seconds, why_not_elastic(plan), checkpoint_bytes, with_fewer_ranks(mesh))
 
 
 def _predicted_step(args: argparse.Namespace) -> _Step:
-    """The step of `--model`, as `explain --time` predicts it, and what a checkpoint of it has."""
+    """The step of `--model`, and the smaller meshes, as `explain --time` predicts and chooses them; and what a
+    checkpoint of it has."""
     if args.step_seconds is not None:
         raise ConfigError("--step-seconds and --model both say how long a step is. Give one of them.")
     if args.batch is None or args.hardware is None:
@@ -225,7 +233,10 @@ def _predicted_step(args: argparse.Namespace) -> _Step:
         num_bytes = bytes_of("--checkpoint-bytes", args.checkpoint_bytes)
     else:
         num_bytes = _checkpoint_bytes(args.model, found.subject.num_states)
-    return _Step(found.time.step_seconds, found.why_not_elastic, num_bytes)
+    subject, seconds = found.subject, found.time.step_seconds
+    return _Step(
+        seconds, found.why_not_elastic, num_bytes, subject.smaller, subject.why_no_smaller, subject.smaller_seconds
+    )
 
 
 def _checkpoint_bytes(source: str, num_states: int) -> int:
@@ -264,39 +275,24 @@ def _slow(text: str | None) -> SlowHosts:
     return SlowHosts(rate, factor, hours)
 
 
-def _smaller(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> tuple[Smaller, str]:
-    """The meshes on which a single replica group goes on, and why there are none. Without `--model`, it is assumed to
-    allow all that numbers do."""
-    if num_groups(mesh) > 1 or not with_fewer_ranks(mesh):
-        return (), ""
-    if args.model is None:
-        return with_fewer_ranks(mesh), ""
-    model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch
-    has_budget = plan.budget.device is not None
-    found = model_file.smaller_meshes_of(model_file.build_model(args.model), plan, mesh, has_budget=has_budget)
-    return found.meshes, found.why_none
-
-
-def _recovery(
-    args: argparse.Namespace, plan: Plan, mesh: Mesh, not_elastic: str, smaller: Smaller, why_none: str
-) -> tuple[Recovery, str]:
+def _recovery(args: argparse.Namespace, plan: Plan, mesh: Mesh, step: _Step) -> tuple[Recovery, str]:
     """What `elastic` does with this plan; or what is asked for."""
     if args.recovery != "plan":
         recovery: Recovery = args.recovery
         return recovery, "--recovery says so" if recovery == "restart" else ""
-    if not_elastic:
-        return "restart", f"a job with this plan cannot be elastic: {not_elastic.partition('. ')[0]}"
-    if why := _why_restarted(plan, mesh, args.device, smaller, why_none):
+    if step.why_not_elastic:
+        return "restart", f"a job with this plan cannot be elastic: {step.why_not_elastic.partition('. ')[0]}"
+    if why := _why_restarted(plan, mesh, args.device, step):
         return "restart", why
     if _has_copies(plan, mesh, args.per_host):
         return "copies", ""
     return ("host" if plan.survive == "host" or args.world <= args.per_host else "buddy"), ""
 
 
-def _why_restarted(plan: Plan, mesh: Mesh, device: str, smaller: Smaller, why_none: str) -> str:
+def _why_restarted(plan: Plan, mesh: Mesh, device: str, step: _Step) -> str:
     if plan.survive == "checkpoint":
         return "the plan says survive: checkpoint"
-    if why := why_no_images(mesh, smaller, why_none):
+    if why := why_no_images(mesh, step.smaller, step.why_no_smaller):
         return why
     return ON_ACCELERATOR if device == "gpu" else ""
 

@@ -28,7 +28,7 @@ from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts.loads import Loads
 from shardwise.parallel.model_axes import rows_for
 from shardwise.parallel.outline import SmallerMeshes
-from shardwise.plan import Plan
+from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import SAME_PARAMS_AXES, Mesh
 from shardwise.plan.placement import table_for
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
@@ -93,15 +93,18 @@ def arrive(
     sent = _sent_by_others(world)
     state = sent[0]["came"]
     plan = _settled_by_others(plan, state, model)
+    budget = plan.budget
+    if budget != Budget():  # what leaves the device for it was found when the job began
+        plan = plan.with_offload(Plan(**state["plan"]).offload)
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     plan = plan.model_copy(update={"mesh": state["axes"]})
-    smaller = SmallerMeshes(tuple(state["smaller"]))
+    smaller = SmallerMeshes.heard(state["smaller"])
     device = next(model.parameters()).device
     trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
     trained.plan_in(model)
     trained.add_groups(model, optimizers)
     updates: Updates = vet(optimizers, model)
-    here = plan_on(plan, world.size, world.local_size, smaller.meshes)
+    here = plan_on(plan, world.size, world.local_size, smaller)
     designed = design(model, here, world)
     if designed.stages is not None:
         designed = designed.in_stages(model, optimizers, world.rank, keeps_others=True)
@@ -116,7 +119,9 @@ def arrive(
         _load_buffers(model, decode(one["came"]["buffers"]))
     Loads(model).begin({name: counts for one in sent for name, counts in decode(one["came"]["loads"]).items()})
     table = table_for(plan, mesh)
-    bare = Sharding(here, mesh, table, updates, units, [], ByteMeter(), converted=converted, smaller=smaller)
+    bare = Sharding(
+        here, mesh, table, updates, units, [], ByteMeter(), converted=converted, budget=budget, smaller=smaller
+    )
     if designed.staged is not None:
         designed.staged.free_others(device)
         bare = replace(bare, stage_design=designed, treatments=designed.treatments)

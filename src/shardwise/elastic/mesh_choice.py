@@ -38,7 +38,7 @@ def meshes_to_have(sharded: ShardedModel, plain: PlainModel, called: MicroBatch)
     try:
         batch = joined(called, mesh.size(SEQUENCE_AXIS)) if is_part else called
         with torch.random.fork_rng([]), world.journal.unobserved():
-            seconds = plain.seconds(batch, sharded.plan, mesh, smaller[1:], hardware, on_cpu=on_cpu)
+            seconds = plain.seconds(batch, sharded.plan, mesh, sharding.smaller, hardware, on_cpu=on_cpu)
     except Exception as error:  # never into a loop that would train without it
         _log.info("If no replica group is whole, the others take the largest mesh: no step is foreseen: %s", error)
         return smaller

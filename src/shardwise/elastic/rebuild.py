@@ -18,12 +18,12 @@ from shardwise.memory import DiskMemory, Unit, choose_units, give_back_shapes, m
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
-from shardwise.parallel.outline import kept_buffer
+from shardwise.parallel.outline import SmallerMeshes, kept_buffer
 from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import mesh_for
-from shardwise.plan.replica_groups import Smaller, axes_of_group, mesh_of
+from shardwise.plan.replica_groups import axes_of_group, mesh_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.sharding import Design, Sharding, Updates, units_of_stages
 from shardwise.sharded.state import Former, dealt_out, move, trained_as_before
@@ -77,7 +77,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
     """
     for optimizer in former.optimizers:
         optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
-    plan = plan_on(plan, world.size, world.local_size, former.sharding.smaller.meshes)
+    plan = plan_on(plan, world.size, world.local_size, former.sharding.smaller)
     mesh = mesh_for(plan, world.size, world.local_size)
     before = held.flats[0][0].mesh
     with ExitStack() as undoing:  # another rank is lost: the next attempt begins with the model in its plain form
@@ -224,12 +224,14 @@ def with_group_sizes(plan: Plan, mesh: Mesh) -> Plan:
     return plan.model_copy(update={"mesh": sizes})
 
 
-def plan_on(plan: Plan, num_ranks: int, local_size: int | None, smaller: Smaller = ()) -> Plan:
-    """`plan` with a mesh for `num_ranks`: its own if that fits, else that of `mesh_of`."""
+def plan_on(plan: Plan, num_ranks: int, local_size: int | None, smaller: SmallerMeshes) -> Plan:
+    """`plan` for `num_ranks`: with its own mesh if that fits, else with that of `mesh_of`, and what ranks keep off
+    their devices there."""
     try:
         mesh_for(plan, num_ranks, local_size)
     except ConfigError:
         axes = plan.mesh or {"node": 1, "local": -1}  # without a mesh, only hosts' sizes do not fit
-        mesh = mesh_of(axes, smaller, num_ranks)
-        return plan.model_copy(update={"mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
+        mesh = mesh_of(axes, smaller.meshes, num_ranks)
+        there = plan.model_copy(update={"mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
+        return smaller.plan_on(there, num_ranks)
     return plan

@@ -137,7 +137,7 @@ class Recovery:
         self._sharded = sharded
         self.world = sharded.world
         self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, sharded.mesh)
-        self._smaller = sharded.parts.sharding.smaller.meshes
+        self._smaller = sharded.parts.sharding.smaller
         self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
@@ -167,7 +167,7 @@ class Recovery:
         self._complete_label = self._num_layouts
         self.survival.begin(self.iterations.version)
         if arrival is None:
-            self.tell_of_groups(self._smaller)
+            self.tell_of_groups(self._smaller.meshes)
             self.loop_state.loads.begin()
 
     @property
@@ -444,7 +444,7 @@ class Recovery:
         return {
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
             "axes": self._plan.mesh,
-            "smaller": list(map(dict, self._smaller)),
+            "smaller": self._smaller.told(),
             "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
             "precision": self._plan.precision,
@@ -492,7 +492,7 @@ class Recovery:
         self.loop_state.follow(sharded)
         self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
-        self.tell_of_groups(self._smaller)
+        self.tell_of_groups(self._smaller.meshes)
         self.world.exchange(b"", "images")
         self._let_former_go()
 
@@ -500,8 +500,11 @@ class Recovery:
         """All ranks have the present layout."""
         assert self._former is not None
         self._former.remove()
-        if self._former.disk is not None:
-            self._former.disk.close_previous()
+        if (disk := self._former.disk) is not None:
+            if disk is self._layout.disk:
+                disk.close_previous()
+            else:  # a smaller mesh needed it, and this one does not
+                disk.close()
         self._former = None
 
     def _model_of(self, layout: Layout) -> Former:

@@ -40,6 +40,7 @@ from shardwise.program import (
     straight_passes,
     straight_trace,
 )
+from shardwise.program.image_bytes import image_bytes
 from shardwise.program.schedule import Op
 from shardwise.system.calibration import Calibration
 from shardwise.system.units import format_bytes
@@ -81,10 +82,11 @@ class _Stages(NamedTuple):
 
 @dataclass(frozen=True)
 class _Held:
-    """What one choice holds: on the device of the fullest rank, and in bytes on a host and its disk for all ranks
-    there."""
+    """What one choice holds: on the device of the fullest rank, and in bytes for all ranks of a host on their devices,
+    on the host and on its disk."""
 
     device: Footprint
+    on_devices: int
     on_host: int
     on_disk: int
     time: TierTime | None
@@ -120,6 +122,34 @@ def within_budget(
     found = search.least_off_device()
     found = search.least_on_disk(found)
     return Fitted(plan.with_offload(found), search.summary(found))
+
+
+def fit_on_fewer(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    ranks: Ranks,
+    updates: Mapping[nn.Parameter, Update] | None = None,
+    states_per_param: int = 0,
+) -> Plan:
+    """`within_budget` for a `mesh` of which each rank holds more than each of the `ranks` does now; on whichever hosts
+    they are. Images count as what a host holds, activations do not.
+
+    Raises `ConfigError` too if a host, or an accelerator, has less memory than its ranks would hold.
+    """
+    there = replace(ranks, num_local=min(ranks.num_local, mesh.world_size))
+    fitted = within_budget(model, plan, mesh, there, updates, states_per_param).plan
+    search = _Search(model, fitted, mesh, there, updates, states_per_param)
+    for what, taken, room in (
+        ("device", search.holds(fitted.offload).device.total, None if ranks.on_cpu else ranks.device_bytes),
+        ("host", search.with_images(fitted.offload), ranks.host_bytes),
+    ):
+        if room is not None and taken > room:
+            of = "one rank" if what == "device" else f"{there.num_local} of these ranks"
+            raise ConfigError(
+                f"{of} would hold {format_bytes(taken)} on a {what} of {format_bytes(room)}, without activations"
+            )
+    return fitted
 
 
 def choices_by_pp_rank(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
@@ -303,11 +333,19 @@ class _Search:
                     )
                 )
                 times.append(self._time(step, prints[-1]))
+            on_devices = self._of_host([one.total for one in prints])
             on_host = self._of_host([one.host.total if one.host is not None else 0 for one in prints])
             on_disk = self._of_host([one.disk.total if one.disk is not None else 0 for one in prints])
             longest = max((one for one in times if one is not None), key=lambda one: one.least_seconds, default=None)
-            self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_host, on_disk, longest)
+            self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_devices, on_host, on_disk, longest)
         return self._held[offload]
+
+    def with_images(self, offload: Offload) -> int:
+        """Bytes of the host's memory that its ranks take, with the images from which others go on."""
+        held = self.holds(offload)
+        of_units = ([flat for unit in units for flat in unit.flats] for units in self._specs(offload))
+        images = self._of_host([image_bytes(flats, self._states_per_param).copy for flats in of_units])
+        return held.on_host + images + (held.on_devices if self._ranks.on_cpu else 0)
 
     def _time(self, step: StepProgram, held: Footprint) -> TierTime | None:
         if self._ranks.calibration is None:

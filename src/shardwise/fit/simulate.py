@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -77,7 +77,8 @@ class Job:
     `regroup_seconds`: how long the others stand when ranks are lost. `join_seconds`: until a replacement is ready,
     while the others train; `join_pause_seconds`: how long they stand when it joins. `leave_together`: ranks that leave
     with a lost one, such as a replica's. `numbers`: of how many ranks those train that are left of a single replica
-    group, the largest first; empty if all do. `least_ranks`: fewer do not train.
+    group, the largest first; empty if all do. `seconds_with`: what a step takes with so many ranks, where that is known
+    and not in proportion. `least_ranks`: fewer do not train.
     """
 
     world_size: int
@@ -100,6 +101,7 @@ class Job:
     spare_ranks: int | None = None
     leave_together: int = 1
     numbers: tuple[int, ...] = ()
+    seconds_with: Mapping[int, float] = field(default_factory=dict)
     slow: SlowHosts = SlowHosts()
 
     def __post_init__(self) -> None:
@@ -126,6 +128,12 @@ class Job:
     def num_training(self, num_ranks: int) -> int:
         """Of `num_ranks` that are there, if they are not too few."""
         return next((number for number in self.numbers if number <= num_ranks), min(self.numbers, default=num_ranks))
+
+    def seconds_of_step(self, num_ranks: int) -> float:
+        """With `num_ranks` that are there. The global batch is divided among those that train."""
+        num = self.num_training(num_ranks)
+        in_proportion = self.step_seconds * self.world_size / num
+        return max(self.step_seconds, self.seconds_with.get(num, in_proportion))  # no step is more than a useful one
 
     @property
     def num_hosts(self) -> int:
@@ -377,9 +385,9 @@ class _Run:
 
     @property
     def _pace(self) -> float:
-        """Seconds of a step just now. The global batch is divided among the ranks that are left."""
+        """Seconds of a step just now."""
         slow = self.job.slow.factor if self.num_slow else 1.0
-        return self.job.step_seconds * self.job.world_size / self.job.num_training(self.ranks) * slow
+        return self.job.seconds_of_step(self.ranks) * slow
 
     def _advance(self, at: float) -> None:
         while self.phases and self.now < at:
@@ -412,7 +420,7 @@ class _Run:
         useful = num * self.job.step_seconds
         steps.useful += useful
         if self.num_slow or self.ranks < self.job.world_size:
-            full = useful * self.job.world_size / self.job.num_training(self.ranks)
+            full = num * self.job.seconds_of_step(self.ranks)
             steps.fewer += full - useful
             steps.slow += num * self._pace - full
 

@@ -16,6 +16,7 @@ from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.parallel.conversions import Converted
+from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.replica_groups import Smaller
@@ -42,18 +43,20 @@ class PlainModel:
         return cls(bare, {params[name]: update for name, update in by_name.items()})
 
     def seconds(
-        self, batch: object, plan: Plan, mesh: Mesh, smaller: Smaller, hardware: Hardware, *, on_cpu: bool
+        self, batch: object, plan: Plan, mesh: Mesh, smaller: SmallerMeshes, hardware: Hardware, *, on_cpu: bool
     ) -> dict[int, float]:
-        """Of a step on each of the `smaller` meshes, by their ranks. `batch` is a micro-batch of one data rank of
-        `mesh`, whole along `sp`. `hardware` has as many ranks on a node as the job has now: those that are left keep
-        their cores, and get none of others.
+        """Of a step on each of the `smaller` meshes that have fewer ranks than a group, by their ranks.
+
+        `batch` is a micro-batch of one data rank of `mesh`, whole along `sp`. `hardware` has as many ranks on a node as
+        the job has now: those that are left keep their cores, and get none of others.
 
         Raises `ModelError` for a model that cannot be rehearsed.
         """
         rows, num_data_ranks = rows_of(batch), mesh.data_place(0)[1]
         found = {}
-        for axes in smaller:
-            there, size = plan.model_copy(update={"mesh": dict(axes)}), math.prod(axes.values())
+        for axes in smaller.meshes[1:]:
+            size = math.prod(axes.values())
+            there = smaller.plan_on(plan.model_copy(update={"mesh": dict(axes)}), size)
             on, parts = Mesh.of(axes, size), axes.get(SEQUENCE_AXIS, 1)
             part = with_rows(batch, rows * num_data_ranks // on.data_place(0)[1], rows, parts)
             kinds = rank_units(self.model, there, on, updates=self.updates, on_cpu=on_cpu)

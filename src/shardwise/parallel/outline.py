@@ -6,7 +6,9 @@ search for a plan and `explain` refuse the same, with the same words.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +20,7 @@ from shardwise.parallel.pipeline import AXIS as STAGES
 from shardwise.parallel.pipeline import StageLayout, has_pipeline, holders_of, stage_layout
 from shardwise.parallel.sequence import check_model as check_sequence
 from shardwise.parallel.tensor import ModelSplit
-from shardwise.plan import Plan
+from shardwise.plan import Budget, Offload, Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.replica_groups import Smaller, num_groups, shrinking_axis, with_fewer_ranks
 from shardwise.runtime import check_backend
@@ -95,6 +97,18 @@ def _check_fragments_of_stages(model: nn.Module, plan: Plan, stages: StageLayout
         )
 
 
+Fit = Callable[[Plan, Mesh], Plan]
+"""A plan for a mesh as its ranks have room for it. Raises `ConfigError` if they have none."""
+
+
+@dataclass(frozen=True)
+class OffDevice:
+    """What a plan keeps off the device, and in which folder if some of it is on a disk."""
+
+    offload: Offload
+    disk: str | None
+
+
 @dataclass(frozen=True)
 class SmallerMeshes:
     """The meshes on which a job of one model and plan goes on when no replica group is whole."""
@@ -102,36 +116,53 @@ class SmallerMeshes:
     meshes: Smaller = ()
     why_none: str = ""
     """Why there is none, in words that follow a colon; empty where that is plain from the plan."""
+    off_device: Mapping[int, OffDevice] = field(default_factory=dict)
+    """By the number of ranks, of those with fewer than a group, if the plan has a budget: each of them holds more of
+    the model, and so has to keep more off its device."""
+
+    def plan_on(self, plan: Plan, num_ranks: int) -> Plan:
+        """`plan`, of whichever mesh, with what `num_ranks` keep off their devices if that is one of these."""
+        there = self.off_device.get(num_ranks)
+        return plan if there is None else plan.model_copy(update={"offload": there.offload, "disk": there.disk})
+
+    def told(self) -> dict[str, Any]:
+        """All of it for a rank that joins, as JSON has it."""
+        off_device = [[size, one.offload.model_dump(), one.disk] for size, one in self.off_device.items()]
+        return {"meshes": list(map(dict, self.meshes)), "off_device": off_device}
+
+    @classmethod
+    def heard(cls, told: Mapping[str, Any]) -> SmallerMeshes:
+        off_device = {size: OffDevice(Offload(**offload), disk) for size, offload, disk in told["off_device"]}
+        return cls(tuple(told["meshes"]), "", off_device)
 
 
-def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, *, has_budget: bool) -> SmallerMeshes:
-    """For a plain `model`: those with fewer ranks along `tp`, `pp` or `sp`, as far as it can be split so.
-
-    `has_budget`: the memory of a rank is limited. Then there are none of fewer ranks, each of which would hold more of
-    the model. Without a limit it is enough that the ranks of a host hold together what they held before.
-    """
+def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, fit: Fit) -> SmallerMeshes:
+    """For a plain `model`: those with fewer ranks along `tp`, `pp` or `sp`, as far as it can be split so, and there is
+    room for it by `fit`. `plan` still has its budget."""
     axis = shrinking_axis(mesh)
     if not axis:
         return SmallerMeshes()
     of_group, *fewer = with_fewer_ranks(mesh)
-    found, whys = [of_group], list[str]()
+    found, whys, off_device = [of_group], list[str](), dict[int, OffDevice]()
     kept = kept_buffer(model) if axis == STAGES else ""
     for axes_of in fewer:
-        if has_budget:
-            whys.append("the plan has a budget for each rank, and each of fewer ranks would hold more")
-            break
         if kept:
             whys.append(f"{kept} is a buffer that one stage has and may change, of which nobody else has a copy")
             break
+        on = Mesh.of(axes_of, axes_of[axis])
+        named = f"{on.world_size} rank{'s' if on.world_size > 1 else ''} along {axis}"
         try:
-            outline(model, plan.model_copy(update={"mesh": axes_of}), Mesh.of(axes_of, axes_of[axis]), 0)
+            there = fit(plan.model_copy(update={"mesh": axes_of}), on)
+            outline(model, there, on, 0)
         except (ConfigError, ModelError) as error:
-            whys.append(f"with {axes_of[axis]} ranks along {axis}: {error}")
+            whys.append(f"with {named}: {str(error).removesuffix('.')}")
         else:
             found.append(axes_of)
+            if plan.budget != Budget():
+                off_device[on.world_size] = OffDevice(there.offload, there.disk)
     if len(found) == 1 and num_groups(mesh) == 1:
         return SmallerMeshes((), whys[0])
-    return SmallerMeshes(tuple(found))
+    return SmallerMeshes(tuple(found), "", off_device)
 
 
 def kept_buffer(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.errors import ConfigError, ModelError
-from shardwise.fit.budget import Fitted, Ranks, within_budget
+from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, within_budget
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings, device_for
 from shardwise.memory import (
     DiskMemory,
@@ -366,12 +366,14 @@ def _lay_converted(
     updates: Updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else everyone)
     plan = in_own_precision(plan, model)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan, device), updates)
-    budget, plan = plan.budget, fitted.plan
-    designed = design(model, plan, world)
-    smaller = SmallerMeshes()
+    may_shrink = world.membership is not None and len(with_fewer_ranks(mesh)) > 1
+    ranks = ranks_of(world, plan, device, says_memory=may_shrink)
+    fitted = within_budget(model, plan, mesh, ranks, updates)
+    budget, smaller = plan.budget, SmallerMeshes()
     if world.membership is not None:
-        smaller = smaller_meshes(model, plan, mesh, has_budget=budget.device is not None)
+        smaller = smaller_meshes(model, plan, mesh, lambda there, on: fit_on_fewer(model, there, on, ranks, updates))
+    plan = fitted.plan
+    designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, everyone, device)
     check_batch_norms(model, designed, device)
     require_elementwise(model, designed, updates)
@@ -474,10 +476,11 @@ def _not_whole(designed: Design, param: nn.Parameter, sends_signs: bool) -> str:
     return "has its states on a disk" if table.optim.tier == "disk" else ""
 
 
-def ranks_of(world: World, plan: Plan, device: torch.device) -> Ranks:
-    """What the plan's budget has to know about the ranks, for a model that is on `device`. All ranks call."""
+def ranks_of(world: World, plan: Plan, device: torch.device, *, says_memory: bool = False) -> Ranks:
+    """What the plan's budget has to know about the ranks, for a model that is on `device`; how much memory they have
+    also without a budget, if it `says_memory`. All ranks call."""
     host_bytes = device_bytes = None
-    if plan.budget.device is not None:
+    if says_memory or plan.budget.device is not None:
         own = {
             "host": Cgroups().memory(host_memory()).total_bytes,
             "device": world.rank_device.memory_bytes if device.type in (world.device.type, "meta") else None,
