@@ -180,20 +180,22 @@ def twin_run(
     sends_frozen: bool = True,
     resident_below: int = 0,
     reduced: Reduced | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Run:
     """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
     `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do. Frozen
     parameters of fewer elements than `resident_below` stay whole on every rank, so they are never sent. `reduced` is
-    needed where gradients in bf16 are rounded more than once, or not by all."""
+    needed where gradients in bf16 are rounded more than once, or not by all. With the `optimizer` of an earlier run,
+    `model` and it go on from there; both are in `extra` when this one ends."""
     sent = _Sent(wire)
     trained = _formats(wire.get("param"))
     frozen = _formats(wire["frozen"]) if "frozen" in wire else trained
     if "frozen" in wire and wire.get("param") == "bf16":  # beside codes, and along the axes that these leave out
         is_everywhere = num_near == 1 or wire["frozen"].get("axes") == "everywhere"
         frozen = frozen[0] if is_everywhere else _after(frozen[0], _narrow), _narrow
-    masters = copy.deepcopy(model)
+    masters = copy.deepcopy(model) if optimizer is None else model
     named = {name: param for name, param in masters.named_parameters() if param.requires_grad}
-    optimizer, run = adamw(masters), Run()
+    optimizer, run = optimizer or adamw(masters), Run()
     for number, batch in enumerate(data):
         sent.begin_step(number)
         computed = copy.deepcopy(masters)
@@ -228,6 +230,7 @@ def twin_run(
         optimizer.step()
         run.losses.append(sum(losses) / len(losses))
     run.params = {name: param.detach().clone() for name, param in named.items()}
+    run.extra = {"model": masters, "optimizer": optimizer}
     return run
 
 
