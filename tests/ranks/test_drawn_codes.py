@@ -8,16 +8,18 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from pipelined import rows_of
 from torch import nn
-from twins import Batch, Run, assert_same, batches, engine_step, plan_of, sharded_run
+from twins import Batch, Run, assert_same, batches, engine_step, plan_of, sharded_run, work_on_ranks
 from wires import Reduced, assert_same_but_for_flips, places_of, resuming, saving_to, twin_run
 
 import shardwise as sw
-from tests.models import Transformer
+from tests.models import Decoder, Transformer
 from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
@@ -163,6 +165,56 @@ def test_drawn_changes_of_plan_train_like_their_twins(tmp_path: Path) -> None:
         rest = then.twin(data=data[2:], places=run.extra, **twin.extra)
         whole = Run(twin.losses + rest.losses, twin.norms + rest.norms, rest.params)
         assert_alike(run, whole, first, then)
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+
+
+@varies
+def test_drawn_pipelines_train_like_their_twins(tmp_path: Path) -> None:
+    """`ddp` and `zero1` send what micro-batches have added up, once in a step; the others each one's gradients."""
+    draw, data = random.Random(3), batches(2, rows=8)
+    for number in range(drawn(1, 60)):
+        preset, accumulate = draw.choice([name for name in PRESETS if name not in TWO_AXES]), draw.choice((2, 4))
+        wire, settings = drawn_wire(draw, preset), draw.choice(SETTINGS)
+        plan = plan_of(preset, {"pp": 2, "dp": 2}, wire=wire, accumulate=accumulate, **settings)
+        plan |= {"pipeline": {"schedule": draw.choice(SCHEDULES)}}
+        plan |= {"disk": str(tmp_path / str(number))} if preset == "infinity" else {}
+        torch.manual_seed(number)
+        model = Decoder()
+        model.blocks[1].requires_grad_(draw.random() < 0.7)
+
+        def run_of(engine: sw.Engine) -> Run:
+            run = Run(extra=places_of(engine))
+            for x, y in data:
+                loss = engine.train_step((rows_of(engine, x), rows_of(engine, y)))
+                run.losses.append(engine.mean(loss.item()))
+                run.norms.append(engine.gradient_norm or 0.0)
+            run.params = {name: value.clone() for name, value in engine.state_dict().items()}
+            return run
+
+        runs = work_on_ranks(4, run_of, plan, partial(copy.deepcopy, model))
+        twin = twin_run(
+            model,
+            data,
+            2,
+            wire,
+            accumulate=accumulate,
+            waits_whole=preset in ("ddp", "zero1"),
+            sends_frozen=preset not in SENDS_NO_FROZEN,
+            resident_below=settings.get("resident_below", 0),
+            reduced=Reduced(
+                {name: place for run in runs for name, place in run.extra.items()},
+                waits=preset == "zero1",
+                num_whole=int(preset == "ddp"),
+            ),
+        )
+        is_same = assert_same_but_for_flips if preset in ON_HOST else assert_same
+        for run in runs:
+            try:
+                is_same(run, twin)
+            except AssertionError as error:
+                raise AssertionError(f"{plan}: {error}") from error
 
 
 def drawn_wire(draw: random.Random, preset: str) -> dict[str, Any]:
