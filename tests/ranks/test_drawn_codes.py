@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pipelined import rows_of
+from test_setting_triples import SPLIT
 from torch import nn
 from twins import Batch, Run, assert_same, batches, engine_step, plan_of, sharded_run, work_on_ranks
-from wires import Reduced, assert_same_but_for_flips, places_of, resuming, saving_to, twin_run
+from wires import Reduced, assert_same_but_for_flips, parts_of, places_of, resuming, saving_to, twin_run
 
 import shardwise as sw
 from tests.models import Decoder, Transformer
@@ -171,21 +173,26 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 
 
 @varies
-def test_drawn_pipelines_train_like_their_twins(tmp_path: Path) -> None:
-    """`ddp` and `zero1` send what micro-batches have added up, once in a step; the others each one's gradients."""
-    draw, data = random.Random(3), batches(2, rows=8)
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_path: Path) -> None:
+    """In pipelines `ddp` and `zero1` send what micro-batches have added up, once in a step; the others each one's
+    gradients. Along `tp` codes are of the part that a rank has, and sums of the split model differ in last bits."""
+    draw, data = random.Random(axis), batches(2, rows=8)
     for number in range(drawn(1, 60)):
-        preset, accumulate = draw.choice([name for name in PRESETS if name not in TWO_AXES]), draw.choice((2, 4))
+        preset = draw.choice([name for name in PRESETS if name not in TWO_AXES])
         wire, settings = drawn_wire(draw, preset), draw.choice(SETTINGS)
-        plan = plan_of(preset, {"pp": 2, "dp": 2}, wire=wire, accumulate=accumulate, **settings)
-        plan |= {"pipeline": {"schedule": draw.choice(SCHEDULES)}}
+        plan = plan_of(preset, {axis: 2, "dp": 2}, wire=wire, **settings)
+        if axis == "pp":
+            plan |= {"accumulate": draw.choice((2, 4)), "pipeline": {"schedule": draw.choice(SCHEDULES)}}
+        else:
+            plan |= {"tensor": SPLIT}
         plan |= {"disk": str(tmp_path / str(number))} if preset == "infinity" else {}
         torch.manual_seed(number)
         model = Decoder()
         model.blocks[1].requires_grad_(draw.random() < 0.7)
 
         def run_of(engine: sw.Engine) -> Run:
-            run = Run(extra=places_of(engine))
+            run = Run(extra={"places": places_of(engine), "parts": parts_of(engine)})
             for x, y in data:
                 loss = engine.train_step((rows_of(engine, x), rows_of(engine, y)))
                 run.losses.append(engine.mean(loss.item()))
@@ -194,25 +201,31 @@ def test_drawn_pipelines_train_like_their_twins(tmp_path: Path) -> None:
             return run
 
         runs = work_on_ranks(4, run_of, plan, partial(copy.deepcopy, model))
+        split = {name for run in runs for name in run.extra["parts"]}
         twin = twin_run(
             model,
             data,
             2,
             wire,
-            accumulate=accumulate,
+            accumulate=plan.get("accumulate", 1),
             waits_whole=preset in ("ddp", "zero1"),
+            adds_narrow=preset == "ddp",
             sends_frozen=preset not in SENDS_NO_FROZEN,
             resident_below=settings.get("resident_below", 0),
             reduced=Reduced(
-                {name: place for run in runs for name, place in run.extra.items()},
+                {name: place for run in runs for name, place in run.extra["places"].items()},
                 waits=preset == "zero1",
                 num_whole=int(preset == "ddp"),
             ),
+            parts={name: [run.extra["parts"][name] for run in runs] for name in split},
         )
-        is_same = assert_same_but_for_flips if preset in ON_HOST else assert_same
+        is_flipped, rates_apart = axis == "tp" or preset in ON_HOST, 2 if axis == "tp" else 1
         for run in runs:
             try:
-                is_same(run, twin)
+                if is_flipped:
+                    assert_same_but_for_flips(run, twin, rates_apart=rates_apart)
+                else:
+                    assert_same(run, twin)
             except AssertionError as error:
                 raise AssertionError(f"{plan}: {error}") from error
 
