@@ -17,7 +17,7 @@ import yaml
 from accelerate.commands.config import cluster
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import AORecipeKwargs, TERecipeKwargs
+from accelerate.utils import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
 from accelerate.utils import dataclasses as accelerate_settings
 from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR
 from torch import nn
@@ -160,10 +160,30 @@ def test_a_file_and_a_command_line_say_which_backend(tmp_path: Path, monkeypatch
     }
     for name, value in found.environment.items():
         monkeypatch.setenv(name, value)
-    assert request_of(_Without()).recipe == "rowwise_with_gw_hp"
+    asked = request_of(_Without())
+    assert asked.recipe == "rowwise_with_gw_hp"
+    assert asked.notes == (IN_EVALUATION,)  # which accelerate does only where it is asked to
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
     with pytest.raises(ConfigError, match="MS-AMP keeps gradients and optimizer states in 8 bits"):
         request_of(_Without())
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_evaluation_in_fp8_is_what_the_option_asks_for_and_is_noted_without_it(
+    is_asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    accelerate_launch.add_options(parser)
+    (tmp_path / "config.yaml").write_text("distributed_type: MULTI_CPU\nmixed_precision: fp8\n")
+    options = ["--config_file", str(tmp_path / "config.yaml"), "--fp8_backend", "te"]
+    option = ["--fp8_use_autocast_during_eval"] if is_asked_for else []
+    found, _ = accelerate_launch.read_options(parser.parse_args([*options, *option, "train.py"]))
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    assert request_of(_Without()).notes == (() if is_asked_for else (IN_EVALUATION,))
+
+
+IN_EVALUATION = "use_autocast_during_eval False: evaluation computes in fp8 too, as training does"
 
 
 class _Without:
@@ -216,24 +236,56 @@ def test_accelerator_trains_in_fp8(chooses: Any) -> None:
 # -- every name of the installed versions --------------------------------------------------------------------
 
 
+OF_TRANSFORMER_ENGINE: dict[str, Any] = {
+    "use_autocast_during_eval": False,
+    "margin": 3,
+    "interval": 2,
+    "fp8_format": "E4M3",
+    "amax_history_len": 8,
+    "amax_compute_algo": "max",
+    "override_linear_precision": (False, False, True),
+    "use_mxfp8_block_scaling": True,
+}
+"""Each field of `TERecipeKwargs`, with another value than its default."""
+
+
 def test_no_field_of_transformer_engines_settings_is_ignored_silently() -> None:
     """Each changes the recipe, or is named in a note."""
-    other: dict[str, Any] = {
-        "use_autocast_during_eval": False,
-        "margin": 3,
-        "interval": 2,
-        "fp8_format": "E4M3",
-        "amax_history_len": 8,
-        "amax_compute_algo": "max",
-        "override_linear_precision": (False, False, True),
-        "use_mxfp8_block_scaling": True,
-    }
-    assert other.keys() == {field.name for field in dataclasses.fields(TERecipeKwargs)}
-    for name, value in other.items():
+    assert OF_TRANSFORMER_ENGINE.keys() == {field.name for field in dataclasses.fields(TERecipeKwargs)}
+    for name, value in OF_TRANSFORMER_ENGINE.items():
         found = of_transformer_engine({name: value})
         assert found.recipe != "tensorwise" or any(name in note for note in found.notes), name
     fields = {field.name for field in dataclasses.fields(AORecipeKwargs)}
     assert fields == {"config", "module_filter_func", "pad_inner_dim", "enable_fsdp_float8_all_gather"}
+
+
+def test_fields_of_the_older_handler_are_those_of_transformer_engine_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `FP8RecipeKwargs` has beside them: `backend`, and `opt_level`, which only its MS-AMP reads."""
+    monkeypatch.setattr(accelerate_settings, "is_transformer_engine_available", lambda: True)
+    other = {**OF_TRANSFORMER_ENGINE, "backend": "TE", "opt_level": "O1"}
+    assert other.keys() == {field.name for field in dataclasses.fields(FP8RecipeKwargs)}
+
+    def asked(**given: Any) -> Fp8Request:
+        with pytest.warns(FutureWarning, match="deprecated"):
+            handler = FP8RecipeKwargs(**{"use_autocast_during_eval": True, **given})
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+        try:
+            found = Accelerator(plan="zero3", cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])._fp8
+        finally:
+            AcceleratorState._reset_state()
+            PartialState._reset_state()
+        assert found is not None
+        return found
+
+    for name, value in OF_TRANSFORMER_ENGINE.items():
+        found = asked(**{name: value})
+        assert found.recipe != "tensorwise" or any(name in note for note in found.notes), name
+    assert asked() == asked(backend="TE") == asked(opt_level="O1") == Fp8Request("tensorwise")
+    with pytest.raises(ConfigError, match="take AORecipeKwargs"):
+        asked(backend="MSAMP")
 
 
 def test_every_option_and_key_of_accelerate_about_fp8_is_known() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from shardwise.comm import Collectives, Group, Line, ThreadTransport, link_betwe
 from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
 from shardwise.comm.transport.shm import neighbours
 from shardwise.comm.transport.staging import StagingPool
+from shardwise.comm.work import Work
 from shardwise.errors import ConfigError, FaultError
 from shardwise.plan.mesh import Mesh
 
@@ -295,3 +297,37 @@ def test_staging_is_used_again_and_takes_no_memory_meanwhile() -> None:
     for number in range(1000):  # of activations, for example
         pool.give_back(pool.take(1, number, torch.float32))
     assert pool._num_unused <= 256
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+def test_ranks_post_what_they_send_before_what_they_receive(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: sends before receives]. Sums over hosts of several ranks are made before they can be sent."""
+    posted: dict[tuple[int, int], list[str]] = defaultdict(list)
+
+    def noting(verb: str) -> None:
+        plain = getattr(ThreadTransport, verb)
+
+        def note(self: ThreadTransport, tensor: Tensor, rank: int, tag: int) -> Work:
+            posted[self._rank, tag].append(verb)
+            work: Work = plain(self, tensor, rank, tag)
+            return work
+
+        monkeypatch.setattr(ThreadTransport, verb, note)
+
+    noting("send")
+    noting("receive")
+    num_ranks = len(hosts)
+
+    def rank(world: sw.World) -> None:
+        comm, group = world.collectives(torch.device("cpu")), world.everybody
+        full, part = torch.zeros(num_ranks * 4), torch.zeros(4)
+        comm.all_gather(full, group, "x").wait()
+        comm.all_to_all([torch.empty(4) for _ in hosts], [part for _ in hosts], group, "x").wait()
+        if hosts == "abc":
+            comm.reduce_scatter(part, full, group, torch.float32, "x").wait()
+            comm.all_reduce(full, full, group, torch.float32, "x").wait()
+
+    testing.run_ranks(num_ranks, rank, hosts=hosts)
+    assert len(posted) >= 2 * num_ranks
+    for verbs in posted.values():
+        assert verbs == sorted(verbs, reverse=True)

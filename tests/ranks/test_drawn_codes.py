@@ -1,23 +1,33 @@
-"""Codes under plans and models that are drawn, with parameters of all sizes. The twin rounds tensor by tensor."""
+"""Codes under plans and models that are drawn, with parameters of all sizes: trained, resumed, and changed while they
+run. The twin rounds tensor by tensor."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from pipelined import rows_of
+from test_setting_triples import SPLIT
 from torch import nn
-from twins import assert_same, batches, sharded_run
-from wires import Reduced, assert_same_but_for_flips, places_of, twin_run
+from twins import Batch, Run, assert_same, batches, engine_step, plan_of, sharded_run, work_on_ranks
+from wires import Reduced, assert_same_but_for_flips, parts_of, places_of, resuming, saving_to, twin_run
 
-from tests.models import Transformer
+import shardwise as sw
+from tests.models import Decoder, Transformer
 from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
 TWO = {"node": 2, "local": 2}
 SENDS_NO_FROZEN = ("ddp", "zero1", "zero2", "offload")
+TWO_AXES = ("hsdp", "hpz")
 PRESETS = ("ddp", "hsdp", "zero1", "zero2", "zero3", "zero3-kept", "hpz", "offload", "zero3-offload", "infinity")
 ON_HOST = ("offload", "zero3-offload", "infinity")
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, None)
@@ -47,33 +57,177 @@ class OddSizes(Transformer):
         return super().forward(*batch) * self.gain + beside + self.none.sum() + self.no_rows.sum()
 
 
+@dataclass
+class Drawn:
+    """A plan on some ranks, for one of the models."""
+
+    preset: str
+    num_ranks: int
+    mesh: dict[str, int] | None
+    wire: dict[str, Any]
+    settings: dict[str, Any]
+
+    @classmethod
+    def by(cls, draw: random.Random, disk: Path, num_ranks: int | None = None, **settings: Any) -> Drawn:
+        """On any number of ranks, or on `num_ranks`."""
+        preset = draw.choice(PRESETS if num_ranks in (None, 4) else [name for name in PRESETS if name not in TWO_AXES])
+        mesh = TWO if preset in TWO_AXES or (num_ranks in (None, 4) and draw.random() < 0.2) else None
+        own = num_ranks or (4 if mesh else draw.choice((1, 2, 3, 4)))
+        more = {"disk": str(disk)} if preset == "infinity" else {}
+        return cls(preset, own, mesh, drawn_wire(draw, preset), {**settings, **more})
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return plan_of(self.preset, self.mesh, wire=self.wire, **self.settings)
+
+    def run(self, model: nn.Module, data: Sequence[Batch], **more: Any) -> Run:
+        more.setdefault("after", places_of)
+        return sharded_run(model, data, self.preset, self.num_ranks, self.mesh, wire=self.wire, **self.settings, **more)
+
+    def twin(self, model: nn.Module, data: Sequence[Batch], places: dict[str, Any], **more: Any) -> Run:
+        num_whole = {"ddp": 2, "hsdp": 1}.get(self.preset, 0)
+        return twin_run(
+            model,
+            data,
+            self.num_ranks,
+            self.wire if self.num_ranks > 1 else {},  # one rank sends nothing, so that nothing is rounded
+            num_near=2 if self.mesh else 1,
+            sends_frozen=self.preset not in SENDS_NO_FROZEN,
+            resident_below=self.settings.get("resident_below", 0),
+            reduced=Reduced(places, waits=self.preset == "zero1", num_whole=num_whole),
+            **more,
+        )
+
+
+def drawn_models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Transformer(num_blocks=2), OddSizes(tied=False), OddSizes(tied=True)]
+
+
+def assert_alike(run: Run, twin: Run, *plans: Drawn) -> None:
+    is_flipped = any(plan.preset in ON_HOST for plan in plans)
+    try:
+        (assert_same_but_for_flips if is_flipped else assert_same)(run, twin)
+    except AssertionError as error:
+        raise AssertionError(f"{plans}: {error}") from error
+
+
 @varies
 def test_drawn_plans_train_like_their_twins(tmp_path: Path) -> None:
     draw = random.Random(0)
-    torch.manual_seed(0)
-    models, data = [Transformer(num_blocks=2), OddSizes(tied=False), OddSizes(tied=True)], batches(2, rows=12)
+    models, data = drawn_models(), batches(2, rows=12)
     for number in range(drawn(1, 200)):
-        preset, settings = draw.choice(PRESETS), draw.choice(SETTINGS)
-        mesh = TWO if preset in ("hsdp", "hpz") or draw.random() < 0.2 else None
-        num_ranks = 4 if mesh else draw.choice((1, 2, 3, 4))
-        wire = drawn_wire(draw, preset)
-        disk = {"disk": str(tmp_path / str(number))} if preset == "infinity" else {}
+        plan = Drawn.by(draw, tmp_path / str(number), **draw.choice(SETTINGS))
         model = draw.choice(models)
-        run = sharded_run(model, data, preset, num_ranks, mesh, after=places_of, wire=wire, **settings, **disk)
+        run = plan.run(model, data)
+        assert_alike(run, plan.twin(model, data, run.extra), plan)
+
+
+@varies
+def test_drawn_plans_resume_exactly(tmp_path: Path) -> None:
+    """To the bit, with what was not sent yet."""
+    draw = random.Random(1)
+    models, data = drawn_models(), batches(3, rows=12)
+    for number in range(drawn(1, 60)):
+        plan = Drawn.by(draw, tmp_path / f"{number}-disk", **draw.choice(SETTINGS))
+        model, folder = draw.choice(models), tmp_path / str(number)
+        whole = plan.run(model, data)
+        plan.run(model, data[:2], after=saving_to(folder))
+        fresh = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in fresh.parameters():
+                param.zero_()
+        run = plan.run(fresh, data[2:], step=resuming(folder))
+        assert run.losses == whole.losses[2:], plan
+        assert all(torch.equal(run.params[name], param) for name, param in whole.params.items()), plan
+
+
+@varies
+def test_drawn_changes_of_plan_train_like_their_twins(tmp_path: Path) -> None:
+    """Live, from any wire to any other; what gradients have lost is forgotten."""
+    draw = random.Random(2)
+    models, data = drawn_models(), batches(4, rows=12)
+    for number in range(drawn(1, 60)):
+        settings = draw.choice(SETTINGS)
+        first = Drawn.by(draw, tmp_path / f"{number}-first", **settings)
+        then = Drawn.by(draw, tmp_path / f"{number}-then", first.num_ranks, **settings)
+        model, places = draw.choice(models), {}
+
+        def step(
+            engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch, then: Drawn = then, places: Any = places
+        ) -> Tensor:
+            if engine.num_steps == 2:
+                if engine.world.rank == 0:
+                    places.update(places_of(engine))
+                engine.reshard(then.plan)
+            return engine_step(engine, optimizer, batch)
+
+        run = first.run(model, data, step=step)
+        twin = first.twin(model, data[:2], places)
+        rest = then.twin(data=data[2:], places=run.extra, **twin.extra)
+        whole = Run(twin.losses + rest.losses, twin.norms + rest.norms, rest.params)
+        assert_alike(run, whole, first, then)
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+
+
+@varies
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_path: Path) -> None:
+    """In pipelines `ddp` and `zero1` send what micro-batches have added up, once in a step; the others each one's
+    gradients. Along `tp` codes are of the part that a rank has, and sums of the split model differ in last bits."""
+    draw, data = random.Random(axis), batches(2, rows=8)
+    for number in range(drawn(1, 60)):
+        preset = draw.choice([name for name in PRESETS if name not in TWO_AXES])
+        wire, settings = drawn_wire(draw, preset), draw.choice(SETTINGS)
+        plan = plan_of(preset, {axis: 2, "dp": 2}, wire=wire, **settings)
+        if axis == "pp":
+            plan |= {"accumulate": draw.choice((2, 4)), "pipeline": {"schedule": draw.choice(SCHEDULES)}}
+        else:
+            plan |= {"tensor": SPLIT}
+        plan |= {"disk": str(tmp_path / str(number))} if preset == "infinity" else {}
+        torch.manual_seed(number)
+        model = Decoder()
+        model.blocks[1].requires_grad_(draw.random() < 0.7)
+
+        def run_of(engine: sw.Engine) -> Run:
+            run = Run(extra={"places": places_of(engine), "parts": parts_of(engine)})
+            for x, y in data:
+                loss = engine.train_step((rows_of(engine, x), rows_of(engine, y)))
+                run.losses.append(engine.mean(loss.item()))
+                run.norms.append(engine.gradient_norm or 0.0)
+            run.params = {name: value.clone() for name, value in engine.state_dict().items()}
+            return run
+
+        runs = work_on_ranks(4, run_of, plan, partial(copy.deepcopy, model))
+        split = {name for run in runs for name in run.extra["parts"]}
         twin = twin_run(
             model,
             data,
-            num_ranks,
-            wire if num_ranks > 1 else {},  # one rank sends nothing, so that nothing is rounded
-            num_near=2 if mesh else 1,
+            2,
+            wire,
+            accumulate=plan.get("accumulate", 1),
+            waits_whole=preset in ("ddp", "zero1"),
+            adds_narrow=preset == "ddp",
             sends_frozen=preset not in SENDS_NO_FROZEN,
             resident_below=settings.get("resident_below", 0),
-            reduced=Reduced(run.extra, waits=preset == "zero1", num_whole={"ddp": 2, "hsdp": 1}.get(preset, 0)),
+            reduced=Reduced(
+                {name: place for run in runs for name, place in run.extra["places"].items()},
+                waits=preset == "zero1",
+                num_whole=int(preset == "ddp"),
+            ),
+            parts={name: [run.extra["parts"][name] for run in runs] for name in split},
         )
-        try:
-            (assert_same_but_for_flips if preset in ON_HOST else assert_same)(run, twin)
-        except AssertionError as error:
-            raise AssertionError(f"{preset}, {num_ranks} ranks, {mesh}, {wire}, {settings}: {error}") from error
+        is_flipped, rates_apart = axis == "tp" or preset in ON_HOST, 2 if axis == "tp" else 1
+        for run in runs:
+            try:
+                if is_flipped:
+                    assert_same_but_for_flips(run, twin, rates_apart=rates_apart)
+                else:
+                    assert_same(run, twin)
+            except AssertionError as error:
+                raise AssertionError(f"{plan}: {error}") from error
 
 
 def drawn_wire(draw: random.Random, preset: str) -> dict[str, Any]:

@@ -311,11 +311,12 @@ def trained_with_codes(model: nn.Module, make: Make, **_: Any) -> tuple[list[flo
 
 @thorough_only("others die in the same ways without codes")
 @pytest.mark.parametrize("death", [9, 26])
-@pytest.mark.parametrize("name", ["zero3", "hpz"])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "hpz"])
 def test_a_rank_dies_where_codes_are_sent(name: str, death: int, tmp_path: Path) -> None:
     """The others compute with the same rounded parameters, though their shards begin elsewhere."""
     wire = {"param": {"dtype": "int8", "axes": "everywhere"}}
-    race({**PLANS[name], "wire": wire}, DiesAt({2: death}), tmp_path, alone=trained_with_codes)
+    model = Net(frozen=name in ("zero3", "hpz"))  # which send frozen parameters, too
+    race({**PLANS[name], "wire": wire}, DiesAt({2: death}), tmp_path, alone=trained_with_codes, model=model)
 
 
 class DiesInMean:

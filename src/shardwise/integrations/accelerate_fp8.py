@@ -120,6 +120,7 @@ def _in_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "fp8_format": environment.get(f"{PREFIX}FORMAT"),
         "override_linear_precision": tuple(flag(f"OVERRIDE_{name.upper()}") for name in _PRODUCTS),
         "use_mxfp8_block_scaling": flag("USE_MXFP8_BLOCK_SCALING"),
+        "use_autocast_during_eval": flag("USE_AUTOCAST_DURING_EVAL"),
         "amax_compute_algo": environment.get(f"{PREFIX}AMAX_COMPUTE_ALGO", "most_recent").lower(),
     }
     for name in ("margin", "interval", "amax_history_len"):

@@ -27,6 +27,8 @@ _FP8 = (
     "backend", "margin", "interval", "format", "amax_history_len", "amax_compute_algo",
     "override_linear_precision", "opt_level", "enable_fsdp_float8_all_gather", "pad_inner_dim",
 )  # fmt: skip
+_FP8_EVALUATES = "use_autocast_during_eval"
+"""The one option about fp8 that is a flag."""
 _PLAIN = (
     "mixed_precision", "num_processes", "num_machines", "gpu_ids", "main_process_port", "gradient_accumulation_steps",
     "machine_rank", "main_process_ip", "rdzv_backend", "main_training_function", "downcast_bf16",
@@ -69,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         *(f"fp8_{name}" for name in _FP8),
     ):
         option(name, metavar="X", help="as in accelerate launch" if name in _PLAIN[:6] else argparse.SUPPRESS)
-    for name in (*_FLAGS, *_REFUSED, "multi_gpu", "enable_cpu_affinity", "fp8_use_autocast_during_eval"):
+    for name in (*_FLAGS, *_REFUSED, "multi_gpu", "enable_cpu_affinity", f"fp8_{_FP8_EVALUATES}"):
         option(name, action="store_true", help=argparse.SUPPRESS)
     option("use_deepspeed", action="store_true", help="ZeRO, set by --zero_stage or --deepspeed_config_file")
     option("use_fsdp", action="store_true", help="sharded, set by the options that begin with --fsdp_")
@@ -118,7 +120,8 @@ def _merged(args: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     merged |= {name: getattr(args, name) for name in _DYNAMO if getattr(args, name) is not None}
     fsdp = {f"fsdp_{name}": getattr(args, f"fsdp_{name}") for name in _FSDP}
     _merge_section(merged, "fsdp_config", fsdp)
-    _merge_section(merged, "fp8_config", {name: getattr(args, f"fp8_{name}") for name in _FP8})
+    fp8 = {name: getattr(args, f"fp8_{name}") for name in _FP8}
+    _merge_section(merged, "fp8_config", {**fp8, _FP8_EVALUATES: "true" if args.fp8_use_autocast_during_eval else None})
     _merge_section(merged, "deepspeed_config", {name: getattr(args, name) for name in _DEEPSPEED})
     chosen = {"FSDP": args.use_fsdp, "DEEPSPEED": args.use_deepspeed, "MULTI_GPU": args.multi_gpu}
     asked = [kind for kind, is_asked in chosen.items() if is_asked]

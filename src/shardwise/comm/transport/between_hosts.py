@@ -1,7 +1,7 @@
 """Collectives among ranks on several hosts: shared memory within each host, one copy of everything between two hosts.
 
-See [Note: one copy between hosts] in `comm/host_layout.py` for which rank carries what, and [Note: who goes on] in
-`background.py`.
+See [Note: one copy between hosts] in `comm/host_layout.py` for which rank carries what, [Note: who goes on] in
+`background.py`, and [Note: sends before receives] in `pairwise.py`.
 
 [Note: sums over hosts] A chunk is summed over the ranks of each host first, in the order of the group and in the dtype
 of the flat sum, then over hosts in the order in which they appear in the group. A host's sum is sent as `wire`. Each
@@ -100,8 +100,8 @@ class BetweenHosts(Pairwise):
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)
         self.ledger.sent("all_to_all", group.axis, sum(sent[i].nbytes for i, _ in group.others))
-        far = [self._receive(arrived[i], group.ranks[i], entry.tag) for i in on.far if arrived[i].numel()]
-        far += [self._send(sent[i], group.ranks[i], entry.tag) for i in on.far if sent[i].numel()]
+        far = [self._send(sent[i], group.ranks[i], entry.tag) for i in on.far if sent[i].numel()]
+        far += [self._receive(arrived[i], group.ranks[i], entry.tag) for i in on.far if arrived[i].numel()]
         for index in on.neighbours:
             if sent[index].numel():
                 neighbours.offer(self.lent(sent[index])[0], entry.tag, [group.ranks[index]], to_one=True)
@@ -256,8 +256,8 @@ class _Gather:
         if not own.numel():
             return
         landing = {index: self._landing(index) for index in self.on.carried}
-        arriving = [(index, self.comm.expect(landing[index], ranks[index], self.tag)) for index in self.on.carried]
         leaving = [self.comm.post(own, ranks[index], self.tag) for index in self.on.partners]
+        arriving = [(index, self.comm.expect(landing[index], ranks[index], self.tag)) for index in self.on.carried]
         offered = [self._offer(self.on.own, own, self.tag)]
         for index in self.on.neighbours:
             self.comm.take(ranks[index], self.tag, _copy_into(self.chunks[index]))

@@ -145,8 +145,8 @@ class Pairwise:
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # lengths differ per pair
         tag = entry.tag
-        works = [self._receive(arrived[i], rank, tag) for i, rank in group.others if arrived[i].numel()]
-        works += [self._send(sent[i], rank, tag) for i, rank in group.others if sent[i].numel()]
+        works = [self._send(sent[i], rank, tag) for i, rank in group.others if sent[i].numel()]
+        works += [self._receive(arrived[i], rank, tag) for i, rank in group.others if arrived[i].numel()]
         self.ledger.sent("all_to_all", group.axis, sum(sent[i].nbytes for i, _ in group.others))
         return Awaited(self.journal, entry, Pending(works))
 
@@ -258,16 +258,22 @@ class Pairwise:
     def _swap(self, group: Group, sent: Sequence[Tensor], arrived: Sequence[Tensor], tag: int) -> list[Work]:
         """Send `sent[i]` to, and receive `arrived[i]` from, every other rank `i` of the group.
 
-        Receives are posted first, and each rank begins with its right-hand neighbour, so that not all ranks send to the
-        same one at once.
+        Each rank begins with its right-hand neighbour, so that not all ranks send to the same one at once.
+
+        [Note: sends before receives] If the other rank has posted its receive already, gloo (torch 2.13) writes a
+        message from the thread that posts it, which holds the connection's lock meanwhile. Its own thread, woken by
+        what the other rank sends at that time, does not wait for the lock, but polls until it is free, and takes the
+        writer's core where there are no others. A rank that posts its message first is not sent anything before it
+        has been written, or is being written by gloo's thread. Eight sums of 1.3 MB on two ranks and two cores, beside
+        a load of 10, take 7.7 ms of processor time instead of 14.3 (medians of 12), gloo's own all-reduces 4.5.
         """
         transport = self._transport
         try:
-            works = [transport.receive(arrived[index], rank, tag) for index, rank in group.others]
-            works += [transport.send(sent[index], rank, tag) for index, rank in group.others]
+            leaving = [transport.send(sent[index], rank, tag) for index, rank in group.others]
+            arriving = [transport.receive(arrived[index], rank, tag) for index, rank in group.others]
         except LinkError as error:
             raise self.journal.failure(error) from error
-        return works
+        return arriving + leaving
 
     def _count(self, verb: str, group: Group, num_bytes: int) -> None:
         """Count `num_bytes` to each of the other ranks."""
