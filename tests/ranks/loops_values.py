@@ -605,7 +605,9 @@ def frozen_head_in_the_loop(loop: Loop) -> Any:
     return Local(loss.item())
 
 
-@action(LOSS, "the same weight as a buffer of a module of the loop's: `nn.Buffer(p.detach())`, `nn.Parameter(..., False)`")
+@action(
+    LOSS, "the same weight as a buffer of a module of the loop's: `nn.Buffer(p.detach())`, `nn.Parameter(..., False)`"
+)
 def frozen_head_in_a_module(loop: Loop) -> Any:
     head = nn.Linear(WIDTH, VOCAB, bias=False)
     head.weight = nn.Parameter(loop.model.head.weight.detach(), requires_grad=False)

@@ -298,7 +298,8 @@ def _op(opts: Any) -> str:
 
 
 def _room(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    own = tensor.detach()
+    return own if own.is_contiguous() else torch.empty_like(own, memory_format=torch.contiguous_format)
 
 
 def _copy_out(tensors: Sequence[Tensor], room: Sequence[Tensor]) -> None:
