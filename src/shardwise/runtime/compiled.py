@@ -180,8 +180,8 @@ _COMPILED_CALL = ("compile_wrapper", "torch._dynamo.eval_frame")
 
 
 _NOT_ONE_GRAPH = (
-    "a part of a sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come and go "
-    "at its units, and its first pass is watched operator by operator. Have each unit compiled by the plan: "
+    "a part of a sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
+    "and go at its units, and its first pass is watched operator by operator. Have each unit compiled by the plan: "
     "compile: inductor"
 )
 
