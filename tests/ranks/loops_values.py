@@ -888,6 +888,18 @@ def used_and_written(loop: Loop) -> Any:
     return said
 
 
+@action(GRAD, "`torch.utils.checkpoint` around a function of the loop's that reads `p` and `q.detach()`")
+def checkpointed_use(loop: Loop) -> Any:
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        shifted = hidden * loop.model.blocks[0].norm.weight.detach()
+        return F.linear(shifted, loop.model.head.weight).pow(2)
+
+    loss = loop.loss(lambda x: checkpoint(head, loop.model.features(x), use_reentrant=False))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
 @action(GRAD, "`p.detach().requires_grad_()`: a leaf that has a gradient of its own")
 def own_leaf(loop: Loop) -> Any:
     weight = loop.model.head.weight.detach().requires_grad_()

@@ -22,6 +22,7 @@ from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
+    is_checkpointing,
     parsed_to,
     storage_id,
     tree_flatten,
@@ -92,6 +93,10 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         with torch.inference_mode(False), torch.no_grad():
             return _run(func, leaves, form, handles)
     differentiates = torch.is_grad_enabled() and any(map(_requires_gradient, handles))
+    for handle in handles:
+        home = handle.source.gathers_again if isinstance(handle, Whole) else None
+        if home is not None and home.is_computing:  # what is saved of it now is read before that ends
+            home.reach()
     with ExitStack() as stack:
         opened = _opened(handles, stack)
         if opened is None:
@@ -112,7 +117,10 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             for handle in handles
             if isinstance(handle, Whole) and uncounted in handle.steps
         ]
-        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and _requires_gradient(leaf) for leaf in leaves):
+        saves = torch.is_grad_enabled() and any(
+            isinstance(leaf, Tensor) and _requires_gradient(leaf) for leaf in leaves
+        )
+        if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
