@@ -142,7 +142,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         return _given_back(result, func, leaves, form, handles, seen, opened)
 
 
-def _requires_gradient(tensor: Tensor) -> bool:
+def _requires_gradient(tensor: object) -> bool:
     return bool(plainly(uses.GET_REQUIRES_GRAD, [tensor], {}))
 
 
