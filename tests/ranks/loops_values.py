@@ -907,6 +907,11 @@ def own_leaf(loop: Loop) -> Any:
     return weight.grad
 
 
+@action(GRAD, "`torch.autograd.functional.jacobian(function, p)`, which makes such a leaf")
+def jacobian_of_param(loop: Loop) -> Any:
+    return torch.autograd.functional.jacobian(lambda p: p.pow(2).sum(), loop.model.head.weight)
+
+
 class Recomputed(torch.autograd.Function):
     """A part of a model whose backward computes it again, as reversible networks do."""
 

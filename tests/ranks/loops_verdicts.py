@@ -54,6 +54,7 @@ REFUSED: dict[str, str] = {
     "second_parameter": LEAF,
     "second_parameter_detached": LEAF,
     "own_leaf": LEAF,
+    "jacobian_of_param": LEAF,
     "param_replaced": "was assigned to a model that is sharded",
     "load_assigned": "was assigned to a model that is sharded",
     "param_registered": "was assigned to a model that is sharded",

@@ -10,9 +10,10 @@ Alternatives: a permanent subclass of tensors, as in FSDP2, costs Python in ever
 A guard on the storage, which torch has privately, is missing in CPU builds. Protected pages end in a signal, not in an
 error. Changing the classes of a block of 16 parameters and back takes 6 us.
 
-[Note: what asks no tensor] `torch.tensor(p)`, `torch.Tensor(p)`, `other.new_tensor(p)`, `torch.as_tensor(p, dtype=...)`
-and functions compiled by torch.jit look at `p` in C++, below `__torch_function__`, and nothing can refuse them there
-(torch 2.13):
+[Note: what asks no tensor] `torch.tensor(p)`, `torch.Tensor(p)`, `other.new_tensor(p)`,
+`torch.as_tensor(p, dtype=...)`, `torch.nested.nested_tensor([p])`, functions compiled by torch.jit, and
+`torch.vmap(f)(p)`, `torch.func.grad(f)(p)` and `vjp(f, p)`, which wrap what they are given, look at `p` in C++, below
+`__torch_function__`, and nothing can refuse them there (torch 2.13):
 - the operator that they call (`detach`, `_to_copy`) asks Python only if the tensor has the dispatch key for it, which
   is set when a tensor is made, and never by giving it another class;
 - a mode that would see them sees every operation of the loop, also between modules, at about 1 us for each;
