@@ -737,6 +737,17 @@ def group_shortened(loop: Loop) -> Any:
         group["params"] = before
 
 
+@action(OPTIM, '`group["params"][i] = parameter` after `shard`', composes=False)
+def group_element_replaced(loop: Loop) -> Any:
+    (group,) = loop.optimizer.param_groups
+    before = group["params"][0]
+    group["params"][0] = nn.Parameter(torch.zeros(1))
+    try:
+        step(loop)
+    finally:
+        group["params"][0] = before
+
+
 @action(OPTIM, "an optimizer that is made after `shard`")
 def optimizer_made_later(loop: Loop) -> Any:
     later = torch.optim.SGD(loop.model.parameters(), lr=0.05)

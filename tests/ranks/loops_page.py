@@ -29,6 +29,11 @@ either **equal** to the same loop on one process, or refused with an error; noth
   later write to `tensor`, which would be one to the parameter in PyTorch, is refused at the parameter's next use. It
   goes unseen if what was assigned is `tensor.data` or `tensor.detach()`. In the other direction nothing is shared:
   `tensor` does not follow the training.
+- `torch.tensor(p)`, `torch.Tensor(p)`, `other.new_tensor(p)`, `torch.as_tensor(p, dtype=...)`,
+  `torch.nested.nested_tensor([p])`, functions compiled by `torch.jit`, and `torch.vmap(f)(p)`, `torch.func.grad(f)(p)`
+  and `vjp(f, p)` ask no tensor whether it can be read, so under `zero3` they are not refused: they find NaN, or, where
+  ranks share memory, what another rank may be writing between a step and the next forward. `torch.tensor(p)` warns.
+  Give them `p.detach().clone()`; `p.detach()` alone is refused.
 - `p.detach().numpy()` has the values of that moment, and does not follow the training.
 - Between forward and backward, a write by `p.data` goes through, as in PyTorch, and `p.data = tensor` does not:
   PyTorch's error in the backward says that the parameter was "modified by an inplace operation". Assign before the

@@ -339,6 +339,19 @@ def data_given_away(loop: Loop) -> Any:
     return plain.detach().clone()
 
 
+@action(WRITE, "`nn.Parameter(p)`, as a second parameter in the same memory")
+def second_parameter(loop: Loop) -> Any:
+    return nn.Parameter(loop.model.head.weight).norm().item()
+
+
+@action(WRITE, "`nn.Parameter(p.detach())` in another module, which trains it")
+def second_parameter_detached(loop: Loop) -> Any:
+    other = nn.Linear(WIDTH, VOCAB)
+    other.weight = nn.Parameter(loop.model.head.weight.detach())
+    other(torch.ones(1, WIDTH)).sum().backward()
+    return other.weight.grad
+
+
 @action(WRITE, "`p.unsqueeze_(0)`, `p.t_()`: another shape in place", composes=False)
 def shape_changed(loop: Loop) -> Any:
     with torch.no_grad():
@@ -579,6 +592,27 @@ def logit_scale(loop: Loop) -> Any:
 @action(LOSS, "`F.linear(model.features(x), model.embed.weight)`: a weight used by the loop")
 def head_in_the_loop(loop: Loop) -> Any:
     loss = loop.loss(lambda x: F.linear(loop.model.features(x), loop.model.embed.weight))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(LOSS, "`F.linear(model.features(x), p.detach())`: a weight that stays, of an input that trains")
+def frozen_head_in_the_loop(loop: Loop) -> Any:
+    loss = loop.loss(lambda x: F.linear(loop.model.features(x), loop.model.head.weight.detach()))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(
+    LOSS, "the same weight as a buffer of a module of the loop's: `nn.Buffer(p.detach())`, `nn.Parameter(..., False)`"
+)
+def frozen_head_in_a_module(loop: Loop) -> Any:
+    head = nn.Linear(WIDTH, VOCAB, bias=False)
+    head.weight = nn.Parameter(loop.model.head.weight.detach(), requires_grad=False)
+    head.shift = nn.Buffer(loop.model.head.bias.detach())
+    loss = loop.loss(lambda x: head(loop.model.features(x)) * head.shift)
     loss.backward()
     loop.update()
     return Local(loss.item())
@@ -836,6 +870,46 @@ def backward_of_before_step(loop: Loop) -> Any:
         said = str(error)
     loop.model.zero_grad()
     return "has been modified by an inplace operation" in said
+
+
+@action(GRAD, "`p.mul_(0.9)` between a use of `p`, or of `p.detach()`, by the loop and backward, which torch refuses")
+def used_and_written(loop: Loop) -> Any:
+    said = []
+    for weight in (loop.model.head.weight, loop.model.head.weight.detach()):
+        x = torch.ones(1, WIDTH, requires_grad=True)
+        out = F.linear(x, weight).pow(2).sum()
+        with torch.no_grad():
+            loop.model.head.weight.mul_(0.9)
+        try:
+            out.backward()
+        except RuntimeError as error:
+            said.append("has been modified by an inplace operation" in str(error))
+    loop.model.zero_grad()
+    return said
+
+
+@action(GRAD, "`torch.utils.checkpoint` around a function of the loop's that reads `p` and `q.detach()`")
+def checkpointed_use(loop: Loop) -> Any:
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        shifted = hidden * loop.model.blocks[0].norm.weight.detach()
+        return F.linear(shifted, loop.model.head.weight).pow(2)
+
+    loss = loop.loss(lambda x: checkpoint(head, loop.model.features(x), use_reentrant=False))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "`p.detach().requires_grad_()`: a leaf that has a gradient of its own")
+def own_leaf(loop: Loop) -> Any:
+    weight = loop.model.head.weight.detach().requires_grad_()
+    (weight * 2).sum().backward()
+    return weight.grad
+
+
+@action(GRAD, "`torch.autograd.functional.jacobian(function, p)`, which makes such a leaf")
+def jacobian_of_param(loop: Loop) -> Any:
+    return torch.autograd.functional.jacobian(lambda p: p.pow(2).sum(), loop.model.head.weight)
 
 
 class Recomputed(torch.autograd.Function):

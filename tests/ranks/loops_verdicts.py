@@ -6,6 +6,7 @@ ORDER = "All ranks must call the same modules, backwards, steps and engine metho
 DTYPE = "Say precision and device before: in the plan"
 HOOK = "Read gradients between backward and step instead"
 MEMORY = "param.detach().clone()"
+LEAF = "its memory, for another parameter or leaf"
 COPY = "so the model cannot be copied or pickled as it is"
 
 REFUSED: dict[str, str] = {
@@ -36,7 +37,7 @@ REFUSED: dict[str, str] = {
     "state_written": "kept by this rank's piece of it",
     "states_walked": "kept by this rank's piece of each parameter",
     "optimizer_copied": "kept by this rank's piece of each parameter",
-    "weight_norm_later": "Creating a Parameter from an instance",
+    "weight_norm_later": LEAF,
     "tied_later": "was assigned to a model that is sharded",
     "old_weight_norm_later": "was assigned to a model that is sharded",
     "old_weight_norm_removed": "was assigned to a model that is sharded",
@@ -49,6 +50,11 @@ REFUSED: dict[str, str] = {
     "shape_changed": "another shape, given to it in place",
     "memory_set": "other memory by set_()",
     "group_shortened": "was changed after shard()",
+    "group_element_replaced": "was changed after shard()",
+    "second_parameter": LEAF,
+    "second_parameter_detached": LEAF,
+    "own_leaf": LEAF,
+    "jacobian_of_param": LEAF,
     "param_replaced": "was assigned to a model that is sharded",
     "load_assigned": "was assigned to a model that is sharded",
     "param_registered": "was assigned to a model that is sharded",

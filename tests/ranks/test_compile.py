@@ -207,6 +207,40 @@ def test_a_model_that_is_to_be_one_graph_is_refused_with_the_remedy() -> None:
         run_ranks(1, rank)
 
 
+def in_its_model(model: Any) -> Any:
+    model.blocks[0].compile(backend="eager", fullgraph=True)
+    return model
+
+
+def inside_a_unit(model: Any) -> Any:
+    model.blocks[0].up.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def by_itself(model: Any) -> Any:
+    block = torch.compile(model.blocks[0], backend="eager", fullgraph=True)
+    return lambda *batch: block(torch.ones(1, 3, 32))
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile around a sharded model:UserWarning")
+@pytest.mark.parametrize("compile_by", [in_its_model, inside_a_unit, by_itself], ids=lambda one: one.__name__)
+def test_a_part_that_is_to_be_one_graph_is_refused_with_the_remedy(compile_by: Any) -> None:
+    """Torch's own error, which says nothing of the model's plan, has ours in it or as a note."""
+    torch.compiler.reset()
+    model = Transformer(num_blocks=1)
+    (batch,) = batches(1)
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(model, "zero3", world=world):
+            compile_by(model)(*batch)
+
+    with pytest.raises(RuntimeError, match="fullgraph=True") as raised:
+        run_ranks(1, rank)
+    said = "\n".join([str(raised.value), *raised.value.__notes__])
+    assert "part of a sharded model cannot be one graph" in said
+    assert "compile: inductor" in said
+
+
 def test_nobody_is_warned_of_modules_inside_a_unit() -> None:
     model = Transformer(num_blocks=1)
     model.blocks[0].up.compile(backend="eager")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,40 @@ def test_a_model_in_use_refuses(what: str, place: tuple[str, bool]) -> None:
         step(engine)  # and training continues
 
     used(refused, place)
+
+
+BELOW: dict[str, Callable[[Tensor], Tensor]] = {
+    "tensor": lambda p: torch.tensor(p),
+    "Tensor": lambda p: torch.Tensor(p).data,
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
+    "nested": lambda p: torch.nested.nested_tensor([p]).unbind()[0].data,
+    "vmap": lambda p: torch.vmap(lambda row: row * 1)(p).data,
+    "grad": lambda p: torch.func.grad(lambda x: x.pow(2).sum() / 2)(p).data,
+    "vjp": lambda p: torch.func.vjp(lambda x: x * 1, p)[0].data,
+    "jit": lambda p: torch.jit.trace(lambda x: x * 1, torch.ones(2, 2))(p),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets addresses stay while memory goes")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_asks_no_tensor_finds_nan_or_is_refused() -> None:
+    """See [Note: what asks no tensor]; a name that has come to ask is to be taken out of it, and of docs/engine.md."""
+
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        param = param_of(model)
+        values = param.detach().clone()
+        for name, read in BELOW.items():
+            assert read(param).isnan().all(), name
+            words = "TorchScript interpreter" if name == "jit" else "holds no values here.*Give it a copy"
+            with pytest.raises(RuntimeError, match=words):
+                read(param.detach())
+            assert torch.equal(read(values).float(), values), name
+        step(engine)
+
+    with pytest.warns(UserWarning, match=r"recommended to use sourceTensor.detach\(\).clone\(\)"):
+        used(use, ("zero3", False))
 
 
 def test_torchs_collectives_write(place: tuple[str, bool]) -> None:

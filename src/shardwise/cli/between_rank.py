@@ -45,7 +45,7 @@ def measure(rank: int, num: int) -> list[dict[str, float]]:
 
 def _ask(other: int) -> dict[str, float]:
     trips, skews = [], []
-    told = torch.zeros(1, dtype=torch.float64)
+    told = torch.zeros(1, dtype=torch.float64, device="cpu")
     for _ in range(SMALL_TIMES):
         sent = time.time()
         dist.send(told, other)
@@ -54,7 +54,7 @@ def _ask(other: int) -> dict[str, float]:
         trips.append(back - sent)
         skews.append(told.item() - (sent + back) / 2)
     skew = skews[trips.index(min(trips))]  # of the fastest round trip, which bounds it best
-    large = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
+    large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device="cpu")
     rates = []
     for _ in range(LARGE_TIMES):
         started = time.perf_counter()
@@ -65,12 +65,12 @@ def _ask(other: int) -> dict[str, float]:
 
 
 def _answer(other: int) -> None:
-    told = torch.zeros(1, dtype=torch.float64)
+    told = torch.zeros(1, dtype=torch.float64, device="cpu")
     for _ in range(SMALL_TIMES):
         dist.recv(told, other)
         told.fill_(time.time())
         dist.send(told, other)
-    large = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
+    large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device="cpu")
     for _ in range(LARGE_TIMES):
         dist.recv(large, other)
         dist.send(told, other)

@@ -27,7 +27,7 @@ def run_rank(rank: int, folder: Path, timeout: timedelta) -> int:
     torch.set_num_threads(1)
     store = _open_store(folder / "port", timeout) if rank == 0 else _find_store(folder / "port", timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timeout)
-    total = torch.tensor([rank + 1.0])
+    total = torch.tensor([rank + 1.0], device="cpu")
     dist.all_reduce(total)
     dist.barrier()  # rank 0 hosts the store and must not leave while the other uses it
     dist.destroy_process_group()

@@ -67,7 +67,7 @@ class Stored:
             size = os.fstat(file.fileno()).st_size
             if start + span.numel * self.dtype.itemsize > size:
                 raise CheckpointError(f"{self.path} ends at byte {size}; it was truncated after it was opened.")
-            values = torch.empty(span.numel, dtype=self.dtype)
+            values = torch.empty(span.numel, dtype=self.dtype, device="cpu")
             if span.numel:
                 fill_exactly(file, start, values.view(torch.uint8).numpy().data, self.path)
         return values

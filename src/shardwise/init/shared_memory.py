@@ -61,7 +61,7 @@ class _Place:
         if one.element_size() != two.element_size() or (_fills_its_span(one) and _fills_its_span(two)):
             return True
         first, last = min(self.start, other.start), max(self.stop, other.stop)
-        touched = torch.zeros((last - first) // one.element_size(), dtype=torch.bool)
+        touched = torch.zeros((last - first) // one.element_size(), dtype=torch.bool, device="cpu")
         for place, mark in ((self, True), (other, False)):
             offset = (place.start - first) // one.element_size()
             view = touched.as_strided(place.tensor.shape, place.tensor.stride(), offset)

@@ -385,7 +385,7 @@ class Accelerator(BatchSharingAccelerator):
             if ids == {id(param) for param in model.parameters()} or ids == {
                 id(param) for param in model.parameters() if param.requires_grad
             }:
-                return torch.tensor(float(engine.clip_grad_norm_(max_norm, norm_type)))
+                return torch.tensor(float(engine.clip_grad_norm_(max_norm, norm_type)), device="cpu")
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
     @contextmanager

@@ -18,7 +18,7 @@ def adapter_state_dict(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]
 
     whole = with_all_modules(model)
     names = list(whole.state_dict(keep_vars=True))
-    marks = {name: torch.empty(0) for name in names}
+    marks = {name: torch.empty(0, device="cpu") for name in names}
     chosen = set()
     for adapter, config in model.peft_config.items():
         with _without_rank_pattern(config):

@@ -82,7 +82,7 @@ def _taken(model: nn.Module) -> dict[str, Tensor]:
     taken = {}
     for name, module in model.named_modules():
         for note in _notes(module):
-            taken[name] = torch.cat(note.found) if note.found else torch.empty(0, 0)
+            taken[name] = torch.cat(note.found) if note.found else torch.empty(0, 0, device="cpu")
             note.found.clear()
     return taken
 

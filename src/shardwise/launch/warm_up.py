@@ -20,7 +20,7 @@ def warm_up() -> None:
     for name in _MODULES:
         importlib.import_module(name)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        model = nn.Linear(2, 2)
+        model = nn.Linear(2, 2, device="cpu")
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2, device="cpu")).sum().backward()
         optimizer.step()

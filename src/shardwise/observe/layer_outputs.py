@@ -75,7 +75,7 @@ def layer_outputs(
                 call(model, input_ids, attention_mask, slice(first, first + rows))
     finally:
         model.train(was_training)
-    outputs = {name: torch.cat(found[name]) if found[name] else torch.empty(0) for name in names}
+    outputs = {name: torch.cat(found[name]) if found[name] else torch.empty(0, device="cpu") for name in names}
     for name, output in outputs.items():
         if not is_hidden(output, input_ids):
             raise ModelError(

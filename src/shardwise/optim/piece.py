@@ -73,7 +73,8 @@ class GroupsOfPieces:
             [param if piece is None else piece.tensor for param, piece in zip(params, entries, strict=True)]
             for params, entries in zip(self._params, self.entries, strict=True)
         ]
-        self._num_params = [len(params) for params in self._params]
+        self._kept = [tuple(params) for params in self._params]
+        """What the lists held, because code may change them in place."""
         self.lists_pieces = False
 
     def settings_of(self, piece: Piece) -> dict[str, Any]:
@@ -109,13 +110,12 @@ class GroupsOfPieces:
                 f"optimizer.param_groups was replaced after shard(): it has {len(groups)} groups, and the engine knows "
                 f"{len(self._params)}. Add groups by optimizer.add_param_group()."
             )
-        for number, (group, params) in enumerate(zip(groups, self._params, strict=True)):
-            listed, num_params = group["params"], self._num_params[number]
-            is_same = listed is params or all(map(operator.is_, listed, params))
-            if len(listed) != num_params or not is_same:
+        for number, (group, kept) in enumerate(zip(groups, self._kept, strict=True)):
+            listed = group["params"]
+            if len(listed) != len(kept) or not all(map(operator.is_, listed, kept)):
                 raise StateError(
                     f"optimizer.param_groups[{number}]['params'] was changed after shard(): it lists {len(listed)} "
-                    f"parameters, and the engine has {num_params}, or others, there. To leave parameters alone freeze "
+                    f"parameters, and the engine has {len(kept)}, or others, there. To leave parameters alone freeze "
                     f"them, requires_grad_(False), or set their grad to None before the step; add others by "
                     f"optimizer.add_param_group()."
                 )

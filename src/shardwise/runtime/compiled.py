@@ -179,12 +179,20 @@ _COMPILED_CALL = ("compile_wrapper", "torch._dynamo.eval_frame")
 """The function through which `torch.compile` calls its target."""
 
 
+_NOT_ONE_GRAPH = (
+    "a part of a sharded model cannot be one graph, as torch.compile(..., fullgraph=True) wants it: parameters come "
+    "and go at its units, and its first pass is watched operator by operator. Have each unit compiled by the plan: "
+    "compile: inductor"
+)
+
+
 class OuterCompile:
     """Warns once that a `torch.compile` around the model, or around one of its units, has no effect."""
 
     def __init__(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
         self._has_warned = False
         self._num_checks = 2
+        self._warn_untraced = torch.compiler.disable(self._warn, reason=_NOT_ONE_GRAPH)  # type: ignore[no-untyped-call]
         wraps = hasattr(model, "_orig_mod")  # torch.compile(model): the hooks of what is inside end each graph
         calls = [site._compiled_call_impl for site in (model, *sites)]
         if wraps or any(call is not None and not hasattr(call, "compiles_nothing") for call in calls):
@@ -202,14 +210,20 @@ class OuterCompile:
                     return
 
     def warn_of_tracing(self) -> None:
-        """Called from a hook that Dynamo traces. Its flag is true in such a hook only, whatever other threads do."""
-        if not self._has_warned:
-            reason = (
-                "a unit of a sharded model gathers parameters here; compile: inductor in the plan compiles inside it"
-            )
-            torch.compiler.disable(self._warn, reason=reason)()  # type: ignore[no-untyped-call]  # torch's own
+        """Called from a hook that Dynamo traces. Its flag is true in such a hook only, whatever other threads do. Where
+        the graph must not end, torch's error gives the reason that is said here."""
+        self._warn_untraced()
+
+    @staticmethod
+    def explain(error: BaseException) -> None:
+        """Add to torch's error what to do, if a part of the model was to be one graph (`fullgraph=True`): in the first
+        pass, whose operations are watched, torch compiles nothing, and says no more than that."""
+        if "fullgraph=True" in str(error):
+            error.add_note(f"{_NOT_ONE_GRAPH[0].upper()}{_NOT_ONE_GRAPH[1:]}.")
 
     def _warn(self) -> None:
+        if self._has_warned:
+            return
         self._has_warned = True
         warnings.warn(
             "torch.compile around a sharded model compiles next to nothing: parameters come and go at its units, and "

@@ -264,8 +264,13 @@ class Hooks:
             self._listener.enter_root()
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
-        if not in_backward():
-            self._listener.leave_root(raised=_is_unwinding(output) and not isinstance(sys.exc_info()[1], EndOfForward))
+        if in_backward():
+            return
+        error = sys.exc_info()[1] if output is None else None
+        raised = error is not None and not isinstance(error, EndOfForward)
+        if error is not None and raised:
+            self._outer_compile.explain(error)
+        self._listener.leave_root(raised=raised)
 
     @property
     def is_open(self) -> bool:

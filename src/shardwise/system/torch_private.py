@@ -54,6 +54,7 @@ __all__ = [
     "computes_without_values",
     "dispatch_modes",
     "graph_task",
+    "is_checkpointing",
     "is_traceable_wrapper_subclass_type",
     "is_transforming",
     "num_tensors_on",
@@ -166,6 +167,13 @@ def dispatch_modes() -> list[Any]:
     """The dispatch modes of this thread, outermost first. Without them a recording could not be found by the code that
     it records."""
     return list(_get_current_dispatch_mode_stack())
+
+
+def is_checkpointing() -> bool:
+    """Whether autograd saves nothing here, because `torch.utils.checkpoint` will compute this again, or does. Hooks of
+    ours would hide from it what is saved, now or then, and it would miss that. Torch has no public way to ask."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -165,7 +165,7 @@ class _Store:
         stored = self._meta.tensors[key]
         for location in {chunk.location.file: chunk.location for chunk in sorted(stored.chunks, key=_end)}.values():
             self._open(key, location).close()  # check that all bytes exist before memory is allocated
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         for chunk in stored.chunks:
             piece = load_bytes(self._bytes(key, chunk.location), f"{self._path / chunk.location.file} at {key}")
             if not isinstance(piece, Tensor) or tuple(piece.shape) != chunk.sizes or piece.dtype != stored.dtype:

@@ -35,7 +35,7 @@ class Parts:
             raise CheckpointError(
                 f"{spec.kind} {spec.name} has {there} of {spec.numel} elements; the checkpoint is incomplete."
             )
-        whole = torch.empty(spec.numel, dtype=spec.dtype)
+        whole = torch.empty(spec.numel, dtype=spec.dtype, device="cpu")
         filled = 0
         for part in self.parts:
             taken = min(part.numel(), spec.numel - filled)
@@ -88,7 +88,7 @@ def _scalars(entry: CheckedDict, group: CheckedDict) -> dict[str, Tensor]:
         found["step"] = group.values["step"]
     numbers = {key: value for key, value in found.items() if isinstance(value, int | float | Tensor)}
     return {
-        f"state.{key}": torch.as_tensor(value, dtype=torch.float32)
+        f"state.{key}": torch.as_tensor(value, dtype=torch.float32, device="cpu")
         for key, value in numbers.items()
         if not isinstance(value, Tensor) or (value.numel() == 1 and not value.is_complex())
     }
@@ -280,5 +280,5 @@ def _universal_tensor(file: Path) -> Tensor:
     held = load_file(file)
     tensor = held.get("param") if isinstance(held, dict) else held
     if isinstance(tensor, int | float):
-        return torch.tensor(float(tensor))
+        return torch.tensor(float(tensor), device="cpu")
     return expected(tensor, Tensor, str(file), "its tensor")

@@ -100,7 +100,7 @@ def _read(reader: Reader, spec: Spec) -> Tensor:
         reads = reader.reads(spec.kind, spec.name, Span(0, spec.numel))
         for read in reads:  # check file sizes before memory is allocated
             reader.check_file(reader.file_of(read))
-        out = torch.empty(spec.numel, dtype=spec.dtype)
+        out = torch.empty(spec.numel, dtype=spec.dtype, device="cpu")
         for read in reads:
             reader.fill(read, out)
         return out.view(spec.shape)

@@ -228,7 +228,7 @@ class _Reviver:
         if content is None:
             return None
         if is_empty:
-            return torch.empty(size, dtype=dtype)
+            return torch.empty(size, dtype=dtype, device="cpu")
         if content.data_ptr() % dtype.itemsize or content.storage_offset() % dtype.itemsize:
             content = content.clone()
         typed = content[: num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)

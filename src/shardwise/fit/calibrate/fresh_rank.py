@@ -27,7 +27,7 @@ def fresh_blocks(measuring: Measuring) -> Iterator[tuple[int, float]]:
         count = TOGETHER // num_bytes
 
         def blocks(num_bytes: int = num_bytes, count: int = count) -> list[torch.Tensor]:
-            return _touch([torch.empty(num_bytes, dtype=torch.uint8) for _ in range(count)])
+            return _touch([torch.empty(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(count)])
 
         room, kept = blocks(), blocks()
         del room  # below what is kept, so that the heap does not shrink whenever these blocks are returned

@@ -42,14 +42,14 @@ def measure_host(
     seemed to update 0.46 G parameters/s with 2^21, where training reached 2.6).
     """
     numel = max(numel, *(2 * count * slice_numel_of(count) for count in threads if count >= MANY_THREADS), 0)
-    source = torch.randn(ADAM_BYTES // 2 * numel // 4)
+    source = torch.randn(ADAM_BYTES // 2 * numel // 4, device="cpu")
     target = torch.empty_like(source)
     tensors = AdamTensors(
-        torch.randn(numel),
-        torch.randn(numel).bfloat16(),
-        torch.zeros(numel),
-        torch.zeros(numel),
-        out=torch.empty(numel, dtype=torch.bfloat16),
+        torch.randn(numel, device="cpu"),
+        torch.randn(numel, device="cpu").bfloat16(),
+        torch.zeros(numel, device="cpu"),
+        torch.zeros(numel, device="cpu"),
+        out=torch.empty(numel, dtype=torch.bfloat16, device="cpu"),
     )
     rows = []
     for num_threads in threads:

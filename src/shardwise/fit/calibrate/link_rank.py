@@ -16,7 +16,7 @@ def main(out: str, num_bytes: int, repeats: int) -> None:
     """Rank 0 writes the bytes per second that each rank received, in the fastest repeat."""
     with World.join(timeout_seconds=60) as world:
         collectives = world.collectives(torch.device("cpu"))
-        full = torch.zeros(num_bytes * world.size // 4)
+        full = torch.zeros(num_bytes * world.size // 4, device="cpu")
         times = []
         for _ in range(repeats + 1):
             world.barrier()

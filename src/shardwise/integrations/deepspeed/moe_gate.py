@@ -51,7 +51,9 @@ class Rules:
         """The most tokens of this rank that an expert accepts; all of them if none is dropped."""
         if not self.drop_tokens:
             return num_tokens
-        factor = torch.tensor((self.capacity_factor if is_training else self.eval_capacity_factor) * self.k)
+        factor = torch.tensor(
+            (self.capacity_factor if is_training else self.eval_capacity_factor) * self.k, device="cpu"
+        )
         even = torch.ceil((num_tokens / self.num_experts) * factor)
         return max(int(even), self.min_capacity)
 

@@ -197,7 +197,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._end_step(None, self.shardwise.gradient_norm)
         mean = self.shardwise.mean(loss.item())
         self._write_step_events([(TRAIN_LOSS, mean, self.global_samples)])
-        return torch.tensor(mean)
+        return torch.tensor(mean, device=loss.device)
 
     def eval_batch(
         self,
@@ -233,7 +233,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.module.train(was_training)
         mean = self.shardwise.mean(loss.item())
         self.monitor.write_events([(EVAL_LOSS, mean, self.global_samples)])
-        return torch.tensor(mean)
+        return torch.tensor(mean, device=loss.device)
 
     def training_loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         """The data loader that `train_batch()` reads, repeatedly. As in DeepSpeed it does not shuffle."""

@@ -64,7 +64,7 @@ class State:
         session = current_session()
         membership = session.world.membership
         if membership is not None:
-            is_wanted = torch.tensor([int(membership.changes_wanted())])
+            is_wanted = torch.tensor([int(membership.changes_wanted())], device="cpu")
             if int(session.issue_tensors("allreduce", "elastic.changes", [is_wanted], op="Max").wait()):
                 raise HostsUpdatedInterrupt
 

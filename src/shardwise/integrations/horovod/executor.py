@@ -191,7 +191,7 @@ class Executor:
         received = [counts[index] for counts in response.rows]
         source = entry.sources[0]
         entry.outs = [source.new_empty(sum(received), *source.shape[1:])]
-        entry.extra = torch.tensor(received, dtype=torch.int32)
+        entry.extra = torch.tensor(received, dtype=torch.int32, device="cpu")
         self._collectives.all_to_all(entry.outs[0], source, response.process_set, response.rows, response.names[0])
 
     def _reduce_scatter(self, response: Response, entries: list[Entry]) -> None:

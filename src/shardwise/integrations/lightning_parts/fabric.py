@@ -200,7 +200,7 @@ class FabricStrategyMixin(_Base):
                 f"The norm of the gradients is {norm}. Pass error_if_nonfinite=False to fabric.clip_gradients to "
                 f"continue."
             )
-        return torch.tensor(norm)
+        return torch.tensor(norm, device="cpu")
 
     # -- state ------------------------------------------------------------------------------------------
 

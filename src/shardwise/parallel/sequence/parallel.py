@@ -274,7 +274,7 @@ class _Running(threading.local):
 @contextmanager
 def _random_numbers_of(place: int, device: torch.device) -> Iterator[None]:
     """A context in which random numbers depend on `place`; see [Note: dropout]."""
-    (seed,) = torch.randint(2**62, (1,)).tolist()
+    (seed,) = torch.randint(2**62, (1,), device="cpu").tolist()
     is_host = device.type == "cpu"
     devices = [] if is_host else [device.index or 0]
     with torch.random.fork_rng(devices, device_type="cuda" if is_host else device.type):

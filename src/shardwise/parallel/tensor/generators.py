@@ -40,7 +40,7 @@ class Generators:
     def use_own(self) -> None:
         """Draw numbers that differ from those of other ranks of the line from now on."""
         if self._common is None:
-            seed = int(torch.randint(2**31, ()))
+            seed = int(torch.randint(2**31, (), device="cpu"))
             self._common = self.states()
             torch.manual_seed(seed * _STRIDE + self._index)
 

@@ -80,8 +80,8 @@ def bytes_of_a_kernel(dtype: torch.dtype) -> int:
     from shardwise.system.process_memory import process_memory  # only needed by rehearsals with experts
 
     width, height = PROBED_SIZES
-    matrix, rows = (torch.ones(size, width, dtype=dtype) for size in (height, PROBED_ROWS.stop))
-    out = torch.empty(PROBED_ROWS.stop, height, dtype=dtype)
+    matrix, rows = (torch.ones(size, width, dtype=dtype, device="cpu") for size in (height, PROBED_ROWS.stop))
+    out = torch.empty(PROBED_ROWS.stop, height, dtype=dtype, device="cpu")
     torch.mm(rows, matrix.t(), out=out)  # the first one allocates more, such as scratch memory
     before = process_memory().now_bytes
     for num_rows in PROBED_ROWS:

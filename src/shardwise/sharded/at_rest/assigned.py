@@ -41,6 +41,10 @@ class Former:
         """How often `source` had been written to when it had this memory, if nobody has written to it since."""
         return self._version if source is self.before and self.values._version == self._begun_at else None
 
+    @property
+    def gathers_again(self) -> None:
+        return None
+
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         yield self.values

@@ -42,6 +42,11 @@ class Source(Protocol):
         """Yields the whole values. All ranks enter."""
         ...
 
+    @property
+    def gathers_again(self) -> Home | None:
+        """What a backward has to ask for the values that `opened` yields, if their memory goes when it ends."""
+        ...
+
     def recover(self, error: CommError) -> bool:
         """`opened` has raised `error`, and nothing is open: returns whether it can be called again, in a job that goes
         on when ranks are lost."""
@@ -70,11 +75,6 @@ class Home(Source, Protocol):
 
     @property
     def param(self) -> torch.nn.Parameter: ...
-    @property
-    def comes_and_goes(self) -> bool:
-        """Whether it is freed between computations."""
-        ...
-
     @property
     def is_computing(self) -> bool:
         """Whether the model's forward or a backward is running."""

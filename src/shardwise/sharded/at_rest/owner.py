@@ -16,7 +16,7 @@ from shardwise.plan.placement import Slot
 from shardwise.runtime import Agreement, Runner, changed_inside
 from shardwise.sharded.access import Access
 from shardwise.sharded.at_rest.assigned import Present
-from shardwise.sharded.at_rest.handles import Resting, Step, Whole
+from shardwise.sharded.at_rest.handles import Home, Resting, Step, Whole
 from shardwise.sharded.at_rest.unsplit import UnsplitSource
 from shardwise.sharded.at_rest.use import plainly, use
 from shardwise.sharded.gradients import Gradients
@@ -157,8 +157,10 @@ class ParamHome:
         return self._flat.params[self._index]
 
     @property
-    def comes_and_goes(self) -> bool:
-        return not self._flat.spec.resident
+    def gathers_again(self) -> Home | None:
+        if self._is_left:
+            return self.param.home().gathers_again if isinstance(self.param, Resting) else None
+        return None if self._flat.spec.resident else self
 
     @property
     def is_computing(self) -> bool:
@@ -368,6 +370,10 @@ class GradSource:
 
     def recover(self, error: CommError) -> bool:  # noqa: ARG002
         return False  # gradients go with the step that is repeated
+
+    @property
+    def gathers_again(self) -> None:
+        return None
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:

@@ -57,6 +57,10 @@ class UnsplitSource:
     def recover(self, error: CommError) -> bool:
         return self.home.recover(error)
 
+    @property
+    def gathers_again(self) -> None:
+        return None
+
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         with self.home.opened() as part:

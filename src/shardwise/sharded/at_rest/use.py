@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.errors import CommError
+from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
+    is_checkpointing,
     parsed_to,
     storage_id,
     tree_flatten,
@@ -91,7 +92,11 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
     if torch.is_inference_mode_enabled():  # there tensors have no versions, and writes would go unnoticed
         with torch.inference_mode(False), torch.no_grad():
             return _run(func, leaves, form, handles)
-    differentiates = torch.is_grad_enabled() and any(plainly(uses.GET_REQUIRES_GRAD, [one], {}) for one in handles)
+    differentiates = torch.is_grad_enabled() and any(map(_requires_gradient, handles))
+    for handle in handles:
+        home = handle.source.gathers_again if isinstance(handle, Whole) else None
+        if home is not None and home.is_computing:  # what is saved of it now is read before that ends
+            home.reach()
     with ExitStack() as stack:
         opened = _opened(handles, stack)
         if opened is None:
@@ -112,7 +117,10 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             for handle in handles
             if isinstance(handle, Whole) and uncounted in handle.steps
         ]
-        if differentiates:
+        saves = torch.is_grad_enabled() and any(
+            isinstance(leaf, Tensor) and _requires_gradient(leaf) for leaf in leaves
+        )
+        if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
@@ -132,6 +140,10 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             elif source in written:
                 source.take_over(uncounted(values))
         return _given_back(result, func, leaves, form, handles, seen, opened)
+
+
+def _requires_gradient(tensor: object) -> bool:
+    return bool(plainly(uses.GET_REQUIRES_GRAD, [tensor], {}))
 
 
 def _sources(given: Any) -> set[Source]:
@@ -228,23 +240,38 @@ def _values_of(handle: Resting | Whole, opened: Mapping[Source, Tensor]) -> Tens
 
 @contextmanager
 def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | Whole]) -> Iterator[None]:
-    """Makes autograd save a reference to parameters that come and go instead of their values; the backward gathers
-    them."""
-    homes: dict[Source, Home] = {home: home for home in (one.home() for one in handles if isinstance(one, Resting))}
+    """Makes autograd save a reference to parameters that come and go instead of their values, also of `p.detach()`,
+    which needs no gradient and whose partner in a product may; the backward gathers them.
+
+    Autograd does not ask what it saves in this way whether it was written to since, so that is asked here. Writes by
+    `.data` do not count, as in plain PyTorch.
+    """
     by_storage = {
-        storage_id(plainly(Tensor.untyped_storage, [values], {})): homes[source]
+        storage_id(plainly(Tensor.untyped_storage, [values], {})): home
         for source, values in opened.items()
-        if source in homes and homes[source].comes_and_goes
+        if (home := source.gathers_again) is not None
     }
+    if not by_storage:
+        yield
+        return
+    counts = not any(isinstance(handle, Whole) and uncounted in handle.steps for handle in handles)
 
     def pack(tensor: Tensor) -> Any:
         home = by_storage.get(storage_id(plainly(Tensor.untyped_storage, [tensor], {})))
-        return tensor if home is None else (home, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if home is None:
+            return tensor
+        return home, home.param._version, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        home, size, stride, offset = packed
+        home, version, size, stride, offset = packed
+        if counts and home.param._version != version:
+            raise StateError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{home.name} was at version {version} when it was used, and is at version {home.param._version} now. "
+                f"Write to it before the forward or after the backward, or use a copy: param.clone()."
+            )
         home.reach()
         view: Tensor = home.seen(size, stride, offset)
         return view
@@ -351,10 +378,12 @@ def _refuse(handle: Resting | Whole, what: str) -> NoReturn:
 
 
 def _requires_grad(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     if isinstance(args[0], Whole):
+        if wanted:  # `nn.Parameter(p)` and `nn.Parameter(p.detach())` come here, too
+            _refuse(args[0], "its memory, for another parameter or leaf with a gradient of its own,")
         return args[0]
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    args[0].home().note_wish(trains=bool(wanted))
+    args[0].home().note_wish(trains=wanted)
     return plainly(func, args, kwargs)
 
 

@@ -142,7 +142,8 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def room_for(tensor: Tensor) -> Tensor:
     """The tensor's own memory, if it is contiguous; else new memory."""
-    return tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    own = tensor.detach()
+    return own if own.is_contiguous() else torch.empty_like(own, memory_format=torch.contiguous_format)
 
 
 def land(dense: Tensor, tensor: Tensor) -> None:

@@ -56,7 +56,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         name, process_set = f"{ctx.name}.grad", ctx.process_set
         averaged = grouped_allreduce_async(grads, name=name, op=Average, process_set=process_set)
-        own_rows = torch.tensor([ctx.rows])
+        own_rows = torch.tensor([ctx.rows], device="cpu")
         rows: Tensor = allgather_async(own_rows, f"{ctx.name}.rows", process_set).wait()
         starts = rows[: process_set.rank()].sum(0).tolist()
         own = zip(averaged.wait(), starts, ctx.rows, strict=True)

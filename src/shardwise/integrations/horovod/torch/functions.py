@@ -121,11 +121,11 @@ def broadcast_object(
     """Return `root_rank`'s `obj` on all ranks. It is pickled, so all ranks must trust the root."""
     label = name or "object"
     is_root = current_session().rank == root_rank
-    content = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([content.numel()])
+    content = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([content.numel()], device="cpu")
     length = broadcast_async(length, root_rank, f"{label}.length", process_set).wait()
     if not is_root:
-        content = torch.empty(int(length), dtype=torch.uint8)
+        content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     received: Tensor = broadcast_async(content, root_rank, f"{label}.content", process_set).wait()
     return obj if is_root else _unpickled(received)
 
@@ -134,7 +134,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Return the list of all ranks' objects. They are pickled, so all ranks must trust each other."""
     label = name or "object"
     content = _pickled(obj)
-    lengths_handle = allgather_async(torch.tensor([content.numel()]), f"{label}.lengths", process_set)
+    lengths_handle = allgather_async(torch.tensor([content.numel()], device="cpu"), f"{label}.lengths", process_set)
     contents = allgather_async(content, f"{label}.contents", process_set).wait()
     lengths: list[int] = lengths_handle.wait().tolist()
     return [_unpickled(part) for part in contents.split(lengths)]

@@ -181,5 +181,6 @@ class GradientReduction:
 
 def _without_rows(param: Parameter) -> Tensor:
     """A sparse gradient of zeros."""
-    indices, values = torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:])
-    return torch.sparse_coo_tensor(indices.to(param.device), values, param.shape, check_invariants=False)
+    device = param.device
+    indices, values = torch.empty(1, 0, dtype=torch.int64, device=device), param.new_empty(0, *param.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False, device=device)

@@ -232,7 +232,9 @@ def sparse_allreduce_async(
 
     def reduce(gathered: list[Tensor]) -> Tensor:
         indices, values = gathered
-        return torch.sparse_coo_tensor(indices.t(), values / divisor, shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            indices.t(), values / divisor, shape, check_invariants=False, device=values.device
+        ).coalesce()
 
     return current_session().issue_tensors(
         "allgather",

@@ -59,9 +59,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Divide the unprocessed samples among the current ranks."""
-        order = torch.arange(len(self.dataset))
+        order = torch.arange(len(self.dataset), device="cpu")
         if self.shuffle:
-            order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
+            order = torch.randperm(
+                len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch), device="cpu"
+            )
         remaining = [index for index in order.tolist() if index not in self.processed_indices]
         self.num_replicas, self.rank = size(), rank()
         self.remaining_indices = remaining
