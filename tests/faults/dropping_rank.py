@@ -1,10 +1,10 @@
 """Run by `test_lost_dropout.py`: a model with dropout, whose ranks note what they drop in each step.
 
-dropping_rank.py AXIS OUT END [VICTIM POINT]     AXIS: tp, pp, sp or ep, of meshes of two ranks; OUT: a folder
+dropping_rank.py AXIS OUT END [VICTIM POINT [joins]]     AXIS: tp, pp, sp or ep, of meshes of two ranks; OUT: a folder
 
 It trains until END steps have been taken. If there is a checkpoint in OUT, it goes on from there, with the random
 numbers that are noted beside it. The rank VICTIM is killed in step 2, counted from 0: in its forward, its backward, or
-before the update.
+before the update. If another one `joins`, the others wait for it after the step that they repeat.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import shardwise as sw
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there, not that of the tests
 
 from tests.models import VOCAB, Gpt, Mixture
+from tests.patience import PATIENCE
 from tests.ranks.split_models import TENSOR, Transformer, tokens
 
 Tensor = torch.Tensor
@@ -116,24 +118,37 @@ def _batch(step: int, place: int, num: int) -> Tensor:
     return tokens(step, ROWS).tensor_split(num)[place]
 
 
-def main(axis: str, out: Path, end: int, victim: int, point: str) -> None:
+def await_newcomer(engine: sw.Engine) -> None:
+    """Until one asks to join; all ranks know of that one step later."""
+    membership, until = engine.world.membership, time.monotonic() + PATIENCE
+    assert membership is not None
+    while not membership.changes_wanted():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def main(axis: str, out: Path, end: int, victim: int, point: str, *, joins: bool) -> None:
     torch.set_num_threads(1)
     world = sw.World.join()
     training = Training(axis, world, victim, point)
-    engine, first = training.engine, world.rank
-    if engine.resume(out / "checkpoint") is not None:
+    engine, first = training.engine, "new" if world.is_newcomer else world.rank
+    if engine.resume(out / "checkpoint") is not None and not world.is_newcomer:
         states = json.loads((out / "generators.json").read_text())
         torch.set_rng_state(torch.tensor(states[world.rank], dtype=torch.uint8))
     found: dict[int, dict[str, Any]] = {}
     while engine.num_steps < end:
+        if joins and engine.num_steps == LOST_AT + 1 and engine.world.size == 2:
+            await_newcomer(engine)
         step, void = engine.num_steps, engine.num_void
         training.masks.clear()
         loss = training.take_step(step)
         if engine.num_void == void:
             found[step] = {"loss": loss, "masks": list(training.masks), "size": engine.world.size}
+            found[step] |= {"rank": engine.world.rank, "data_rank": engine.data_ranks}
+            found[step]["generator"] = torch.get_rng_state().tolist()
     told = {"steps": found, "generator": torch.get_rng_state().tolist()}
     (out / f"told-{first}.json").write_text(json.dumps(told))
-    if not point and end < NUM_STEPS:
+    if not point:
         engine.save(out / "checkpoint")
     engine.close()
     world.close()
@@ -141,4 +156,5 @@ def main(axis: str, out: Path, end: int, victim: int, point: str) -> None:
 
 if __name__ == "__main__":
     _, axis, out, end, *fault = sys.argv
-    main(axis, Path(out), int(end), int(fault[0]) if fault else -1, fault[1] if fault else "")
+    victim, point = (int(fault[0]), fault[1]) if fault else (-1, "")
+    main(axis, Path(out), int(end), victim, point, joins="joins" in fault)
