@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise as sw
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there, not that of the tests
+
 from tests.models import LENGTH, VOCAB, Transformer
 
 Tensor = torch.Tensor

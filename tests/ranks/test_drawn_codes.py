@@ -219,11 +219,11 @@ def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_pat
             ),
             parts={name: [run.extra["parts"][name] for run in runs] for name in split},
         )
-        is_flipped, rates_apart = axis == "tp" or preset in ON_HOST, 2 if axis == "tp" else 1
+        is_split = axis == "tp"
         for run in runs:
             try:
-                if is_flipped:
-                    assert_same_but_for_flips(run, twin, rates_apart=rates_apart)
+                if is_split or preset in ON_HOST:
+                    assert_same_but_for_flips(run, twin, is_split=is_split)
                 else:
                     assert_same(run, twin)
             except AssertionError as error:

@@ -23,16 +23,18 @@ from tests import inside
 Tensor = torch.Tensor
 
 
-def assert_same_but_for_flips(run: Run, twin: Run, *, rates_apart: int = 1) -> None:
+def assert_same_but_for_flips(run: Run, twin: Run, *, is_split: bool = False) -> None:
     """Where the host updates, it may round the last bit otherwise than torch's optimizer (seen on AMD with AVX-512, not
     on Intel). An element that lay between two codes then gets the other one, which is a whole step of its block away:
-    few do, and an update of AdamW is hardly longer than its rate, 3e-3, in each step; `rates_apart` is 2 where so many
-    flip that some turn round."""
-    assert run.losses == pytest.approx(twin.losses, rel=1e-5)
+    few do, and an update of AdamW is hardly longer than its rate, 3e-3, in each step. If the model `is_split`, its sums
+    differ in last bits everywhere, and more flip in the first step, by which the gradients of the second differ: of 30
+    drawn plans one had a loss 1.6e-5 away and 1.4 % of the elements, the others at most 4e-7 and 0.3 %."""
+    rates_apart, loss_apart, most = (2, 1e-4, 0.05) if is_split else (1, 1e-5, 0.01)
+    assert run.losses == pytest.approx(twin.losses, rel=loss_apart)
     assert run.norms == pytest.approx(twin.norms, rel=1e-3)
     away = torch.cat([(run.params[name] - theirs).abs().flatten() for name, theirs in twin.params.items()])
     assert away.max() <= rates_apart * len(twin.losses) * 3e-3
-    assert (away > 1e-5).float().mean() <= 0.01
+    assert (away > 1e-5).float().mean() <= most
 
 
 def assert_trains_like(
