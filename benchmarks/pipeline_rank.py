@@ -46,7 +46,8 @@ def main() -> None:
         trainers = {name: _trainer(name, size, world, engines) for name in args.engines.split(",")}
         figures["turns"] = take_turns(trainers, args.rounds, args.steps)
         figures["calls"] = {name: _calls(trainer) for name, trainer in trainers.items()}
-        figures["spans"] = {name: _timelines(engine, size) for name, engine in engines.items()}
+        scheduled = {name: engine for name, engine in engines.items() if name not in LOOPS}
+        figures["spans"] = {name: _timelines(engine, size) for name, engine in scheduled.items()}
         dist.barrier()
 
 
