@@ -63,6 +63,18 @@ def test_ranks_that_are_left_on_a_processor_keep_their_cores_and_get_no_others()
     assert found[2] > 1.5 * found[4]
 
 
+def test_ranks_that_are_left_compute_faster_where_there_were_more_than_cores() -> None:
+    """Four ranks on two cores have half of one each, and two have one each; more threads they do not start."""
+    four = hardware("h100-sxm").with_ranks(4).model_copy(update={"ranks_share_device": True})
+    for cores, gains in ((2, {4: 1, 2: 2, 1: 2}), (4, {2: 1, 1: 1}), (6, {3: 1, 1: 1}), (None, {2: 1})):
+        on = four.model_copy(update={"cores": cores})
+        for num_left, gain in gains.items():
+            left = on.with_ranks_left(num_left)
+            assert left.ranks_per_node == num_left
+            assert left.peak("bf16") == pytest.approx(gain * four.peak("bf16"))
+            assert left.memory_bytes_per_second == pytest.approx(gain * four.memory_bytes_per_second)
+
+
 def test_whole_replica_groups_only_and_nothing_where_parameters_have_other_tables() -> None:
     plan, described, mesh = Plan(preset="zero2"), hardware("h100-sxm").with_ranks(4), Mesh(("dp",), (4,))
     whole = program(plan, mesh)

@@ -136,6 +136,8 @@ class Hardware(_Section):
     ranks_share_device: bool = False
     """Whether the rates of the device are those that `ranks_per_node` ranks get of a machine, whose cores they share:
     more ranks get less each."""
+    cores: Annotated[int, Field(ge=1)] | None = None
+    """Those of a node whose ranks share them, if known."""
     local: Link
     network: Link
     local_exchanges: Link | None = None
@@ -153,6 +155,17 @@ class Hardware(_Section):
             changed["peak_flops"] = {dtype: rate / more for dtype, rate in self.peak_flops.items()}
             changed["memory_bytes_per_second"] = self.memory_bytes_per_second / more
             changed["memory_bytes"] = int(self.memory_bytes / more)
+        return self.model_copy(update=changed)
+
+    def with_ranks_left(self, num_local: int) -> Hardware:
+        """This hardware when only `num_local` ranks of each node are left. They run as many threads as before, so they
+        compute faster only where there were more ranks than cores; what else a node has is theirs alone."""
+        changed: dict[str, object] = {"ranks_per_node": num_local}
+        if self.ranks_share_device and self.cores is not None:
+            threads = max(1, self.cores // self.ranks_per_node)
+            before, now = (min(threads, self.cores / num) for num in (self.ranks_per_node, num_local))
+            changed["peak_flops"] = {dtype: rate * now / before for dtype, rate in self.peak_flops.items()}
+            changed["memory_bytes_per_second"] = self.memory_bytes_per_second * now / before
         return self.model_copy(update=changed)
 
     @property

@@ -45,9 +45,8 @@ def seconds_by_size(
     """Seconds of a step by the number of ranks, for those of `sizes` that are whole replica groups.
 
     `program` is of a rank on `mesh`, `table` the plan's for all axes of the mesh. Of each node as many ranks take part
-    as now, or fewer if there are fewer in all: these keep the cores that they have and get none of others, whose number
-    of threads was set when they began. Empty in a pipeline, and where parameters have other tables: then the
-    program does not tell what it would be elsewhere.
+    as now, or fewer if there are fewer in all (`Hardware.with_ranks_left`). Empty in a pipeline, and where parameters
+    have other tables: then the program does not tell what it would be elsewhere.
     """
     if program.row or any(not _is_of(flat, table, mesh) for flat in _flats(program)):
         return {}
@@ -59,7 +58,7 @@ def seconds_by_size(
         except ConfigError:  # no whole replica groups
             continue
         moved = _on(program, other, table, mesh.world_size / size, prefetch_bytes)
-        there = hardware.model_copy(update={"ranks_per_node": min(size, hardware.ranks_per_node)})
+        there = hardware.with_ranks_left(min(size, hardware.ranks_per_node))
         found[size] = time_ranks([moved], there, other, num_micro_batches=num_micro_batches).step_seconds
     return found
 

@@ -48,7 +48,7 @@ class PlainModel:
         """Of a step on each of the `smaller` meshes that have fewer ranks than a group, by their ranks.
 
         `batch` is a micro-batch of one data rank of `mesh`, whole along `sp`. `hardware` has as many ranks on a node as
-        the job has now: those that are left keep their cores, and get none of others.
+        the job has now, of which `Hardware.with_ranks_left` takes those that stay.
 
         Raises `ModelError` for a model that cannot be rehearsed.
         """
@@ -63,7 +63,8 @@ class PlainModel:
             bare, known = without_values(self.model), self.converted
             counted = count_step(bare, part, there, on, converted=known, counts_work=True, on_cpu=on_cpu)
             programs = [kind.program(there, its) for kind, its in zip(kinds, counted, strict=True)]
-            found[size] = time_ranks(programs, hardware, on, num_micro_batches=plan.accumulate).step_seconds
+            left = hardware.with_ranks_left(min(size, hardware.ranks_per_node))
+            found[size] = time_ranks(programs, left, on, num_micro_batches=plan.accumulate).step_seconds
         return found
 
 

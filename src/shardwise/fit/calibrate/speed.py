@@ -92,6 +92,7 @@ def hardware_from(
         runs_ahead=not on_processor,
         contention=PROCESSOR_CONTENTION if on_processor else DEVICE_CONTENTION,
         ranks_share_device=on_processor,
+        cores=num_cores() if on_processor else None,
         local=fit_link(speeds.messages, speeds.num_ranks, shared=on_processor),
         local_exchanges=fit_link(speeds.exchanges, speeds.num_ranks, shared=on_processor) if speeds.exchanges else None,
         network=_network(known),
