@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import adamw
 
 import shardwise as sw
+from shardwise.parallel.pipeline.staged_model import _same_hooks, _Slot
 from shardwise.parallel.pipeline.weight_grads import WeightGrads, backward_of_weights
 from shardwise.testing import run_ranks
 from tests.models import VOCAB, WIDTH, Block, Decoder
@@ -302,3 +303,17 @@ def test_presets_of_two_axes_inside_of_stages() -> None:
 
         for losses in run_ranks(8, rank):
             assert losses == pytest.approx(twin["losses"], rel=1e-5)
+
+
+def test_a_hook_that_takes_another_ones_place_is_registered_on_both() -> None:
+    """On a module and on what stands for it: their number stays the same then."""
+    own: Any = nn.Identity()
+    absent: Any = nn.Identity()
+    called = []
+    before = own.register_forward_hook(lambda *_: called.append("before"))
+    with _same_hooks([_Slot("block", {}, "block", own, None, absent)]):
+        before.remove()
+        own.register_forward_hook(lambda *_: called.append("after"))
+    own(torch.ones(1))
+    absent(torch.ones(1))
+    assert called == ["after", "after"]

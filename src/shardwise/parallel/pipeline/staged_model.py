@@ -657,18 +657,16 @@ def _same_hooks(slots: Sequence[_Slot]) -> Iterator[None]:
     in the first forward that asks for them, once for all."""
     own = [(one.own, one.absent) for one in slots if one.own is not None]
     pairs: list[tuple[nn.Module, nn.Module]] = [*own, *((absent, present) for present, absent in own)]
-    known = [len(module._forward_hooks) for module, _ in pairs]
+    known = [tuple(module._forward_hooks) for module, _ in pairs]
     try:
         yield
     finally:
-        now = [len(module._forward_hooks) for module, _ in pairs]
+        now = [tuple(module._forward_hooks) for module, _ in pairs]
         if now != known:
-            new = [
-                list(module._forward_hooks.values())[before:] for (module, _), before in zip(pairs, known, strict=True)
-            ]
-            for (_, other), hooks in zip(pairs, new, strict=True):
-                for hook in hooks:
-                    other.register_forward_hook(hook)
+            new = [set(after).difference(before) for after, before in zip(now, known, strict=True)]
+            for (module, other), hooks in zip(pairs, new, strict=True):
+                for hook in sorted(hooks):
+                    other.register_forward_hook(module._forward_hooks[hook])
 
 
 def _part_of(name: str, model: nn.Module) -> str:
