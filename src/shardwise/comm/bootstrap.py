@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from shardwise.comm.compat import PrefixStore, Store, TCPStore
@@ -44,14 +45,14 @@ class JoinedTransport(Transport, Protocol):
         ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Opened:
     """What a rank has once it has met the others."""
 
+    transport: JoinedTransport
     device: RankDevice = field(default_factory=RankDevice.cpu)
     why_cpu: str = ""
     """Why that is the CPU, although there are accelerators."""
-    transport: JoinedTransport | None = None
     beside: dist.ProcessGroup | None = None
     """Gloo's group, if it is not torch's own."""
     number: int | None = None
@@ -152,8 +153,8 @@ def open_process_group(
         )
         own_store = PrefixStore(f"shardwise/attempt-{attempt}/startup-{number}", store)
         device, why = agreed_device(own_store, rank, size, process)
-        opened = Opened(device, why, number=number, seal=seal)
-        return open_groups(own_store, rank, size, timeout, opened, by_mpi=by_mpi)
+        transport, beside = open_groups(own_store, rank, size, timeout, device.device, by_mpi=by_mpi)
+        return Opened(transport, device, why, beside, number, seal)
     except (CommError, ConfigError):
         raise  # its message is complete
     except (RuntimeError, OSError) as error:
@@ -223,9 +224,10 @@ def _store_by_mpi(
 
 
 def open_groups(
-    store: Store, rank: int, size: int, timeout: datetime.timedelta, opened: Opened, *, by_mpi: bool
-) -> Opened:
-    """Open torch's own group, and the transport for host memory.
+    store: Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device, *, by_mpi: bool
+) -> tuple[JoinedTransport, dist.ProcessGroup | None]:
+    """Open torch's own group. Returns the transport for host memory, and gloo's group for that, if it is not torch's
+    own.
 
     A device's backend connects at once, with sockets of its own. So gloo gets a separate group beside it, and the
     sockets that are found to be opened are gloo's.
@@ -234,46 +236,38 @@ def open_groups(
     # it would keep this group, the store and its port while the process lives, and rank 0 could join no other world.
     import torch.distributed.nn.functional  # noqa: F401
 
-    device = opened.device.device
     settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cpu" and by_mpi:
         from shardwise.comm.transport.mpi.backend import BACKEND, register
 
         register()
         dist.init_process_group(BACKEND, **settings)
-        open_mpi(opened)
-        return opened
+        return open_mpi(), None
     if device.type == "cpu":
         with opened_inside() as sockets:
             dist.init_process_group("gloo", **settings)
-        opened.transport = GlooTransport(world_group(), sockets)
-        return opened
+        return GlooTransport(world_group(), sockets), None
     if device.type == "cuda":
         leave_errors_to_the_watch()
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend_of(device.type)}", device_id=device, **settings)
-    if by_mpi:
-        open_mpi(opened)
-    else:
-        open_beside(opened)
-    return opened
+    return (open_mpi(), None) if by_mpi else open_beside()
 
 
-def open_beside(opened: Opened) -> None:
+def open_beside() -> tuple[JoinedTransport, dist.ProcessGroup]:
     """Open a gloo group of our own beside the existing process group; a fault may break it."""
     with opened_inside() as sockets:
-        opened.beside = dist.new_group(backend="gloo")
-    assert opened.beside is not None
-    opened.transport = GlooTransport(opened.beside, sockets)
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return GlooTransport(group, sockets), group
 
 
-def open_mpi(opened: Opened) -> None:
+def open_mpi() -> JoinedTransport:
     """Messages by MPI among the ranks of the existing process group. All ranks call."""
     from shardwise.comm.transport.mpi.backend import ranks_communicator
     from shardwise.comm.transport.mpi.library import session
     from shardwise.comm.transport.mpi.transport import MpiTransport
 
     found = session()
-    opened.transport = MpiTransport(found, ranks_communicator(found, dist.get_rank(), dist.get_world_size()))
+    return MpiTransport(found, ranks_communicator(found, dist.get_rank(), dist.get_world_size()))
 
 
 def world_group() -> dist.ProcessGroup:

@@ -204,9 +204,8 @@ class World:
                 return cls(0, 1, Nobody(), device=device_of(process))
             opened = open_process_group(process, env, timeout_seconds, patience_seconds, by_mpi=by_mpi)
         else:
-            opened = Opened(device_of(process), seal=Seal.of(env))
-            (open_mpi if by_mpi else open_beside)(opened)
-        assert opened.transport is not None
+            transport_there, beside = (open_mpi(), None) if by_mpi else open_beside()
+            opened = Opened(transport_there, device_of(process), beside=beside, seal=Seal.of(env))
         board = board_of(dist.get_world_size(), opened.seal, timeout_seconds, opened.number)
         world = cls(
             dist.get_rank(),
@@ -239,7 +238,6 @@ class World:
 
     def finish_joining(self, opened: Opened, timeout_seconds: float, *, shares_memory: bool) -> None:
         """Run the first exchanges, after which a fault can interrupt ranks. All ranks call; raises as sending does."""
-        assert opened.transport is not None
         if shares_memory:
             self._share_memory(opened.transport)
         opened.transport.watch_peers(self.rank, partial(self.exchange, subject="connections"))
@@ -399,7 +397,6 @@ def _join_as_member(
     from shardwise.comm.members.join_members import join_members
 
     def begin(opening: Opening[World], opened: Opened, membership: Membership[World]) -> World:
-        assert opened.transport is not None
         size = len(opening.members)
         seal = Seal.of(env).within(scope_of(opening.generation))
         board = board_of(size, seal, timeout_seconds, stores=opening.stores)

@@ -160,6 +160,20 @@ class Strict(BaseModel, metaclass=_InOurWords):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class Abbreviated(Strict):
+    """A section in whose place the value of its first field alone may be written."""
+
+    shorthand: ClassVar[str]
+    """Such a value, in words."""
+    stands_for_first: ClassVar[tuple[type, ...]]
+    """The types of such values; whatever else stands there is checked as a section."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_out(cls, value: object) -> object:
+        return {next(iter(cls.model_fields)): value} if isinstance(value, cls.stands_for_first) else value
+
+
 class PlaceEdit(Strict):
     """A change to one row of the preset's table. Fields that are not given keep the preset's value."""
 
@@ -178,10 +192,11 @@ class Rows(Strict):
     optim: PlaceEdit = Field(default=PlaceEdit(), description="optimizer states and master weights")
 
 
-class WireFormat(Strict):
+class WireFormat(Abbreviated):
     """How elements are sent. The name of a dtype alone is enough."""
 
     shorthand: ClassVar[str] = "the name of a dtype"
+    stands_for_first: ClassVar[tuple[type, ...]] = (str, type(None))
     dtype: Literal[DtypeName, "int8", "int4", "fp8"] | None = Field(
         default=None,
         description="a dtype to which they are rounded, or codes with a scale for each block; see docs/plans.md",
@@ -199,16 +214,12 @@ class WireFormat(Strict):
         description="beside codes: dtype in which vectors, embeddings and routers are sent; default: as without codes",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: object) -> object:
-        return {"dtype": value} if isinstance(value, str) or value is None else value
 
-
-class Feedback(Strict):
+class Feedback(Abbreviated):
     """Error feedback of gradients that are sent as codes (LoCo); see docs/between-hosts.md. A number is `beta`."""
 
     shorthand: ClassVar[str] = "a number from 0 to 1"
+    stands_for_first: ClassVar[tuple[type, ...]] = (int, float)
     beta: float | None = Field(
         default=None,
         ge=0,
@@ -217,11 +228,6 @@ class Feedback(Strict):
         "last loss is kept; default: nothing is kept",
     )
     reset: int = Field(default=1024, ge=1, description="steps after which all that was kept is forgotten")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_number(cls, value: object) -> object:
-        return {"beta": value} if isinstance(value, int | float) else value
 
 
 class Wire(Strict):
@@ -239,21 +245,17 @@ class Wire(Strict):
     feedback: Feedback = Field(default=Feedback(), description="error feedback of gradients that are sent as codes")
 
 
-class StorageFormat(Strict):
+class StorageFormat(Abbreviated):
     """How elements are kept. The name of a dtype alone is enough."""
 
     shorthand: ClassVar[str] = "int8, int4 or fp8"
+    stands_for_first: ClassVar[tuple[type, ...]] = (str, type(None))
     dtype: Literal["int8", "int4", "fp8"] | None = Field(
         default=None, description="codes with a scale for each block; default: as elements"
     )
     block: Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096] | None = Field(
         default=None, description="elements of one scale; default: 256 of int8 and fp8, 128 of int4"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: object) -> object:
-        return {"dtype": value} if isinstance(value, str) or value is None else value
 
 
 class Storage(Strict):
@@ -264,11 +266,12 @@ class Storage(Strict):
     )
 
 
-class PowerSGD(Strict):
+class PowerSGD(Abbreviated):
     """Gradients of matrices sent as two thin factors each, for slow links; see docs/between-hosts.md. A number is
     `rank`."""
 
     shorthand: ClassVar[str] = "a whole number of at least 1"
+    stands_for_first: ClassVar[tuple[type, ...]] = (int,)
     rank: int | None = Field(
         default=None, ge=1, description="columns of the factors; default: gradients are sent as they are"
     )
@@ -281,17 +284,13 @@ class PowerSGD(Strict):
     )
     seed: int = Field(default=0, ge=0, description="of the first factors, which are random")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_number(cls, value: object) -> object:
-        return {"rank": value} if isinstance(value, int) else value
 
-
-class Activations(Strict):
+class Activations(Abbreviated):
     """What happens to the tensors that a unit's forward saves for its backward. The name of a policy alone is
     enough."""
 
     shorthand: ClassVar[str] = "the name of a policy"
+    stands_for_first: ClassVar[tuple[type, ...]] = (str,)
     policy: PolicyName | None = Field(
         default=None,
         description="keep: in memory; recompute; selective: recompute all but the results in `keep`; offload: to the "
@@ -303,11 +302,6 @@ class Activations(Strict):
         description="selective: operators whose results are kept, such as matmul, attention or aten.mm; default: the "
         "first two",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: object) -> object:
-        return {"policy": value} if isinstance(value, str) else value
 
 
 class Rule(Strict):
@@ -441,10 +435,11 @@ class Islands(Strict):
     )
 
 
-class Loss(Strict):
+class Loss(Abbreviated):
     """How the loss of a language model of transformers is computed. `whole` or `chunked` alone is enough."""
 
     shorthand: ClassVar[str] = "whole or chunked"
+    stands_for_first: ClassVar[tuple[type, ...]] = (str,)
     logits: Literal["whole", "chunked"] = Field(
         default="whole",
         description="chunked: some tokens' logits at a time, computed again in the backward; whole: all at once",
@@ -453,16 +448,12 @@ class Loss(Strict):
         default="auto", description="bytes of a chunk's logits, in fp32; auto: 64M, or what the head's input takes"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: object) -> object:
-        return {"logits": value} if isinstance(value, str) else value
 
-
-class Fp8(Strict):
+class Fp8(Abbreviated):
     """Linear layers that multiply in 8 bits. The name of a recipe alone is enough."""
 
     shorthand: ClassVar[str] = "the name of a recipe"
+    stands_for_first: ClassVar[tuple[type, ...]] = (str,)
     recipe: Fp8RecipeName | None = Field(
         default=None,
         description="how factors are rounded: tensorwise, rowwise, rowwise_with_gw_hp (weight gradients are not), "
@@ -473,11 +464,6 @@ class Fp8(Strict):
         description="patterns of names of layers that are left as they are; [] takes all that can; auto, alone or "
         "among others: the first and last linear layer, routers, adapters, layers too small to gain; default: [auto]",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: object) -> object:
-        return {"recipe": value} if isinstance(value, str) else value
 
 
 class Profile(Strict):
@@ -502,10 +488,11 @@ class SlowRanks(Strict):
     steps: int = Field(default=50, ge=20, description="number of steps over which that is measured")
 
 
-class Verify(Strict):
+class Verify(Abbreviated):
     """How often ranks compare what must be the same on them, to find flipped bits. A number is `every`."""
 
     shorthand: ClassVar[str] = "a whole number of at least 1"
+    stands_for_first: ClassVar[tuple[type, ...]] = (int,)
     every: int | None = Field(
         default=None,
         ge=1,
@@ -517,11 +504,6 @@ class Verify(Strict):
         description="steps from one recomputation of a micro-batch on another rank to the next, in train_step; "
         "default: never",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_number(cls, value: object) -> object:
-        return {"every": value} if isinstance(value, int) else value
 
 
 class Plan(Strict):

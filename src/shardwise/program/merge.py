@@ -1,4 +1,4 @@
-"""The way through a model, from what one rank has recorded of it, and from several ranks' own ways."""
+"""The path through a model, from what one rank has recorded of it, and from several ranks' own paths."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def in_order(recorded: Sequence[Moment]) -> Trace:
             else:
                 closed.add(moment.unit)
         backwards.append(moment)
-    way, opened = [], set()
+    path, opened = [], set()
     for moment in reversed(backwards):
         if moment.phase != "forward" and moment.edge == "before":
             opened.add(moment.unit)
         if moment.unit and (moment.phase == "forward" or moment.unit in opened):
-            way.append(moment)
-    return tuple(way)
+            path.append(moment)
+    return tuple(path)
 
 
 def merged(traces: Sequence[Trace]) -> Trace:

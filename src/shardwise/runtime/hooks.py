@@ -1,6 +1,6 @@
 """Turns PyTorch's hooks into events: a unit is about to compute, or has computed.
 
-This is the only module that registers hooks. Events per unit:
+All hooks by which a unit is gathered, freed and reduced are registered here. Events per unit:
 
 - `before_forward` and `after_forward`, once per outermost call of one of its sites;
 - `before_backward`, when the first gradient of an output is about to be used, and again whenever a forward is
@@ -267,10 +267,11 @@ class Hooks:
         if in_backward():
             return
         error = sys.exc_info()[1] if output is None else None
-        raised = error is not None and not isinstance(error, EndOfForward)
-        if error is not None and raised:
-            self._outer_compile.explain(error)
-        self._listener.leave_root(raised=raised)
+        if error is None or isinstance(error, EndOfForward):
+            self._listener.leave_root(raised=False)
+            return
+        self._outer_compile.explain(error)
+        self._listener.leave_root(raised=True)
 
     @property
     def is_open(self) -> bool:
@@ -318,11 +319,10 @@ class Hooks:
         if use.depth > 0:
             return
         call, use.call = use.call, None
-        if output is None and _is_unwinding(output):
-            end = sys.exc_info()[1]
-            if not isinstance(end, EndOfForward):
+        if output is None and (error := sys.exc_info()[1]) is not None:  # called because the forward raised
+            if not isinstance(error, EndOfForward):
                 return
-            output = end.output
+            output = error.output
         if unit.num_writes() != use.num_writes:
             raise changed_inside(unit.name)
         opening = open_backward if call is None else self._opening(unit, use, call, open_backward)
@@ -367,12 +367,12 @@ class Hooks:
         call.leaves.clear()
         return partial(self._send_back, unit, use, call)
 
-    def _send_back(self, unit: Unit, use: _Use, call: _Call, _: object) -> None:
+    def _send_back(self, unit: Unit, use: _Use, call: _Call, grads: object) -> None:
         """A gradient of an output of `call` is about to be used."""
         if call.join(graph_task()) and call.waits_for_end:
             queue_callback(partial(self._input_grad_done, unit, call))
         use.sent_back.add(call)
-        self._open_for_gradient(unit, _)
+        self._open_for_gradient(unit, grads)
         self._await_end_if_blind(unit, call)
 
     def _await_end_if_blind(self, unit: Unit, call: _Call) -> None:
@@ -510,11 +510,6 @@ def _watch_outputs(output: object, open_backward: Prehook) -> bool:
     for node in nodes:
         node.register_prehook(open_backward)
     return bool(nodes)
-
-
-def _is_unwinding(output: object) -> bool:
-    """Whether a forward hook is called because the forward raised: no output, and an exception being handled."""
-    return output is None and sys.exc_info()[0] is not None
 
 
 def changed_inside(unit: str) -> ModelError:

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm.weighing import Weighing
 from shardwise.errors import ConfigError, ModelError
-from shardwise.runtime.nested import tensors_in
+from shardwise.runtime.nested import argument_tensors, tensors_in
 from shardwise.system.even_parts import even_bounds, even_sizes
 
 Tensor = torch.Tensor
@@ -161,7 +161,7 @@ def parts_of(whole: MicroBatch, most_for: Callable[[int], int]) -> tuple[list[Mi
     so that it is seen if a model puts its samples there.
     """
     given = (whole.args, whole.kwargs)
-    tensors = list(_tensors_in(given))
+    tensors = list(argument_tensors(given))
     found = {one.shape[0] for one in tensors if one.dim()} - {1}
     of_tables = {one.shape[0] for one in tensors if one.dim() > 1}
     ids = whole.kwargs.get("input_ids")
@@ -183,7 +183,7 @@ def _has_list_of(rows: int, value: Any) -> bool:
     if not isinstance(value, tuple | list):
         return False
     is_of_tensors = any(isinstance(item, Tensor) for item in value)
-    return (len(value) == rows and not is_of_tensors and not any(True for _ in _tensors_in(value))) or any(
+    return (len(value) == rows and not is_of_tensors and not any(True for _ in argument_tensors(value))) or any(
         _has_list_of(rows, item) for item in value
     )
 
@@ -224,7 +224,7 @@ def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
         return parts
     if num == 1:
         return [value]
-    rows = {one.shape[0] for one in _tensors_in(value) if one.dim()}
+    rows = {one.shape[0] for one in argument_tensors(value) if one.dim()}
     if not rows:
         raise ConfigError(
             f"{what} has no tensor that could be split into {num} micro-batches (the plan's accumulate). Give tensors "
@@ -239,17 +239,6 @@ def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
     bounds = even_bounds(next(iter(rows)), num)
     spans = [slice(start, stop) if start < stop else slice(0, 1) for start, stop in pairwise(bounds)]
     return _Cut([_share(value, span, bounds[-1]) for span in spans], even_sizes(bounds[-1], num))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
 
 
 def _share(value: Any, span: slice, of: int) -> Any:

@@ -42,12 +42,12 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
 
 
 def argument_tensors(value: object) -> Iterator[Tensor]:
-    """Every tensor among the arguments or results of an operator, which come in lists, tuples and dicts."""
+    """Every tensor in lists, tuples and mappings, as in a batch, or the arguments and results of an operator."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from argument_tensors(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from argument_tensors(item)

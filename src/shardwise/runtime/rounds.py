@@ -1,13 +1,13 @@
 """What ranks agree on in a pass that follows no program: which unit is gathered next, and which backwards are closed.
 
-[Note: rounds of a pass] Ranks need not take the same way through the model: the images of a batch may all be on one
+[Note: rounds of a pass] Ranks need not take the same path through the model: the images of a batch may all be on one
 rank, and an expert may get no token on another. So in a pass without a program no rank gathers by itself. It asks in a
 round, in which every rank tells which unit it needs, if any, or that it has come to the end (of the model's forward, or
 of the backward), where it takes part in rounds until all others have come there too. Of the units that are needed all
 ranks gather one; who asked for another asks again. Units that every rank has by itself are not asked for, so that with
 parameters that are copies a forward sends nothing.
 
-[Note: who goes first] A unit that fewer ranks ask for goes first, for they have a way of their own, and then come to
+[Note: who goes first] A unit that fewer ranks ask for goes first, for they have a path of their own, and then come to
 where the others wait; otherwise what follows would be gathered twice. If that is equal, what has been needed less often
 so far goes first, and forwards before backwards.
 """

@@ -29,12 +29,12 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.hooks import Hooks, Listener, changed_inside, in_backward
 from shardwise.runtime.no_grad_forwards import Inference
 from shardwise.runtime.passes import Evaluation, Passes
+from shardwise.runtime.paths import Paths
 from shardwise.runtime.post_backward import PostBackward
 from shardwise.runtime.programs import Programs
 from shardwise.runtime.split_backward import Halves
 from shardwise.runtime.step import Step
 from shardwise.runtime.watch_reads import Watching
-from shardwise.runtime.ways import Ways
 from shardwise.system.telemetry import UNITS
 from shardwise.system.torch_private import computes_without_values, outside_modes
 
@@ -47,7 +47,7 @@ class Settings:
     """Bytes that may be gathered ahead of their use; `None`: as many as the largest unit has."""
     compile_backend: str | None = None
     paths_differ: bool = False
-    """Whether ranks call different modules; see [Note: different ways] in `ways.py`."""
+    """Whether ranks call different modules; see [Note: different paths] in `paths.py`."""
 
 
 class Runner:
@@ -79,12 +79,12 @@ class Runner:
         self._hooks = Hooks(model, self.units, self, self.halves)
         self._gathers = any(not flat.spec.resident for unit in self.units for flat in unit.flats)
         # Apart, so that a rank that has ended an evaluation does not meet one that asks for a unit.
-        closings, ways = partial(exchange, subject="closings"), partial(exchange, subject="ways")
+        closings, paths = partial(exchange, subject="closings"), partial(exchange, subject="paths")
         self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, closings)
         drops_layers = lambda: model.training and bool(dropped_layers(model))  # noqa: E731
-        self._ways = Ways(self.passes, self._evaluation, self._post_backward, self.programs, ways, drops_layers)
-        self._ways.may_differ = settings.paths_differ
-        self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._ways)
+        self._paths = Paths(self.passes, self._evaluation, self._post_backward, self.programs, paths, drops_layers)
+        self._paths.may_differ = settings.paths_differ
+        self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._paths)
         self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)
         backend = settings.compile_backend
         self._compiled = CompiledUnits(model, units, backend) if backend else None
@@ -150,17 +150,17 @@ class Runner:
             raise
         self._watching.pause()
         if self._is_training_root and self.passes.current.is_running:
-            self._ways.end_forward(training=True)
+            self._paths.end_forward(training=True)
         self._is_training_root = None
         if self._evaluation.is_running:
             self._end_evaluation()
 
     def _end_evaluation(self) -> None:
-        self._ways.end_forward(training=False)
+        self._paths.end_forward(training=False)
         if not is_dynamo_compiling():
             self._journal.clock.rest()
         self._evaluation.is_running = False
-        if self._ways.learn_evaluation():
+        if self._paths.learn_evaluation():
             self._watching.note_seen(training=False)
         if not (current := self.passes.current).is_running:
             current.must_record_again = False
@@ -182,7 +182,7 @@ class Runner:
             current.called.add(unit.name)
         moment = (current.moments[unit.name] if training else unit.moments).before_forward
         script = current.script if training else self._evaluation.script
-        block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
+        block = script.advance(moment) or self._paths.come_to(moment, unit, training=training)
         if block is None or self.gathering.watcher is not None:
             self.gathering.run(block, moment, unit, self.passes.current, training=training)
         elif block.acts:  # here and below: see [Note: once for each event]
@@ -210,13 +210,12 @@ class Runner:
             training = torch.is_grad_enabled()
         moment = (current.moments[unit.name] if training else unit.moments).after_forward
         script = current.script if training else self._evaluation.script
-        block = script.advance(moment) or self._ways.come_to(moment, unit, training=training)
-        if training and unit.name in current.kept:
-            pass
-        elif block is None or self.gathering.watcher is not None:
-            self.gathering.run(block, moment, unit, current, training=training)
-        elif block.acts:
-            block.act()
+        block = script.advance(moment) or self._paths.come_to(moment, unit, training=training)
+        if not (training and unit.name in current.kept):
+            if block is None or self.gathering.watcher is not None:
+                self.gathering.run(block, moment, unit, current, training=training)
+            elif block.acts:
+                block.act()
         for flat in () if unit.name in current.awake else unit.flats:
             flat.guard.rest()
             if flat.shared is not None:  # pages of what stays whole until its backward: activations peak at the loss
@@ -227,7 +226,7 @@ class Runner:
     def before_backward(self, unit: Unit) -> None:
         current = self.passes.current
         if unit.name in current.open:
-            self._ways.need(unit, training=True, is_backward=True)
+            self._paths.need(unit, training=True, is_backward=True)
             self.gathering.open(unit)
             return
         if not current.is_running:
@@ -281,7 +280,7 @@ class Runner:
             current.awake.clear()
         if current.op is not None:
             self.gathering.expect_gradients()
-        if current.op is None and self._ways.learn(current, reduces=current.reduces):
+        if current.op is None and self._paths.learn(current, reduces=current.reduces):
             self._watching.note_seen(training=True)
         self.passes.end()
         self._journal.clock.rest()
@@ -405,7 +404,7 @@ class Runner:
         if block is not None:
             block.act()
         self.gathering.come_to_rest()
-        if is_complete and self._ways.learn(current, reduces=self.passes.reduces):
+        if is_complete and self._paths.learn(current, reduces=self.passes.reduces):
             self._watching.note_seen(training=True)
         self.passes.abandon()
 
@@ -476,7 +475,7 @@ class Runner:
             self._inference.need(unit)
         elif in_backward():
             self.passes.current.lasting.add(unit.name)
-            self._ways.need(unit, training=True, is_backward=True)
+            self._paths.need(unit, training=True, is_backward=True)
             self.gathering.open(unit)
         else:
             self._watching.gather_reached(unit)

@@ -12,19 +12,19 @@ from shardwise.runtime.foreign_reads import Callers, Reach
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.hooks import Hooks, changed_inside
 from shardwise.runtime.passes import Passes
-from shardwise.runtime.ways import Ways
+from shardwise.runtime.paths import Paths
 
 
 class Watching:
     """Watches every operation of a forward until all that it reads is known."""
 
-    def __init__(self, model: nn.Module, gathering: Gathering, hooks: Hooks, passes: Passes, ways: Ways) -> None:
+    def __init__(self, model: nn.Module, gathering: Gathering, hooks: Hooks, passes: Passes, paths: Paths) -> None:
         self._model = model
         self._units: Sequence[Unit] = gathering.units
         self._gathering = gathering
         self._hooks = hooks
         self._passes = passes
-        self._ways = ways
+        self._paths = paths
         self._callers: Callers | None = None
         self._has_seen = {True: False, False: False}
         """By whether a pass is a training pass: whether everything that it reads is known."""
@@ -76,7 +76,7 @@ class Watching:
             self._has_seen = {True: False, False: False}
         else:
             self._add_site(unit, self._callers)
-        self._ways.need(unit, training=torch.is_grad_enabled())
+        self._paths.need(unit, training=torch.is_grad_enabled())
         self._gathering.open(unit)
 
     def _add_site(self, unit: Unit, callers: Callers) -> None:

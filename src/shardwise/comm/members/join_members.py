@@ -49,7 +49,7 @@ def join_members(
     launcher = LauncherConnection(env)
     launcher.watch()
     store = launcher.connect()
-    another = launcher.again if launcher.is_renewed else None
+    another = launcher.again if launcher.is_followed else None
     membership = StoreMembership(
         MemberChannel(store, attempt, int(env[MEMBER]), Seal.of(env), another),
         open_world,
@@ -97,4 +97,5 @@ def _open(process: ProcessRank, opening: Opening[W], size: int, timeout_seconds:
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
     compat.forget_groups()
     device, why = agreed_device(opening.store, opening.rank, size, process)
-    return open_groups(opening.store, opening.rank, size, timeout, Opened(device, why), by_mpi=False)
+    transport, beside = open_groups(opening.store, opening.rank, size, timeout, device.device, by_mpi=False)
+    return Opened(transport, device, why, beside)

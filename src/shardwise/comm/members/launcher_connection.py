@@ -72,7 +72,7 @@ class LauncherConnection:
                 self.leave_the_replaced()
                 time.sleep(_LOOK_SECONDS)
 
-        if self.is_renewed:
+        if self.is_followed:
             threading.Thread(target=look, name="shardwise-launcher", daemon=True).start()
 
     def leave_the_replaced(self) -> None:
@@ -89,8 +89,8 @@ class LauncherConnection:
                 del self._peers[number]
 
     @property
-    def is_renewed(self) -> bool:
-        """Whether another launcher would take over from one that dies."""
+    def is_followed(self) -> bool:
+        """Whether another launcher takes over if this process's dies."""
         return self._address() is not None
 
     def _address(self) -> LauncherAddress | None:
@@ -98,7 +98,7 @@ class LauncherConnection:
 
     def _connected(self, address: LauncherAddress, seconds: float) -> TCPStore:
         host = address.host
-        if self.is_renewed:
+        if self.is_followed:
             # torch itself would try a refused connection again, for twice the time that it is given
             with socket.create_connection((host, address.port), timeout=_TRY_SECONDS) as probe:
                 host = str(probe.getpeername()[0])

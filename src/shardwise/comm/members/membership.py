@@ -314,23 +314,22 @@ class StoreMembership(Generic[W]):
     def _read(self, announcement: Announcement) -> bool:
         """Act on `announcement`; returns whether more announcements must be read."""
         opening, world = self._note(announcement)
+        kind, generation = announcement.kind, announcement.generation
         names_me = self.member in announcement.members
-        concerns_me = opening is not None and opening.generation == announcement.generation
-        if (
-            opening is not None
-            and concerns_me
-            and (announcement.kind == "over" or (announcement.kind == "out" and names_me))
-        ):
+        if opening is not None and opening.generation != generation:
+            opening = None  # it is of another one
+        ends_here = kind == "over" or (kind == "out" and names_me)
+        if opening is not None and ends_here:
             opening.cancel()
-            if world is not None and world.generation == announcement.generation:
+            if world is not None and world.generation == generation:
                 self._interrupt(world, announcement)
-        if announcement.kind == "end" and world is not None:
+        if kind == "end" and world is not None:
             self._interrupt(world, announcement)
-        if announcement.kind == "leave" and names_me:
+        if kind == "leave" and names_me:
             self.leave()
-        if (announcement.kind == "over" and concerns_me) or (announcement.kind == "entering" and names_me):
-            self._channel.send(MemberMessage("heard", self.member, announcement.generation, text=announcement.kind))
-        return announcement.kind != "end" and not (announcement.kind in ("out", "bye") and names_me)
+        if (kind == "over" and opening is not None) or (kind == "entering" and names_me):
+            self._channel.send(MemberMessage("heard", self.member, generation, text=kind))
+        return kind != "end" and not (kind in ("out", "bye") and names_me)
 
     def _note(self, announcement: Announcement) -> tuple[Opening[W] | None, W | None]:
         """Note `announcement` for the thread that waits for it; returns the opening and the world of this moment."""

@@ -267,22 +267,21 @@ def _line(divergence: _Divergence | None) -> str:
 
 def _differences(there: dict[int, Entered]) -> dict[int, str]:
     """What each rank has entered; if that reads alike, what else distinguishes them."""
-    details = dict.fromkeys(there, "there")
-    if len({entered.text for entered in there.values()}) > 1:
-        pass
-    elif len({entered.marks for entered in there.values()}) > 1:
-        details = {
-            rank: f"there, after {_first_different_marks(entered, there.values())}" for rank, entered in there.items()
-        }
-    elif len({entered.what for entered in there.values()}) > 1:
-        details = {rank: f"there ({entered.what})" for rank, entered in there.items()}
-    elif len({entered.numel for entered in there.values()}) > 1:
-        details = {rank: f"there, of {entered.numel} elements" for rank, entered in there.items()}
-    else:
-        details = {
-            rank: f"there, {entered.num_backwards} backward(s) after the last step" for rank, entered in there.items()
-        }
-    return {rank: f"has {entered.text} {details[rank]}, and " for rank, entered in there.items()}
+    every = list(there.values())
+    return {rank: f"has {one.text} there{_distinction(one, every)}, and " for rank, one in there.items()}
+
+
+def _distinction(entered: Entered, every: Sequence[Entered]) -> str:
+    """What distinguishes it from the others, if it is not what all of `every` read like."""
+    if len({one.text for one in every}) > 1:
+        return ""
+    if len({one.marks for one in every}) > 1:
+        return f", after {_first_different_marks(entered, every)}"
+    if len({one.what for one in every}) > 1:
+        return f" ({entered.what})"
+    if len({one.numel for one in every}) > 1:
+        return f", of {entered.numel} elements"
+    return f", {entered.num_backwards} backward(s) after the last step"
 
 
 def _first_different_marks(entered: Entered, every: Iterable[Entered]) -> str:

@@ -147,10 +147,10 @@ class Journal:
         """As `LineRecord.reported`."""
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
         self._num_marks = self._marked = self._marked_of_part = 0
-        _JOURNALS.add(self)
         self.whole_model_axes: frozenset[str] = frozenset()
         """Axes along which ranks have different parts of the model. Marks that concern one part, and the number of
         backwards, do not enter the tags along them."""
+        _JOURNALS.add(self)
 
     # -- what the computing thread calls ----------------------------------------------------------------
 
@@ -312,8 +312,8 @@ class Journal:
         call, place = self._place or _where(self._thread_id)
         action, moment = self.action, self.moment
         if entry is not None:
-            record = next((found for found in tuple(entry.line.recent) if found[0] == entry.number), None)
-            action = record[2] if record is not None else None
+            records = tuple(entry.line.recent)
+            action = next((awaited for number, _, awaited, *_ in records if number == entry.number), None)
         return Status(
             rank=self.rank,
             beat=beat,

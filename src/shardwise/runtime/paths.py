@@ -1,11 +1,11 @@
-"""One rank's way through the model: by the program, beside it, or in rounds, and what ranks learn from their ways.
+"""One rank's path through the model: by the program, beside it, or in rounds, and what ranks learn from their paths.
 
-[Note: different ways] Ranks may call different modules. A program that is recorded in a pass has what any rank called,
+[Note: different paths] Ranks may call different modules. A program that is recorded in a pass has what any rank called,
 and a rank that calls less does the rest as the program says (see [Note: left out, or added] in `post_backward.py`); so
 one program serves all. That cannot be known in advance of parameters that are gathered, because a rank that calls more
-than the program has would gather alone. So if ranks went different ways to such parameters in a pass that was recorded,
-or the plan says that they will, no program is made and passes go on in rounds. So it is while the model skips layers at
-random ([Note: each rank drops its own] in `dropped_layers.py`).
+than the program has would gather alone. So if ranks took different paths to such parameters in a pass that was
+recorded, or the plan says that they will, no program is made and passes go on in rounds. So it is while the model skips
+layers at random ([Note: each rank drops its own] in `dropped_layers.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.runtime.script import Script
 _log = logging.getLogger("shardwise")
 
 
-class Ways:
+class Paths:
     """Takes the moments of forwards, and makes parameters whole in passes that follow no program."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Ways:
         self._units = {unit.name: unit for unit in self._gathering.units}
         self._gathers = any(not unit.comes_alone for unit in self._gathering.units)
         self.may_differ = False
-        """Whether ranks go different ways, so that no program is made where parameters are gathered."""
+        """Whether ranks take different paths, so that no program is made where parameters are gathered."""
 
     def come_to(self, moment: Moment, unit: Unit, *, training: bool) -> BoundBlock | None:
         """The program's block for a moment of a forward, after what this rank has left out before it; `None` without a
@@ -106,7 +106,7 @@ class Ways:
         return trace is not None and self._programs.learn_evaluation(script, trace)
 
     def _agreed(self, script: Script, trace: Trace, ended: Pass, *, training: bool) -> Trace | None:
-        """The way of all ranks together, from what `script` has recorded on each in the pass that has `ended`. `None`
+        """The path of all ranks together, from what `script` has recorded on each in the pass that has `ended`. `None`
         if no program can be made of it."""
         is_complete = not ended.must_record_again
         if not training and not self._gathers:
