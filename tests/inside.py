@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from shardwise.runtime import Runner
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import content
 from shardwise.system.telemetry import ByteMeter, Ledger
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 
 
 def sharded(engine: sw.Engine) -> ShardedModel:
@@ -89,13 +88,6 @@ def entries(engine: sw.Engine) -> list[Any]:
 # -- ranks that wait for each other -------------------------------------------------------------------------
 
 
-def await_so(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
 def await_fault(world: sw.World) -> Fault:
     """The fault that this rank is told of, once it is."""
     assert world._watch is not None
@@ -106,7 +98,7 @@ def await_fault(world: sw.World) -> Fault:
 
 def await_waiting(late: sw.World, worlds: Collection[sw.World]) -> None:
     """Return when all other ranks wait for what `late` has not begun to send."""
-    await_so(lambda: all(world is late or _waits_for(late, world) for world in tuple(worlds)))
+    wait_until(lambda: all(world is late or _waits_for(late, world) for world in tuple(worlds)))
 
 
 def _waits_for(late: sw.World, world: sw.World) -> bool:

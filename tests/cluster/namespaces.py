@@ -6,14 +6,14 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from benchmarks import namespaces
 from benchmarks.namespaces import UNTIL_WE_END, Network
+from tests.patience import wait_until
 
 __all__ = ["UNTIL_WE_END", "Cluster", "cluster", "obstacle", "processes_with", "wait_until", "words_of"]
 
@@ -110,14 +110,12 @@ class Cluster:
         assert not left, f"{left} stay behind"
 
     def _await(self, name: str, address: str) -> None:
-        deadline = time.monotonic() + 20
-        while True:
-            probe = ["ssh-keyscan", "-T", "2", "-p", str(PORT), address]
-            if subprocess.run(probe, capture_output=True, check=False).stdout:
-                return
-            log = (self.folder / f"sshd-{name}.log").read_text()
-            assert time.monotonic() < deadline, f"sshd of {name} does not answer: {log}"
-            time.sleep(0.1)
+        probe = ["ssh-keyscan", "-T", "2", "-p", str(PORT), address]
+        log = self.folder / f"sshd-{name}.log"
+        wait_until(
+            lambda: subprocess.run(probe, capture_output=True, check=False).stdout,
+            lambda: f"sshd of {name} does not answer: {log.read_text()}",
+        )
 
 
 @contextmanager
@@ -128,13 +126,6 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         yield made
     finally:
         made.close()
-
-
-def wait_until(is_so: Callable[[], bool], complaint: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.1)
 
 
 def processes_with(word: str, folder: Path | None = None) -> list[int]:

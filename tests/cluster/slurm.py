@@ -6,10 +6,10 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 from tests.cluster.namespaces import UNTIL_WE_END, Cluster, obstacle
+from tests.patience import wait_until
 
 # A job that is put into the queue again begins when its old credentials are over.
 _CONFIG = """\
@@ -105,14 +105,14 @@ class Slurm:
             self._processes.append(subprocess.Popen(whole, env=environment, stdout=log, stderr=log))
 
     def _await(self, num_nodes: int) -> None:
-        deadline = time.monotonic() + 60
-        said = ""
-        while said.split() != ["idle"] * num_nodes:
-            if time.monotonic() > deadline:
-                logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log"))
-                raise AssertionError(f"{said}\n{logs}")
-            time.sleep(0.2)
-            said = self.command("sinfo", "--noheader", "--Node", "--format=%t")
+        def states() -> list[str]:
+            return self.command("sinfo", "--noheader", "--Node", "--format=%t").split()
+
+        def told() -> str:
+            logs = (path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log"))
+            return "\n".join([" ".join(states()), *logs])
+
+        wait_until(lambda: states() == ["idle"] * num_nodes, told)
 
 
 def _free_port() -> int:

@@ -15,7 +15,8 @@ from typing import IO
 import pytest
 
 import shardwise
-from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with, wait_until
+from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with
+from tests.patience import wait_until
 from tests.thorough import soak
 
 ELASTIC = Path(__file__).parents[1] / "faults" / "horovod_elastic.py"

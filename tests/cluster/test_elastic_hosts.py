@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.namespaces import cluster, obstacle, processes_with, wait_until, words_of
+from tests.cluster.namespaces import cluster, obstacle, processes_with, words_of
 from tests.cluster.test_launch_ssh import Site
 from tests.faults import survivor
 from tests.faults.test_survival import oracle
+from tests.patience import wait_until
 from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from tests.cluster.namespaces import cluster, processes_with, wait_until
+from tests.cluster.namespaces import cluster, processes_with
 from tests.cluster.slurm import Slurm, slurm_obstacle
 from tests.cluster.test_elastic_hosts import SCRIPT, Job, kill
 from tests.cluster.test_launch_slurm import wait_for
+from tests.patience import wait_until
 from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(slurm_obstacle()), reason=slurm_obstacle()), pytest.mark.timeout(500)]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import shardwise
 from tests.cluster.namespaces import cluster
 from tests.cluster.slurm import Slurm, slurm_obstacle
 from tests.cluster.training import TRAIN
+from tests.patience import wait_until
 
 pytestmark = [pytest.mark.skipif(bool(slurm_obstacle()), reason=slurm_obstacle()), pytest.mark.timeout(500)]
 
@@ -58,13 +58,11 @@ def launch(slurm: Slurm, folder: Path, *arguments: str, **variables: str) -> sub
 
 
 def wait_for(path: Path, *words: str, seconds: float = 200) -> str:
-    deadline = time.monotonic() + seconds
-    while True:
-        text = path.read_text() if path.exists() else ""
-        if all(word in text for word in words):
-            return text
-        assert time.monotonic() < deadline, f"{words} are not in {text!r}"
-        time.sleep(0.2)
+    def text() -> str:
+        return path.read_text() if path.exists() else ""
+
+    wait_until(lambda: all(word in text() for word in words), lambda: f"{words} are not in {text()!r}", seconds=seconds)
+    return text()
 
 
 def test_a_job_saves_before_its_time_is_over_and_begins_again(slurm: Slurm, tmp_path: Path) -> None:
@@ -89,7 +87,7 @@ def test_within_an_allocation(slurm: Slurm, tmp_path: Path) -> None:
     """`salloc` gives a shell with the variables of the allocation; the launcher starts a step in it."""
     tmp_path.chmod(0o755)
     (tmp_path / "fail.py").write_text(
-        "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1': sys.exit(3)\ntime.sleep(99)"
+        "import os, signal, sys\nif os.environ['SLURM_PROCID'] == '1': sys.exit(3)\nsignal.pause()"
     )
     (tmp_path / "show.py").write_text("import os; print(os.environ['SLURMD_NODENAME'], os.environ['SLURM_PROCID'])")
     shell = ["salloc", "--nodes=2", "--ntasks-per-node=1", "--quiet", "sh", "-c"]

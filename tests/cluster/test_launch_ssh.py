@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import shardwise
-from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with, wait_until, words_of
+from tests.cluster.namespaces import Cluster, cluster, obstacle, processes_with, words_of
 from tests.cluster.training import TRAIN
+from tests.patience import wait_until
 from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]
@@ -135,7 +136,7 @@ def test_the_first_failure_is_told_and_all_end_together(site: Site) -> None:
         print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"])
         raise ValueError("a bad batch")
     ready()
-    time.sleep(600)
+    signal.pause()
     """,
     )
     status, out, err = site.run(f"{site.network}.1:2,{site.network}.2:1", "--max-restarts", "1", "fail.py")
@@ -168,7 +169,7 @@ def test_ctrl_c_lets_ranks_save(site: Site) -> None:
     assert "ended by SIGINT; 2 of 2 ranks ended by themselves." in err
 
 
-SLEEPS = READY + "\n    ready()\n    time.sleep(600)"
+SLEEPS = READY + "\n    ready()\n    signal.pause()"
 
 
 def test_ranks_end_with_the_launcher(site: Site) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import shardwise
 from benchmarks.namespaces import Hosts, obstacle
+from tests.patience import wait_until
 from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]
@@ -149,11 +150,11 @@ class Job:
         return int(text or -1)
 
     def wait_for_step(self, number: int, rank: int = 0) -> None:
-        deadline = time.monotonic() + 120
-        while self.step(rank) < number:
-            assert all(process.poll() is None for process in self.processes), self.said(0) + self.said(1)
-            assert time.monotonic() < deadline, self.said(0) + self.said(1)
-            time.sleep(0.05)
+        def have_ended() -> bool:
+            return any(process.poll() is not None for process in self.processes)
+
+        wait_until(lambda: self.step(rank) >= number or have_ended(), lambda: self.said(0) + self.said(1))
+        assert not have_ended(), self.said(0) + self.said(1)
 
     def end(self, *hosts: int, seconds: float = 120) -> list[int]:
         return [self.processes[host].wait(seconds) for host in hosts or range(len(self.processes))]

@@ -33,6 +33,7 @@ from benchmarks.fresh import ROOT, environment
 from shardwise.fit.clock import time_ranks
 from shardwise.fit.hardware import hardware
 from shardwise.plan.placement import mesh_for
+from tests.patience import wait_until
 from tests.thorough import thorough_only
 
 
@@ -241,7 +242,7 @@ def test_what_was_alive_at_the_peak() -> None:
 
 
 TESTS = """
-import time
+import signal
 import pytest
 
 def test_right(): pass
@@ -254,7 +255,7 @@ def closes_badly():
     raise ValueError("cannot be closed")
 
 def test_closed(closes_badly): pass
-def test_hangs(): time.sleep(600)
+def test_hangs(): signal.pause()
 """
 
 
@@ -272,12 +273,7 @@ def test_a_run_that_is_killed_has_named_what_failed(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            told = json.loads(out.read_text()) if out.exists() else {"running": []}
-            if told["running"] == ["test_some::test_hangs"]:
-                break
-            time.sleep(0.05)
+        wait_until(lambda: out.exists() and json.loads(out.read_text())["running"] == ["test_some::test_hangs"])
     finally:
         os.killpg(part.pid, signal.SIGKILL)
         part.wait()

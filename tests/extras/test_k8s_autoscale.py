@@ -4,7 +4,7 @@ that its manifests give it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from tests.extras.test_k8s_elastic import Submitted
 from tests.extras.test_k8s_manifests import VERSIONS, saying, tell_of
 from tests.faults import survivor
 from tests.faults.test_pods import free_ports, losses_of
+from tests.patience import wait_until
 from tests.thorough import soak
 
 MONDAY = datetime(2026, 11, 30, tzinfo=UTC)
@@ -138,13 +139,6 @@ def made(cluster: Cluster, whole: K8sPlan) -> None:
         api = places.get(manifest["kind"], manifest["apiVersion"])
         path = f"/apis/{api}" if "/" in api else f"/api/{api}"
         cluster.make(f"{path}/namespaces/default/{manifest['kind'].lower()}s", manifest)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])

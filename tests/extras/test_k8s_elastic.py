@@ -17,6 +17,7 @@ from tests.extras.k8s_server import Cluster
 from tests.extras.test_k8s_manifests import tell_of
 from tests.faults import survivor
 from tests.faults.test_pods import free_ports, losses_of
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 SOON_SECONDS = 120.0
@@ -42,12 +43,11 @@ class Submitted:
         self.status = run_k8s(plan, 0.1)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SOON_SECONDS
-        while not holds():
-            said = {pod.name: self.cluster.log(pod) for job in self.cluster.jobs.values() for pod in job.pods}
-            assert time.monotonic() < deadline, said
-            assert self._thread.is_alive(), said
-            time.sleep(0.05)
+        wait_until(lambda: holds() or not self._thread.is_alive(), self.said, seconds=SOON_SECONDS)
+        assert holds(), self.said()
+
+    def said(self) -> dict[str, str]:
+        return {pod.name: self.cluster.log(pod) for job in self.cluster.jobs.values() for pod in job.pods}
 
     def wait_for_ranks(self, number: int) -> None:
         self.wait_until(lambda: len([path for path in self.out.glob("pid-*") if path.read_text()]) >= number)
@@ -112,7 +112,4 @@ def test_a_script_that_fails_ends_both_jobs(
     shown = capsys.readouterr()
     assert "ValueError: no" in shown.out
     assert "the job has failed (Over: train-launcher-0-" in shown.err
-    deadline = time.monotonic() + 20
-    while cluster.jobs["train-hosts"].ending != "Failed":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: cluster.jobs["train-hosts"].ending == "Failed")

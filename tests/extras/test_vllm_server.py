@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch
 import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.integrations.samplers import VllmServer
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -67,11 +66,8 @@ def serving(model: Path, log: Path) -> Iterator[str]:
     with log.open("w") as out:
         server = subprocess.Popen(command, env={**os.environ, **SETTINGS}, stdout=out, stderr=out)
         try:
-            until = time.monotonic() + PATIENCE
-            while not is_up(url):
-                assert server.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < until, log.read_text()[-3000:]
-                time.sleep(1)
+            wait_until(lambda: server.poll() is not None or is_up(url), lambda: log.read_text()[-3000:])
+            assert server.poll() is None, log.read_text()[-3000:]
             yield url
         finally:
             server.terminate()

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import shardwise as sw
 from shardwise.checkpoint import checkpoints_in, folder
 from shardwise.errors import CheckpointError
+from tests.patience import wait_until
 from tests.thorough import drawn
 
 NUM_KILLS = drawn(6, 100)
@@ -202,7 +203,7 @@ def two_jobs(path: Path) -> str:
         give_all(engine, 1)
         engine.save(path, step=1, state={"value": 1})
         os.write(writer, b"!")
-        time.sleep(60)
+        signal.pause()
 
     pid = fork(first)
     assert os.read(reader, 1) == b"!"
@@ -213,8 +214,7 @@ def two_jobs(path: Path) -> str:
     message = refusal_of(lambda: save(engine, path, 2, wait=False))
     assert f"is being written to by process {pid} on" in message, message
     os.kill(pid, signal.SIGKILL)  # not asked after yet: it is a zombie, and counts as gone
-    while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        time.sleep(0.01)
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z")
     engine.save(path, step=2, state={"value": 2})
     os.waitpid(pid, 0)
     assert what_is_there(engine, path) == 2

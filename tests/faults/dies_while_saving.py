@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ def main() -> None:
                     if world.rank == 0 and sys.argv[2] == "die-awaited":
                         with StopRequest():
                             engine.wait_for_save()
-                    time.sleep(60)
+                    signal.pause()
                 engine.save(sys.argv[1], wait=False)
 
 

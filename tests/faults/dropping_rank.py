@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import shardwise as sw
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there, not that of the tests
 
 from tests.models import VOCAB, Gpt, Mixture
-from tests.patience import PATIENCE
+from tests.patience import wait_until
 from tests.ranks.split_models import TENSOR, Transformer, tokens
 
 Tensor = torch.Tensor
@@ -120,11 +119,9 @@ def _batch(step: int, place: int, num: int) -> Tensor:
 
 def await_newcomer(engine: sw.Engine) -> None:
     """Until one asks to join; all ranks know of that one step later."""
-    membership, until = engine.world.membership, time.monotonic() + PATIENCE
+    membership = engine.world.membership
     assert membership is not None
-    while not membership.changes_wanted():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(membership.changes_wanted)
 
 
 def main(axis: str, out: Path, end: int, victim: int, point: str, *, joins: bool) -> None:

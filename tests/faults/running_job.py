@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.test_members import all_facts
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 
 
 class RunningJob:
@@ -29,10 +28,7 @@ class RunningJob:
         return None
 
     def until(self, is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_so():
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.05)
+        wait_until(is_so, lambda: self.said, seconds=seconds)
 
     def until_joined(self, number: int) -> None:
         self.until(lambda: len(all_facts(self.out, "joined", "pid")) >= number)

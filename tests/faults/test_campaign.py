@@ -3,7 +3,6 @@ job ends with the bits of one that was left alone."""
 
 from __future__ import annotations
 
-import time
 from itertools import combinations
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from shardwise.testing import run_ranks
 from tests.faults.campaign import Campaign, is_alive
 from tests.faults.campaign_rank import READ_EVERY
 from tests.faults.exact_training import LEARNING_RATE, MULTIPLE, NUM_BLOCKS, Model, Samples, alone, loader, optimizer_of
+from tests.patience import wait_until
 from tests.thorough import EXHAUSTIVE, soak
 
 Tensor = torch.Tensor
@@ -137,10 +137,7 @@ def resumed(world: sw.World, path: Path) -> dict[str, Tensor]:
 
 
 def check_nothing_is_left(campaign: Campaign) -> None:
-    until = time.monotonic() + 10
-    while campaign.pids() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [path.name for path in campaign.out.glob("pid-*") if is_alive(path)], "a rank outlives the job"
+    wait_until(lambda: not any(map(is_alive, campaign.out.glob("pid-*"))), lambda: "a rank outlives the job")
     folders = {path.read_text() for path in campaign.out.glob("memory-*")}
     assert folders
     assert all(folder.startswith("/dev/shm/") for folder in folders)

@@ -19,7 +19,7 @@ import pytest
 
 import warm
 from shardwise.launch.elastic.image_folder import Images
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.processes.launching import end
 from tests.thorough import drawn, soak
 
@@ -122,10 +122,7 @@ def test_one_that_exits_with_a_status_has_not_finished_and_is_replaced(tmp_path:
 
 
 def await_facts(out: Path, what: str, number: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while len(all_facts(out, what, "pid")) < number:
-        assert time.monotonic() < deadline, all_facts(out, what, "pid")
-        time.sleep(0.05)
+    wait_until(lambda: len(all_facts(out, what, "pid")) >= number, lambda: all_facts(out, what, "pid"))
 
 
 @soak("kills processes at any moment")
@@ -143,11 +140,10 @@ def test_sums_stay_right_whichever_rank_is_killed(tmp_path: Path) -> None:
                 dead.add(victim := chance.choice(living))
                 os.kill(victim, signal.SIGKILL)
         killed = time.time()
-        deadline = time.monotonic() + 90  # where one dies soon after the other, there are pauses
-        while max(all_facts(tmp_path, "joined", "time")) < killed:  # so those who live have let somebody in
-            assert launcher.poll() is None
-            assert time.monotonic() < deadline, [facts(tmp_path, member)[-1] for member in range(4)]
-            time.sleep(0.05)
+        wait_until(  # so those who live have let somebody in
+            lambda: launcher.poll() is not None or max(all_facts(tmp_path, "joined", "time")) >= killed,
+            lambda: [facts(tmp_path, member)[-1] for member in range(4)],
+        )
         assert launcher.poll() is None
         launcher.terminate()
         _, said = launcher.communicate(timeout=PATIENCE)

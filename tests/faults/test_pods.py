@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ import warm
 from shardwise.launch.hosts.pod import JOB_FAILED
 from tests.faults import survivor
 from tests.faults.test_survival import oracle
+from tests.patience import wait_until
 from tests.thorough import soak
 
 SOON_SECONDS = 120.0
@@ -70,11 +71,8 @@ class Pods:
 
         self.wait_until(have_begun)
 
-    def wait_until(self, holds: object) -> None:
-        deadline = time.monotonic() + SOON_SECONDS
-        while not holds():  # type: ignore[operator]
-            assert time.monotonic() < deadline, {name: self.said(name) for name in self.processes}
-            time.sleep(0.05)
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        wait_until(holds, lambda: {name: self.said(name) for name in self.processes}, seconds=SOON_SECONDS)
 
     def end(self, *names: str) -> list[int]:
         """How the job has ended, and its pods."""

@@ -26,6 +26,7 @@ from shardwise.comm.work import LinkError, Pending
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
 from tests import inside
+from tests.patience import wait_until
 from tests.thorough import sampled, soak
 
 NUM_RANKS = 3
@@ -269,7 +270,7 @@ def test_a_slow_rank_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     def be_late() -> None:
         inside.await_waiting(worlds[1], worlds.values())
         caplog.clear()
-        inside.await_so(lambda: len(caplog.messages) > 1)
+        wait_until(lambda: len(caplog.messages) > 1)
         for world in worlds.values():
             world.be_patient(60)
 

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,7 +106,7 @@ def test_the_launcher_cancels_a_rendezvous_that_cannot_complete(connect: Connect
     waiting.start()
     while waiting.is_alive():
         launcher.cancel_without([1], [0])
-        time.sleep(0.02)
+        waiting.join(0.02)
     (error,) = results
     assert error is not None
     assert (error.kind, error.ranks) == ("ended", (1,))

@@ -21,7 +21,7 @@ from torch import nn
 import warm
 from shardwise.observe import read_record
 from tests.faults.survivor import ROWS, batch_of, build, data_for, loss_of, model_for
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.thorough import drawn, sampled, soak
 
 pytestmark = soak("kills many processes, some at any moment")
@@ -236,8 +236,7 @@ def test_a_stopped_rank_keeps_the_others_waiting_and_is_lost(
     await_members(job, tmp_path, 4)
     stopped = int((tmp_path / "pid-1").read_text())
     os.kill(stopped, signal.SIGSTOP)
-    while job.poll() is None and Path(f"/proc/{stopped}").exists():
-        time.sleep(0.05)
+    wait_until(lambda: job.poll() is not None or not Path(f"/proc/{stopped}").exists())
     if retries:
         await_members(job, tmp_path, 5)
     (tmp_path / "enough").touch()
@@ -397,10 +396,14 @@ def begun(out: Path, said: Path, *options: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*launch, *script], env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
+def num_steps_of(out: Path) -> int:
+    """As far as the run's record has them."""
+    return len(losses_of(out)) if (out / "record.jsonl").exists() else 0
+
+
 def stopped_after(job: subprocess.Popen[bytes], out: Path, said: Path, num_steps: int) -> dict[int, float]:
     """The losses of a job that is asked to stop after so many steps, and saves."""
-    while job.poll() is None and (not (out / "record.jsonl").exists() or len(losses_of(out)) < num_steps):
-        time.sleep(0.1)
+    wait_until(lambda: job.poll() is not None or num_steps_of(out) >= num_steps)
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=PATIENCE) == 130, said.read_text()
     assert "Stopped and saved after step" in said.read_text(), "whoever is rank 0 then says so"
@@ -411,11 +414,9 @@ def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_di
     """Loaders, a scheduler, checkpoints, validation and a record, as in any script, which knows nothing of it."""
     killed, whole, said = tmp_path / "killed", tmp_path / "whole", tmp_path / "said"
     job = begun(killed, said, "--elastic", "1:3", "--log-dir", str(tmp_path / "logs"))
-    while job.poll() is None and not ((killed / "record.jsonl").exists() and len(losses_of(killed)) > 40):
-        time.sleep(0.1)
+    wait_until(lambda: job.poll() is not None or num_steps_of(killed) > 40)
     os.kill(read_record(killed / "record.jsonl").header["process"]["pid"], signal.SIGKILL)  # rank 0, which writes it
-    while job.poll() is None and "3 ranks continue after step" not in said.read_text():
-        time.sleep(0.1)
+    wait_until(lambda: job.poll() is not None or "3 ranks continue after step" in said.read_text())
     assert "2 ranks continue after step" in said.read_text()
     losses = stopped_after(job, killed, said, len(losses_of(killed)) + 60)
     undisturbed = tmp_path / "said by the other"
@@ -430,13 +431,10 @@ def test_the_main_job_loses_its_launcher_and_a_rank_and_has_the_losses_of_one_th
     job = begun(killed, said, "--elastic", "1:3", "--log-dir", str(logs))
 
     def wait_for(is_so: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 120
-        while not is_so():
-            assert time.monotonic() < deadline, said.read_text()
-            time.sleep(0.1)
+        wait_until(is_so, said.read_text)
 
     def wait_for_steps(num_steps: int) -> None:
-        wait_for(lambda: (killed / "record.jsonl").exists() and len(losses_of(killed)) > num_steps)
+        wait_for(lambda: num_steps_of(killed) > num_steps)
 
     wait_for_steps(20)
     job.kill()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from shardwise.launch.job import Job
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.signals import SignalLog
 from shardwise.system.launcher_address import LauncherAddress
+from tests.patience import wait_until
 
 RANK = """#!/bin/sh
 env > "$RECORDS/env-$SHARDWISE_MEMBER.draft"
@@ -74,16 +74,19 @@ def start(agent: MemberAgent, out: Path, number: int) -> dict[str, str]:
     variables = {"SHARDWISE_MEMBER": str(number), "RECORDS": str(out)}
     tell(agent, "member", number=number, rank=number, size=3, local=number, attempt=attempt, environment=variables)
     path = out / f"env-{number}"
-    while not path.exists():
-        time.sleep(0.01)
+    wait_until(path.exists)
     return dict(line.split("=", 1) for line in path.read_text().splitlines() if "=" in line)
 
 
 def until(agent: MemberAgent, launcher: Launcher, number: int) -> None:
     """Until it has reported so many ends."""
-    while len(launcher.of_kind("member")) < number:
+
+    def has_reported() -> bool:
         agent._watch()
-        time.sleep(0.01)
+        return len(launcher.of_kind("member")) >= number
+
+    if len(launcher.of_kind("member")) < number:
+        wait_until(has_reported)
 
 
 def test_the_next_launcher_hears_of_all_processes_that_the_last_one_knew(
@@ -121,5 +124,4 @@ def test_the_next_launcher_hears_of_all_processes_that_the_last_one_knew(
 
 
 def until_ended(pid: int) -> None:
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

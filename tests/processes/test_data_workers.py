@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 from shardwise.comm import World
 from shardwise.data import Loader, Samples, Workers
 from shardwise.errors import ConfigError, DataError
+from tests.patience import wait_until
 from tests.thorough import soak, thorough_only
 
 pytestmark = pytest.mark.slow
@@ -166,7 +166,7 @@ class Rows(torch.utils.data.Dataset):
         return 64
     def __getitem__(self, index):
         if next(self.calls) >= 4 and "die" in sys.argv:
-            time.sleep(60)  # in the middle of a batch when the rank dies
+            signal.pause()  # in the middle of a batch when the rank dies
         return torch.tensor([index, os.getpid()])
 
 def main():
@@ -197,10 +197,7 @@ def test_ranks_of_a_launched_job_have_workers_that_do_not_outlive_them(tmp_path:
     assert "rows 1 True" in done.stdout
     workers = [int(line.split()[-1]) for line in done.stdout.splitlines() if " worker " in f" {line} "]
     assert len(workers) == 2, done.stdout
-    deadline = time.monotonic() + 10
-    while any(_is_running(worker) for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_is_running(worker) for worker in workers)
+    wait_until(lambda: not any(_is_running(worker) for worker in workers))
 
 
 def _is_running(pid: int) -> bool:

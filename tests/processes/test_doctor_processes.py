@@ -132,10 +132,10 @@ def test_one_import_of_torch_serves_doctor_and_both_ranks(monkeypatch: pytest.Mo
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_ranks_that_never_connect_are_ended() -> None:
     started, before = time.monotonic(), children()
-    meeting = run_loopback(0.5, (sys.executable, "-c", "import time; time.sleep(600)"))
+    meeting = run_loopback(0.5, (sys.executable, "-c", "import signal; signal.pause()"))
     assert meeting.trouble == "two processes did not start within 0.5 s"
     assert "--timeout" in check_loopback(meeting).cure  # a busy machine is not one whose ranks cannot talk
-    apart = "import pathlib, sys, time; pathlib.Path(sys.argv[2], 'started-' + sys.argv[1]).touch(); time.sleep(600)"
+    apart = "import pathlib, signal, sys; pathlib.Path(sys.argv[2], 'started-' + sys.argv[1]).touch(); signal.pause()"
     meeting = run_loopback(5, (sys.executable, "-S", "-c", apart))
     assert meeting.trouble == "the two processes did not connect in time"
     assert check_loopback(meeting).status == "fail"
@@ -144,7 +144,7 @@ def test_ranks_that_never_connect_are_ended() -> None:
 
 
 def test_a_rank_that_fails_is_quoted_and_the_other_is_ended() -> None:
-    program = "import sys, time\nif sys.argv[1] == '0': time.sleep(600)\nsys.exit('no route to loopback')"
+    program = "import signal, sys\nif sys.argv[1] == '0': signal.pause()\nsys.exit('no route to loopback')"
     before = children()
     meeting = run_loopback(60, (sys.executable, "-c", program))
     assert meeting.trouble == "rank 1 ended with status 1: no route to loopback"

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import warm
 from shardwise.checkpoint import checkpoints_in
 from shardwise.observe.run_view import read_run
 from tests.free_port import free_port
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.thorough import soak
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
@@ -49,11 +48,9 @@ def started(folder: Path, when: str, num_ranks: int) -> Iterator[subprocess.Pope
     finally:
         signal.signal(signal.SIGINT, before)
     try:
-        deadline = time.monotonic() + PATIENCE
-        while not all((folder / f"ready-{rank}").exists() for rank in range(num_ranks or 1)):
-            assert job.poll() is None, job.communicate()
-            assert time.monotonic() < deadline, "the ranks do not get there"
-            time.sleep(0.02)
+        ready = [folder / f"ready-{rank}" for rank in range(num_ranks or 1)]
+        wait_until(lambda: job.poll() is not None or all(one.exists() for one in ready), lambda: "no rank gets there")
+        assert job.poll() is None, job.communicate()
         yield job
     finally:
         job.kill()

@@ -12,14 +12,14 @@ import sys
 import textwrap
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import warm
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.thorough import sampled, soak, thorough_only
 
 
@@ -98,13 +98,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     bench.close()
-
-
-def wait_until(is_so: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
@@ -249,7 +242,7 @@ class TestFailure:
     def step():
         raise ValueError(f"bad batch at rank {rank}")
     if rank == "1":
-        time.sleep(60)
+        signal.pause()
     if rank == "2":
         atexit.register(time.sleep, 0.7)
         atexit.register(ready)
@@ -287,7 +280,7 @@ class TestFailure:
     def test_exit_codes_and_signals(self, bench: Bench, last_line: str, status: int, words: str) -> None:
         bench.write(
             "train.py",
-            f"import os, sys, signal, time\nif os.environ['RANK'] == '1': {last_line}\ntime.sleep(60)\n",
+            f"import os, sys, signal, time\nif os.environ['RANK'] == '1': {last_line}\nsignal.pause()\n",
         )
         result = bench.run("--nproc", "2", "train.py")
         assert result.returncode == status
@@ -377,11 +370,11 @@ class TestFailure:
         bench.write(
             "train.py",
             """
-            import os, threading, time
+            import os, signal, threading
             if os.environ["RANK"] == "1":
-                threading.Thread(target=time.sleep, args=(60,)).start()
+                threading.Thread(target=threading.Event().wait).start()
                 raise ValueError("a thread goes on")
-            time.sleep(60)
+            signal.pause()
             """,
         )
         result = bench.run("--nproc", "2", "--timeout", "0.3", "train.py")
@@ -433,7 +426,7 @@ class TestFailure:
             "train.py",
             """
             import pathlib, subprocess, sys
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
             pathlib.Path("child").write_text(str(child.pid))
             sys.exit(1)
             """,
@@ -532,7 +525,7 @@ class TestSignals:
         assert (launcher.returncode, out) == (130, "saved after SIGINT\n" * 2), err
 
     def test_ranks_that_know_nothing_of_signals_end_too(self, bench: Bench) -> None:
-        bench.write("train.py", READY + "\n    ready()\n    time.sleep(60)")
+        bench.write("train.py", READY + "\n    ready()\n    signal.pause()")
         launcher = bench.start("--nproc", "2", "train.py")
         bench.wait_for("pid0", "pid1")
         launcher.send_signal(signal.SIGINT)
@@ -565,7 +558,7 @@ class TestSignals:
     def test_second_signal_kills_at_once(self, bench: Bench) -> None:
         bench.write(
             "train.py",
-            READY + "\n    signal.signal(2, lambda *_: None)\n    ready()\n    while True: time.sleep(1)",
+            READY + "\n    signal.signal(2, lambda *_: None)\n    ready()\n    while True: signal.pause()",
         )
         launcher = bench.start("--nproc", "2", "train.py")
         bench.wait_for("pid0", "pid1")
@@ -583,7 +576,7 @@ class TestSignals:
     def test_grace_has_an_end(self, bench: Bench) -> None:
         bench.write(
             "train.py",
-            READY + "\n    signal.signal(15, lambda *_: None)\n    ready()\n    while True: time.sleep(1)",
+            READY + "\n    signal.signal(15, lambda *_: None)\n    ready()\n    while True: signal.pause()",
         )
         launcher = bench.start("--timeout", "0.3", "train.py")
         bench.wait_for("pid0")
@@ -602,7 +595,7 @@ class TestSignals:
         assert "rank 0 of 1 failed first, with exit code 1: it raised OSError: disk full." in err
 
     def test_no_orphans_when_the_launcher_is_killed(self, bench: Bench) -> None:
-        bench.write("train.py", READY + "\n    ready()\n    time.sleep(60)")
+        bench.write("train.py", READY + "\n    ready()\n    signal.pause()")
         launcher = bench.start("--nproc", "2", "train.py", is_warm=False)
         bench.wait_for("pid0", "pid1")
         pids = [bench.pid("pid0"), bench.pid("pid1")]

@@ -6,7 +6,6 @@ import email
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 import warm
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.observe import Record, read_record
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.thorough import sampled, thorough_only
 
 REPOSITORY = Path(__file__).parents[2]
@@ -133,13 +132,15 @@ def test_a_batch_that_does_not_divide_is_refused_in_one_error(tmp_path: Path) ->
 
 
 def _wait_for_steps(out: Path, steps: int, job: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and job.poll() is None:
-        if (out / "record.jsonl").exists() and len(losses(out)) >= steps:
-            return
-        time.sleep(0.05)
-    job.kill()
-    pytest.fail(f"no {steps} steps: {job.communicate()[0]}")
+    def has_come() -> bool:
+        return (out / "record.jsonl").exists() and len(losses(out)) >= steps
+
+    try:
+        wait_until(lambda: job.poll() is not None or has_come())
+        assert has_come()
+    except AssertionError:
+        job.kill()
+        pytest.fail(f"no {steps} steps: {job.communicate()[0]}")
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -273,7 +273,7 @@ def test_a_run_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh, "launcher", lambda _: [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(fresh, "launcher", lambda _: [sys.executable, "-c", "import signal; signal.pause()"])
     with pytest.raises(RunError, match="not done after 1 s"):
         run_ranks("any", [], num_ranks=1, timeout_seconds=1)
 

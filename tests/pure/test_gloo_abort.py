@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.transport import gloo_abort
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 
 
 def test_it_is_used_for_nothing_else() -> None:
@@ -35,10 +34,7 @@ def test_it_is_still_the_only_way() -> None:
     first, second = _group_of_two()
     sent, arrived = torch.ones(8), torch.zeros(8)
     sending, receiving = first.send([sent], 1, 0), second.recv([arrived], 0, 0)
-    deadline = time.monotonic() + PATIENCE
-    while not bool(arrived.all()) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert bool(arrived.all())
+    wait_until(arrived.all)
     assert not receiving.is_completed(), "torch says when a message has arrived: poll instead of waiting"
     receiving.wait()
     sending.wait()

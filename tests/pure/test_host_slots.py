@@ -15,7 +15,7 @@ from shardwise.launch.elastic.host_list import HostList, hosts_by_script
 from shardwise.launch.elastic.processes import Loss
 from shardwise.launch.elastic.slots import Slot, Slots
 from shardwise.launch.places.hosts import Host
-from tests.cluster.namespaces import wait_until
+from tests.patience import wait_until
 
 
 class Job:

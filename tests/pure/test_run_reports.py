@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from shardwise.observe.run_view import RunReader, read_run
 from shardwise.observe.slowness import judge
 from shardwise.system.job_folder import RECORD_PATH
 from shardwise.system.telemetry import StepClock, write_trace
+from tests.patience import wait_until
 from tests.thorough import drawn, varies
 
 LOADS = json.loads
@@ -456,8 +456,7 @@ class TestOddRuns:
     def test_a_process_that_has_ended_but_is_not_collected(self, run: Path) -> None:
         child = subprocess.Popen(["true"])
         created = psutil.Process(child.pid).create_time()
-        while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
         rewrite(run, host=socket.gethostname(), pid=child.pid, created=created)
         try:
             assert read_run(run).status == "crashed"

@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from shardwise.launch.hosts.sealed_lines import (
     connect_to_launcher,
 )
 from shardwise.system.job_token import ForgedError, Seal
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 
 
 def ends() -> tuple[SealedLines, SealedLines]:
@@ -67,10 +66,7 @@ def call(where: tuple[str, int], name: str = "pod", token: str = "token") -> Sea
 
 
 def names(server: PodServer, *wanted: str) -> None:
-    until = time.monotonic() + PATIENCE
-    while server.names() != list(wanted):
-        assert time.monotonic() < until, server.names()
-        time.sleep(0.01)
+    wait_until(lambda: server.names() == list(wanted), server.names)
 
 
 def test_messages_go_both_ways(server: tuple[PodServer, tuple[str, int], list[str]]) -> None:

@@ -21,7 +21,7 @@ from shardwise.observe.html_report import html_report
 from shardwise.observe.run_notes import read_notes
 from shardwise.observe.run_view import read_run
 from shardwise.testing import run_ranks
-from tests import inside
+from tests.patience import wait_until
 
 Tensor = torch.Tensor
 
@@ -294,7 +294,7 @@ def test_a_late_rank_is_noted_by_one_that_waits(tmp_path: Path) -> None:
         with engine_of(made[world.rank], world, run, preset="ddp") as engine:
             for step in range(1, 3):
                 if step == 2 and world.rank == 0:
-                    inside.await_so(is_noted)
+                    wait_until(is_noted)
                 engine.train_step(batch(step, world.rank), loss_fn=loss_of)
 
     run_ranks(2, train, patience_seconds=0.2)

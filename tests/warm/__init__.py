@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from functools import cache
 from pathlib import Path
+
+from tests.patience import wait_until
 
 HERE = Path(__file__).parent
 RANKS_TOO = {"WARM_RANKS": "1"}
@@ -40,9 +41,6 @@ def python() -> str:
         start_new_session=True,
     )
     atexit.register(server.kill)
-    deadline = time.monotonic() + 120
-    while not socket.exists():
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("the server of forked processes did not start")
-        time.sleep(0.05)
+    wait_until(lambda: socket.exists() or server.poll() is not None)
+    assert server.poll() is None, "the server of forked processes did not start"
     return str(stand_in)

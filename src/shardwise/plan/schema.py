@@ -159,13 +159,9 @@ class Strict(BaseModel, metaclass=_InOurWords):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-
-class Abbreviated(Strict):
-    """A section in whose place the value of its first field alone may be written."""
-
-    shorthand: ClassVar[str]
-    """Such a value, in words."""
-    stands_for_first: ClassVar[tuple[type, ...]]
+    shorthand: ClassVar[str] = ""
+    """What may be written in the place of a section, in words: the value of its first field alone."""
+    stands_for_first: ClassVar[tuple[type, ...]] = ()
     """The types of such values; whatever else stands there is checked as a section."""
 
     @model_validator(mode="before")
@@ -192,7 +188,7 @@ class Rows(Strict):
     optim: PlaceEdit = Field(default=PlaceEdit(), description="optimizer states and master weights")
 
 
-class WireFormat(Abbreviated):
+class WireFormat(Strict):
     """How elements are sent. The name of a dtype alone is enough."""
 
     shorthand: ClassVar[str] = "the name of a dtype"
@@ -215,7 +211,7 @@ class WireFormat(Abbreviated):
     )
 
 
-class Feedback(Abbreviated):
+class Feedback(Strict):
     """Error feedback of gradients that are sent as codes (LoCo); see docs/between-hosts.md. A number is `beta`."""
 
     shorthand: ClassVar[str] = "a number from 0 to 1"
@@ -245,7 +241,7 @@ class Wire(Strict):
     feedback: Feedback = Field(default=Feedback(), description="error feedback of gradients that are sent as codes")
 
 
-class StorageFormat(Abbreviated):
+class StorageFormat(Strict):
     """How elements are kept. The name of a dtype alone is enough."""
 
     shorthand: ClassVar[str] = "int8, int4 or fp8"
@@ -266,7 +262,7 @@ class Storage(Strict):
     )
 
 
-class PowerSGD(Abbreviated):
+class PowerSGD(Strict):
     """Gradients of matrices sent as two thin factors each, for slow links; see docs/between-hosts.md. A number is
     `rank`."""
 
@@ -285,7 +281,7 @@ class PowerSGD(Abbreviated):
     seed: int = Field(default=0, ge=0, description="of the first factors, which are random")
 
 
-class Activations(Abbreviated):
+class Activations(Strict):
     """What happens to the tensors that a unit's forward saves for its backward. The name of a policy alone is
     enough."""
 
@@ -435,7 +431,7 @@ class Islands(Strict):
     )
 
 
-class Loss(Abbreviated):
+class Loss(Strict):
     """How the loss of a language model of transformers is computed. `whole` or `chunked` alone is enough."""
 
     shorthand: ClassVar[str] = "whole or chunked"
@@ -449,7 +445,7 @@ class Loss(Abbreviated):
     )
 
 
-class Fp8(Abbreviated):
+class Fp8(Strict):
     """Linear layers that multiply in 8 bits. The name of a recipe alone is enough."""
 
     shorthand: ClassVar[str] = "the name of a recipe"
@@ -488,7 +484,7 @@ class SlowRanks(Strict):
     steps: int = Field(default=50, ge=20, description="number of steps over which that is measured")
 
 
-class Verify(Abbreviated):
+class Verify(Strict):
     """How often ranks compare what must be the same on them, to find flipped bits. A number is `every`."""
 
     shorthand: ClassVar[str] = "a whole number of at least 1"
