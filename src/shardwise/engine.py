@@ -435,7 +435,7 @@ class Engine:
 
         Raises `ConfigError` for impossible numbers.
         """
-        self._sharded.progress.weighing.say(samples, of, self.mesh.data_place(self.world.rank)[1])
+        self._sharded.progress.weighing.announce(samples, of, self.mesh.data_place(self.world.rank)[1])
         self._sharded.weigh()
 
     # -- whole steps --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 from shardwise.checkpoint.index import INDEX, MAX_INDEX_BYTES
 from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.keep import Keep
-from shardwise.checkpoint.write import exchange, flush, note_path, write_text
+from shardwise.checkpoint.write import flush, note_path, put_in_place, write_text
 from shardwise.errors import CheckpointError
 from shardwise.system.safe_files import read_own_text
 from shardwise.system.units import format_bytes
@@ -156,7 +156,7 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
         note.unlink()
     flush(draft)
     old = target.with_name(f"{REPLACED}{target.name}")
-    exchange(draft, target, old)
+    put_in_place(draft, target, old)
     try:
         flush(target.parent)
         write_text(target.parent / LATEST, target.name)

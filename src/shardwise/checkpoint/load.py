@@ -47,7 +47,7 @@ class Loaded:
     """Read by this rank: what it needs, with replaced values counted twice."""
 
 
-def find(folder: Path, world: World, if_none: Callable[[Path], object] = bool) -> Path | None:
+def find(folder: Path, world: World, if_none: Callable[[Path], object] = lambda _: None) -> Path | None:
     """The checkpoint that all ranks will read: rank 0 looks for it and tells the others. All ranks call.
 
     All ranks raise `CheckpointError` if it cannot look into the folder, or `newest` raises, or, where there is none in
@@ -84,7 +84,6 @@ def load(
     """
     objects, before = objects or {}, dict[str, Any]()
     with _reader(path, world) as reader, _undone_on_refusal(objects, before):
-        recipe = Recipe()
         with _agreed(world):
             check_same_model(path, reader, content, world)
             check_same_groups(path, reader.index, content, optimizer)
@@ -116,11 +115,10 @@ def _num_threads(world: World) -> int:
 
 @contextmanager
 def _reader(path: Path, world: World) -> Iterator[Reader]:
-    reader: list[Reader] = []
     with _agreed(world):
-        reader.append(Reader(path, read_index(path), _num_threads(world)))
-    with reader[0]:
-        yield reader[0]
+        reader = Reader(path, read_index(path), _num_threads(world))
+    with reader:
+        yield reader
 
 
 @contextmanager

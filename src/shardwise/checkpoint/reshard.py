@@ -32,7 +32,7 @@ from shardwise.checkpoint.content import NOTHING, kept_span, written_span
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of, encode
 from shardwise.comm import Collectives, DataGroup, World
 from shardwise.errors import TierError
-from shardwise.memory import ANCHOR, Flat, Rows, let_go, torch_dtype
+from shardwise.memory import ANCHOR, Flat, Rows, torch_dtype
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import Box, Run, Slot, Span, common_runs
@@ -299,7 +299,7 @@ class TrainingState:
         if old is not None:
             self._num_left[old] -= 1
             if not self._num_left[old]:
-                let_go(old)
+                old.let_go()
 
     def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]], ranks: Sequence[int]) -> dict[str, _Home]:
         """Where parameters lie in the layout of `flats`, of which this rank knows the parts of `ranks`: they had the

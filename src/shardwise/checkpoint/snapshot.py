@@ -79,10 +79,15 @@ class Snapshot:
         self._rest: Copying | None = None
         self._on_disk = _OnDisk(image) if image.has_rows else None
 
+    @property
+    def _live(self) -> Image:
+        """The image, until `copy_rest` has dropped it."""
+        assert self._image is not None
+        return self._image
+
     def take(self) -> None:
         """Copy what may change at any time, and mark this point of the stream."""
-        image = self._image
-        assert image is not None
+        image = self._live
         if not image.has_rows:
             self._stage[: len(image.head)].copy_(bytes_tensor(image.head))
         late = set(self._late)
@@ -109,8 +114,7 @@ class Snapshot:
 
     def windows(self) -> Iterator[memoryview]:
         """The image, window by window. Take the first window only after `copy_rest` has returned."""
-        image = self._image
-        assert image is not None
+        image = self._live
         if self._on_disk is None:
             return staged(self._stage)
         sources = tuple(
@@ -125,8 +129,7 @@ class Snapshot:
             self._on_disk.release_all()
 
     def _copy_rest(self) -> None:
-        image = self._image
-        assert image is not None
+        image = self._live
         assert self._rest is not None
         with self._rest.under_way():
             self._copy(image, self._late)

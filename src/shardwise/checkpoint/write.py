@@ -196,7 +196,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def exchange(draft: Path, target: Path, old: Path) -> None:
+def put_in_place(draft: Path, target: Path, old: Path) -> None:
     """Rename the folder `draft` to `target`, and what was there to `old`; if that fails, or is interrupted, what was
     there is back."""
     shutil.rmtree(old, ignore_errors=True)

@@ -32,7 +32,7 @@ class Weighing:
         """Whether any weight was announced, so that this rank's metrics need a weighted mean."""
         self._announced: deque[float] = deque(maxlen=MAX_MICRO_BATCHES)
 
-    def say(self, samples: int, of: float, num_ranks: int) -> None:
+    def announce(self, samples: int, of: float, num_ranks: int) -> None:
         """Announce that this rank has `samples` of the `of` samples that all `num_ranks` have in the next micro-batch.
 
         Raises `ConfigError` for invalid numbers.

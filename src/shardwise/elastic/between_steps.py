@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 _NUM_REMEMBERED = 8
 
 
-class Outside:
+class BetweenSteps:
     """One rank's exchanges outside steps."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoint import Held, Parts, TrainingState
 from shardwise.comm import World
 from shardwise.errors import ConfigError, StateError
-from shardwise.memory import DiskMemory, Unit, choose_units, give_back_shapes, make_unit, unit_specs
+from shardwise.memory import DiskMemory, Unit, choose_units, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
@@ -58,7 +58,7 @@ def _unsplit(sharding: Sharding) -> None:
             split.undo()
     sharding.shared_buffers.clear()
     for flat in (flat for unit in sharding.units for flat in unit.flats):
-        give_back_shapes(flat)
+        flat.give_back_shapes()
 
 
 def _unstage(former: Former) -> None:

@@ -24,7 +24,7 @@ from shardwise.checkpoint.json_codec import encode
 from shardwise.comm import World
 from shardwise.comm.regrouping import Membership
 from shardwise.elastic.arrival import Arrival, arrive
-from shardwise.elastic.between_steps import Outside
+from shardwise.elastic.between_steps import BetweenSteps
 from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
 from shardwise.elastic.iterations import Iterations
@@ -143,7 +143,7 @@ class Recovery:
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
         self.loop_state = LoopState(sharded)
         self.quiet = QuietMode()
-        self.outside = Outside()
+        self.between_steps = BetweenSteps()
         self.changes_wanted = False
         """Whether ranks want to join or leave, as all of them know."""
         self.is_left = False
@@ -331,7 +331,7 @@ class Recovery:
     def _join_again(self, sharded: ShardedModel, arrival: Arrival) -> None:
         self._sharded, self._former, self._former_model, self._replanned = sharded, None, None, None
         self.iterations.come_back(sharded.progress.num_steps, arrival)
-        self.outside = Outside()
+        self.between_steps = BetweenSteps()
         self.is_edited = False
         self._num_layouts = arrival.label
         self._loop.wrap(sharded)
@@ -349,8 +349,12 @@ class Recovery:
         self.changes_wanted = False
         self.quiet.leave(error)
         for layout in (self._former, self._layout):
-            if layout is not None and layout.survival is not None:
-                layout.survival.await_copies() if error is None else layout.survival.end_copies()
+            if layout is None or layout.survival is None:
+                continue
+            if error is None:
+                layout.survival.await_copies()
+            else:
+                layout.survival.end_copies()
         if lets_in:  # a spare that comes back makes files of the same names
             self._removals.settle(REMOVAL_SECONDS)
         reports = self._regroup(lets_in=lets_in)
@@ -358,7 +362,7 @@ class Recovery:
         layout, version, readers = choose(layouts, reports, self.world)
         told = [one for one in reports if one is not None]
         self.iterations.return_to(version, told)
-        self.outside.hear(told)
+        self.between_steps.hear(told)
         self._leave_out_what_failed(self.iterations.num_steps[version])
         assert layout.survival is not None
         layout.survival.bring(version)
@@ -408,7 +412,7 @@ class Recovery:
             if one.survival is not None
         }
         own = self.iterations
-        begun, results = own.begun + own.is_prepared, self.outside.results
+        begun, results = own.begun + own.is_prepared, self.between_steps.results
         report = Report(begun, own.ended, own.made, self._complete_label, steps, results, self._num_layouts)
         regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)
         self.world = regrouped.world

@@ -442,8 +442,10 @@ class ElasticSession(Session):
             except CommError as error:
                 taken = self.sharded.progress.num_steps
                 self.recovery.recover(error)
-        if is_last:
-            self._end_void(taken) if self._iterations.is_void() else self._iterations.end()
+        if is_last and self._iterations.is_void():
+            self._end_void(taken)
+        elif is_last:
+            self._iterations.end()
         return result
 
     def clip(self, max_norm: float, norm_type: float) -> Norm:
@@ -534,7 +536,7 @@ class ElasticSession(Session):
             self._loop_state.load(self._arrival.groups, self._arrival.schedules)
             self._arrival = None
         self.sharded.progress.micro_steps.begin_step()
-        recovery.outside.begin()
+        recovery.between_steps.begin()
         recovery.take_edits()
         if recovery.changes_wanted and iterations.begun > iterations.void_until:  # see [Note: where ranks join]
             recovery.recover(None)  # the batch was read for the former world: the iteration is void
@@ -599,7 +601,7 @@ class ElasticSession(Session):
                 raise _AloneError
 
         try:
-            return self.recovery.outside.call(self._iterations.begun, work, confirm, recover)
+            return self.recovery.between_steps.call(self._iterations.begun, work, confirm, recover)
         except _AloneError:
             return alone() if alone is not None else refuse_to_arriving("this call")
 

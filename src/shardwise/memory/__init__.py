@@ -9,7 +9,7 @@ from shardwise.memory.disk_reads import DiskRead
 from shardwise.memory.disk_rows import DiskRows
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.factors import Factors, KeptFactors
-from shardwise.memory.flat import ABSENT, ANCHOR, GATHERING, MOMENTUM, READY, Flat, FullState, give_back_shapes, let_go
+from shardwise.memory.flat import ABSENT, ANCHOR, GATHERING, MOMENTUM, READY, Flat, FullState
 from shardwise.memory.flat_gradients import FlatGradients
 from shardwise.memory.fresh import FreshGradients, place
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
@@ -48,11 +48,9 @@ __all__ = [
     "choose_units",
     "copy_into",
     "fits",
-    "give_back_shapes",
     "in_own_precision",
     "is_at_rest",
     "is_dense",
-    "let_go",
     "make_unit",
     "may_overlap",
     "on_host",

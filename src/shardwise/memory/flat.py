@@ -51,7 +51,7 @@ class FullState(Enum):
 
     RESIDENT = "resident"
     ABSENT = "absent"
-    GATHERING = "flying"
+    GATHERING = "gathering"
     READY = "ready"
 
 
@@ -530,25 +530,25 @@ class Flat:
         mine = self.slots[index].span.overlap(self.optim_span).within(self.optim_span)
         return {name: _part(row, mine) for name, row in rows.items() if row is not None}
 
+    # -- the end ----------------------------------------------------------------------------------------
 
-def let_go(flat: Flat) -> None:
-    """Free all memory of `flat`, when its content has moved to another layout. The description is left."""
-    if flat.shared is not None:
-        flat.shared.let_go()
-    flat.full = flat.param = torch.empty(0, dtype=torch_dtype(flat.spec.table.compute), device=flat.device)
-    flat.master = flat.held = flat.outgoing = flat.shared = flat._bytes_of_full = None
-    flat.anchor = flat.momentum = flat.coded = None
-    flat.grads.let_go()
+    def let_go(self) -> None:
+        """Free all memory, when the content has moved to another layout. The description is left."""
+        if self.shared is not None:
+            self.shared.let_go()
+        self.full = self.param = torch.empty(0, dtype=torch_dtype(self.spec.table.compute), device=self.device)
+        self.master = self.held = self.outgoing = self.shared = self._bytes_of_full = None
+        self.anchor = self.momentum = self.coded = None
+        self.grads.let_go()
 
-
-def give_back_shapes(flat: Flat) -> None:
-    """Let go of all memory of `flat`, and let its parameters have the shapes and dtypes of the whole ones again, with
-    one zero in place of their values. What it shares stays while other ranks map it: they may read this rank's part."""
-    flat.shared = None
-    let_go(flat)
-    row = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
-    for slot, param in zip(flat.slots, flat.params, strict=True):
-        _set_data(param, torch.zeros((), dtype=torch_dtype(row.dtype), device=flat.device).expand(slot.whole_shape))
+    def give_back_shapes(self) -> None:
+        """Let go of all memory, and let the parameters have the shapes and dtypes of the whole ones again, with one
+        zero in place of their values. What is shared stays while other ranks map it: they may read this rank's part."""
+        self.shared = None
+        self.let_go()
+        row = self.spec.table.optim if self.spec.trainable else self.spec.table.param
+        for slot, param in zip(self.slots, self.params, strict=True):
+            _set_data(param, torch.zeros((), dtype=torch_dtype(row.dtype), device=self.device).expand(slot.whole_shape))
 
 
 def _set_data(param: torch.nn.Parameter, view: Tensor) -> None:

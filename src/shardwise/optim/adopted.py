@@ -88,8 +88,8 @@ class AdoptedOptimizer:
         """How parameters will be updated whose group was added since the model was sharded; they have no memory yet."""
         self.changed: dict[nn.Parameter, Update] = {}
         """How parameters will be updated that are not updated any more as they were when the model was sharded."""
-        self.on_added: Callable[[], object] = bool
-        self.before_load: Callable[[], bool] = bool
+        self.on_added: Callable[[], object] = lambda: None
+        self.before_load: Callable[[], bool] = lambda: False
         """Makes memory for states that are to be loaded; returns whether the optimizer was adopted anew."""
         self._rewritten = rewritten
         self.unread: set[str] = set()

@@ -181,7 +181,7 @@ class Hooks:
         self._halves = halves
         self._alive = weakref.ref(listener)
         self._listener: Listener = weakref.proxy(listener)
-        self._is_void: Callable[[], bool] = bool
+        self._is_void: Callable[[], bool] = lambda: False
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
         self._inputs_decide: set[str] = set()

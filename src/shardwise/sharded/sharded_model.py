@@ -51,7 +51,7 @@ class Progress:
     split_batches: SplitBatches = field(default_factory=SplitBatches)
     num_void: int = 0
     """How many steps were made void; their batches are to come again."""
-    replan: Callable[[], object] = bool
+    replan: Callable[[], object] = lambda: None
     """Plans memory again, for what has been unfrozen: see [Note: unfrozen later] in `sharded/unfreezing.py`."""
     unread: set[str] = field(default_factory=set)
     """Parameters whose states were in what was loaded last, and not read because they were frozen."""
@@ -98,7 +98,7 @@ class ShardedModel:
         self.before_change = before_change
         self.before_update = before_change
         """Called instead of `before_change` before a step; all other changes call `before_change`."""
-        self.before_settling: Callable[[], object] = bool
+        self.before_settling: Callable[[], object] = lambda: None
         """Called before what islands have in common changes between two steps, by outer gradients that have come."""
         self.rehearsed: tuple[Activations, ...] = ()
         """The activations counted by the latest rehearsal, stage by stage."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.write import exchange, flush, said_by
+from shardwise.checkpoint.write import flush, put_in_place, said_by
 from shardwise.errors import CheckpointError
 
 
@@ -54,7 +54,7 @@ def swap_in(draft: Path, out: Path) -> None:
     """Let `draft`, a folder beside `out`, appear in its place."""
     flush(draft)
     old = out.parent / f".replaced-{out.name}"
-    exchange(draft, out, old)
+    put_in_place(draft, out, old)
     try:
         flush(out.parent)
     finally:

@@ -22,7 +22,7 @@ from shardwise.comm.host_layout import OnHosts
 from shardwise.comm.small_messages import exchange
 from shardwise.comm.transport.background import Background
 from shardwise.comm.transport.pairwise import Pairwise, Transport
-from shardwise.comm.transport.shm.neighbours import Neighbours
+from shardwise.comm.transport.shm.neighbours import Neighbours, copy_into
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Pending, Work
 
@@ -109,7 +109,7 @@ class BetweenHosts(Pairwise):
         def fetch() -> None:
             for index in on.neighbours:
                 if arrived[index].numel():
-                    neighbours.take(group.ranks[index], entry.tag, _copy_into(arrived[index]))
+                    neighbours.take(group.ranks[index], entry.tag, copy_into(arrived[index]))
 
         return Awaited(self.journal, entry, Pending(far, fetch))
 
@@ -209,7 +209,7 @@ class BetweenHosts(Pairwise):
         neighbours."""
         first = source if source in on.near else on.carrier(source)
         if first != on.own:
-            self.take(group.ranks[first], tag, _copy_into(tensor))
+            self.take(group.ranks[first], tag, copy_into(tensor))
             return
         messages = []
         if source == on.own:
@@ -260,7 +260,7 @@ class _Gather:
         arriving = [(index, self.comm.expect(landing[index], ranks[index], self.tag)) for index in self.on.carried]
         offered = [self._offer(self.on.own, own, self.tag)]
         for index in self.on.neighbours:
-            self.comm.take(ranks[index], self.tag, _copy_into(self.chunks[index]))
+            self.comm.take(ranks[index], self.tag, copy_into(self.chunks[index]))
         for index, message in arriving:
             message.wait()
             offered.append(self._offer(index, landing[index], _passed_on(self.tag, index)))
@@ -269,7 +269,7 @@ class _Gather:
         for index in self.on.far:
             carrier = self.on.carrier(index)
             if carrier != self.on.own:
-                self.comm.take(ranks[carrier], _passed_on(self.tag, index), _copy_into(self.chunks[index]))
+                self.comm.take(ranks[carrier], _passed_on(self.tag, index), copy_into(self.chunks[index]))
         for message in leaving:
             message.wait()
         for number in offered:  # the caller may overwrite its memory next
@@ -387,10 +387,3 @@ def _beside(work: Work, background: Background, group: Group) -> Work:
 def _passed_on(tag: int, index: int) -> int:
     """The tag under which neighbours find the chunk that came from `index`, on another host."""
     return tag ^ (index + 1) << 1
-
-
-def _copy_into(tensor: Tensor) -> Callable[[Tensor], None]:
-    def copy(given: Tensor) -> None:
-        tensor.copy_(given.view(tensor.dtype))
-
-    return copy

@@ -237,10 +237,10 @@ class DeviceCollectives:
         return self._started(entry, link, lambda by: by.receive(tensor, link.ranks[0], by_group))
 
     def _link_group(self, link: Group) -> ProcessGroup:
-        """[Note: ways] A backend queues the messages between two ranks one behind the other, in both directions
-        together, so two ranks that each begin by sending to the other would wait for ever. Hence each direction has its
-        own communicator: towards higher ranks that of gathers, towards lower ranks that of reductions. A link joins
-        ranks of one line along an axis."""
+        """[Note: both directions] A backend queues the messages between two ranks one behind the other, those of both
+        ways together, so two ranks that each begin by sending to the other would wait for ever. Hence each direction
+        has its own communicator: towards higher ranks that of gathers, towards lower ranks that of reductions. A link
+        joins ranks of one line along an axis."""
         source, target = link.ranks
         lines = [line for line, ranks in self._ranks.items() if source in ranks and target in ranks]
         line = self._lines[min(lines, key=lambda line: len(self._ranks[line]))]

@@ -59,8 +59,12 @@ class Images:
     def clear(self) -> None:
         """Remove all files of ranks, before a new attempt."""
         for path in self.folder.iterdir() if self.folder is not None else ():
-            if path.name not in _OF_THE_JOB:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.name in _OF_THE_JOB:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> Images:
         return self

@@ -425,7 +425,8 @@ class RemoteWorkers:
                 host.state = "leaving"
                 self._events.append(HostLeaves(name, "is no longer in the list of hosts"))
             elif host.state != "leaving":
-                self._lose(host, "it is no longer in the list of hosts") if host.connection is not None else None
+                if host.connection is not None:
+                    self._lose(host, "it is no longer in the list of hosts")
                 self._hosts.pop(name, None)
         for name, share in listed.items():
             known = self._hosts.setdefault(name, RemoteHost(share))

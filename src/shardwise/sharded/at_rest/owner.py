@@ -48,7 +48,7 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
-        self.on_unfrozen: Callable[[], object] = bool
+        self.on_unfrozen: Callable[[], object] = lambda: None
         self.is_released = False
         self.on_fault: Callable[[CommError], bool] = lambda _: False
         """Called when ranks were lost while a parameter was being gathered for code between two steps. Returns whether

@@ -298,3 +298,12 @@ def _create() -> SharedFile | None:
         return SharedFile.create() if is_possible() else None
     except OSError:
         return None
+
+
+def copy_into(tensor: Tensor, wire: torch.dtype | None = None) -> Callable[[Tensor], None]:
+    """For `Neighbours.take`: copies what is offered, in the dtype `wire` or else that of `tensor`, into `tensor`."""
+
+    def copy(given: Tensor) -> None:
+        tensor.copy_(given.view(tensor.dtype if wire is None else wire))
+
+    return copy

@@ -16,7 +16,7 @@ from shardwise.comm.small_messages import exchange
 from shardwise.comm.transport.pairwise import Pairwise
 from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import SharedFile
-from shardwise.comm.transport.shm.neighbours import Neighbours
+from shardwise.comm.transport.shm.neighbours import Neighbours, copy_into
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Done, Work
 from shardwise.plan.mesh import Mesh
@@ -89,7 +89,7 @@ class Shared:
         def fetch() -> None:
             for index, rank in group.others:
                 if arrived[index].numel():
-                    self._neighbours.take(rank, entry.tag, _copy_into(arrived[index], arrived[index].dtype))
+                    self._neighbours.take(rank, entry.tag, copy_into(arrived[index]))
 
         return self._work(entry, fetch)
 
@@ -101,7 +101,7 @@ class Shared:
         if not tensor.numel():
             return Done()
         if group.ranks[group.index] != root:
-            return self._work(entry, lambda: self._neighbours.take(root, entry.tag, _copy_into(tensor, tensor.dtype)))
+            return self._work(entry, lambda: self._neighbours.take(root, entry.tag, copy_into(tensor)))
         readers = [rank for rank in group.ranks if rank != root]
         if readers:
             self._count("broadcast", group, len(readers) * tensor.nbytes)
@@ -131,9 +131,7 @@ class Shared:
         entry = self.journal.enter("message", link, tensor.numel(), tensor.dtype, subject)
         if not tensor.numel():
             return Done()
-        return self._work(
-            entry, lambda: self._neighbours.take(link.ranks[0], entry.tag, _copy_into(tensor, tensor.dtype))
-        )
+        return self._work(entry, lambda: self._neighbours.take(link.ranks[0], entry.tag, copy_into(tensor)))
 
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         if not self._is_near(group):
@@ -210,7 +208,7 @@ class Shared:
 
     def _fetch(self, chunks: Sequence[Tensor], group: Group, tag: int, wire: torch.dtype) -> None:
         for index, rank in group.others:
-            self._neighbours.take(rank, tag, _copy_into(chunks[index], wire))
+            self._neighbours.take(rank, tag, copy_into(chunks[index], wire))
 
     def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         """Offer `source` to the others, as `wire`."""
@@ -266,8 +264,8 @@ class Shared:
                 mine = SharedFile.create()
             except OSError as error:
                 refusal = str(error)
-        mine_and_file = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
-        first = json.loads(self.exchange(json.dumps(mine_and_file).encode(), group, "shared memory")[0])
+        where = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
+        first = json.loads(self.exchange(json.dumps(where).encode(), group, "shared memory")[0])
         try:
             if first["file"] >= 0:
                 mine = mine or SharedFile.attach(first["pid"], first["file"])
@@ -324,10 +322,3 @@ class _Steps:
 
 def _chunk(given: Tensor, wire: torch.dtype, group: Group) -> Tensor:
     return given.view(wire).chunk(len(group.ranks))[group.index]
-
-
-def _copy_into(tensor: Tensor, wire: torch.dtype) -> Callable[[Tensor], None]:
-    def copy(given: Tensor) -> None:
-        tensor.copy_(given.view(wire))
-
-    return copy
