@@ -30,7 +30,8 @@ SETUP = {"extras": (".venv-extras/.made", 6.0), "zoo": (".venv-vision/.made", 7.
 """The stamp of an environment, and the minutes that making it takes. With less time left it is not begun."""
 
 # Which tests a path concerns, besides tests that are changed themselves and those that use a changed helper. Names of
-# tests are relative to tests/. The longest of the fitting beginnings counts; what none fits is like "src/".
+# tests are relative to tests/. The longest of the fitting beginnings counts; every room of the package has one, and
+# what none fits is like "src/".
 EVERY_PLAN = (
     *("ranks/test_late_early.py", "ranks/test_feature_pairs.py", "ranks/test_random_models.py"),
     *("ranks/test_split_random.py", "ranks/test_plain_loops.py", "ranks/test_loops*.py", "ranks/test_presets.py"),
@@ -54,6 +55,19 @@ TOUCHES: dict[str, tuple[str, ...]] = {
     "src/shardwise/cli": ("pure/test_cli.py", "*/test_doctor*", "extras/test_report_page.py", "cluster/test_command*"),
     "src/shardwise/comm/": ("ranks/test_comm.py", "ranks/test_between*", "ranks/test_shared*", *EVERY_PLAN, *ELASTIC),
     "src/shardwise/comm/transport/mpi": ("*/test_*mpi*",),
+    "src/shardwise/errors.py": EVERY_PLAN,
+    "src/shardwise/inference.py": ("ranks/test_load_for_inference.py", "*/test_*inference*", "extras/test_vllm*"),
+    "src/shardwise/memory": (*EVERY_PLAN, *DISK, "ranks/test_shared_*"),
+    "src/shardwise/parallel/": (*EVERY_PLAN, "ranks/test_conversions.py"),
+    "src/shardwise/parallel/chunked_logits": ("ranks/test_chunked_logits.py", "ranks/test_cut_logits.py"),
+    "src/shardwise/parallel/fp8": ("*/test_fp8.py", "ranks/test_conversions.py"),
+    "src/shardwise/plan": (*EVERY_PLAN, "ranks/test_refusals.py", "pure/test_placement.py"),
+    "src/shardwise/program": (*EVERY_PLAN, "pure/test_*program*", "pure/test_*schedule*"),
+    "src/shardwise/runtime": EVERY_PLAN,
+    "src/shardwise/sharded": EVERY_PLAN,
+    "src/shardwise/system": (*EVERY_PLAN, *ELASTIC),
+    "src/shardwise/testing.py": EVERY_PLAN,
+    "src/shardwise/version.py": PACKAGES,
     "src/shardwise/data": ("*/test_data*", "ranks/test_uneven*", "ranks/test_loops*.py"),
     "src/shardwise/elastic": ELASTIC,
     "src/shardwise/engine.py": (*EVERY_PLAN, *ELASTIC),

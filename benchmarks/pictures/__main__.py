@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.fresh import ROOT
 from benchmarks.pictures import jobs, plans, steps
+from benchmarks.pictures.rooms import rooms
 from benchmarks.pictures.style import save
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -21,6 +22,7 @@ COMPUTED: dict[str, Callable[[], Figure]] = {
     "table-to-program": plans.table_to_program,
     "mesh": plans.ranks_in_a_mesh,
     "schedules": plans.stage_schedules,
+    "rooms": rooms,
 }
 RUN: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], Figure]]] = {
     "overlap": (steps.measure_overlap, steps.draw_overlap),

@@ -37,7 +37,8 @@ EVERY_PLAN = [
         (["CHANGELOG.md"], []),
         (["src/shardwise/parallel/pipeline/schedule.py"], [PIPELINE]),
         (["src/shardwise/launch/job.py"], [Check("test-cluster", ("tests/cluster/test_launch_ssh.py",))]),
-        (["src/shardwise/sharded/sharding.py"], EVERY_PLAN),  # no line of its own
+        (["src/shardwise/sharded/sharding.py"], EVERY_PLAN),
+        (["src/shardwise/py.typed"], EVERY_PLAN),  # no line of its own
         (["a_new_folder/x.py"], EVERY_PLAN),
         (["tests/ranks/test_comm.py"], []),
         (["tests/ranks/test_pipeline.py"], [Check("thorough", ("tests/ranks/test_pipeline.py",))]),
@@ -67,6 +68,19 @@ def test_the_table_names_what_there_is() -> None:
         assert list(ROOT.glob(f"{beginning}*")) or (ROOT / beginning).exists(), beginning
         for pattern in patterns:
             assert any(fnmatch(test, pattern) for test in tests), (beginning, pattern)
+
+
+def test_every_room_of_the_package_has_a_line_and_every_folder_of_tests_a_target() -> None:
+    package = ROOT / "src/shardwise"
+    rooms = [path.name for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    lines = [one.removeprefix("src/shardwise/") for one in gate.TOUCHES]
+    without = [
+        name for name in rooms if not name.startswith("__") and not any(map(name.startswith, filter(None, lines)))
+    ]
+    assert [name for name in without if f"{name}/" not in lines] == []
+    makefile = (ROOT / "Makefile").read_text()
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert [name for name in sorted(folders) if f"tests/{name}" not in makefile] == []
 
 
 @pytest.mark.parametrize(
