@@ -52,6 +52,7 @@ check: lint types imports ## what takes about a minute: style, types, imports, w
 thorough: .venv/.test ## what `make test` leaves out: more cases of tests that have many, and more that is drawn
 	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $(or $(TESTS),$$(grep -rl --include='test_*.py' --exclude-dir=extras 'from tests.thorough import' tests))
 
+exhaustive: export PYTEST_ADDOPTS += --verbose # so that what passed is named
 exhaustive: .venv/.test ## before a release: the cases that the others leave out
 	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rlE --include='test_*.py' --exclude-dir=extras 'from tests.thorough import .*(sampled|drawn|EXHAUSTIVE)' tests)
 	for share in 1 all; do THOROUGH=$$share $(MAKE) extras || exit 1; done

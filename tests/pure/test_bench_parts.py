@@ -227,6 +227,32 @@ def test_a_picture_is_drawn(result: dict[str, Any], tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_tables_of_steps_have_the_figures_of_the_results() -> None:
+    """Of README.md and docs/benchmarks.md: milliseconds, multiples of one process, MiB."""
+    told: dict[str, list[str]] = {"README.md": [], "docs/benchmarks.md": []}
+    measured: dict[str, list[str]] = {"README.md": [], "docs/benchmarks.md": []}
+    columns = []
+    for name, dtype in (("peers-2-cores", "fp32"), ("peers-small-2-cores-bf16", "bf16")):
+        races = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["summary"]
+        (race_of_dtype,) = (one for one in races if (one["size"], one["dtype"]) == ("small", dtype))
+        columns.append({row["engine"]: row for row in race_of_dtype["rows"]})
+    for page, lines in told.items():
+        for line in (ROOT / page).read_text().splitlines():
+            engine, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+            figures = [re.findall(r"\d[\d,.]*", cell) for cell in cells]
+            if engine not in columns[0] or [len(one) for one in figures] not in ([2, 2], [3, 3]):
+                continue
+            lines.append(f"{engine} {figures}")
+            rows = [column[engine] for column in columns]
+            found = [[f"{row['seconds'] * 1e3:,.0f}", f"{row['peak_bytes'] / 2**20:.0f}"] for row in rows]
+            if len(figures[0]) == 3:
+                for one, row in zip(found, rows, strict=True):
+                    one.insert(1, f"{row['over_single']:.2f}")
+            measured[page].append(f"{engine} {found}")
+    assert told == measured
+    assert [len(lines) for lines in told.values()] == [8, 11]
+
+
 def test_host_time_is_what_comes_on_top_of_the_plain_model_in_the_same_round() -> None:
     runs = [
         {"dtype": "fp32", "engine": engine, "round": number, "passes_seconds": passes, "update_seconds": 0.1}

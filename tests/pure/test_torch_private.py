@@ -2,7 +2,7 @@
 these tests say which, and what for; a use that is on no list is found.
 
 What is imported is in `system/torch_private.py`, and what concerns communication in `comm/compat.py`. Here is the rest:
-attributes of torch's objects, which are used where they stand.
+attributes of torch's objects, which are used where they stand, and a class of DCP's file format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The private parts of PyTorch that this library uses (2.11 and later): imported here and nowhere else.
 
-Those that concern communication are in `comm/compat.py`, and one symbol of C++ in `comm/transport/gloo_abort.py`.
+Those that concern communication are in `comm/compat.py`, one symbol of C++ in `comm/transport/gloo_abort.py`, and a
+class of which DCP's files are pickles in `checkpoint/formats/dcp_write.py`, which only conversions load.
 Private attributes of torch's objects are used where they stand, and listed in `tests/pure/test_torch_private.py`; that
 test says which of all these a new version of torch has lost, and finds uses that are on no list.
 """
