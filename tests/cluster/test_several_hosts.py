@@ -31,6 +31,7 @@ JOIN = """
         return torch.optim.SGD(model.parameters(), lr=0.1)
 """
 COMPARE = """
+    from tests import inside
     world = sw.World.join()
     torch.manual_seed(1)
     batches = torch.randn(3, 4, 4, 160)
@@ -41,7 +42,7 @@ COMPARE = """
         optimizer = sgd(plain)
         engine = sw.shard(cut, preset, optimizer=sgd(cut), world=world)
         ledger = world.collectives(torch.device("cpu")).ledger
-        await_updates = engine._sharded.parts.runner.gathering.await_updates  # which zero1 and zero2 do after a step
+        await_updates = inside.runner(engine).gathering.await_updates  # which zero1 and zero2 do after a step
         for number, batch in enumerate(batches):
             plain(batch.flatten(0, 1)).square().mean().backward()
             optimizer.step()
@@ -58,7 +59,7 @@ COMPARE = """
         sent, told = int(statistics.read_text()) - before, sum(ledger.crossed_bytes.values()) - told
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(engine.get(name), parameter.detach(), rtol=1e-5, atol=1e-6)
-        program = engine._sharded.parts.runner.programs.program
+        program = inside.program(engine)
         found[preset] = sent, told, program.sent_by_hosts(engine.mesh, world.local_size)
         engine.close()
     pathlib.Path(f"found{world.rank}").write_text(json.dumps(found))
@@ -132,7 +133,8 @@ class Job:
     def __init__(self, hosts: Hosts, folder: Path, text: str, *arguments: str) -> None:
         self.hosts, self.folder = hosts, folder
         (folder / "job.py").write_text(textwrap.dedent(JOIN) + textwrap.dedent(text))
-        paths = os.pathsep.join([str(Path(shardwise.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        ours = [Path(shardwise.__file__).parents[1], Path(__file__).parents[2]]
+        paths = os.pathsep.join([*map(str, ours), os.environ.get("PYTHONPATH", "")])
         variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [sys.executable, str(folder / "job.py"), *arguments]
         self.processes: list[subprocess.Popen[bytes]] = []

@@ -16,6 +16,10 @@ from torch import nn
 
 import shardwise as sw
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests import inside
+
 MIB = 2**20
 NUM_BLOCKS, WIDTH = 16, 2048
 
@@ -42,7 +46,7 @@ def measured(world: sw.World, way: str, born: Callable[[], sw.Engine]) -> None:
     before, start = peak_bytes(), time.monotonic()
     engine = born()
     took, seconds = peak_bytes() - before, time.monotonic() - start
-    share = sum(flat.param.nbytes for flat in engine._sharded.parts.flats)
+    share = sum(flat.param.nbytes for flat in inside.flats(engine))
     assert share == NUM_BLOCKS * WIDTH * WIDTH * 4 // world.size
     print(f"{way} {took / MIB:.0f} MiB in {seconds:.2f} s", flush=True)
     engine.close()
