@@ -88,8 +88,8 @@ EXECUTOR = _of(
     ),
     (
         "a unit whose backward cannot be seen is freed after its forward",
-        "if training and unit.name in current.kept:",
-        "if False:",
+        "if not (training and unit.name in current.kept):",
+        "if True:",
         "values_after_forward",
     ),
     (
