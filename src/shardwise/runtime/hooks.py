@@ -319,10 +319,11 @@ class Hooks:
         if use.depth > 0:
             return
         call, use.call = use.call, None
-        if output is None and (error := sys.exc_info()[1]) is not None:  # called because the forward raised
-            if not isinstance(error, EndOfForward):
+        if output is None and _is_unwinding(output):
+            end = sys.exc_info()[1]
+            if not isinstance(end, EndOfForward):
                 return
-            output = error.output
+            output = end.output
         if unit.num_writes() != use.num_writes:
             raise changed_inside(unit.name)
         opening = open_backward if call is None else self._opening(unit, use, call, open_backward)
@@ -510,6 +511,11 @@ def _watch_outputs(output: object, open_backward: Prehook) -> bool:
     for node in nodes:
         node.register_prehook(open_backward)
     return bool(nodes)
+
+
+def _is_unwinding(output: object) -> bool:
+    """Whether a forward hook is called because the forward raised: no output, and an exception being handled."""
+    return output is None and sys.exc_info()[0] is not None
 
 
 def changed_inside(unit: str) -> ModelError:
