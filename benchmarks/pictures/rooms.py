@@ -74,7 +74,8 @@ def in_order(arrows: Arrows) -> list[str]:
 
 
 def _reached(room: str, below: Mapping[str, Iterable[str]]) -> set[str]:
-    found, new = set(), {room}
+    found: set[str] = set()
+    new = {room}
     while new:
         new = {other for one in new for other in below[one]} - found
         found |= new
@@ -106,5 +107,6 @@ def _draw(axes: Axes, names: list[str], arrows: Arrows) -> None:
     for name, at in place.items():
         axes.text(-0.4, at, name, fontsize=font, family=MONO, color=FAINT, ha="right", va="center")
     for least, most, width in _DOTS:  # a few sizes only, as each has a shape of its own in the file
-        some = [(place[there], place[here]) for (here, there), number in arrows.items() if least <= number < most]
-        axes.scatter(*zip(*some, strict=True), s=(width * 300 / size) ** 2, color=BLUE, linewidths=0)
+        some = [arrow for arrow, number in arrows.items() if least <= number < most]
+        across, down = [place[there] for _, there in some], [place[here] for here, _ in some]
+        axes.scatter(across, down, s=(width * 300 / size) ** 2, color=BLUE, linewidths=0)
