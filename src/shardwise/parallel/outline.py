@@ -119,8 +119,8 @@ class SmallerMeshes:
     why_none: str = ""
     """Why there is none, in words that follow a colon; empty where that is plain from the plan."""
     off_device: Mapping[int, OffDevice] = field(default_factory=dict)
-    """By the number of ranks, of those with fewer than the job begins with, if the plan has a budget: each of them holds
-    more of the model, and so has to keep more off its device."""
+    """By the number of ranks, of those with fewer than the job begins with, if the plan has a budget: each of them
+    holds more of the model, and so has to keep more off its device."""
     least: int = 0
     """The fewest ranks that keep to the plan's budget, if not all fewer ones do: the job needs as many."""
 

@@ -528,8 +528,8 @@ def _no_room(found: FewerGroups, mesh: Mesh, *, has_budget: bool) -> str:
     then = "The job then waits for others, as with fewer than MIN of --elastic, or ends."
     if not has_budget:
         then = (
-            "The system may then end ranks for lack of memory. With a budget they keep more on a disk, or the job waits "
-            "for others."
+            "The system may then end ranks for lack of memory. With a budget they keep more on a disk, or the job "
+            "waits for others."
         )
     return f"With fewer than {found.least} of {mesh.world_size} ranks there is no room: {found.why}. {then}"
 
