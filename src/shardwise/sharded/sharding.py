@@ -14,7 +14,6 @@ from torch import nn
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, within_budget
-from shardwise.fit.fewer_groups import FewerGroups, fewer_groups
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings, device_for
 from shardwise.memory import (
     DiskMemory,
@@ -63,6 +62,7 @@ from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.telemetry import ByteMeter
 
 if TYPE_CHECKING:
+    from shardwise.fit.fewer_groups import FewerGroups
     from shardwise.fit.smaller_meshes import PlainModel
 
 _log = logging.getLogger("shardwise")
@@ -516,6 +516,8 @@ def with_fewer_groups(
     has_budget = plan.budget != Budget()
     if world.membership is None or plan.survive == "checkpoint" or not (has_budget or world.rank == 0):
         return smaller
+    from shardwise.fit.fewer_groups import fewer_groups  # only these jobs load it
+
     found = fewer_groups(
         plan, mesh, lambda there, on: fit_on_fewer(model, there, on, ranks, updates), world.membership.least
     )
