@@ -8,14 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.fit.budget import Ranks
 from shardwise.optim import vet
 from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Offload, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.sharded.sharding import with_fewer_groups
-from tests.ranks.lost_groups import Layers, race_of
+from tests.ranks.lost_groups import DiesBefore, Layers, Task, race_of
 from tests.ranks.test_lost_ranks import DiesAt, adamw
 from tests.ranks.test_smaller_meshes import Watched
 from tests.thorough import sampled
@@ -36,6 +38,29 @@ def test_those_that_are_left_keep_to_the_budget(preset: str, mesh: dict[str, int
     shares = {num: {offload.optim for offload, _ in seen} for num, seen in task.seen.items()}
     assert all(len(one) == 1 for one in shares.values()), "the one that has come keeps there what the others do"
     (three,), (two,) = shares[3], shares[2]
+    assert three < two
+
+
+class Replanned(Watched):
+    """It gets its budget after the first step."""
+
+    def __init__(self, task: Task, plan: dict[str, Any]) -> None:
+        super().__init__(task)
+        self._plan = plan
+
+    def take_step(self, loop: str, engine: sw.Engine, *more: Any) -> torch.Tensor:
+        if engine.num_steps == 1 and engine.plan.preset != self._plan["preset"]:
+            engine.reshard(self._plan)
+            self.seen.clear()
+        return super().take_step(loop, engine, *more)
+
+
+def test_a_budget_that_came_with_another_plan_is_kept_to(tmp_path: Path) -> None:
+    allowed = 160_000
+    task = Replanned(Layers(), {"preset": "zero2", "mesh": {"dp": 3}, "budget": {"device": allowed}})
+    race_of(task, {"preset": "zero1", "mesh": {"dp": 3}}, DiesBefore(0, 3, "exchange of commit"), tmp_path)
+    assert all(held <= allowed for _, held in task.seen[2])
+    (three,), (two,) = ({offload.optim for offload, _ in task.seen[num]} for num in (3, 2))
     assert three < two
 
 
