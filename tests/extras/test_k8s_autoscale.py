@@ -247,7 +247,13 @@ def test_a_recorded_admission_trace(cluster: Cluster, tmp_path: Path, policy: An
                 pace = Pace(ranks, 1 / speed[ranks], 0.001, {size: 1 / each for size, each in speed.items()})
                 job.hear(MemberMessage("pace", 0, text=pace.to_text()), now)
             training: Any = SimpleNamespace(
-                state="formed", is_ending=False, needs_all=False, axes={}, members=range(ranks), step=int(now)
+                state="formed",
+                is_ending=False,
+                needs_all=False,
+                axes={},
+                fitting=0,
+                members=range(ranks),
+                step=int(now),
             )
             job.look(now, training, pods, FolderNotes(None))
         ends.append(ranks)

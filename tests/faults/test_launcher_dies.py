@@ -14,25 +14,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 import warm
+from shardwise.checkpoint import checkpoints_in
 from shardwise.launch.adopted import find_ranks
 from tests.faults.running_job import RunningJob
-from tests.faults.test_members import RANK, all_facts, lives
+from tests.faults.test_members import RANK, all_facts, facts, lives
 from tests.patience import PATIENCE
 from tests.thorough import drawn, soak
 
 pytestmark = soak("kills launchers and ranks, some at any moment")
+SAVING_RANK = Path(__file__).with_name("saving_rank.py")
 _TAKEN_OVER = re.compile(r"Process (\d+) has taken over")
 
 
 class Job(RunningJob):
     """An elastic job of three ranks, and whichever process is its launcher."""
 
-    def __init__(self, out: Path, num_steps: int, *options: str) -> None:
+    def __init__(self, out: Path, script: list[str], *options: str) -> None:
         super().__init__(out)
         ranks = ["--nproc", "3", "--elastic", "1:3", "--retries", "1000", "--log-dir", str(out / "logs")]
-        script = [str(RANK), str(out), str(num_steps), "0"]
         command = [warm.python(), "-m", "shardwise", "launch", *ranks, *options, *script]
         environment = {**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"}
         with (out / "said").open("w") as said:
@@ -77,8 +79,13 @@ def standbys(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def job(out: Path, num_steps: int, *options: str) -> Iterator[Job]:
-    """Whatever becomes of it, nothing stays behind."""
-    running = Job(out, num_steps, *options)
+    """One that adds numbers up. Whatever becomes of it, nothing stays behind."""
+    with ended(Job(out, [str(RANK), str(out), str(num_steps), "0"], *options)) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def ended(running: Job) -> Iterator[Job]:
     try:
         yield running
         running.until(lambda: not running.processes() and not running.folder.exists(), 20)
@@ -146,6 +153,28 @@ def test_launchers_are_killed_one_after_the_other_and_ranks_too(tmp_path: Path) 
     assert running.status == 143
     assert "ended by SIGTERM" in running.said
     assert "AssertionError" not in running.said
+
+
+@pytest.mark.parametrize("kills_a_rank", [False, True])
+def test_launchers_are_killed_while_a_checkpoint_is_written(kills_a_rank: bool, tmp_path: Path) -> None:
+    """Two, one after the other; the rank that writes goes on, or is killed then. No step is taken again, and the
+    checkpoint is whole."""
+    with ended(Job(tmp_path, [str(SAVING_RANK), str(tmp_path)])) as running:
+        running.until_joined(3)
+        running.until(lambda: (tmp_path / "saving").exists())
+        for number in range(2):
+            running.until(lambda: len(standbys(running.folder)) > number)  # noqa: B023
+            running.kill_the_launcher()
+            running.until(lambda: len(_TAKEN_OVER.findall(running.said)) > number)  # noqa: B023
+        if kills_a_rank:
+            os.kill(facts(tmp_path, 1)[0]["pid"], signal.SIGKILL)
+        (tmp_path / "go on").touch()
+        running.until(lambda: running.status is not None)
+    assert running.status == 0
+    assert list(checkpoints_in(tmp_path / "checkpoints")) == [1, 2]
+    assert len(all_facts(tmp_path, "done", "num_void")) >= (2 if kills_a_rank else 3)
+    if not kills_a_rank:
+        assert set(all_facts(tmp_path, "done", "generation")) == {0}, "no rank has noticed"
 
 
 def test_a_launcher_that_ends_the_job_is_killed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from shardwise.comm.members import MemberMessage, Pace
 from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch.autoscale import Fill, Gain, Sizes
+from shardwise.launch.autoscale import Fill, Gain, Schedule, Sizes
 from shardwise.launch.elastic.chosen_hosts import ChosenHosts
 from shardwise.launch.elastic.job_notes import FolderNotes
 from shardwise.launch.elastic.scaling import Asking, Scaling
@@ -192,7 +192,7 @@ def scaling(policy: Any, said: list[str]) -> tuple[Scaling, Refusing]:
 
 def training(size: int, **more: Any) -> Any:
     whole = {"state": "formed", "is_ending": False, "needs_all": False, "axes": {}, "step": 7, "members": range(size)}
-    return SimpleNamespace(**(whole | more))
+    return SimpleNamespace(**({"fitting": 0} | whole | more))
 
 
 class Record(FolderNotes):
@@ -204,6 +204,14 @@ class Record(FolderNotes):
 
     def record(self, line: dict[str, object]) -> None:
         self.lines.append(line)
+
+
+def test_no_fewer_ranks_are_wanted_than_the_budget_needs() -> None:
+    for fitting, wanted in ((0, 2), (5, 6)):
+        job, _ = scaling(Schedule(((0, 2),)), list[str]())
+        for now in (0.0, 60.0):
+            job.look(now, training(8, fitting=fitting), ["a"], Record())
+        assert job.state.wanted == wanted
 
 
 def test_what_is_decided_is_said_recorded_and_asked_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -399,6 +400,31 @@ def test_ranks_of_other_hosts_have_memory_of_their_own(model_file: Path, capsys:
     two = as_json(capsys, *arguments, *limit, "--per-host", "2")
     assert two["bytes_on_host"]["total"] == of_one
     assert any("to its 2 ranks" in line for line in two["budget"])
+
+
+def test_what_a_host_holds_without_one_of_its_ranks(
+    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With images and copies of the other host's ranks. There is what the hardware has, or this machine."""
+    arguments = ["zero1", "--world", "4", "--per-host", "2", "--optimizer", "adamw", "--model", f"{model_file}:deep"]
+    own = as_json(capsys, *arguments)["room_after_a_loss"]
+    assert re.fullmatch(
+        r"with 3 ranks left, a host holds up to \S+ \SiB, with images and copies and without activations, and \S+ \SiB "
+        r"more while ranks recover; this machine has \S+ GiB",
+        own,
+    )
+    known = json.loads(hardware("cpu").model_dump_json())
+    said = {}
+    for room in ("1KiB", "1GiB"):
+        known["host"]["memory_bytes"] = room
+        (tmp_path / "hardware.yaml").write_text(json.dumps(known))
+        timed = ["--time", "--batch", f"{model_file}:batch", "--hardware", f"{tmp_path}/hardware.yaml"]
+        said[room] = as_json(capsys, *arguments, *timed)["room_after_a_loss"]
+    assert said["1GiB"] == own.partition("; ")[0] + "; it has 1.0 GiB"
+    assert said["1KiB"].endswith("; it has 1.0 KiB. That is too little: the system may end ranks for lack of memory")
+    budget = {"device": as_json(capsys, *arguments)["bytes"]["total"], "host": 1}
+    needed = as_json(capsys, *arguments, *[word for key in budget for word in ("--set", f"budget.{key}={budget[key]}")])
+    assert needed["room_after_a_loss"].endswith(". The budget needs 4 ranks, so the job waits for others, or ends")
 
 
 @pytest.mark.parametrize("name", PRESETS)

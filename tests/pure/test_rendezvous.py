@@ -237,10 +237,15 @@ def test_members_are_sent_away_when_enough_go_on_without_them() -> None:
     assert {0, 1} <= job.away
 
 
-def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without() -> None:
+@pytest.mark.parametrize("budget", [0, 2])
+def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without(budget: int) -> None:
+    """Whether the launcher was told so, or the plan's budget needs as many."""
     for can_grow in (True, False):
-        job = Job(2, 2, 2, can_grow=can_grow)
+        job = Job(2, 1 if budget else 2, 2, can_grow=can_grow)
         job.begin()
+        if budget:
+            job.say(1, "least", text="5")
+            job.say(0, "least", text=f"{budget}")  # after a change of plan
         job.kill(0)
         job.settle()
         assert job.rendezvous.state == ("gathering" if can_grow else "lost")
@@ -250,6 +255,9 @@ def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without() -> 
             job.settle()
             assert job.rendezvous.members == (1, 2)
             assert job.rendezvous.state == "formed"
+        else:
+            why = "the plan's budget" if budget else "--elastic"
+            assert job.rendezvous.why_lost == f"1 rank is left, and the job needs 2 ({why})."
 
 
 @pytest.mark.parametrize("least", [2, 3])

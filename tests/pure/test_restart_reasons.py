@@ -18,6 +18,7 @@ RETURNED = {
     "elastic/layouts.py": ["_why_lost"],
     "cli/explanation.py": ["why_restarted"],
     "launch/elastic/mirror.py": ["_cut_off"],
+    "sharded/sharding.py": ["_no_room"],
 }
 """Functions that return a reason."""
 RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "image_space", "session", "rebuild"]

@@ -121,6 +121,60 @@ def test_a_straggler_is_found_among_noise() -> None:
     assert one.seconds == pytest.approx(0.2, rel=0.1)
 
 
+MESHES: list[tuple[str, dict[str, int]]] = [
+    *((preset, {"dp": size}) for preset in ("ddp", "zero1", "zero3") for size in (2, 3, 8, 16)),
+    *(("hsdp", {"node": nodes, "local": local}) for nodes, local in ((2, 2), (2, 4), (4, 2), (3, 4))),
+]
+
+
+def waited_for(mesh: Mesh, cause: tuple[int, ...], late: float, rank: int) -> Spent:
+    """Along which axis `rank` waits for the ranks of the `cause`, if they all come `late`: the innermost along which it
+    meets one."""
+    if rank in cause:
+        return {}
+    near = [axis for axis in reversed(mesh.axes) if set(mesh.among(rank, (axis,))) & set(cause)]
+    return {near[0] if near else mesh.axes[0]: late}
+
+
+@varies
+def test_whatever_is_slow_is_named_with_its_ranks() -> None:
+    """A loader, a computation, the update, a disk, what lies between steps, or a link, among noise; the other ranks
+    wait for it, each along an axis."""
+    for seed in range(drawn(20, 400)):
+        numbers = random.Random(seed)
+        preset, axes = numbers.choice(MESHES)
+        mesh = Mesh(tuple(axes), tuple(axes.values()))
+        links = list(mesh.axes) if len(axes) > 1 else []
+        place = numbers.choice([LOADER, "forward h.*", "backward h.*", OPTIMIZER, DISK, BETWEEN, *links])
+        rank, seconds, spread = numbers.randrange(mesh.world_size), numbers.uniform(0.08, 0.5), numbers.uniform(0, 0.1)
+        is_link = place in links
+        cause = tuple(mesh.among(rank, (place,))) if is_link else (rank,)
+
+        def of_step(_: int, one: int) -> Lap:
+            more = {each: usual * numbers.uniform(-spread, spread) for each, usual in USUAL.items()}  # noqa: B023
+            waited = waited_for(mesh, cause, seconds, one)  # noqa: B023
+            if one not in cause:  # noqa: B023
+                return lap(more, **waited)
+            if is_link:  # noqa: B023
+                return lap(more, **{place: seconds})  # noqa: B023
+            if place in (DISK, BETWEEN):  # noqa: B023
+                return lap(more, **({"disk": seconds} if place == DISK else {"between": 0.04 + seconds}))  # noqa: B023
+            return lap({**more, place: more[place] + seconds})  # noqa: B023
+
+        named = found(replay_of(preset, **axes), of_step)
+        assert [(one.kind, one.ranks, one.place) for one in named] == [
+            ("link" if is_link else "ranks", cause, place)
+        ], (
+            seed,
+            preset,
+            axes,
+            place,
+            cause,
+            [str(one) for one in named],
+        )
+        assert named[0].seconds == pytest.approx(seconds, abs=spread * STEP + 0.01), (seed, "but for what others vary")
+
+
 def test_two_stragglers() -> None:
     """In different places of the step they add up, but for the few layers by which gathers run ahead; at the same time
     the later one hides the other."""

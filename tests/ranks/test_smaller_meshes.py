@@ -194,7 +194,8 @@ SLOW = {"latency_seconds": 1.0, "bytes_per_second": 1e3}
 
 
 def test_ranks_of_a_host_have_room_for_what_they_hold_and_their_images() -> None:
-    """Parameters, gradients and two states, and of all but gradients an image."""
+    """Parameters, gradients and two states, and of all but gradients an image; on several hosts two copies of the
+    other's."""
     model = Transformer()
     updates, num_bytes = vet([adamw(model)], model), 4 * sum(param.numel() for param in model.parameters())
 
@@ -206,7 +207,9 @@ def test_ranks_of_a_host_have_room_for_what_they_hold_and_their_images() -> None
     assert fitted(7 * num_bytes + 4096, 4, tp=1).offload == Offload()
     with pytest.raises(ConfigError, match=r"1 of these ranks would hold .* on a host of .*, without activations"):
         fitted(7 * num_bytes - 4096, 4, tp=1)
-    assert fitted(5 * num_bytes, 1, tp=2).offload == Offload(), "of four hosts, each has one rank"
+    assert fitted(7 * num_bytes, 1, tp=2).offload == Offload(), "of two hosts, each has one rank"
+    with pytest.raises(ConfigError, match="1 of these ranks"):
+        fitted(6 * num_bytes, 1, tp=2)
     with pytest.raises(ConfigError, match="2 of these ranks"):
         fitted(5 * num_bytes, 2, tp=2)
 

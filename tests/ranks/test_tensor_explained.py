@@ -139,3 +139,24 @@ def test_the_fastest_mesh_without_a_lost_rank_is_shown(
     simulated = json.loads(capsys.readouterr().out)
     assert simulated["job"]["numbers"] == ([4, 2, 1] if num_left == 2 else [4, 1])
     assert set(simulated["job"]["seconds_with"]) == {"2", "1"}
+
+
+def test_meshes_for_which_the_hosts_of_the_hardware_have_no_room_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a job, by explain and by simulate."""
+    (tmp_path / "plan.json").write_text(json.dumps({"preset": "ddp", "mesh": {"tp": 4}, "tensor": TENSOR}))
+    (tmp_path / "model.py").write_text(MODEL)
+    known = json.loads(hardware("cpu").model_dump_json())
+    known["host"]["memory_bytes"] = "1KiB"
+    (tmp_path / "hardware.yaml").write_text(json.dumps(known))
+    asked = [str(tmp_path / "plan.json"), "--world", "4", "--optimizer", "adamw"]
+    asked += ["--model", f"{tmp_path}/model.py:build", "--batch", f"{tmp_path}/model.py:batch"]
+    asked += ["--hardware", f"{tmp_path}/hardware.yaml"]
+    assert main(["explain", *asked, "--time", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "smaller_meshes" not in told
+    assert "with 2 ranks along tp: 2 of these ranks would hold" in told["losses"][0]["why_restarted"]
+    days = ["--days", "1", "--runs", "1", "--rank-hours", "0.5", "--device", "cpu", "--per-host", "4", "--json"]
+    assert main(["simulate", *asked, *days]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["recovery"] == "restart"

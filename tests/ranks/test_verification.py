@@ -165,18 +165,27 @@ def test_a_flipped_bit_is_found_on_its_rank(
         assert error.unit
 
 
+COPIED: list[tuple[str, int, dict[str, int] | None]] = [
+    ("ddp", 3, None),
+    ("hsdp", 3, {"node": 3, "local": 1}),
+    ("ddp", 4, None),
+]
+"""In which several ranks have the gradients that they update with."""
+
+
 @varies
 def test_random_bits_of_random_tensors_are_found() -> None:
     for seed in range(drawn(1, 60)):
         numbers = random.Random(seed)
-        preset, num_ranks, mesh = numbers.choice(PLANS)
-        place, on_rank = numbers.choice((a_param, a_master, a_state)), numbers.randrange(num_ranks)
+        place = numbers.choice((a_param, a_master, a_state, a_gradient))
+        preset, num_ranks, mesh = numbers.choice(COPIED if place is a_gradient else PLANS)
+        on_rank = numbers.randrange(num_ranks)
         step, every = numbers.choice([(2, 1), (3, 1), (4, 2)])
         flipped = train(
             preset,
             num_ranks,
             mesh,
-            at=(step, "forward"),
+            at=(step, "step" if place is a_gradient else "forward"),
             on_rank=on_rank,
             place=place,
             seed=seed,
@@ -220,6 +229,16 @@ def test_a_message_with_parameters_that_arrives_wrong_is_found(
     preset: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the forward, the backward, or the gathers after an update."""
+    with monkeypatch.context() as patched:
+        flip_on_arrival(patched, preset, min(nth, 3 if preset == "zero3" else 2), on_rank=1, seed=nth)
+        found = train(preset, 3, shares_memory=False)
+    assert_found_on_arrival(preset, found, on_rank=1)
+
+
+def flip_on_arrival(
+    monkeypatch: pytest.MonkeyPatch, preset: str, nth: int, *, on_rank: int, seed: int, step: int = 2
+) -> None:
+    """Let a bit flip in what arrives on a rank by the `nth` gather of a step, counted from 0."""
     wait = ParamMover.wait_param if preset == "zero1" else ParamMover.wait_full
     arrived: list[str] = []
 
@@ -227,16 +246,32 @@ def test_a_message_with_parameters_that_arrives_wrong_is_found(
         is_arriving = self._arriving is not None
         wait(self, action)
         journal = self._collectives.journal
-        if is_arriving and journal.rank == 1 and journal.num_steps == 1:
+        if is_arriving and journal.rank == on_rank and journal.num_steps == step - 1:
             arrived.append(self.flat.name)
-            if len(arrived) == min(nth, 3 if preset == "zero3" else 2) + 1:
-                flip(self.flat.full[: self.flat.slots[0].numel], random.Random(nth))
+            if len(arrived) == nth + 1:
+                flip(self.flat.full[: self.flat.slots[0].numel], random.Random(seed))
 
     monkeypatch.setattr(ParamMover, wait.__name__, wait_and_flip)
-    for _, error in train(preset, 3, shares_memory=False):
+
+
+def assert_found_on_arrival(preset: str, found: list[tuple[str, CorruptionError | None]], *, on_rank: int) -> None:
+    for _, error in found:
         assert error is not None
-        assert (error.ranks, error.is_certain) == ((1,), True)
+        assert (error.ranks, error.is_certain) == ((on_rank,), True)
         assert error.row == ("param" if preset == "zero1" else "full")
+
+
+@varies
+def test_random_bits_of_random_messages_are_found() -> None:
+    """Of gathers with parameters, on any rank and in any step."""
+    for seed in range(drawn(1, 40)):
+        numbers = random.Random(seed)
+        preset, num_ranks = numbers.choice(("zero3", "zero3-kept", "zero1")), numbers.choice((3, 4))
+        on_rank, nth, step = numbers.randrange(num_ranks), numbers.randrange(3), numbers.randrange(2, 4)
+        with pytest.MonkeyPatch.context() as patched:
+            flip_on_arrival(patched, preset, nth, on_rank=on_rank, seed=seed, step=step)
+            found = train(preset, num_ranks, shares_memory=False, num_steps=4)
+        assert_found_on_arrival(preset, found, on_rank=on_rank)
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks"), [(3, (1,)), (2, (0, 1))])

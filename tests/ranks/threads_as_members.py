@@ -109,6 +109,9 @@ class Crowd:
         is_too_few = len(self._living) < self._least
         return not self.is_ending and (is_too_few or self._could_grow())
 
+    def need(self, least: int) -> None:
+        self._least = max(self._least, least)
+
     def _could_grow(self) -> bool:
         members, waiting = list(self._members), list(self._waiting)
         if group_size(self.axes) == 1:
@@ -222,6 +225,9 @@ class ThreadMembership:
     def needs_groups(self, axes: Mapping[str, int], smaller: Smaller = ()) -> None:
         crowd = self.crowd
         crowd.axes, crowd.smaller = dict(axes), chosen(crowd.smaller if axes == crowd.axes else (), smaller)
+
+    def needs_ranks(self, least: int) -> None:
+        self.crowd.need(least)
 
     def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
         """Nobody starts threads by it."""

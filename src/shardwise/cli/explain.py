@@ -219,7 +219,10 @@ def _subject(
     converted = model_file.converted(model, plan)
     per_host = args.per_host or args.world
     fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
-    smaller = model_file.smaller_meshes_of(model, plan, mesh, args.optimizer, args.optimizer_states, per_host)
+    ranks = model_file.ranks_on(per_host, hardware)
+    optimizer = (args.optimizer, args.optimizer_states)
+    smaller = model_file.smaller_meshes_of(model, plan, mesh, *optimizer, ranks)
+    room = model_file.room_after_a_loss(model, fitted.plan, smaller, mesh, *optimizer, ranks)
     plan, table = fitted.plan, table_for(fitted.plan, mesh)  # in the model's own precision, if the plan says none
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
@@ -228,7 +231,7 @@ def _subject(
     pipeline_rank, stages_of_units = model_file.stages_by_unit(model, plan, mesh)
     subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.summary, conversions=str(converted))
     subject = replace(subject, pipeline_rank=pipeline_rank, stages_of_units=stages_of_units)
-    subject = replace(subject, smaller=smaller.meshes, why_no_smaller=smaller.why_none)
+    subject = replace(subject, smaller=smaller.meshes, why_no_smaller=smaller.why_none, room_after_a_loss=room)
     if args.batch is None:
         return plan, subject, ()
     if hardware is not None and len(smaller.meshes) > 1:  # before the model is split

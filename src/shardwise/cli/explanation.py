@@ -115,6 +115,8 @@ class Subject:
     """The same by the number of ranks."""
     why_no_smaller: str = ""
     """Why there is none, if a reason is known."""
+    room_after_a_loss: str = ""
+    """How much of a host's memory the ranks take that are left without one, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -462,6 +464,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({"not_elastic_because": explained.why_not_elastic} if explained.why_not_elastic else {}),
         **({"restarted_because": explained.why_restarted} if explained.why_restarted else {}),
         **({"losses": [one.as_json() for one in explained.losses]} if explained.losses else {}),
+        **({"room_after_a_loss": subject.room_after_a_loss} if subject.room_after_a_loss else {}),
         **({"ranks_that_leave": explained.num_leaving} if not explained.why_restarted else {}),
         **({"smaller_meshes": subject.smaller_times.split("; ")} if subject.smaller_times else {}),
         **({} if explained.images is None else {"image_bytes": asdict(explained.images)}),

@@ -17,8 +17,9 @@ from torch import nn
 
 from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.errors import ConfigError, ModelError, nearest
-from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, within_budget
+from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, host_bytes_on, within_budget
 from shardwise.fit.clock import RankProgram
+from shardwise.fit.fewer_groups import fewer_groups
 from shardwise.fit.foreseen import (
     Counted,
     choices_of,
@@ -38,11 +39,13 @@ from shardwise.parallel.conversions import Converted, check_plan, conversions_of
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split
 from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
 from shardwise.parallel.pipeline import has_pipeline, stage_layout
-from shardwise.plan import Plan
+from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.plan.replica_groups import Smaller, fastest
+from shardwise.plan.replica_groups import Smaller, fastest, mesh_of, num_leaving
 from shardwise.program import UnitSpec
 from shardwise.runtime.activations import treatments_for
+from shardwise.system.machine import Cgroups, host_memory
+from shardwise.system.units import format_bytes
 
 
 def units_of(
@@ -77,17 +80,60 @@ def converted(model: nn.Module, plan: Plan) -> Converted:
     return found
 
 
+def ranks_on(per_host: int, hardware: Hardware | None) -> Ranks:
+    """Those of a job with so many on each host, which have the memory of the `hardware`, if that is given."""
+    if hardware is None or hardware.host is None:
+        return Ranks(on_cpu=device_here().type == "cpu", num_local=per_host)
+    device_bytes = None if hardware.is_processor else hardware.memory_bytes
+    return Ranks(hardware.is_processor, per_host, hardware.host.memory_bytes, device_bytes)
+
+
 def smaller_meshes_of(
-    model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int, per_host: int
+    model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int, ranks: Ranks
 ) -> SmallerMeshes:
-    """Where an elastic job with `per_host` ranks on each host goes on without a whole replica group. `plan` still has
-    its budget."""
+    """Where an elastic job goes on without a whole replica group, and what fewer ranks keep off their devices. `plan`
+    still has its budget."""
     updates = updates_of(model, optimizer) if optimizer else None
-    ranks = Ranks(on_cpu=device_here().type == "cpu", num_local=per_host)
     own = in_own_precision(plan, model)
-    return smaller_meshes(
-        model, own, mesh, lambda there, on: fit_on_fewer(model, there, on, ranks, updates, num_states)
+
+    def fit(there: Plan, on: Mesh) -> Plan:
+        return fit_on_fewer(model, there, on, ranks, updates, num_states)
+
+    smaller = smaller_meshes(model, own, mesh, fit)
+    return fewer_groups(own, mesh, fit).beside(smaller, has_budget=plan.budget != Budget())
+
+
+def room_after_a_loss(
+    model: nn.Module,
+    plan: Plan,
+    smaller: SmallerMeshes,
+    mesh: Mesh,
+    optimizer: str | None,
+    num_states: int,
+    ranks: Ranks,
+) -> str:
+    """How much of a host's memory an elastic job takes without one of its ranks, in a sentence; empty if none goes on.
+    Where it is not known of the `ranks`, this machine's is shown beside it."""
+    size = mesh.world_size - num_leaving(mesh, smaller.meshes)
+    if size in (0, mesh.world_size):
+        return ""
+    on = mesh_of(dict(zip(mesh.axes, mesh.sizes, strict=True)), smaller.meshes, size)
+    own = in_own_precision(plan, model)
+    there = smaller.plan_on(own.model_copy(update={"mesh": dict(zip(on.axes, on.sizes, strict=True))}), size)
+    updates = updates_of(model, optimizer) if optimizer else None
+    found = host_bytes_on(model, there, on, ranks, updates, num_states)
+    room, has = ranks.host_bytes, "it has"
+    if room is None:
+        room, has = Cgroups().memory(host_memory()).total_bytes, "this machine has"
+    needs = (
+        f"with {size} ranks left, a host holds up to {format_bytes(found.held)}, with images and copies and without "
+        f"activations, and {format_bytes(found.images)} more while ranks recover; {has} {format_bytes(room)}"
     )
+    if smaller.least > size:
+        needs += f". The budget needs {smaller.least} ranks, so the job waits for others, or ends"
+    elif found.held + found.images > room:
+        needs += ". That is too little: the system may end ranks for lack of memory"
+    return needs
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:

@@ -106,8 +106,9 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         text = f"An elastic job goes on without its {group}, {leaving}, until that is complete again."
         _section(console, "if a rank is lost", Text(text), *_smaller_times(explained))
     if explained.losses:
+        lines = [*map(str, explained.losses), *filter(None, [explained.subject.room_after_a_loss])]
         note = Text("Assumed: seconds of shardwise simulate to find a loss, to regroup, and to restart.", "dim")
-        _section(console, "what a loss costs an elastic job", Text("\n".join(map(str, explained.losses))), note)
+        _section(console, "what a loss costs an elastic job", Text("\n".join(lines)), note)
     if explained.tiers is not None and explained.tiers.lines:
         lines = [*explained.tiers.lines, *_assumed_hosts(explained.tiers.num_local)]
         _section(console, "offload per rank and step", Text("\n".join(lines)))

@@ -113,6 +113,11 @@ class Membership(Protocol[W]):
         (`plan.replica_groups.Smaller`)."""
         ...
 
+    def needs_ranks(self, least: int) -> None:
+        """Declare that fewer ranks than `least` do not keep to the plan's budget, so that the job needs as many, beside
+        what `--elastic` says. Replaces what was declared before."""
+        ...
+
     def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
         """Tell the launcher how long a step of the `size` ranks takes, with a relative standard `error`. If the job
         grows by itself, that decides how many ranks it should have; otherwise nothing is sent. Called by one rank."""

@@ -232,6 +232,5 @@ def plan_on(plan: Plan, num_ranks: int, local_size: int | None, smaller: Smaller
     except ConfigError:
         axes = plan.mesh or {"node": 1, "local": -1}  # without a mesh, only hosts' sizes do not fit
         mesh = mesh_of(axes, smaller.meshes, num_ranks)
-        there = plan.model_copy(update={"mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
-        return smaller.plan_on(there, num_ranks)
-    return plan
+        plan = plan.model_copy(update={"mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
+    return smaller.plan_on(plan, num_ranks)

@@ -138,6 +138,7 @@ class Recovery:
         self.world = sharded.world
         self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, sharded.mesh)
         self._smaller = sharded.parts.sharding.smaller
+        self._told_least = 0 if arrival is None else self._smaller.least
         self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
@@ -491,6 +492,7 @@ class Recovery:
         self._former.flats = []
         self._num_layouts += 1
         self._sharded, self._plan = sharded, with_group_sizes(sharded.plan, sharded.mesh)
+        self._smaller = sharded.parts.sharding.smaller
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version)
         self.loop_state.follow(sharded)
@@ -520,7 +522,11 @@ class Recovery:
         return Former.of(self._sharded)
 
     def tell_of_groups(self, smaller: Smaller) -> None:
-        """Let the launcher know which ranks leave together, and on which `smaller` meshes the others may go on."""
+        """Let the launcher know which ranks leave together, on which `smaller` meshes the others may go on, and how
+        many the plan's budget needs."""
+        if self._smaller.least != self._told_least:
+            self._told_least = self._smaller.least
+            self._membership.needs_ranks(self._told_least)
         mesh = self._plan.mesh
         if mesh is not None and group_size(mesh) > 1:
             self._membership.needs_groups(mesh, smaller)

@@ -40,6 +40,7 @@ from shardwise.program import (
     straight_passes,
     straight_trace,
 )
+from shardwise.program.buddies import copy_bytes
 from shardwise.program.image_bytes import image_bytes
 from shardwise.program.schedule import Op
 from shardwise.system.calibration import Calibration
@@ -150,6 +151,30 @@ def fit_on_fewer(
                 f"{of} would hold {format_bytes(taken)} on a {what} of {format_bytes(room)}, without activations"
             )
     return fitted
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Of a host's memory."""
+
+    held: int
+    """What its ranks hold there, with images and copies of other hosts', and without activations."""
+    images: int
+    """Those: as much again is taken while ranks recover."""
+
+
+def host_bytes_on(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    ranks: Ranks,
+    updates: Mapping[nn.Parameter, Update] | None = None,
+    states_per_param: int = 0,
+) -> HostBytes:
+    """On the host with the most, of an elastic job on `mesh`, whose `plan` has no budget any more."""
+    there = replace(ranks, num_local=min(ranks.num_local, mesh.world_size))
+    search = _Search(model, plan, mesh, there, updates, states_per_param)
+    return HostBytes(search.with_images(plan.offload), search.images(plan.offload))
 
 
 def choices_by_pp_rank(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
@@ -341,11 +366,25 @@ class _Search:
         return self._held[offload]
 
     def with_images(self, offload: Offload) -> int:
-        """Bytes of the host's memory that its ranks take, with the images from which others go on."""
+        """Bytes of the host's memory that its ranks take, with the images from which others go on, and the copies of
+        other hosts'."""
         held = self.holds(offload)
+        on_devices = held.on_devices if self._ranks.on_cpu else 0
+        return held.on_host + on_devices + self.images(offload) + self._copies(offload)
+
+    def images(self, offload: Offload) -> int:
+        """Bytes of these images."""
         of_units = ([flat for unit in units for flat in unit.flats] for units in self._specs(offload))
-        images = self._of_host([image_bytes(flats, self._states_per_param).copy for flats in of_units])
-        return held.on_host + images + (held.on_devices if self._ranks.on_cpu else 0)
+        return self._of_host([image_bytes(flats, self._states_per_param).copy for flats in of_units])
+
+    def _copies(self, offload: Offload) -> int:
+        """Bytes of what its ranks keep for those of other hosts."""
+        size, num_local = self._mesh.world_size, self._ranks.num_local
+        if num_local >= size or self._plan.survive == "host":
+            return 0
+        hosts = [rank // num_local for rank in range(size)]
+        every = ([flat for unit in units for flat in unit.flats] for units in self._specs(offload))
+        return num_local * max(copy_bytes(flats, self._states_per_param, hosts).kept for flats in every)
 
     def _time(self, step: StepProgram, held: Footprint) -> TierTime | None:
         if self._ranks.calibration is None:

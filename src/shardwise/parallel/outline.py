@@ -6,8 +6,9 @@ search for a plan and `explain` refuse the same, with the same words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -111,29 +112,38 @@ class OffDevice:
 
 @dataclass(frozen=True)
 class SmallerMeshes:
-    """The meshes on which a job of one model and plan goes on when no replica group is whole."""
+    """The meshes on which a job of one model and plan goes on when no replica group is whole, and what fewer ranks keep
+    off their devices, in whole groups (`fit/fewer_groups.py`) or on these."""
 
     meshes: Smaller = ()
     why_none: str = ""
     """Why there is none, in words that follow a colon; empty where that is plain from the plan."""
     off_device: Mapping[int, OffDevice] = field(default_factory=dict)
-    """By the number of ranks, of those with fewer than a group, if the plan has a budget: each of them holds more of
-    the model, and so has to keep more off its device."""
+    """By the number of ranks, of those with fewer than the job begins with, if the plan has a budget: each of them
+    holds more of the model, and so has to keep more off its device."""
+    least: int = 0
+    """The fewest ranks that keep to the plan's budget, if not all fewer ones do: the job needs as many."""
 
     def plan_on(self, plan: Plan, num_ranks: int) -> Plan:
         """`plan`, of whichever mesh, with what `num_ranks` keep off their devices if that is one of these."""
         there = self.off_device.get(num_ranks)
         return plan if there is None else plan.model_copy(update={"offload": there.offload, "disk": there.disk})
 
+    def of_smaller_meshes(self) -> SmallerMeshes:
+        """The same without what was found for whole groups."""
+        sizes = {math.prod(axes.values()) for axes in self.meshes[1:]}
+        kept = {size: there for size, there in self.off_device.items() if size in sizes}
+        return replace(self, off_device=kept, least=0)
+
     def told(self) -> dict[str, Any]:
         """All of it for a rank that joins, as JSON has it."""
         off_device = [[size, one.offload.model_dump(), one.disk] for size, one in self.off_device.items()]
-        return {"meshes": list(map(dict, self.meshes)), "off_device": off_device}
+        return {"meshes": list(map(dict, self.meshes)), "off_device": off_device, "least": self.least}
 
     @classmethod
     def heard(cls, told: Mapping[str, Any]) -> SmallerMeshes:
         off_device = {size: OffDevice(Offload(**offload), disk) for size, offload, disk in told["off_device"]}
-        return cls(tuple(told["meshes"]), "", off_device)
+        return cls(tuple(told["meshes"]), "", off_device, told["least"])
 
 
 def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, fit: Fit) -> SmallerMeshes:

@@ -52,7 +52,7 @@ from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck, dra
 from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
-from shardwise.plan.replica_groups import with_fewer_ranks
+from shardwise.plan.replica_groups import num_groups, with_fewer_ranks
 from shardwise.program import Update, reduces_each_time
 from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
@@ -62,6 +62,7 @@ from shardwise.system.machine import Cgroups, host_memory
 from shardwise.system.telemetry import ByteMeter
 
 if TYPE_CHECKING:
+    from shardwise.fit.fewer_groups import FewerGroups
     from shardwise.fit.smaller_meshes import PlainModel
 
 _log = logging.getLogger("shardwise")
@@ -100,7 +101,7 @@ class Sharding:
     budget: Budget = field(default_factory=Budget)
     """The budget of this plan, or of an earlier one."""
     smaller: SmallerMeshes = field(default_factory=SmallerMeshes)
-    """Where an elastic job goes on without a whole replica group."""
+    """Where an elastic job goes on without a whole replica group, and what fewer ranks keep off their devices."""
     plain: PlainModel | None = None
     """To time a step there, on the rank that does, until a mesh is chosen."""
 
@@ -366,12 +367,13 @@ def _lay_converted(
     updates: Updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else everyone)
     plan = in_own_precision(plan, model)
-    may_shrink = world.membership is not None and len(with_fewer_ranks(mesh)) > 1
+    may_shrink = world.membership is not None and (len(with_fewer_ranks(mesh)) > 1 or num_groups(mesh) > 1)
     ranks = ranks_of(world, plan, device, says_memory=may_shrink)
     fitted = within_budget(model, plan, mesh, ranks, updates)
     budget, smaller = plan.budget, SmallerMeshes()
     if world.membership is not None:
         smaller = smaller_meshes(model, plan, mesh, lambda there, on: fit_on_fewer(model, there, on, ranks, updates))
+        smaller = with_fewer_groups(smaller, model, plan, mesh, ranks, updates, world)
     plan = fitted.plan
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, everyone, device)
@@ -498,6 +500,40 @@ def log_fitted(fitted: Fitted, world: World) -> None:
     """Log once how a budget was met."""
     if fitted.summary and world.rank == 0:
         _log.warning("%s", fitted.summary)
+
+
+def with_fewer_groups(
+    smaller: SmallerMeshes,
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    ranks: Ranks,
+    updates: Updates,
+    world: World,
+) -> SmallerMeshes:
+    """`smaller`, with what ranks of an elastic job keep off their devices when replica groups have left. `plan` still
+    has its budget. What has no room then is logged once, by rank 0, which alone looks at it without a budget."""
+    has_budget = plan.budget != Budget()
+    if world.membership is None or plan.survive == "checkpoint" or not (has_budget or world.rank == 0):
+        return smaller
+    from shardwise.fit.fewer_groups import fewer_groups  # only these jobs load it
+
+    found = fewer_groups(
+        plan, mesh, lambda there, on: fit_on_fewer(model, there, on, ranks, updates), world.membership.least
+    )
+    if found.why and world.rank == 0:
+        _log.warning("%s", _no_room(found, mesh, has_budget=has_budget))
+    return found.beside(smaller, has_budget=has_budget)
+
+
+def _no_room(found: FewerGroups, mesh: Mesh, *, has_budget: bool) -> str:
+    then = "The job then waits for others, as with fewer than MIN of --elastic, or ends."
+    if not has_budget:
+        then = (
+            "The system may then end ranks for lack of memory. With a budget they keep more on a disk, or the job "
+            "waits for others."
+        )
+    return f"With fewer than {found.least} of {mesh.world_size} ranks there is no room: {found.why}. {then}"
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:

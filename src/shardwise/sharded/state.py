@@ -58,6 +58,7 @@ from shardwise.sharded.sharding import (
     require_elementwise,
     require_units,
     settings_of,
+    with_fewer_groups,
 )
 
 if TYPE_CHECKING:
@@ -345,6 +346,9 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     ranks = ranks_of(world, plan, sharded.parts.sharding.device)
     fitted = within_budget(model, plan, mesh, ranks, updates, is_live=True)
     budget = plan.budget if plan.budget.device is not None else sharded.parts.sharding.budget
+    smaller = sharded.parts.sharding.smaller.of_smaller_meshes()
+    if plan.budget != Budget():
+        smaller = with_fewer_groups(smaller, model, plan, mesh, ranks, updates, world)
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.parts.sharding)
     check_batch_norms(model, designed, sharded.parts.sharding.device)
@@ -368,7 +372,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     dealt = dealt_out(model, sharded.parts.sharding.experts, designed)
     log_fitted(fitted, world)
     try:
-        known = replace(sharded.parts.sharding, updates=updates)
+        known = replace(sharded.parts.sharding, updates=updates, smaller=smaller)
         renewed, fault = _moved(sharded, known, designed, (fitted.summary, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -18,7 +19,7 @@ from shardwise.comm.members.pace import Pace
 from shardwise.system import plain_data
 
 MemberMessageKind = Literal[
-    "here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "pace", "done", "raised"
+    "here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "least", "pace", "done", "raised"
 ]
 AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "spare", "out", "bye", "end"]
 
@@ -59,6 +60,7 @@ class MemberMessage:
     - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh,
       and of the smaller ones on which ranks go on where none is whole. One member says it again, without those that
       are slower than others of fewer ranks.
+    - `least`: fewer ranks than `text` says do not keep to the plan's budget.
     - `pace`: how fast the ranks of `generation` train, from the first of them. `text` has a `Pace`.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
 
@@ -85,6 +87,8 @@ class MemberMessage:
         plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
         if plain["kind"] == "groups":
             meshes_of_text(plain["text"])
+        if plain["kind"] == "least" and not re.fullmatch(r"\d{1,9}", plain["text"]):
+            raise ValueError("not a number of ranks")
         if plain["kind"] == "pace":
             Pace.from_text(plain["text"])
         return cls(**{**plain, **{name: tuple(plain[name]) for name in ("at_fault", "cut_off")}})

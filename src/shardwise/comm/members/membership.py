@@ -83,6 +83,7 @@ class StoreMembership(Generic[W]):
         self.predicted: Mapping[int, float] = {}
         self.folder = folder
         self.least, self.most = least, most
+        self._least_of_job = least
         self.arrival: Regrouped[W] | None = None
         self._channel = channel
         self._open_world = open_world
@@ -141,6 +142,11 @@ class StoreMembership(Generic[W]):
     def needs_groups(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]] = ()) -> None:
         """See `Membership`."""
         self._send("groups", meshes_as_text(axes, smaller))
+
+    def needs_ranks(self, least: int) -> None:
+        """See `Membership`."""
+        self.least = max(self._least_of_job, least)
+        self._send("least", str(least))
 
     def tell_pace(self, size: int, step_seconds: float, error: float) -> None:
         """See `Membership`."""

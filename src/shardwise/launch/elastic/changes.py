@@ -38,6 +38,8 @@ class Change:
     """Living ranks whose replica group has lost others."""
     can_come: bool = False
     """Whether processes will be started as soon as a host has free slots."""
+    why_least: str = "--elastic"
+    """What needs that many."""
 
 
 def change_of(
@@ -56,9 +58,10 @@ def change_of(
         now - min((loss.at for loss in rendezvous.losses), default=0.0),
         slots.num_coming(now) + len(living) - num_spares,
         slots.budget.in_words(),
-        rendezvous.least,
+        rendezvous.needed,
         excluded,
         num_spares=num_spares,
+        why_least=rendezvous.why_needed,
         can_come=slots.can_come(now),
     )
 
@@ -97,7 +100,7 @@ def _going_on(change: Change) -> str:
     if change.size >= change.least:
         return f"{_ranks(change.size)} continue{s} {after}."
     comma = "," if change.losses else ""
-    return f"{_ranks(change.size)} wait{s} {after}{comma} for more: the job needs {change.least} (--elastic)."
+    return f"{_ranks(change.size)} wait{s} {after}{comma} for more: the job needs {change.least} ({change.why_least})."
 
 
 def _spares(change: Change) -> Iterator[str]:

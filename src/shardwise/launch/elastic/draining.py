@@ -63,8 +63,8 @@ class Draining:
                 self._context.workers.leave(host)
             self._remember()
         if self._rendezvous.requests.needs_end and not self._context.signals.received:
-            least = self._rendezvous.least
+            needed = f"{self._rendezvous.needed} ({self._rendezvous.why_needed})"
             self._context.say(
-                f"ranks were asked to end, and the job needs {least} (--elastic), so all are asked to end and can save."
+                f"ranks were asked to end, and the job needs {needed}, so all are asked to end and can save."
             )
             self._context.signals.received.append(signal.SIGTERM)

@@ -108,6 +108,8 @@ class Rendezvous:
     """The axes of the plan's mesh, if ranks train in replica groups."""
     smaller: Smaller = ()
     """Meshes on which ranks train if no replica group is whole."""
+    fitting: int = 0
+    """The fewest ranks that keep to the plan's budget, as members have reported; 0 if all do."""
     requests: LeaveRequests = field(default_factory=LeaveRequests)
     _since: float = 0.0
     _in_vain: tuple[int, int] = (0, 0)
@@ -189,6 +191,8 @@ class Rendezvous:
             case "groups":
                 axes, smaller = meshes_of_text(message.text)
                 self.axes, self.smaller = axes, chosen(self.smaller if axes == self.axes else (), smaller)
+            case "least":
+                self.fitting = int(message.text)
             case "pace":
                 self.step = max(self.step, message.step)
             case "done":
@@ -246,7 +250,7 @@ class Rendezvous:
         """Whether enough would remain without these members: other members, and processes that wait to join."""
         staying = [one for one in self._living() if one.number not in numbers and not one.is_leaving]
         waiting = [one.number for one in self.processes.values() if one.waits]
-        return len(staying) > 0 and len(self._going_on([one.number for one in staying], waiting).members) >= self.least
+        return len(staying) > 0 and len(self._going_on([one.number for one in staying], waiting).members) >= self.needed
 
     def send_away(self, numbers: Iterable[int]) -> None:
         """Make these members leave at the next step boundary."""
@@ -254,6 +258,15 @@ class Rendezvous:
             for number in staying:  # counted at once, so that several hosts cannot be drained of too many together
                 self.processes[number].is_leaving = True
             self._publish(Announcement("leave", self.generation, staying))
+
+    @property
+    def needed(self) -> int:
+        """How many ranks are needed to continue."""
+        return max(self.least, self.fitting)
+
+    @property
+    def why_needed(self) -> str:
+        return "--elastic" if self.least >= self.fitting else "the plan's budget"
 
     # -- what follows -----------------------------------------------------------------------------------
 
@@ -327,7 +340,7 @@ class Rendezvous:
         living = self._living()
         coming = [process.number for process in self._coming(len(living))]
         grows = len(self._going_on([process.number for process in living], coming).members) > len(living)
-        comes = not self.is_ending and (grows or len(living) < self.least)
+        comes = not self.is_ending and (grows or len(living) < self.needed)
         leaves = any(process.is_leaving for process in living)
         if (comes or leaves) and not self.requests.is_stopping and self._wanted != self.generation:
             self._wanted = self.generation
@@ -357,7 +370,7 @@ class Rendezvous:
         coming = self._coming(len(staying)) if lets_in else []
         found = self._going_on([one.number for one in staying], [one.number for one in coming])
         can_come = not self.is_ending and self.can_grow()
-        least = 1 if self.requests.is_stopping else self.least
+        least = 1 if self.requests.is_stopping else self.needed
         if self.former and not staying:
             if not self.is_ending:
                 self.stop("No rank is left that has the state of the training.")
@@ -382,7 +395,7 @@ class Rendezvous:
         """End the job, which no process can join any more, unless it has ended well before its first generation."""
         if self.generation >= 0 or not all_ended_well(self.processes):
             left = f"{num_staying} rank{' is' if num_staying == 1 else 's are'} left"
-            self.stop(f"{left}, and the job needs {self.least} (--elastic).")
+            self.stop(f"{left}, and the job needs {self.needed} ({self.why_needed}).")
 
     def _coming(self, num_staying: int) -> list[Process]:
         """Those that may join the next generation."""

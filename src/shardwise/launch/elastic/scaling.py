@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -109,6 +110,7 @@ class Scaling:
             return
         self._look_at = now + _LOOK_SECONDS
         sizes = self._sizes(group_size(rendezvous.axes))
+        sizes = replace(sizes, least=max(sizes.least, rendezvous.fitting))
         if obstacle := _obstacle(rendezvous, sizes):
             self._hold(obstacle)
             return
