@@ -23,7 +23,7 @@ from torch import nn
 from shardwise.comm import World
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.hardware_here import described_hardware
+from shardwise.fit.hardware_here import described_hardware, with_ranks_of
 from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.fit.step_time import StepTime, step_time
 from shardwise.observe.differences import Difference, compared, seconds_by_action
@@ -56,7 +56,7 @@ class Prediction:
         hardware = None if _is_beyond(sharded) else described_hardware(world)
         if hardware is None:
             return
-        self._hardware = hardware.with_ranks(min(world.size, world.local_size or world.size))
+        self._hardware = with_ranks_of(hardware, world)
         self._hook = sharded.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         sharded.parts.hooks.callback(self._hook.remove)
 
