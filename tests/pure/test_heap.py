@@ -51,10 +51,10 @@ def test_free_pages_are_returned_if_they_are_many_beside_what_a_step_uses(
     told = Told(used=50 * MIB)
     heap = FreeHeap(told)
     told.used, told.free, told.resident = used * MIB, free * MIB, resident * MIB
-    heap.peak()
+    heap.after_forward()
     assert (heap.num_returns, heap.returned_bytes) == (bool(returned), returned * MIB)
     assert ("trim" in told.looked) == bool(returned)
-    heap.peak()
+    heap.after_forward()
     assert heap.num_returns == bool(returned), "nothing is left to return"
 
 
@@ -62,7 +62,7 @@ def test_the_kernel_is_not_asked_where_little_is_free() -> None:
     told = Told(used=50 * MIB)
     heap = FreeHeap(told)
     told.used, told.free = 100 * MIB, 10 * MIB
-    heap.peak()
+    heap.after_forward()
     assert told.looked == []
 
 
@@ -70,14 +70,31 @@ def test_what_rests_between_steps_is_not_of_a_step_and_with_a_budget_only_the_le
     told = Told()
     heap, strict = FreeHeap(told), FreeHeap(told, share=0.0)
     told.used, told.free, told.resident = 100 * MIB, 15 * MIB, 115 * MIB
-    heap.peak()
+    heap.after_forward()
     assert heap.num_returns == 0
     heap.rest()
-    heap.peak()
+    heap.after_forward()
     assert heap.num_returns == 1, "optimizer states, since the first step"
     told.resident = 115 * MIB
-    strict.peak()
+    strict.after_forward()
     assert strict.num_returns == 1
+
+
+def test_after_a_backward_there_stays_what_the_next_forward_takes() -> None:
+    told = Told(used=50 * MIB)
+    heap = FreeHeap(told)
+    told.used, told.free = 150 * MIB, 0
+    heap.after_forward()
+    told.used, told.free, told.resident = 60 * MIB, 110 * MIB, 170 * MIB
+    heap.after_backward()
+    assert told.looked == [], "100 MiB of activations, and a fifth more, of which 10 are still in use"
+    told.free, told.resident = 120 * MIB, 180 * MIB
+    heap.after_backward()
+    assert heap.returned_bytes == 120 * MIB
+    heap.rest()
+    told.free, told.resident = 20 * MIB, 80 * MIB
+    heap.after_backward()
+    assert heap.num_returns == 2, "nothing is known of the next step"
 
 
 def test_the_heap_of_this_process() -> None:
@@ -99,7 +116,7 @@ def test_the_heap_of_this_process() -> None:
         pytest.skip("this thread has another arena than the first")
     for block in blocks[::2]:
         libc.free(block)
-    kept.peak()
+    kept.after_forward()
     assert kept.num_returns == 1
     assert kept.returned_bytes >= 10 * MIB
     for block in blocks[1::2]:

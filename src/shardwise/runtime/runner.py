@@ -158,7 +158,7 @@ class Runner:
         if self._is_training_root and self.passes.current.is_running:
             self._ways.end_forward(training=True)
             if self.heap is not None and not is_dynamo_compiling():
-                self.heap.peak()
+                self.heap.after_forward()
         self._is_training_root = None
         if self._evaluation.is_running:
             self._end_evaluation()
@@ -292,6 +292,8 @@ class Runner:
         if current.op is None and self._ways.learn(current, reduces=current.reduces):
             self._watching.note_seen(training=True)
         self.passes.end()
+        if self.heap is not None and not is_dynamo_compiling():
+            self.heap.after_backward()
         self._journal.clock.rest()
 
     def await_graph(self, unit: Unit) -> None:
