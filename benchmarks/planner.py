@@ -2,8 +2,8 @@
 
 The machine is to be calibrated first (`shardwise calibrate`), while it is as quiet as it will be here. A plan that this
 number of ranks cannot have is drawn again. At the end the planner chooses for each model and precision, among all plans
-that could have been drawn, one for the step whose rows the fastest drawn plan has, and both are measured. Last come the bars,
-and whether they are met.
+that could have been drawn, one for the step whose rows the fastest drawn plan has, and both are measured. Last come the
+bars, and whether they are met.
 
     shardwise calibrate && python -m benchmarks planner
 """

@@ -10,11 +10,11 @@ with blocks of 1 MiB, none.
 When they are freed, smaller ones come to lie in the hole, and the next larger block needs another one: step by step the
 heap grows, to 48 MiB of free pages beside 148 that were in use, of a rank of two stages with four micro-batches in
 flight. `malloc_trim` gives whole free pages back wherever they lie, and costs what it takes to get them again, a page
-fault for each. So it is called where it is worth most, at the end of a forward, when activations are most, and only if
-free pages are more than `FREE_SHARE` of what a step has in use; and at the end of a backward, if they are more than the
-next forward takes: what was recomputed leaves them, and the peak may be at the loss. How many are resident, the kernel is asked (`mincore`,
-0.05 ms for a heap of 90 MiB), and only if glibc counts so many free bytes (0.01 ms). docs/planner-accuracy.md has what
-came of it.
+fault for each. So it is called where it is worth most: at the end of a forward, when activations are most, if free
+pages are more than `FREE_SHARE` of what a step has in use; and at the end of a backward, if they are more than the next
+forward takes, because what was recomputed leaves them, and the peak may be at the loss. How many are resident, the
+kernel is asked (`mincore`, 0.05 ms for a heap of 90 MiB), and only if glibc counts so many free bytes (0.01 ms).
+docs/planner-accuracy.md has what came of it.
 """
 
 from __future__ import annotations
