@@ -26,8 +26,6 @@ from mmap import PAGESIZE
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.system.process_memory import trim
-
 HEAP_BLOCK_BYTES = 1_000_000
 FREE_SHARE = 0.2
 """Of the bytes that a step has in use of the heap, beyond those between steps, so many may be free beside them."""
@@ -106,8 +104,10 @@ class Glibc:
     def __init__(self) -> None:
         """Raises `AttributeError` or `OSError` where this is not Linux with glibc 2.33 or newer."""
         libc = ctypes.CDLL(None)
-        self._mallinfo, self._mincore, self._sbrk = libc.mallinfo2, libc.mincore, libc.sbrk
+        self._mallinfo, self._trim = libc.mallinfo2, libc.malloc_trim
+        self._mincore, self._sbrk = libc.mincore, libc.sbrk
         self._mallinfo.restype = _Mallinfo
+        self._trim.argtypes = [ctypes.c_size_t]
         self._mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
         self._sbrk.argtypes, self._sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
         self._start = _start_of_heap()
@@ -134,7 +134,7 @@ class Glibc:
         return PAGESIZE * pages.raw.count(b"\1")
 
     def trim(self) -> None:
-        trim()
+        self._trim(0)
 
 
 class _Mallinfo(ctypes.Structure):
