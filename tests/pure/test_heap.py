@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from shardwise.sharded.engine_report import MemoryReport
 from shardwise.system.heap import FREE_SHARE, LEAST_BYTES, FreeHeap, Glibc
 
 MIB = 1 << 20
@@ -95,6 +96,14 @@ def test_after_a_backward_there_stays_what_the_next_forward_takes() -> None:
     told.free, told.resident = 20 * MIB, 80 * MIB
     heap.after_backward()
     assert heap.num_returns == 2, "nothing is known of the next step"
+
+
+def test_a_report_says_how_often_and_how_much() -> None:
+    kinds = {"param": 1, "grad": 2, "optim": 3, "working": 4}
+    report = MemoryReport(kinds, kinds, kinds, heap_returns=3, heap_returned_bytes=12 * MIB)
+    assert str(report).splitlines()[-1].split("  ")[0] == "free heap, returned 3 times"
+    assert "12.0 MiB" in str(report)
+    assert "heap" not in str(MemoryReport(kinds, kinds, kinds))
 
 
 def test_the_heap_of_this_process() -> None:
