@@ -81,23 +81,6 @@ def test_what_rests_between_steps_is_not_of_a_step_and_with_a_budget_only_the_le
     assert strict.num_returns == 1
 
 
-def test_after_a_backward_there_stays_what_the_next_forward_takes() -> None:
-    told = Told(used=50 * MIB)
-    heap = FreeHeap(told)
-    told.used, told.free = 150 * MIB, 0
-    heap.after_forward()
-    told.used, told.free, told.resident = 60 * MIB, 110 * MIB, 170 * MIB
-    heap.after_backward()
-    assert told.looked == [], "100 MiB of activations, and a fifth more, of which 10 are still in use"
-    told.free, told.resident = 120 * MIB, 180 * MIB
-    heap.after_backward()
-    assert heap.returned_bytes == 120 * MIB
-    heap.rest()
-    told.free, told.resident = 20 * MIB, 80 * MIB
-    heap.after_backward()
-    assert heap.num_returns == 2, "nothing is known of the next step"
-
-
 def test_a_report_says_how_often_and_how_much() -> None:
     kinds = {"param": 1, "grad": 2, "optim": 3, "working": 4}
     report = MemoryReport(kinds, kinds, kinds, heap_returns=3, heap_returned_bytes=12 * MIB)

@@ -292,8 +292,6 @@ class Runner:
         if current.op is None and self._ways.learn(current, reduces=current.reduces):
             self._watching.note_seen(training=True)
         self.passes.end()
-        if self.heap is not None and not is_dynamo_compiling():
-            self.heap.after_backward()
         self._journal.clock.rest()
 
     def await_graph(self, unit: Unit) -> None:

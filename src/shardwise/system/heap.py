@@ -10,10 +10,10 @@ with blocks of 1 MiB, none.
 When they are freed, smaller ones come to lie in the hole, and the next larger block needs another one: step by step the
 heap grows, to 48 MiB of free pages beside 148 that were in use, of a rank of two stages with four micro-batches in
 flight. `malloc_trim` gives whole free pages back wherever they lie, and costs what it takes to get them again, a page
-fault for each. So it is called where it is worth most: at the end of a forward, when activations are most, if free
-pages are more than `FREE_SHARE` of what a step has in use; and at the end of a backward, if they are more than the next
-forward takes, because what was recomputed leaves them, and the peak may be at the loss. How many are resident, the
-kernel is asked (`mincore`, 0.05 ms for a heap of 90 MiB), and only if glibc counts so many free bytes (0.01 ms).
+fault for each. So it is called where it is worth most, at the end of a forward, when activations are most, and only if
+free pages are more than `FREE_SHARE` of what a step has in use. (Also at the end of a backward, beyond what the next
+forward takes: twice as many bytes returned, and the peak no lower.) How many are resident, the kernel is asked
+(`mincore`, 0.05 ms for a heap of 90 MiB), and only if glibc counts so many free bytes (0.01 ms).
 docs/planner-accuracy.md has what came of it.
 """
 
@@ -62,28 +62,17 @@ class FreeHeap:
         """`share`: see `FREE_SHARE`. To be made between steps."""
         self._heap, self._share = heap, share
         self.num_returns = self.returned_bytes = 0
-        self._resting = self._most = 0
+        self._resting = 0
         self.rest()
 
     def rest(self) -> None:
         """No step is under way."""
         self._resting, _ = self._heap.used_and_free()
-        self._most = 0
 
     def after_forward(self) -> None:
-        """Activations are most."""
+        """Activations are most. Other threads may allocate and free meanwhile."""
         used, free = self._heap.used_and_free()
-        self._most = max(self._most, used - self._resting)
-        self._return_beyond(self._share * (used - self._resting), used, free)
-
-    def after_backward(self) -> None:
-        """Activations are fewest: what the next forward will take stays."""
-        used, free = self._heap.used_and_free()
-        self._return_beyond((1 + self._share) * self._most - (used - self._resting), used, free)
-
-    def _return_beyond(self, share: float, used: int, free: int) -> None:
-        """Other threads may allocate and free meanwhile."""
-        allowed = max(LEAST_BYTES, int(share))
+        allowed = max(LEAST_BYTES, int(self._share * (used - self._resting)))
         if free <= allowed:
             return
         before = self._heap.resident_bytes()
