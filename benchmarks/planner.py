@@ -2,7 +2,10 @@
 
 The machine is to be calibrated first (`shardwise calibrate`), while it is as quiet as it will be here. A plan that this
 number of ranks cannot have is drawn again. At the end the planner chooses for each model and precision, among all plans
-that could have been drawn, one for the step whose rows the fastest drawn plan has, and both are measured.
+that could have been drawn, one for the step whose rows the fastest drawn plan has, and both are measured. Last come the
+bars, and whether they are met.
+
+    shardwise calibrate && python -m benchmarks planner
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ AXES: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"sp": 2})
 PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row"}
 POLICIES = (None, "recompute", "offload")
 OPTIMIZER = "adamw"
+WITHIN_BYTES, WITHIN_SECONDS, LEAST_CORRELATION, MOST_SLOWER = 0.05, 0.15, 0.9, 0.05
+"""The bars: of each plan's memory and time, of the order of all, and of what is chosen beside the fastest plan."""
 
 Values = dict[str, Any]
 
@@ -118,6 +123,8 @@ def main(args: argparse.Namespace, console: Console) -> int:
         file = write_result(args.out / "planner.json", result)
     _show(rows, console)
     _show_chosen(chosen, console)
+    for line in bars(rows, chosen):
+        console.print(line, markup=False)
     console.print(f"\n{file}", markup=False)
     return 1 if runs.num_failed else 0
 
@@ -225,6 +232,32 @@ def rank_correlation(rows: Sequence[Values], of: str) -> float:
     """Spearman's, of predicted and measured seconds."""
     places = [np.argsort(np.argsort([row[key] for row in rows])) for key in (of, "measured")]
     return float(np.asarray(np.corrcoef(places))[0, 1]) if len(rows) > 2 else 1.0
+
+
+def bars(rows: Sequence[Values], chosen: Sequence[Values]) -> list[str]:
+    """A line for each bar: what was reached, and whether it is met. A plan that could not be measured is in no row."""
+    found = []
+
+    def within(what: str, bar: float, errors: Sequence[float]) -> None:
+        count = sum(error <= bar for error in errors)
+        is_met = bool(errors) and count == len(errors)
+        found.append(_bar(f"{what} within {bar:.0%}: {count} of {len(errors)}", is_met=is_met))
+
+    within("memory", WITHIN_BYTES, errors_of(rows, "predicted_peak_bytes", "share_bytes"))
+    within("time", WITHIN_SECONDS, errors_of(rows, "predicted"))
+    correlation = rank_correlation(rows, "predicted")
+    text = f"rank correlation of predicted and measured time at least {LEAST_CORRELATION}: {correlation:.2f}"
+    found.append(_bar(text, is_met=correlation >= LEAST_CORRELATION))
+    slower = [pair["chosen"]["measured"] / pair["best"]["measured"] - 1 for pair in chosen]
+    count = sum(one <= MOST_SLOWER for one in slower)
+    text = f"what is chosen at most {MOST_SLOWER:.0%} slower than the fastest drawn plan: {count} of {len(slower)}"
+    text += f", at most {max(slower):+.0%}" if slower else ""
+    found.append(_bar(text, is_met=bool(slower) and count == len(slower)))
+    return found
+
+
+def _bar(text: str, *, is_met: bool) -> str:
+    return f"{'met' if is_met else 'NOT MET':8}{text}"
 
 
 def _show(rows: Sequence[Values], console: Console) -> None:

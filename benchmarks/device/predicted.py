@@ -53,13 +53,20 @@ def program_of(values: Mapping[str, Any], size: LlamaSize) -> tuple[Plan, RankPr
 
 
 def machines(result: Mapping[str, Any]) -> dict[str, Hardware]:
-    """The card's profile by its name, and the calibrated one if that part has run."""
+    """The card's profile by its name, with as much of its host as that machine had, and the calibrated one if that part
+    has run."""
     name = (result["machine"]["gpus"] or ["none"])[0].lower().replace("-", " ").split()
-    found = {one: hardware(one) for one in profiles() if one.partition("-")[0] in name}
+    found = {
+        one: _on_host(hardware(one), result["machine"]["cores"]) for one in profiles() if one.partition("-")[0] in name
+    }
     for row in result["parts"].get("calibrated", {}).get("rows", ()):
         if "calibration" in row:
             found["calibrated"] = hardware_of_file(row["calibration"]["hardware"])
     return {label: one.with_ranks(1) for label, one in found.items()}
+
+
+def _on_host(machine: Hardware, cores: int) -> Hardware:
+    return machine if machine.host is None else machine.model_copy(update={"host": machine.host.with_cores(cores)})
 
 
 def measured(result: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -37,6 +37,7 @@ from benchmarks.overhead import summary_of as host_summary
 from benchmarks.overhead_rank import Block, measure
 from benchmarks.patience import Patience
 from benchmarks.peers import Settings, race, runs_of
+from benchmarks.planner import bars
 from benchmarks.results_file import read_result, write_result
 from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import SIZES
@@ -373,3 +374,18 @@ def test_the_verbs_help_and_the_page_name_every_program(capsys: pytest.CaptureFi
     assert set(PROGRAMS) <= said
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert set(PROGRAMS) - {"peers"} <= set(re.findall(r"^shardwise bench (\w+)", page, re.MULTILINE))  # make bench
+
+
+def test_the_planner_says_which_bars_are_met() -> None:
+    row = {"predicted": 1.0, "measured": 1.0, "predicted_peak_bytes": 100, "share_bytes": 100}
+    rows = [row | {"predicted": one, "measured": one} for one in (1.0, 2.0, 3.0, 4.0)]
+    best = {"chosen": {"measured": 1.04}, "best": {"measured": 1.0}}
+    met = ["memory within 5%: 4 of 4", "time within 15%: 4 of 4"]
+    met += ["rank correlation of predicted and measured time at least 0.9: 1.00"]
+    met += ["what is chosen at most 5% slower than the fastest drawn plan: 1 of 1, at most +4%"]
+    assert bars(rows, [best]) == [f"met     {line}" for line in met]
+    rows[0] |= {"share_bytes": 94, "predicted": 5.0}
+    lines = bars(rows, [best, {"chosen": {"measured": 1.2}, "best": {"measured": 1.0}}])
+    assert all(line.startswith("NOT MET ") for line in lines)
+    assert [line[8:].partition(": ")[2] for line in lines] == ["3 of 4", "3 of 4", "-0.20", "1 of 2, at most +20%"]
+    assert bars(rows, [])[-1].startswith("NOT MET "), "nothing was measured"

@@ -13,6 +13,7 @@ from shardwise.fit.clock import RankProgram, Timeline, time_ranks
 from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, hardware
 from shardwise.fit.operations import Operation, UnitWork, Work, Worked
 from shardwise.fit.prices import COPIES_TO_DECODE, COPIES_TO_ENCODE, PRICES, Prices
+from shardwise.fit.step_time import step_time
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Codes, SumOfCodes, Wire, mesh_for, pack, padded_numel, table_for
@@ -172,6 +173,28 @@ def test_gradients_that_wait_on_the_host_are_added_there() -> None:
         prices = Prices(step, on, TWO, accumulates=True)
         assert prices.of(action).computing == pytest.approx(computing)
         assert Prices(step, on, TWO).of(action).computing == 0
+
+
+def test_a_cast_that_adams_update_does_in_its_own_pass_is_free_and_others_are_not() -> None:
+    slow = TOY.model_copy(update={"host": TOY.host.model_copy(update={"memory_bytes_per_second": 8.0})})  # type: ignore[union-attr]
+    action = Action("cast", "a", "outgoing", dtype="bf16")
+    for optimizer, is_free in ((None, True), ("adamw", True), ("lion", False), ("adamw-int8", False), ("lamb", False)):
+        cost = Prices(StepProgram(units("a", TWO, "offload", optimizer), (), ()), slow, TWO).of(action)
+        assert cost.computing == (0 if is_free else pytest.approx(NUMEL / 2 * (4 + 4) / 8.0)), optimizer
+
+
+def test_a_step_says_what_its_updates_on_the_host_take_there() -> None:
+    host = TOY.host.model_copy(update={"adam_elements_per_second": NUMEL / 4, "cores": 96})  # type: ignore[union-attr]
+    on, work = TOY.model_copy(update={"host": host}), {"a": computing(1), "b": computing(1)}
+    for preset, expected in (
+        ("offload", "8.0 s of updates on the host, at 262.1 K elements a second for the 96 cores of a node"),
+        ("zero3", None),
+    ):
+        named = units("ab", TWO, preset)
+        step = plan_step(named, straight_trace(named))
+        lines = list(step_time([RankProgram(step, work)], on, TWO, num_micro_batches=1).lines)
+        found = [line for line in lines if "updates on the host" in line]
+        assert [line.partition(", and fewer")[0] for line in found] == ([] if expected is None else [expected])
 
 
 def test_what_overlaps_is_slowed_by_the_contention_of_the_hardware() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
+from shardwise.fit import hardware_here
 from shardwise.fit.calibrate.speed import calibrated_hardware, fit_products, hardware_from, hardware_of_file
 from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import PROFILES, Hardware, Link, hardware, profiles
@@ -139,6 +142,49 @@ def test_ranks_share_a_processor() -> None:
     assert four.with_ranks(4) == four
     assert four.with_ranks(1).peak("fp32") == pytest.approx(cpu.peak("fp32"))
     assert H100.with_ranks(4).peak("bf16") == H100.peak("bf16")
+
+
+def test_a_rank_on_a_processor_computes_on_no_more_cores_than_it_has_threads() -> None:
+    """Of four ranks with four threads each on 16 cores, three that are left have their own twelve, not all."""
+    machine = hardware("cpu").model_copy(update={"cores": 16})
+    four = machine.with_ranks(4, 4)
+    assert four.peak("fp32") == pytest.approx(machine.with_ranks(4).peak("fp32"))
+    for left in (machine.with_ranks(3, 4), four.with_ranks_left(3), machine.with_ranks(2, 4), four.with_ranks_left(1)):
+        assert left.peak("fp32") == pytest.approx(four.peak("fp32"))
+        assert left.memory_bytes_per_second == pytest.approx(four.memory_bytes_per_second)
+    again = machine.with_ranks(2, 4).with_ranks_left(1)
+    assert again.peak("fp32") == pytest.approx(four.peak("fp32")), "threads of two ranks that had been four"
+    crowded = machine.with_ranks(8, 4)
+    assert crowded.peak("fp32") == pytest.approx(four.peak("fp32") / 2)
+    assert crowded.with_ranks_left(4).peak("fp32") == pytest.approx(four.peak("fp32"))
+
+
+def test_a_part_of_a_host_gets_that_part_of_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine with one H200 and 16 of 112 cores; one with more cores than the profile, or without them."""
+    whole = hardware("h200")
+    assert whole.host is not None
+    part = whole.host.with_cores(16)
+    assert part.adam_elements_per_second == pytest.approx(15e9 / 7)
+    assert part.memory_bytes_per_second == pytest.approx(215e9 / 7)
+    assert part.with_cores(16) == part
+    assert part.link_bytes_per_second == whole.host.link_bytes_per_second
+    assert whole.host.with_cores(112) == whole.host.with_cores(224) == whole.host
+    unknown = whole.host.model_copy(update={"cores": None})
+    assert unknown.with_cores(16) == unknown
+    monkeypatch.setattr(hardware_here, "num_cores", lambda: 16)
+    here = hardware_here.with_ranks_of(whole, SimpleNamespace(size=1, local_size=1, device=torch.device("cuda")))  # type: ignore[arg-type]
+    assert here.host == part
+
+
+def test_ranks_that_are_left_run_the_threads_that_they_were_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four ranks of a host with 16 cores. The host's own rates stay: ranks that compute on it share them."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    world = SimpleNamespace(size=2, local_size=2, device=torch.device("cpu"))
+    machine = hardware("cpu").model_copy(update={"cores": 16})
+    here = hardware_here.with_ranks_of(machine, world)  # type: ignore[arg-type]
+    assert here.peak("fp32") == pytest.approx(machine.peak("fp32") / 4)
+    assert here.host == machine.host
+    assert here.ranks_per_node == 2
 
 
 def test_a_dtype_or_a_tier_without_figures_is_named() -> None:

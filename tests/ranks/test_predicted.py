@@ -218,10 +218,50 @@ def test_a_split_model_is_predicted_as_before_it_was_split(
     (units,) = rank_units(model, plan, mesh, optimizer="adamw")
     part = tuple(one[:, :8] for one in batch) if axis == "sp" else batch
     (counted,) = count_step(model, part, plan, mesh, counts_work=True)
-    expected = step_time([units.program(plan, counted)], described.with_ranks(2), mesh, num_micro_batches=1)
+    on = described.with_ranks(2, torch.get_num_threads())
+    expected = step_time([units.program(plan, counted)], on, mesh, num_micro_batches=1)
     assert found["parts"][f"waiting along {axis}"] > 0
     assert found["parts"] == pytest.approx(expected.breakdown)
     assert found["seconds"] == pytest.approx(expected.timeline.step_seconds)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_a_pipeline_is_predicted_by_its_first_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+) -> None:
+    """Which rehearses all stages of the model as it was before it was split, and asks no other rank."""
+    described = hardware("cpu")
+    monkeypatch.setattr(prediction, "described_hardware", lambda _: described)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 48)
+    values = {"preset": "zero1", "mesh": {"dp": 1, "pp": 2}, "accumulate": accumulate}
+    rows = batches(1, rows=2 * accumulate)[0]
+
+    def rank(world: sw.World) -> None:
+        model = Transformer()
+        plan = {"run": str(tmp_path), **values}
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            engine.train_step(rows)
+            engine.log({"loss": 0.0})
+
+    run_ranks(2, rank)
+    found = read_run(tmp_path).prediction
+    assert found is not None
+    plan, mesh, model = load_plan(values), Mesh(("dp", "pp"), (1, 2)), Transformer()
+    kinds = rank_units(model, plan, mesh, optimizer="adamw")
+    counted = count_step(model, tuple(one[:2] for one in rows), plan, mesh, counts_work=True)
+    programs = [kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True)]
+    expected = step_time(programs, described.with_ranks(2, 48), mesh, num_micro_batches=accumulate)
+    assert found["parts"]["waiting along pp"] > 0
+    assert found["parts"] == pytest.approx(expected.breakdown)
+    assert found["seconds"] == pytest.approx(expected.timeline.step_seconds)
+
+
+def test_what_stages_wait_for_one_another_is_compared_with_what_was_predicted() -> None:
+    line = {"seconds": 1.0, "hardware": "cpu", "parts": {"computing": 0.7, "waiting along pp": 0.3}}
+    row = {"computing": 1.2, "waited": {"pp:0>1": 0.2, "pp:1>0": 0.2}}
+    found = compared(line, 1.6, row)
+    assert found is not None
+    assert (found.what, found.by_seconds) == ("computing", pytest.approx(0.5))
 
 
 def span(name: str, begin: float, end: float, track: str = "units") -> list[dict[str, Any]]:

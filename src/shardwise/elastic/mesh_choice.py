@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from shardwise.fit.hardware_here import described_hardware
+from shardwise.fit.hardware_here import described_hardware, with_ranks_of
 from shardwise.fit.smaller_meshes import PlainModel, in_words, joined
 from shardwise.plan.mesh import SEQUENCE_AXIS
 from shardwise.plan.replica_groups import Smaller, fastest
@@ -32,7 +32,7 @@ def meshes_to_have(sharded: ShardedModel, plain: PlainModel, called: MicroBatch)
     world, smaller, hardware = sharded.world, sharding.smaller.meshes, described_hardware(sharded.world)
     if hardware is None or len(smaller) < 3:  # the first is of one whole group
         return smaller
-    hardware = hardware.with_ranks(min(world.size, world.local_size or world.size))
+    hardware = with_ranks_of(hardware, world)
     is_part = sequence is not None and not sequence.splits(called.args, called.kwargs)
     begun, on_cpu = time.perf_counter(), sharding.device.type == "cpu"
     try:

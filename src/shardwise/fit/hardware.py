@@ -81,13 +81,23 @@ class Link(_Section):
 
 class Host(_Section):
     """The host's side of a rank. `memory_bytes`, `memory_bytes_per_second` (bytes copied: each is read and written) and
-    `adam_elements_per_second` are of a node, which its ranks share; `link_bytes_per_second` is between one device and
-    the host, each way. Without a link the device is the host's processor."""
+    `adam_elements_per_second` are of a node, which its ranks share, with all of its `cores`; `link_bytes_per_second` is
+    between one device and the host, each way. Without a link the device is the host's processor."""
 
     memory_bytes: Bytes
     memory_bytes_per_second: Rate
     adam_elements_per_second: Rate
     link_bytes_per_second: Rate | None = None
+    cores: Annotated[int, Field(ge=1)] | None = None
+
+    def with_cores(self, cores: int) -> Host:
+        """A part of this host, which gets the same part of its rates: neither one core nor 16 of 112 can move all that
+        the memory's channels can. All of it where it is not known to have more."""
+        if self.cores is None or cores >= self.cores:
+            return self
+        share = cores / self.cores
+        rates = ("memory_bytes_per_second", "adam_elements_per_second")
+        return self.model_copy(update={"cores": cores, **{name: share * getattr(self, name) for name in rates}})
 
 
 class Disk(_Section):
@@ -138,6 +148,8 @@ class Hardware(_Section):
     more ranks get less each."""
     cores: Annotated[int, Field(ge=1)] | None = None
     """Those of a node whose ranks share them, if known."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """Of each of these ranks; None: as many as the launcher gives it, its part of the cores."""
     local: Link
     network: Link
     local_exchanges: Link | None = None
@@ -147,26 +159,33 @@ class Hardware(_Section):
 
     # -- the ranks on it --------------------------------------------------------------------------------
 
-    def with_ranks(self, num_local: int) -> Hardware:
-        """This hardware with `num_local` ranks on each node, which get less each if they share its device."""
-        changed: dict[str, object] = {"ranks_per_node": num_local}
+    def with_ranks(self, num_local: int, threads: int | None = None) -> Hardware:
+        """This hardware with `num_local` ranks on each node. If they share its device they get less each, and no more
+        of its cores than the `threads` that each runs (None: as many as the launcher gives it)."""
+        changed: dict[str, object] = {"ranks_per_node": num_local, "threads": threads}
         if self.ranks_share_device:
-            more = num_local / self.ranks_per_node
-            changed["peak_flops"] = {dtype: rate / more for dtype, rate in self.peak_flops.items()}
-            changed["memory_bytes_per_second"] = self.memory_bytes_per_second / more
-            changed["memory_bytes"] = int(self.memory_bytes / more)
+            changed["memory_bytes"] = int(self.memory_bytes * self.ranks_per_node / num_local)
+            before, now = (
+                self._cores_of_rank(self.ranks_per_node, self.threads),
+                self._cores_of_rank(num_local, threads),
+            )
+            changed["peak_flops"] = {dtype: rate * now / before for dtype, rate in self.peak_flops.items()}
+            changed["memory_bytes_per_second"] = self.memory_bytes_per_second * now / before
         return self.model_copy(update=changed)
 
     def with_ranks_left(self, num_local: int) -> Hardware:
         """This hardware when only `num_local` ranks of each node are left. They run as many threads as before, so they
         compute faster only where there were more ranks than cores; what else a node has is theirs alone."""
-        changed: dict[str, object] = {"ranks_per_node": num_local}
-        if self.ranks_share_device and self.cores is not None:
-            threads = max(1, self.cores // self.ranks_per_node)
-            before, now = (min(threads, self.cores / num) for num in (self.ranks_per_node, num_local))
-            changed["peak_flops"] = {dtype: rate * now / before for dtype, rate in self.peak_flops.items()}
-            changed["memory_bytes_per_second"] = self.memory_bytes_per_second * now / before
-        return self.model_copy(update=changed)
+        if not self.ranks_share_device or self.cores is None:
+            return self.model_copy(update={"ranks_per_node": num_local})
+        left = self.with_ranks(num_local, self.threads or _threads_of(self.cores, self.ranks_per_node))
+        return left.model_copy(update={"memory_bytes": self.memory_bytes})
+
+    def _cores_of_rank(self, num_local: int, threads: int | None) -> float:
+        """Those that one of `num_local` ranks of a node computes on, or its part of the node where they are unknown."""
+        if self.cores is None:
+            return 1 / num_local
+        return min(threads or _threads_of(self.cores, num_local), self.cores / num_local)
 
     @property
     def is_processor(self) -> bool:
@@ -374,6 +393,11 @@ class Hardware(_Section):
                 f"{{memory_bytes: ..., memory_bytes_per_second: ..., adam_elements_per_second: ...}}."
             )
         return self.host
+
+
+def _threads_of(cores: int, num_local: int) -> int:
+    """As `launch.environment.default_threads` has them, which this package is below."""
+    return max(1, cores // num_local)
 
 
 def fresh_seconds(blocks: FreshBlocks, num_bytes: float) -> float:

@@ -11,6 +11,7 @@ from shardwise.comm import World
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.hardware import Hardware, hardware, profiles
 from shardwise.system.calibration import readable_calibration
+from shardwise.system.machine import num_cores
 
 _log = logging.getLogger("shardwise")
 
@@ -38,6 +39,19 @@ def hardware_here(world: World) -> Hardware:
     name = _device_name(world) or world.device
     _log.warning("There is no hardware profile for %s; %s is assumed.", name, nearest.name)
     return nearest
+
+
+def with_ranks_of(machine: Hardware, world: World) -> Hardware:
+    """`machine` with the ranks that a host of `world` has now. On processors they run the threads that they were
+    started with: where others are lost, their cores are nobody's. A host beside accelerators may be a part of the one
+    that a profile has: a virtual machine of 16 cores for one H200 of a DGX with 112."""
+    on_cpu = world.device.type == "cpu"
+    here = machine.with_ranks(
+        min(world.size, world.local_size or world.size), torch.get_num_threads() if on_cpu else None
+    )
+    if on_cpu or here.host is None:
+        return here
+    return here.model_copy(update={"host": here.host.with_cores(num_cores())})
 
 
 def _nearest(names: Sequence[str], world: World) -> Hardware:

@@ -19,7 +19,9 @@ from shardwise.program import (
     Action,
     FlatSpec,
     Program,
+    States,
     StepProgram,
+    Update,
     backward_makes,
     disk_bytes,
     resting_disk_bytes,
@@ -34,6 +36,7 @@ COPIES_TO_ENCODE, COPIES_TO_DECODE = 4.0, 3.0
 core it was 3.7 and 2.2 for int8, and 4.3 and 3.5 for int4 (docs/between-hosts.md)."""
 COPIES_TO_FEED_BACK = 5.0
 """What error feedback takes beside it, of an element that is encoded: 4.3 for int8, and 4.9 for int4."""
+ADAM = Update(States(copies=2))
 NEWTON_SCHULZ_STEPS = 5
 """Of Muon, whose steps multiply `Matrix.cost` pairs each."""
 
@@ -311,7 +314,11 @@ def _cast(source: str, target: str) -> Price:
 
 
 def _cast_on_host(prices: Prices, action: Action) -> Cost:
+    """Adam's update writes it in its own pass, at the rate that a host's updates are measured with ([Note: one pass] in
+    `optim/host_adam.py`)."""
     flat = prices.flat(action)
+    if all(placed.update == ADAM for placed in flat.updates):
+        return FREE
     numel = _numel(flat, flat.table.optim.shard)
     width = WIDTH[flat.table.optim.dtype] + WIDTH[flat.table.param.dtype]
     return Cost(computing=prices.hardware.host_memory_seconds(numel * width / 2))  # a rate of bytes read and written

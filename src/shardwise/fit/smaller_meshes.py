@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.fit.clock import time_ranks
+from shardwise.fit.clock import RankProgram, time_ranks
 from shardwise.fit.equal_blocks import without_values
 from shardwise.fit.foreseen import count_step, rank_units
 from shardwise.fit.hardware import Hardware
@@ -59,13 +59,20 @@ class PlainModel:
             there = smaller.plan_on(plan.model_copy(update={"mesh": dict(axes)}), size)
             on, parts = Mesh.of(axes, size), axes.get(SEQUENCE_AXIS, 1)
             part = with_rows(batch, rows * num_data_ranks // on.data_place(0)[1], rows, parts)
-            kinds = rank_units(self.model, there, on, updates=self.updates, on_cpu=on_cpu)
-            bare, known = without_values(self.model), self.converted
-            counted = count_step(bare, part, there, on, converted=known, counts_work=True, on_cpu=on_cpu)
-            programs = [kind.program(there, its) for kind, its in zip(kinds, counted, strict=True)]
+            programs = self.programs(part, there, on, on_cpu=on_cpu)
             left = hardware.with_ranks_left(min(size, hardware.ranks_per_node))
             found[size] = time_ranks(programs, left, on, num_micro_batches=plan.accumulate).step_seconds
         return found
+
+    def programs(self, part: object, plan: Plan, mesh: Mesh, *, on_cpu: bool) -> list[RankProgram]:
+        """Of one rank, or of one of each stage, with what they compute of a micro-batch, of which `part` is one rank's.
+
+        Raises `ModelError` for a model that cannot be rehearsed.
+        """
+        kinds = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=on_cpu)
+        bare, known = without_values(self.model), self.converted
+        counted = count_step(bare, part, plan, mesh, converted=known, counts_work=True, on_cpu=on_cpu)
+        return [kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True)]
 
 
 def joined(batch: object, num_parts: int) -> object:

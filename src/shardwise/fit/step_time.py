@@ -8,8 +8,9 @@ from typing import Any
 
 from shardwise.fit.clock import RankProgram, Timeline, time_ranks
 from shardwise.fit.hardware import Hardware
+from shardwise.fit.tier_time import updated_numel
 from shardwise.plan.mesh import Mesh
-from shardwise.system.units import format_seconds
+from shardwise.system.units import format_count, format_seconds
 
 TIERS = {"host": "for copies to and from the host", "disk": "for the disk"}
 
@@ -35,6 +36,8 @@ class StepTime:
     timeline: Timeline
     hardware: Hardware
     copies: StateCopies | None = None
+    updated_on_host: int = 0
+    """Elements of a rank."""
 
     @property
     def step_seconds(self) -> float:
@@ -72,10 +75,21 @@ class StepTime:
             yield f"{seconds / step:>6.1%}  {format_seconds(seconds)} {what}"
         if timeline.bubble:
             yield f"{timeline.bubble:.0%} of the time is spent waiting for other stages, messages included"
+        if self.updated_on_host:
+            yield self._host_line()
         busy = (f"{stream} {share:.0%}" for stream, share in timeline.busy.items() if share > 0)
         yield f"streams are busy: {', '.join(busy)}"
         if self.copies is not None:
             yield f"{format_seconds(self.copies.seconds(self.hardware))} of copies of states, beside the next step"
+
+    def _host_line(self) -> str:
+        """What a device's profile assumes of its host, which may be another one in a job."""
+        host = self.hardware.host
+        assert host is not None, "an update on a host without rates has no price"
+        seconds = self.hardware.host_update_seconds(self.updated_on_host)
+        rate = format_count(round(host.adam_elements_per_second))
+        of = f"the {host.cores} cores of a node, and fewer take longer" if host.cores is not None else "a node"
+        return f"{format_seconds(seconds)} of updates on the host, at {rate} elements a second for {of}"
 
     def as_json(self) -> dict[str, Any]:
         timeline = self.timeline
@@ -109,4 +123,4 @@ def step_time(
         num_states=num_states,
         keeps_events=keeps_events,
     )
-    return StepTime(timeline, hardware)
+    return StepTime(timeline, hardware, updated_on_host=max(updated_numel(program.step) for program in programs))

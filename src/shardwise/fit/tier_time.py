@@ -108,7 +108,7 @@ def tier_time(
 
     On a machine without a device that and the host are both the CPU's memory, and what goes between is copied there.
     """
-    updated = _updated_numel(step)
+    updated = updated_numel(step)
     if not updated and held.host is None:
         return None
     memory = calibration.memory
@@ -150,7 +150,7 @@ def _read_in_passes(step: StepProgram) -> int:
     return sum(one.sent_bytes for one in actions if (one.verb, one.subject) == ("fetch", "param") and one.flat in there)
 
 
-def _updated_numel(step: StepProgram) -> int:
+def updated_numel(step: StepProgram) -> int:
     """Elements that one rank updates off its device."""
     flats = (flat for unit in step.units for flat in unit.flats if flat.updates_below)
     return sum(flat.layout.span(flat.table.optim.shard, dict.fromkeys(flat.layout.order, 0)).numel for flat in flats)

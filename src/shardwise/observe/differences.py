@@ -100,7 +100,9 @@ def compared(
     elif row:
         parts = predicted_parts(line)
         spent = {"computing": float(row.get("computing", 0.0)), DISK: float(row.get("disk", 0.0)), BETWEEN: idle}
-        spent |= {along(axis): seconds for axis, seconds in _seconds(row.get("waited")).items()}
+        for line_of_ranks, seconds in _seconds(row.get("waited")).items():
+            axis = line_of_ranks.partition(":")[0]  # two stages of a pipeline are `pp:0>1`
+            spent[along(axis)] = spent.get(along(axis), 0.0) + seconds
         changes = {name: spent.get(name, 0.0) - parts.get(name, 0.0) for name in {**spent, **parts}}
     else:
         return found

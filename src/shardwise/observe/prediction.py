@@ -3,9 +3,9 @@
 [Note: what a prediction costs] Rank 0 rehearses the batch of its first forward on fake tensors, as `engine.rehearse`
 does, before any step; later steps are not touched. Only a run with a record does, on a machine that was calibrated or
 whose device has a profile by name, and a failure is a line in the log. What is split within layers, sequences or
-experts is rehearsed with rank 0's parts, and what it would send is counted. Stages of a pipeline would have to be
-rehearsed with other ranks, and compiled kernels are not those that are counted: there is no prediction for these here,
-and `shardwise explain --time` has one for the former.
+experts is rehearsed with rank 0's parts, and what it would send is counted. Of a pipeline, rank 0 rehearses all stages
+of the model as it was before it was split. Compiled kernels are not those that are counted, and a loop that calls the
+stages itself has its own schedule: there is no prediction for these here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import World
+from shardwise.errors import ModelError
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.hardware_here import described_hardware
+from shardwise.fit.hardware_here import described_hardware, with_ranks_of
 from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.fit.step_time import StepTime, step_time
 from shardwise.observe.differences import Difference, compared, seconds_by_action
@@ -56,7 +57,7 @@ class Prediction:
         hardware = None if _is_beyond(sharded) else described_hardware(world)
         if hardware is None:
             return
-        self._hardware = hardware.with_ranks(min(world.size, world.local_size or world.size))
+        self._hardware = with_ranks_of(hardware, world)
         self._hook = sharded.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         sharded.parts.hooks.callback(self._hook.remove)
 
@@ -67,7 +68,9 @@ class Prediction:
         self._num_micro_batches = -self._sharded.parts.runner.passes.num_backwards
         begun = time.perf_counter()
         try:
-            self._foreseen = Foreseen.of(self._sharded, MicroBatch(args, kwargs), self._hardware)
+            called, has_stages = MicroBatch(args, kwargs), self._sharded.parts.pipeline is not None
+            foresee = Foreseen.of_stages if has_stages else Foreseen.of
+            self._foreseen = foresee(self._sharded, called, self._hardware)
             _log.info("What a step computes was counted in %.1f s.", time.perf_counter() - begun)
         except Exception as error:  # never into a loop that would train without it
             _log.info("The time of a step is not predicted: %s", error)
@@ -80,6 +83,8 @@ class Prediction:
             return
         self._num_micro_batches += self._sharded.parts.runner.passes.num_backwards
         num_micro_batches = max(1, round(self._num_micro_batches / num_steps))
+        if self._sharded.parts.pipeline is not None:
+            num_micro_batches = self._sharded.plan.accumulate  # a schedule has as many
         try:
             self._line, events = foreseen.line(num_micro_batches)
         except Exception as error:  # likewise
@@ -111,21 +116,29 @@ class Prediction:
 class Foreseen:
     """What a rank's step does, as far as a rehearsal of one micro-batch tells."""
 
-    program: RankProgram
+    programs: tuple[RankProgram, ...]
+    """Of this rank, or of one of each stage."""
     hardware: Hardware
     mesh: Mesh
 
     @classmethod
     def of(cls, sharded: ShardedModel, called: MicroBatch, hardware: Hardware) -> Foreseen:
         """Asks no other rank."""
-        mesh, sequence = sharded.mesh, sharded.parts.sequence
-        batch: object = called
-        if sequence is not None and sequence.splits(called.args, called.kwargs):
-            rows = rows_of(called)
-            batch = with_rows(called, rows, rows, mesh.size(SEQUENCE_AXIS))
         treatments = sharded.parts.sharding.treatments
-        found = rehearse_step(sharded, batch, None, EXPERT_LOAD, treatments, counts_work=True)
-        return cls(found.program(sharded), hardware, mesh)
+        found = rehearse_step(sharded, _part_of(sharded, called), None, EXPERT_LOAD, treatments, counts_work=True)
+        return cls((found.program(sharded),), hardware, sharded.mesh)
+
+    @classmethod
+    def of_stages(cls, sharded: ShardedModel, called: MicroBatch, hardware: Hardware) -> Foreseen:
+        """The same, of a step that goes through stages. Raises `ModelError` for what is no such step."""
+        sharding, passes = sharded.parts.sharding, sharded.parts.runner.passes
+        assert sharding.plain is not None, "nothing is predicted without it"
+        if passes.num_calls:
+            raise ModelError("A loop that calls a model in stages has a schedule of its own.")
+        on_cpu = sharding.device.type == "cpu"
+        with torch.random.fork_rng([]), sharded.world.journal.unobserved():
+            programs = sharding.plain.programs(_part_of(sharded, called), sharded.plan, sharded.mesh, on_cpu=on_cpu)
+        return cls(tuple(programs), hardware, sharded.mesh)
 
     def line(self, num_micro_batches: int) -> tuple[dict[str, Any], list[list[Event]]]:
         """The record's line about a step, and its timeline, in which equal micro-batches are left out."""
@@ -144,7 +157,16 @@ class Foreseen:
         return line, time.timeline.as_chrome_trace()
 
     def _time(self, num_micro_batches: int) -> StepTime:
-        return step_time([self.program], self.hardware, self.mesh, num_micro_batches=num_micro_batches)
+        return step_time(self.programs, self.hardware, self.mesh, num_micro_batches=num_micro_batches)
+
+
+def _part_of(sharded: ShardedModel, called: MicroBatch) -> object:
+    """A rank's part of a micro-batch."""
+    sequence = sharded.parts.sequence
+    if sequence is None or not sequence.splits(called.args, called.kwargs):
+        return called
+    rows = rows_of(called)
+    return with_rows(called, rows, rows, sharded.mesh.size(SEQUENCE_AXIS))
 
 
 def _actions(time: StepTime) -> dict[str, float]:
@@ -163,5 +185,5 @@ def _a_step(laps: Sequence[Lap], num_steps: int) -> tuple[float, dict[str, Any]]
 
 def _is_beyond(sharded: ShardedModel) -> bool:
     """Whether there is none: see [Note: what a prediction costs]."""
-    in_stages = sharded.parts.pipeline is not None
-    return in_stages or sharded.plan.compile is not None or sharded.parts.optimizer is None
+    has_no_stages = sharded.parts.pipeline is not None and sharded.parts.sharding.plain is None
+    return has_no_stages or sharded.plan.compile is not None or sharded.parts.optimizer is None

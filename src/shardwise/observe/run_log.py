@@ -362,7 +362,7 @@ class RunLog:
         prefetch_bytes = sharded.plan.prefetch_bytes
         try:
             membership.predicted = seconds_by_size(
-                foreseen.program,
+                foreseen.programs[0],
                 foreseen.hardware,
                 sharded.mesh,
                 sharded.table,

@@ -35,6 +35,7 @@ from shardwise.runtime.programs import Programs
 from shardwise.runtime.split_backward import Halves
 from shardwise.runtime.step import Step
 from shardwise.runtime.watch_reads import Watching
+from shardwise.system.heap import FreeHeap
 from shardwise.system.telemetry import UNITS
 from shardwise.system.torch_private import computes_without_values, outside_modes
 
@@ -61,6 +62,7 @@ class Runner:
         exchange: Exchange,
         shared_buffers: Sequence[SharedBuffers],
         settings: Settings,
+        heap: FreeHeap | None = None,
     ) -> None:
         self.units = list(units)
         self._model = model
@@ -69,6 +71,8 @@ class Runner:
         self.gathering = Gathering(units, executor)
         self._journal = executor.journal
         self._timeline = executor.timeline
+        self.heap = heap
+        """Of which free pages are returned, or `None` if this is not done."""
         self._evaluation = Evaluation(executor.journal)
         self._is_training_root: bool | None = None
         """Whether the running call of the model had gradients enabled; `None` between calls."""
@@ -85,7 +89,9 @@ class Runner:
         self._paths = Paths(self.passes, self._evaluation, self._post_backward, self.programs, paths, drops_layers)
         self._paths.may_differ = settings.paths_differ
         self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._paths)
-        self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)
+        self.step = Step(
+            executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers, heap
+        )
         backend = settings.compile_backend
         self._compiled = CompiledUnits(model, units, backend) if backend else None
 
@@ -151,6 +157,8 @@ class Runner:
         self._watching.pause()
         if self._is_training_root and self.passes.current.is_running:
             self._paths.end_forward(training=True)
+            if self.heap is not None and not is_dynamo_compiling():
+                self.heap.after_forward()
         self._is_training_root = None
         if self._evaluation.is_running:
             self._end_evaluation()

@@ -31,7 +31,7 @@ from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space
 from shardwise.fit.equal_blocks import without_values
-from shardwise.fit.hardware_here import hardware_here
+from shardwise.fit.hardware_here import hardware_here, with_ranks_of
 from shardwise.fit.measured_work import OperatorClock
 from shardwise.fit.model_subject import ModelSubject, Updates, rows_of
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Found, Limits, search
@@ -80,11 +80,11 @@ def settled(
     device = device_for(model, check_device(model, world), wishes, world)
     plan = settle(plan, world, device)
     updates = vet(optimizers, model)
-    limits, num_local = _limits(plan, world, device)
+    limits = _limits(plan, world, device)
     told: dict[str, object] = {}
     if world.rank == 0:
         try:
-            found, base, stages = _search(model, plan, updates, world, batch, limits, num_local, as_call=as_call)
+            found, base, stages = _search(model, plan, updates, world, batch, limits, as_call=as_call)
             chosen = found.best[0].candidate.plan(base).model_dump(mode="json", exclude_unset=True)
             told = {"plan": chosen}
             summary = "\n".join([*_summary(found, _fewest_ranks(world)), *stages])
@@ -106,7 +106,6 @@ def _search(
     world: World,
     batch: object,
     limits: Limits,
-    num_local: int,
     *,
     as_call: bool,
 ) -> tuple[Found, Plan, list[str]]:
@@ -114,7 +113,7 @@ def _search(
     given = {name: getattr(plan, name) for name in plan.model_fields_set if name not in ("preset", "budget")}
     base = in_own_precision(Plan(**given), model)
     on_cpu = world.device.type == "cpu"
-    machine = hardware_here(world).with_ranks(num_local)
+    machine = with_ranks_of(hardware_here(world), world)
     rows = rows_of(batch)
     mesh = Mesh.of(base.mesh or {"dp": -1}, world.size)
     if mesh.island_axes:
@@ -220,8 +219,8 @@ def _fewest_ranks(world: World) -> int:
     return world.size if world.membership is None else min(world.size, world.membership.least)
 
 
-def _limits(plan: Plan, world: World, device: torch.device) -> tuple[Limits, int]:
-    """What each device and host may hold, the smallest of all, and how many ranks share a host."""
+def _limits(plan: Plan, world: World, device: torch.device) -> Limits:
+    """What each device and host may hold, the smallest of all."""
     num_local = min(world.size, world.local_size or world.size)
     host = Cgroups().memory(host_memory()).total_bytes
     own = {"host": host, "device": None if device.type == "cpu" else world.rank_device.memory_bytes}
@@ -231,7 +230,7 @@ def _limits(plan: Plan, world: World, device: torch.device) -> tuple[Limits, int
     device_bytes = int(DEVICE_SHARE * min(devices)) if devices else host_bytes // num_local
     budget: Budget = plan.budget
     device_bytes = device_bytes if budget.device is None else budget.device
-    return Limits(device_bytes, host_bytes if budget.host is None else budget.host), num_local
+    return Limits(device_bytes, host_bytes if budget.host is None else budget.host)
 
 
 def _write(path: Path, summary: str, plan: dict[str, Any]) -> None:

@@ -47,6 +47,10 @@ class MemoryReport:
     """Bytes of host memory for copies of what ranks of other hosts hold."""
     image_bytes_on_disk: int = 0
     """Bytes on the disk for both: the second version of each file, and copies of other hosts' files."""
+    heap_returns: int = 0
+    """How often free pages of the heap were returned to the system, on a CPU ([Note: free heap is returned] in
+    `system/heap.py`), and how many bytes in all."""
+    heap_returned_bytes: int = 0
 
     @property
     def promised_total(self) -> int:
@@ -73,6 +77,7 @@ class MemoryReport:
             *_line("images on the host", self.image_bytes),
             *_line("copies for other hosts", self.kept_bytes),
             *_line("images and copies on the disk", self.image_bytes_on_disk),
+            *_line(f"free heap, returned {self.heap_returns} times", self.heap_returned_bytes),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -121,7 +126,13 @@ def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
     if treatments.have("disk"):
         on_host[STAGING] = meter.on("host").peak[STAGING]
         on_disk[SAVED] = meter.on("disk").peak[SAVED]
-    return replace(report, measured=_measured(sharded), measured_on_host=on_host, measured_on_disk=on_disk)
+    report = replace(report, measured=_measured(sharded), measured_on_host=on_host, measured_on_disk=on_disk)
+    heap = sharded.parts.runner.heap
+    return (
+        report
+        if heap is None
+        else replace(report, heap_returns=heap.num_returns, heap_returned_bytes=heap.returned_bytes)
+    )
 
 
 def rehearsed(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.hardware import Hardware
-from shardwise.fit.hardware_here import hardware_here
+from shardwise.fit.hardware_here import hardware_here, with_ranks_of
 from shardwise.fit.search import Evaluated, Limits
 from shardwise.fit.step_time import step_time
 from shardwise.memory import UnitChoice, choose_units
@@ -125,7 +125,7 @@ def _rehearsed(
     """What this rank, and with it its host, would take, by policy."""
     world = sharded.world
     num_local = min(world.size, world.local_size or world.size)
-    hardware = hardware_here(world).with_ranks(num_local)
+    hardware = with_ranks_of(hardware_here(world), world)
     found: dict[PolicyName, Evaluated] = {}
     for policy, treatments in meant.items():
         with _failing_alike(sharded):

@@ -103,7 +103,7 @@ class Sharding:
     smaller: SmallerMeshes = field(default_factory=SmallerMeshes)
     """Where an elastic job goes on without a whole replica group, and what fewer ranks keep off their devices."""
     plain: PlainModel | None = None
-    """To time a step there, on the rank that does, until a mesh is chosen."""
+    """To time a step there, or in a pipeline, on the rank that does."""
 
     @property
     def plan_to_fit(self) -> Plan:
@@ -332,17 +332,21 @@ def lay(
 def _to_be_timed(
     model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World
 ) -> PlainModel | None:
-    """The model while it is plain, on the rank that chooses among smaller meshes: see `elastic/mesh_choice.py`."""
-    if world.membership is None or world.rank != 0:
+    """The model while it is plain, on the first rank: where it chooses among smaller meshes (`elastic/mesh_choice.py`),
+    and where it predicts the time of a pipeline, of which it will have its own stages alone
+    (`observe/prediction.py`)."""
+    if world.rank != 0:
         return None
-    if len(with_fewer_ranks(mesh_for(plan, world.size, world.local_size))) < 3:  # the first is of one whole group
+    mesh = mesh_for(plan, world.size, world.local_size)
+    chooses = world.membership is not None and len(with_fewer_ranks(mesh)) > 2  # the first is of one whole group
+    if not chooses and not (plan.run is not None and has_pipeline(mesh)):
         return None
     from shardwise.fit.smaller_meshes import PlainModel  # only these jobs load it
 
     try:
         return PlainModel.of(model, vet(optimizers, model))
     except Exception as error:  # a model that cannot be copied is trained without it
-        _log.info("If ranks are lost, the others go on on the largest mesh: the model cannot be copied: %s", error)
+        _log.info("No step is foreseen before ranks are lost, or in a pipeline: the model cannot be copied: %s", error)
         return None
 
 

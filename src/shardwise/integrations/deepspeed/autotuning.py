@@ -28,7 +28,7 @@ from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError,
 from shardwise.fit.candidates import Candidate
 from shardwise.fit.equal_blocks import without_values
 from shardwise.fit.foreseen import updates_of
-from shardwise.fit.hardware_here import hardware_here
+from shardwise.fit.hardware_here import hardware_here, with_ranks_of
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Limits
 from shardwise.integrations.deepspeed.config import TranslatedConfig, load_config, read_config
@@ -261,7 +261,7 @@ def tuned(
     is called with. Asks no other rank."""
     settings = Settings.of(config)
     num_local = min(world.size, world.local_size or world.size)
-    machine = hardware_here(world).with_ranks(num_local)
+    machine = with_ranks_of(hardware_here(world), world)
     limits = _limits(world, num_local)
     updates = None if optimizer is None else updates_of(model, optimizer)
     on_cpu = world.device.type == "cpu"

@@ -1,0 +1,116 @@
+"""When free pages of a process's heap are returned, and that they are."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import pytest
+
+from shardwise.sharded.engine_report import MemoryReport
+from shardwise.system.heap import FREE_SHARE, LEAST_BYTES, FreeHeap, Glibc
+
+MIB = 1 << 20
+
+
+@dataclass
+class Told:
+    """A heap of which a test says what is in it; `trim` returns what is free."""
+
+    used: int = 0
+    free: int = 0
+    resident: int = 0
+    looked: list[str] = field(default_factory=list)
+
+    def used_and_free(self) -> tuple[int, int]:
+        return self.used, self.free
+
+    def resident_bytes(self) -> int:
+        self.looked.append("resident")
+        return self.resident
+
+    def trim(self) -> None:
+        self.looked.append("trim")
+        self.resident = self.used
+
+
+@pytest.mark.parametrize(
+    ("used", "free", "resident", "returned"),
+    [
+        (50, 4, 54, 0),  # no more than the least
+        (50, 5, 55, 5),  # nothing of the step is in use, so that the least counts
+        (150, 20, 170, 0),  # a fifth of what the step has in use
+        (150, 21, 171, 21),
+        (150, 40, 160, 0),  # most of it was returned before
+        (150, 40, 175, 25),
+    ],
+)
+def test_free_pages_are_returned_if_they_are_many_beside_what_a_step_uses(
+    used: int, free: int, resident: int, returned: int
+) -> None:
+    assert (FREE_SHARE, LEAST_BYTES) == (0.2, 4 * MIB)
+    told = Told(used=50 * MIB)
+    heap = FreeHeap(told)
+    told.used, told.free, told.resident = used * MIB, free * MIB, resident * MIB
+    heap.after_forward()
+    assert (heap.num_returns, heap.returned_bytes) == (bool(returned), returned * MIB)
+    assert ("trim" in told.looked) == bool(returned)
+    heap.after_forward()
+    assert heap.num_returns == bool(returned), "nothing is left to return"
+
+
+def test_the_kernel_is_not_asked_where_little_is_free() -> None:
+    told = Told(used=50 * MIB)
+    heap = FreeHeap(told)
+    told.used, told.free = 100 * MIB, 10 * MIB
+    heap.after_forward()
+    assert told.looked == []
+
+
+def test_what_rests_between_steps_is_not_of_a_step_and_with_a_budget_only_the_least_stays() -> None:
+    told = Told()
+    heap, strict = FreeHeap(told), FreeHeap(told, share=0.0)
+    told.used, told.free, told.resident = 100 * MIB, 15 * MIB, 115 * MIB
+    heap.after_forward()
+    assert heap.num_returns == 0
+    heap.rest()
+    heap.after_forward()
+    assert heap.num_returns == 1, "optimizer states, since the first step"
+    told.resident = 115 * MIB
+    strict.after_forward()
+    assert strict.num_returns == 1
+
+
+def test_a_report_says_how_often_and_how_much() -> None:
+    kinds = {"param": 1, "grad": 2, "optim": 3, "working": 4}
+    report = MemoryReport(kinds, kinds, kinds, heap_returns=3, heap_returned_bytes=12 * MIB)
+    assert str(report).splitlines()[-1].split("  ")[0] == "free heap, returned 3 times"
+    assert "12.0 MiB" in str(report)
+    assert "heap" not in str(MemoryReport(kinds, kinds, kinds))
+
+
+def test_the_heap_of_this_process() -> None:
+    """Every other one of many small blocks is freed: their pages lie between live ones, and are returned."""
+    heap = Glibc.found()
+    if heap is None:
+        pytest.skip("not Linux with glibc 2.33")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    heap.trim()
+    kept = FreeHeap(heap, share=0.0)
+    before, resident = heap.used_and_free()[0], heap.resident_bytes()
+    blocks = [libc.malloc(96 << 10) for _ in range(256)]  # below every threshold for mmap
+    for block in blocks:
+        ctypes.memset(block, 1, 96 << 10)
+    assert heap.used_and_free()[0] - before >= 24 * MIB
+    if heap.resident_bytes() - resident < 20 * MIB:
+        pytest.skip("this thread has another arena than the first")
+    for block in blocks[::2]:
+        libc.free(block)
+    kept.after_forward()
+    assert kept.num_returns == 1
+    assert kept.returned_bytes >= 10 * MIB
+    for block in blocks[1::2]:
+        assert ctypes.string_at(block, 96 << 10) == b"\1" * (96 << 10)
+        libc.free(block)
