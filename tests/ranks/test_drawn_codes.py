@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from twins import Batch, Run, assert_same, batches, engine_step, plan_of, sharde
 from wires import Reduced, assert_same_but_for_flips, parts_of, places_of, resuming, saving_to, twin_run
 
 import shardwise as sw
-from tests.models import Decoder, Transformer
+from tests.models import Decoder, Mixture, Transformer
 from tests.thorough import drawn, varies
 
 Tensor = torch.Tensor
@@ -172,26 +173,32 @@ def test_drawn_changes_of_plan_train_like_their_twins(tmp_path: Path) -> None:
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 
 
-@varies
-@pytest.mark.parametrize("axis", ["pp", "tp"])
-def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_path: Path) -> None:
-    """In pipelines `ddp` and `zero1` send what micro-batches have added up, once in a step; the others each one's
-    gradients. Along `tp` codes are of the part that a rank has, and sums of the split model differ in last bits."""
-    draw, data = random.Random(axis), batches(2, rows=8)
-    for number in range(drawn(1, 60)):
-        preset = draw.choice([name for name in PRESETS if name not in TWO_AXES])
-        wire, settings = drawn_wire(draw, preset), draw.choice(SETTINGS)
-        plan = plan_of(preset, {axis: 2, "dp": 2}, wire=wire, **settings)
+@dataclass
+class Within:
+    """A plan on a mesh that has a model axis, too, and the model that it trains."""
+
+    plan: dict[str, Any]
+    model: nn.Module
+
+    @classmethod
+    def by(cls, draw: random.Random, axis: str, disk: Path, seed: int) -> Within:
+        """Hosts have two ranks along `axis`, or with `hsdp` and `hpz` two along `local`, too."""
+        preset = draw.choice(PRESETS)
+        data_axes = TWO if preset in TWO_AXES else {"dp": 2}
+        mesh = {**data_axes, axis: 2} if axis == "ep" else {axis: 2, **data_axes}
+        plan = plan_of(preset, mesh, wire=drawn_wire(draw, preset), **draw.choice(SETTINGS))
         if axis == "pp":
             plan |= {"accumulate": draw.choice((2, 4)), "pipeline": {"schedule": draw.choice(SCHEDULES)}}
-        else:
+        elif axis == "tp":
             plan |= {"tensor": SPLIT}
-        plan |= {"disk": str(tmp_path / str(number))} if preset == "infinity" else {}
-        torch.manual_seed(number)
-        model = Decoder()
+        plan |= {"disk": str(disk)} if preset == "infinity" else {}
+        torch.manual_seed(seed)
+        model: nn.Module = Mixture(num_blocks=2) if axis == "ep" else Decoder()
         model.blocks[1].requires_grad_(draw.random() < 0.7)
+        return cls(plan, model)
 
-        def run_of(engine: sw.Engine) -> Run:
+    def run(self, data: Sequence[Batch]) -> list[Run]:
+        def on_rank(engine: sw.Engine) -> Run:
             run = Run(extra={"places": places_of(engine), "parts": parts_of(engine)})
             for x, y in data:
                 loss = engine.train_step((rows_of(engine, x), rows_of(engine, y)))
@@ -200,34 +207,63 @@ def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_pat
             run.params = {name: value.clone() for name, value in engine.state_dict().items()}
             return run
 
-        runs = work_on_ranks(4, run_of, plan, partial(copy.deepcopy, model))
+        num_ranks = math.prod(self.plan["mesh"].values())
+        return work_on_ranks(num_ranks, on_rank, self.plan, partial(copy.deepcopy, self.model))
+
+    def twin(self, data: Sequence[Batch], runs: Sequence[Run]) -> Run:
+        """In pipelines `ddp` and `zero1` send what micro-batches have added up, once in a step; the others each one's
+        gradients. Codes are of the part that a rank has. Ranks along `ep` have tokens of their own, and sum what is not
+        experts among themselves before it becomes codes."""
+        preset, mesh = self.plan["preset"], self.plan["mesh"]
         split = {name for run in runs for name in run.extra["parts"]}
-        twin = twin_run(
-            model,
+        num_dealt = mesh.get("ep", 1)
+        return twin_run(
+            self.model,
             data,
-            2,
-            wire,
-            accumulate=plan.get("accumulate", 1),
+            math.prod(size for axis, size in mesh.items() if axis not in ("pp", "tp")),
+            self.plan["wire"],
+            num_near=mesh.get("local", 1) * num_dealt,
+            num_dealt=num_dealt,
+            accumulate=self.plan.get("accumulate", 1),
             waits_whole=preset in ("ddp", "zero1"),
-            adds_narrow=preset == "ddp",
             sends_frozen=preset not in SENDS_NO_FROZEN,
-            resident_below=settings.get("resident_below", 0),
+            resident_below=self.plan.get("resident_below", 0),
             reduced=Reduced(
                 {name: place for run in runs for name, place in run.extra["places"].items()},
-                waits=preset == "zero1",
-                num_whole=int(preset == "ddp"),
+                waits=preset == "zero1" or (preset == "ddp" and "pp" in mesh),
+                num_whole={"ddp": 3, "hsdp": 1}.get(preset, 0),
             ),
-            parts={name: [run.extra["parts"][name] for run in runs] for name in split},
+            parts={name: [run.extra["parts"][name] for run in runs if name in run.extra["parts"]] for name in split},
         )
-        is_split = axis == "tp"
-        for run in runs:
-            try:
-                if is_split or preset in ON_HOST:
-                    assert_same_but_for_flips(run, twin, is_split=is_split)
-                else:
-                    assert_same(run, twin)
-            except AssertionError as error:
-                raise AssertionError(f"{plan}: {error}") from error
+
+
+def race_within(axis: str, within: Within, data: Sequence[Batch]) -> None:
+    """Along `tp` and `ep` sums of the split model differ in last bits."""
+    runs = within.run(data)
+    twin = within.twin(data, runs)
+    for run in runs:
+        try:
+            if axis != "pp" or within.plan["preset"] in ON_HOST:
+                assert_same_but_for_flips(run, twin, is_split=axis != "pp")
+            else:
+                assert_same(run, twin)
+        except AssertionError as error:
+            raise AssertionError(f"{within.plan}: {error}") from error
+
+
+@varies
+@pytest.mark.parametrize("axis", ["pp", "tp", "ep"])
+def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_path: Path) -> None:
+    draw, data = random.Random(axis), batches(2, rows=16)
+    for number in range(drawn(1, 60)):
+        race_within(axis, Within.by(draw, axis, tmp_path / str(number), number), data)
+
+
+def test_micro_batches_of_a_pipeline_are_added_before_they_are_rounded() -> None:
+    """Eight of them, with `ddp`: the sum is rounded once, where it is sent."""
+    torch.manual_seed(0)
+    plan = {"preset": "ddp", "mesh": {"pp": 2, "dp": 2}, "accumulate": 8, "wire": {"grad": "bf16"}}
+    race_within("pp", Within(plan, Decoder(num_blocks=2)), batches(2, rows=16))
 
 
 def drawn_wire(draw: random.Random, preset: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,21 +100,12 @@ def resuming(folder: Path) -> Callable[[sw.Engine, torch.optim.Optimizer, Batch]
 
 
 def is_coded(name: str, param: Tensor) -> bool:
-    """Of `tests.models.Transformer`: neither vectors nor embeddings."""
-    return param.dim() > 1 and not name.startswith(("tokens", "positions"))
+    """Of `tests.models.Transformer`: neither vectors nor embeddings, nor routers."""
+    return param.dim() > 1 and not name.startswith(("tokens", "positions")) and "router" not in name
 
 
 def _narrow(tensor: Tensor) -> Tensor:
     return tensor.bfloat16().to(tensor.dtype)
-
-
-def _added(of_batches: Sequence[Mapping[str, Tensor]], narrow: Collection[str]) -> dict[str, Tensor]:
-    """The gradients of a rank's micro-batches, by name; those in `narrow` are rounded to bf16 after each."""
-    added = {name: _narrow(grad) if name in narrow else grad for name, grad in of_batches[0].items()}
-    for one in of_batches[1:]:
-        added = {name: total + one[name] for name, total in added.items()}
-        added |= {name: _narrow(added[name]) for name in narrow}
-    return added
 
 
 def _formats(wire: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -133,7 +124,8 @@ class Reduced:
     places: Mapping[str, tuple[int, int]]
     """Where each parameter begins in its flat buffer, and how long that is: equal parts of it belong to the ranks."""
     waits: bool = False
-    """Whether gradients wait as they were computed (`zero1`), so that they are not rounded before the first sum."""
+    """Whether gradients wait as they were computed (`zero1`, and `ddp` in a pipeline), so that they are not rounded
+    before the first sum."""
     num_whole: int = 0
     """Along how many axes, the outer ones, every rank gets all of the sum, which is sent in bf16, too: 1 with `hsdp`,
     all with `ddp`."""
@@ -238,14 +230,14 @@ def twin_run(
     reduced: Reduced | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     parts: Parts | None = None,
-    adds_narrow: bool = False,
+    num_dealt: int = 1,
 ) -> Run:
     """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
     `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do. Frozen
     parameters of fewer elements than `resident_below` stay whole on every rank, so they are never sent. `reduced` is
     needed where gradients in bf16 are rounded more than once, or not by all. With the `optimizer` of an earlier run,
     `model` and it go on from there; both are in `extra` when this one ends. `parts` are codes' own where model axes
-    split parameters. With `adds_narrow`, micro-batches that wait are added in bf16 if they are sent in it."""
+    split parameters. Experts are dealt out to `num_dealt` ranks in a row, each of which has the tokens of all."""
     parts = parts or {}
     sent = _Sent(wire, parts)
     trained = _formats(wire.get("param"))
@@ -277,23 +269,29 @@ def twin_run(
                 of_batches[-1].append({name: computed.get_parameter(name).grad * factor for name in named})
         if waits_whole:
             by_rank = zip(*of_batches, strict=True)
-            narrow = {name for name, param in named.items() if adds_narrow and sent.is_narrow(name, param)}
-            of_batches = [[_added(of_rank, narrow) for of_rank in by_rank]]
+            of_batches = [[{name: sum(one[name] for one in of_rank) for name in named} for of_rank in by_rank]]
         for name, param in named.items():
             param.grad = torch.zeros_like(param)
+            own_near = num_near
             for of_ranks in of_batches:
+                summands = [one[name] for one in of_ranks]
+                if "experts" in name:
+                    own_near, summands = max(1, num_near // num_dealt), _sums(summands, num_dealt)
                 if reduced is not None and sent.is_narrow(name, param):
-                    param.grad += reduced.sum(name, [one[name] for one in of_ranks], num_near)
+                    param.grad += reduced.sum(name, summands, own_near)
                     continue
-                near = [of_ranks[first : first + num_near] for first in range(0, num_ranks, num_near)]
-                summands = (sum(one[name] for one in some) for some in near)
-                param.grad += sum(sent(name, place, summand) for place, summand in enumerate(summands))
+                param.grad += sum(sent(name, place, one) for place, one in enumerate(_sums(summands, own_near)))
         run.norms.append(math.sqrt(sum(float(param.grad.double().square().sum()) for param in named.values())))
         optimizer.step()
         run.losses.append(sum(losses) / len(losses))
     run.params = {name: param.detach().clone() for name, param in named.items()}
     run.extra = {"model": masters, "optimizer": optimizer}
     return run
+
+
+def _sums(summands: Sequence[Tensor], num: int) -> list[Tensor]:
+    """Of so many in a row."""
+    return [sum(summands[first : first + num]) for first in range(0, len(summands), num)]
 
 
 def adamw_of_gpt(model: nn.Module) -> torch.optim.Optimizer:

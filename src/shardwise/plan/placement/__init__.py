@@ -12,7 +12,7 @@ from shardwise.plan.placement.offload import (
     share_of_last,
     with_update_on_host,
 )
-from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
+from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier, wider
 from shardwise.plan.placement.presets import (
     PRESETS,
     Preset,
@@ -69,4 +69,5 @@ __all__ = [
     "table_for",
     "takes_local_size",
     "with_update_on_host",
+    "wider",
 ]
