@@ -34,18 +34,19 @@ from tests import inside
 Tensor = torch.Tensor
 
 
-def assert_same_but_for_flips(run: Run, twin: Run, *, is_split: bool = False) -> None:
+def assert_same_but_for_flips(run: Run, twin: Run, *, is_split: bool = False, most: float | None = None) -> None:
     """Where the host updates, it may round the last bit otherwise than torch's optimizer (seen on AMD with AVX-512, not
     on Intel). An element that lay between two codes then gets the other one, which is a whole step of its block away:
     few do, and an update of AdamW is hardly longer than its rate, 3e-3, in each step. If the model `is_split`, its sums
     differ in last bits everywhere, and more flip in the first step, by which the gradients of the second differ: of 30
-    drawn plans one had a loss 1.6e-5 away and 1.4 % of the elements, the others at most 4e-7 and 0.3 %."""
-    rates_apart, loss_apart, most = (2, 1e-4, 0.05) if is_split else (1, 1e-5, 0.01)
+    drawn plans one had a loss 1.6e-5 away and 1.4 % of the elements, the others at most 4e-7 and 0.3 %. That is of two
+    steps; `most` is the share of elements that may be away after more."""
+    rates_apart, loss_apart, of_two_steps = (2, 1e-4, 0.05) if is_split else (1, 1e-5, 0.01)
     assert run.losses == pytest.approx(twin.losses, rel=loss_apart)
     assert run.norms == pytest.approx(twin.norms, rel=1e-3)
     away = torch.cat([(run.params[name] - theirs).abs().flatten() for name, theirs in twin.params.items()])
     assert away.max() <= rates_apart * len(twin.losses) * 3e-3
-    assert (away > 1e-5).float().mean() <= most
+    assert (away > 1e-5).float().mean() <= (most or of_two_steps)
 
 
 def assert_trains_like(
@@ -167,7 +168,7 @@ Parts = Mapping[str, Sequence[Tensor]]
 """Of each parameter that model axes split: those of all ranks."""
 
 
-def _of_parts(through: Callable[[Tensor], Tensor], parts: Sequence[Tensor] | None) -> Callable[[Tensor], Tensor]:
+def of_parts(through: Callable[[Tensor], Tensor], parts: Sequence[Tensor] | None) -> Callable[[Tensor], Tensor]:
     """Each part by itself: its blocks begin where it begins."""
     if parts is None:
         return through
@@ -205,7 +206,7 @@ class _Sent:
     def __call__(self, name: str, place: int, summand: Tensor) -> Tensor:
         if not is_coded(name, summand):
             return self._rest(summand)
-        through = _of_parts(self._through, self._parts.get(name))
+        through = of_parts(self._through, self._parts.get(name))
         if self._feedback is None:
             return through(summand)
         beta = self._feedback["beta"]
@@ -255,7 +256,7 @@ def twin_run(
             for name, param in computed.named_parameters():
                 to_matrix, to_rest = trained if param.requires_grad else frozen
                 is_sent = param.requires_grad or (sends_frozen and param.numel() >= resident_below)
-                to_sent = _of_parts(to_matrix, parts.get(name)) if is_coded(name, param) else to_rest
+                to_sent = of_parts(to_matrix, parts.get(name)) if is_coded(name, param) else to_rest
                 param.copy_(to_sent(param) if is_sent else param)
         losses, of_batches = [], []
         for part_of_step in range(accumulate):
