@@ -1,5 +1,5 @@
-"""What fewer bits cost in what is learnt: a GPT of bytes trains with fp8 layers or narrow wires, and beside it, from the
-same seed, so from the same values and with the same batches, without them.
+"""What fewer bits cost in what is learnt: a GPT of bytes trains with fp8 layers or narrow wires, and beside it without
+them, from the same seed, so from the same values and with the same batches.
 
 [Note: pairs] Seeds differ by more than recipes do, so each run is compared with the plain one of its own seed, and the
 mean over seeds of these differences has a confidence interval (Student's t). What is left is chance: a last bit moves
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,8 @@ def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def onebit_adam(params: list[torch.nn.Parameter], freeze_step: int = STEPS // 5) -> torch.optim.Optimizer:
-    return OneBitAdam(params, lr=RATE, freeze_step=freeze_step)
+    """Without bias corrections: with these betas the first steps are no longer than later ones."""
+    return OneBitAdam(params, lr=RATE, betas=(0.9, 0.99), freeze_step=freeze_step)
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,15 @@ class Variant:
     num_ranks: int = 1
     optimizer: MakeOptimizer = adamw
     nudge: float = 0.0
+    together: float = 0.0
+    """The share of all steps in which ranks train as with `zero1` before they follow `plan`."""
 
-    def plan_for(self) -> dict[str, Any]:
-        return {"preset": "zero1", **self.plan}
+    def phases(self, steps: int) -> Iterator[tuple[dict[str, Any], range]]:
+        """Plans, each with the numbers of its steps, of which the first is 1."""
+        first = int(self.together * steps)
+        if first:
+            yield {"preset": "zero1"}, range(1, first + 1)
+        yield {"preset": "zero1", **self.plan}, range(first + 1, steps + 1)
 
 
 def _fp8(recipe: str) -> Variant:
@@ -90,10 +98,9 @@ VARIANTS = {
     "int8+int4": _wired({"preset": "zero3", "wire": {"param": "int8", "grad": "int4"}}),
     "fp8-wire": _wired({"preset": "zero3", "wire": {"param": "fp8"}}),
     "powersgd": _wired({"preset": "ddp", "powersgd": {"rank": 2, "start_step": 100}}),
-    # Adam without bias corrections, as in its own warm-up: which correct the first steps, and are not what is compared
     "adam": Variant({"preset": "ddp"}, num_ranks=2, optimizer=partial(onebit_adam, freeze_step=10**9)),
     "onebit-adam": _wired({"preset": "ddp"}, beside="adam", optimizer=onebit_adam),
-    "islands": _wired({"mesh": {"island": 2, "dp": -1}, "islands": _ISLANDS}),
+    "islands": _wired({"mesh": {"island": 2, "dp": -1}, "islands": _ISLANDS}, together=0.5),
 }
 
 
@@ -135,7 +142,7 @@ class Text:
     def of_the_library(cls) -> Text:
         files = sorted((ROOT / "src" / "shardwise").rglob("*.py"))
         whole = b"".join(file.read_bytes() for file in files)
-        blocks = torch.frombuffer(bytearray(whole), dtype=torch.uint8).split(BLOCK_BYTES)[:-1]
+        *blocks, _ = torch.split(torch.frombuffer(bytearray(whole), dtype=torch.uint8), BLOCK_BYTES)
         seen = torch.cat([block for place, block in enumerate(blocks) if place % 10 != 9])
         return cls(seen, torch.cat(blocks[9::10]), zlib.crc32(whole))
 
@@ -144,7 +151,8 @@ class Text:
 
     def unseen_batches(self) -> Sequence[Tensor]:
         starts = torch.linspace(0, len(self.unseen) - SEQ - 1, UNSEEN_ROWS).long()
-        return _rows(self.unseen, starts).split(UNSEEN_BATCH)
+        rows: Sequence[Tensor] = torch.split(_rows(self.unseen, starts), UNSEEN_BATCH)
+        return rows
 
 
 def _rows(text: Tensor, starts: Tensor) -> Tensor:
@@ -162,35 +170,61 @@ def train(variant: Variant, text: Text, seed: int, settings: Mapping[str, int]) 
     models = [GPT(size) for _ in range(variant.num_ranks)]
     for model in models:
         model.load_state_dict(first)
-    work = partial(_train_on, variant=variant, models=models, text=text, seed=seed, steps=settings["steps"])
     hosts = [f"host-{rank}" for rank in range(variant.num_ranks)]
-    losses = run_ranks(variant.num_ranks, work, hosts=hosts, timeout_seconds=3600)[0]
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        run = Run(variant, models, text, seed, settings["steps"], Path(folder))
+        losses = run_ranks(variant.num_ranks, run.on_rank, hosts=hosts, timeout_seconds=3600)[0]
     return {**losses, "seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
 
 
-def _train_on(
-    world: sw.World, *, variant: Variant, models: Sequence[GPT], text: Text, seed: int, steps: int
-) -> dict[str, float]:
-    """On one rank: the mean loss of the last fifth of all steps, and that of the averaged model on unseen text."""
-    model, numbers = models[world.rank], torch.Generator().manual_seed(seed)
-    optimizer = variant.optimizer(list(model.parameters()))
-    averaged_after = range(steps - (CHECKPOINTS - 1) * BETWEEN, steps + 1, BETWEEN)
-    losses, checkpoints = [], []
-    with sw.shard(model, variant.plan_for(), optimizer=optimizer, world=world) as engine:
-        for number in range(1, steps + 1):
-            for group in optimizer.param_groups:
-                group["lr"] = rate_of(number, steps)
-            own = text.batch(numbers, ROWS).chunk(world.size)[world.rank]
-            loss = engine(own)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-            if number in averaged_after:
-                checkpoints.append(engine.state_dict())
-        engine.load_state_dict({name: _mean([one[name] for one in checkpoints]) for name in checkpoints[0]})
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of one run have in common; `models` has one for each."""
+
+    variant: Variant
+    models: Sequence[GPT]
+    text: Text
+    seed: int
+    steps: int
+    folder: Path
+    """For the checkpoint from one phase to the next."""
+
+    def on_rank(self, world: sw.World) -> dict[str, float]:
+        """The loss of the averaged model on unseen text, and the mean loss of the last fifth of all steps."""
+        model, numbers = self.models[world.rank], torch.Generator().manual_seed(self.seed)
+        losses: list[float] = []
+        checkpoints: list[dict[str, Tensor]] = []
+        for plan, steps in self.variant.phases(self.steps):
+            optimizer = self.variant.optimizer(list(model.parameters()))
+            with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+                if steps[0] > 1:
+                    engine.resume(self.folder)
+                for number in steps:
+                    losses.append(self._step(engine, optimizer, number, numbers))
+                    if self.steps - number in range(0, CHECKPOINTS * BETWEEN, BETWEEN):
+                        checkpoints.append(engine.state_dict())
+                if steps[-1] < self.steps:
+                    engine.save(self.folder)
+                else:
+                    engine.load_state_dict({name: _mean([one[name] for one in checkpoints]) for name in checkpoints[0]})
+                    unseen, trained = self._unseen_loss(engine), engine.mean(mean(losses[-self.steps // 5 :]))
+        return {"loss": unseen, "loss_in_training": trained}
+
+    def _step(
+        self, engine: sw.Engine, optimizer: torch.optim.Optimizer, number: int, numbers: torch.Generator
+    ) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(number, self.steps)
+        loss = engine(self.text.batch(numbers, ROWS).chunk(engine.world.size)[engine.world.rank])
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    def _unseen_loss(self, engine: sw.Engine) -> float:
+        share, num_shares = engine.world.rank, engine.world.size
         with torch.no_grad():
-            unseen = [engine(rows.chunk(world.size)[world.rank]).item() for rows in text.unseen_batches()]
-        return {"loss": engine.mean(mean(unseen)), "loss_in_training": engine.mean(mean(losses[-steps // 5 :]))}
+            batches = (rows.chunk(num_shares)[share] for rows in self.text.unseen_batches())
+            return engine.mean(mean(float(engine(batch)) for batch in batches))
 
 
 def rate_of(number: int, steps: int) -> float:

@@ -296,7 +296,8 @@ class OfIslands:
         preset = draw.choice([name for name in PRESETS if name not in (*TWO_AXES, "infinity")])
         outer: dict[str, Any] = {"every": 2, "mix": draw.choice((0.0, 0.5))}
         outer |= draw.choice(({}, {"wire": {"dtype": draw.choice(("int8", "int4")), "block": draw.choice(BLOCKS)}}))
-        mesh = {"island": 2, **({axis: 2} if axis in ("pp", "tp") else {}), "dp": 2, **({axis: 2} if axis == "ep" else {})}
+        inside = {"dp": 2, axis: 2} if axis == "ep" else {axis: 2, "dp": 2} if axis else {"dp": 2}
+        mesh = {"island": 2, **inside}
         wire = {kind: one for kind, one in drawn_wire(draw, preset).items() if kind != "feedback"}
         within.plan |= {"preset": preset, "mesh": mesh, "wire": wire, "islands": outer}
         within.plan.pop("disk", None)
@@ -338,8 +339,8 @@ class OfIslands:
 @pytest.mark.parametrize("axis", ["", "pp", "tp", "ep"])
 def test_drawn_islands_train_like_their_twins(axis: str, tmp_path: Path) -> None:
     """With codes of gradients and parameters inside of islands, and of what these change between them. In four steps
-    more codes flip: of seven elements one where a split model sends int8. Were outer gradients not rounded alike, nearly
-    all would be away."""
+    more codes flip: of seven elements one where a split model sends int8. Were outer gradients not rounded alike,
+    nearly all would be away."""
     draw, data = random.Random(f"islands {axis}"), batches(4, rows=32)
     for number in range(drawn(1, 40)):
         islands = OfIslands.by(draw, axis, tmp_path / str(number), number)

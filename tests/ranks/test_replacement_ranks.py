@@ -121,9 +121,7 @@ def trained(
     return [sizes for _, _, sizes in results.values()]
 
 
-def trained_with_codes(
-    model: nn.Module, sizes: Sequence[int], *, sends_frozen: bool
-) -> tuple[list[float], nn.Module]:
+def trained_with_codes(model: nn.Module, sizes: Sequence[int], *, sends_frozen: bool) -> tuple[list[float], nn.Module]:
     """Alone, with parameters rounded to 8 bits, and each rank's gradients, of which there are as many as the steps'
     worlds have."""
     plain, rounded, losses = copy.deepcopy(model), rounded_by({"dtype": "int8", "block": 256}), []

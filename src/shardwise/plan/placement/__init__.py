@@ -68,6 +68,6 @@ __all__ = [
     "share_of_last",
     "table_for",
     "takes_local_size",
-    "with_update_on_host",
     "wider",
+    "with_update_on_host",
 ]

@@ -118,9 +118,9 @@ class SumOfCodes:
 
     [Note: sums are not made codes] What a rank adds is rounded once, and a sum of codes is never made codes again,
     unless a plan names several axes. So gradients are codes along one axis, the outermost, and are summed along the
-    inner ones before; and in an all-reduce every rank gets the codes of all others and sums them itself, n - 1 times the elements, unless a
-    reduce-scatter of codes and a gather of the sums as `plain` take fewer bytes: with int4 and sums in bf16 from five
-    ranks on, with sums in fp32 from nine.
+    inner ones before. And in an all-reduce every rank gets the codes of all others and sums them itself, n - 1 times
+    the elements, unless a reduce-scatter of codes and a gather of the sums as `plain` take fewer bytes: with int4 and
+    sums in bf16 from five ranks on, with sums in fp32 from nine.
     """
 
     verb: str
