@@ -181,7 +181,7 @@ BUILDER = _of(
         "whole_schedule program pipeline",
     ),
     (
-        "micro-batches of a pipeline are added in the dtype that is sent",
+        "what micro-batches of a pipeline add up takes the memory of what is sent",
         "return replace(place, dtype=wider(place.dtype, waits)) if are_added else place",
         "return place",
         "drawn_codes",

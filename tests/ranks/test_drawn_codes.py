@@ -216,6 +216,7 @@ class Within:
                 loss = engine.train_step((x.chunk(num)[place], y.chunk(num)[place]))
                 run.losses.append(engine.mean(loss.item()))
                 run.norms.append(engine.gradient_norm or 0.0)
+            run.extra["memory"] = engine.memory()
             run.params = {name: value.clone() for name, value in engine.state_dict().items()}
             return run
 
@@ -277,10 +278,14 @@ def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_pat
 
 
 def test_micro_batches_of_a_pipeline_are_added_before_they_are_rounded() -> None:
-    """Eight of them, with `ddp`: the sum is rounded once, where it is sent."""
+    """Eight of them, with `ddp`: the sum is rounded once, where it is sent. It takes the memory that was promised."""
     torch.manual_seed(0)
     plan = {"preset": "ddp", "mesh": {"pp": 2, "dp": 2}, "accumulate": 8, "wire": {"grad": "bf16"}}
-    race_within("pp", Within(plan, Decoder(num_blocks=2)), batches(2, rows=16))
+    within, data = Within(plan, Decoder(num_blocks=2)), batches(2, rows=16)
+    race_within("pp", within, data)
+    for run in within.run(data):
+        memory = run.extra["memory"]
+        assert all(memory.measured[kind] == memory.promised[kind] for kind in ("param", "grad", "working"))
 
 
 @dataclass
