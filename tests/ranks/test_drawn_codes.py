@@ -202,6 +202,8 @@ class Within:
             plan |= {"accumulate": draw.choice((2, 4)), "pipeline": {"schedule": draw.choice(SCHEDULES)}}
         elif axis == "tp":
             plan |= {"tensor": SPLIT}
+        elif axis == "ep":
+            plan.pop("activations", None)  # its two blocks differ, so that all of it is one unit
         plan |= {"disk": str(disk)} if preset == "infinity" else {}
         torch.manual_seed(seed)
         model: nn.Module = Mixture(num_blocks=2) if axis == "ep" else Decoder()
