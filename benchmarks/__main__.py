@@ -22,6 +22,7 @@ from benchmarks import (
     hosts,
     integrations,
     islands,
+    learning,
     mpi,
     overhead,
     pipeline,
@@ -63,6 +64,7 @@ PROGRAMS = (
     "hosts",
     "islands",
     "wires",
+    "learning",
 )
 RESULTS = ROOT / "runs" / "bench"
 
@@ -133,6 +135,7 @@ _PROGRAMS = {
     "hosts": hosts.main,
     "islands": islands.main,
     "wires": wires.main,
+    "learning": learning.main,
 }
 
 
@@ -159,13 +162,17 @@ def _parser() -> argparse.ArgumentParser:
         "--gbit", type=_rate, nargs="+", metavar="G", help="rates of links in Gbit/s (0.1 1); of islands one (0.05)"
     )
     between.add_argument("--delay-ms", type=_delay, default=0.0, metavar="MS", help="that each packet takes longer (0)")
+    learnt = parser.add_argument_group("learning")
+    learnt.add_argument("--variants", type=_some_of(learning.VARIANTS), metavar="A,B", help="of fp8 and wires (all)")
+    learnt.add_argument("--seeds", type=_positive, metavar="N", help="pairs of runs, each of a seed of its own (3)")
+    learnt.add_argument("--width", type=_positive, metavar="N", help="of blocks, a multiple of 32 (128)")
     peers = parser.add_argument_group("peers")
     option = peers.add_argument
     option("--sizes", type=_some_of(SIZES), metavar="A,B", help=f"of {', '.join(SIZES)}")
     option("--dtypes", type=_some_of(DTYPES), metavar="A,B", help=f"of {', '.join(DTYPES)}; of tensor too")
     option("--engines", type=_some_of(ENGINE_NAMES), metavar="A,B", help=f"of {', '.join(ENGINE_NAMES)}")
     option("--warm", type=_positive, metavar="N", help="steps before the timed ones (default: 2)")
-    option("--steps", type=_positive, metavar="N", help="timed steps a run (default: 4)")
+    option("--steps", type=_positive, metavar="N", help="timed steps a run (default: 4); of learning: all steps (1000)")
     option("--patience", type=float, metavar="S", help="seconds in all to wait for others to be quiet (default: 0)")
     option("--device", choices=["cpu", "cuda"], help="where (default: cpu); cuda needs a GPU for each rank")
     option("--show", type=Path, metavar="JSON", help="print and draw a result that is there, and run nothing")

@@ -176,9 +176,27 @@ BUILDER = _of(
     ),
     (
         "gradients of a parameter that lies in shards are reduced once for all micro-batches",
-        "return bool(flat.table.grad.shard)",
+        "return bool(self.table.grad.shard)",
         "return False",
         "whole_schedule program pipeline",
+    ),
+    (
+        "what micro-batches of a pipeline add up takes the memory of what is sent",
+        "return replace(place, dtype=wider(place.dtype, waits)) if are_added else place",
+        "return place",
+        "drawn_codes",
+    ),
+    (
+        "backwards inside no_sync are added in the dtype that is sent",
+        "dtype = self._added_dtype if self.are_left() else self._fresh_dtype",
+        "dtype = self._fresh_dtype",
+        "recovery",
+    ),
+    (
+        "sums of gradients along an inner axis are made codes, too",
+        "return replace(self, axes=self.axes[:1], only_outermost=False) if self.only_outermost else self",
+        "return self",
+        "code_formats explain",
     ),
     (
         "the norm of fp64 gradients is summed in fp32",

@@ -22,6 +22,7 @@ from torch import nn
 import shardwise as sw
 from benchmarks import fresh, peers
 from benchmarks.__main__ import PROGRAMS
+from benchmarks.__main__ import main as bench_main
 from benchmarks.bare import Bare
 from benchmarks.compiled import ENGINES as COMPILED_ENGINES
 from benchmarks.compiled import PAIRS, faults_of
@@ -31,6 +32,7 @@ from benchmarks.echo import EchoTransport
 from benchmarks.figures import read_figures, write_figures
 from benchmarks.fresh import RunError, run_ranks
 from benchmarks.generation import rates_over, slowest
+from benchmarks.learning import VARIANTS, Pairs, lines_of, pairs_of
 from benchmarks.machine import allocator_settings, header, processor
 from benchmarks.model import batch_of, build_model
 from benchmarks.overhead import summary_of as host_summary
@@ -389,3 +391,60 @@ def test_the_planner_says_which_bars_are_met() -> None:
     assert all(line.startswith("NOT MET ") for line in lines)
     assert [line[8:].partition(": ")[2] for line in lines] == ["3 of 4", "3 of 4", "-0.20", "1 of 2, at most +20%"]
     assert bars(rows, [])[-1].startswith("NOT MET "), "nothing was measured"
+
+
+# -- learning ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shares", "verdict"),
+    [
+        ((0.001, 0.0012, 0.0008, 0.001), "yes"),
+        ((-0.001, 0.001, 0.0005, -0.0005), "yes"),
+        ((0.002, 0.003, 0.002, 0.003), "undecided"),
+        ((0.001,), "undecided"),
+        ((0.004, 0.0041, 0.0039), "no"),
+        ((-0.004, -0.0041, -0.0039), "no"),
+    ],
+)
+def test_a_difference_is_within_the_bar_if_its_whole_interval_is(shares: tuple[float, ...], verdict: str) -> None:
+    assert Pairs("blockwise", shares, 0.01, 0.0025).verdict == verdict
+
+
+def test_the_interval_of_pairs_is_students() -> None:
+    pairs = Pairs("blockwise", (0.0, 0.001, 0.002), 0.01, 0.0025)
+    assert pairs.mean == pytest.approx(0.001)
+    assert pairs.margin == pytest.approx(4.30 * 0.001 / 3**0.5)
+
+
+def test_runs_are_compared_with_those_of_their_own_seed(tmp_path: Path) -> None:
+    """And lines of other settings are no runs of these."""
+    file, settings = tmp_path / "learning.jsonl", {"steps": 1000, "width": 128}
+    runs = [("bf16", 0, 2.0), ("bf16", 1, 4.0), ("blockwise", 1, 4.04), ("blockwise", 0, 2.0), ("bf16", 2, 3.0)]
+    lines = [{"variant": name, "seed": seed, "loss": loss, **settings} for name, seed, loss in runs]
+    lines.append({"variant": "blockwise", "seed": 2, "loss": 9.0, "steps": 20, "width": 128})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = pairs_of("blockwise", lines_of(file, settings))
+    assert found.shares == pytest.approx((0.0, 0.01))
+    assert found.seeds_apart == pytest.approx(1 / 3)
+
+
+def test_every_variant_is_compared_with_one_that_is_not() -> None:
+    assert all(not VARIANTS[one.beside].beside and one.bar for one in VARIANTS.values() if one.beside and not one.nudge)
+
+
+def test_a_command_that_is_repeated_makes_the_runs_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["benchmarks", "learning", "--quick", "--width", "32", "--out", str(tmp_path), "--variants"]
+    monkeypatch.setattr(sys, "argv", [*command, "nudged"])
+    assert bench_main() == 0
+    monkeypatch.setattr(sys, "argv", [*command, "nudged,int8"])
+    assert bench_main() == 0
+    lines = [json.loads(line) for line in (tmp_path / "learning.jsonl").read_text().splitlines()]
+    assert [line["variant"] for line in lines] == ["bf16", "nudged", "fp32", "int8"]
+    assert all(2 < line["loss"] < 5.5 for line in lines)  # less than of uniform bytes
+    losses = {line["variant"]: line["loss"] for line in lines}
+    assert losses["nudged"] != losses["bf16"]
+    assert losses["int8"] != losses["fp32"]
+    assert "undecided" in capsys.readouterr().out

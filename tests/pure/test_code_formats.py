@@ -85,6 +85,30 @@ def test_codes_follow_the_axis_between_hosts() -> None:
     assert not table_for(plan, mesh).on(mesh).sends_codes  # nothing is sent along node
 
 
+@pytest.mark.parametrize("inner", ["ep", "sp"])
+def test_sums_of_gradients_are_not_made_codes(inner: str) -> None:
+    """Along the inner axis they are summed as they are; parameters are codes of the same values along both."""
+
+    def along(mesh: dict[str, int], **grad: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        plan = load_plan(
+            {"preset": "zero3", "mesh": mesh, "wire": {"param": "int8", "grad": {"dtype": "int4", **grad}}}
+        )
+        table = table_for(plan, of := mesh_for(plan, 4)).on(of)
+        assert table.param_codes is not None
+        assert table.grad_codes is not None
+        return table.param_codes.axes, table.grad_codes.axes
+
+    assert along({"dp": 2, inner: 2}) == (("dp", inner), ("dp",))
+    assert along({"dp": 1, inner: 4}) == ((inner,), (inner,))
+    assert along({"dp": 2, inner: 2}, axes="everywhere") == (("dp", inner), ("dp", inner))
+    plan = load_plan({"preset": "zero3", "mesh": {"ep": 2, "dp": 2}, "wire": {"grad": "int4"}})
+    experts = (
+        table_for(plan, of := mesh_for(plan, 4)).without("ep").on(of)
+    )  # of which ranks along ep have different ones
+    assert experts.grad_codes is not None
+    assert experts.grad_codes.axes == ("dp",)
+
+
 @pytest.mark.parametrize(
     ("wire", "why"),
     [

@@ -246,6 +246,14 @@ def test_codes_of_frozen_parameters_and_what_codes_lose(capsys: pytest.CaptureFi
     assert told["bytes"]["optim"] - without["bytes"]["optim"] == 2 * 4 * 2**20 / 2  # for a host's share of four units
 
 
+def test_codes_of_gradients_are_along_one_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ("zero2", "--world", "4", "--set", "mesh={dp: 2, sp: 2}", "--set", "wire={param: int8, grad: int4}")
+    shown = " ".join(said(capsys, *plain).split())
+    assert "sends parameters in fp32 as int8/256, gradients in fp32 as int4/128 along dp; vectors" in shown
+    told = as_json(capsys, *plain)["codes"]
+    assert (told["param"]["along"], told["grad"]["along"]) == (["dp", "sp"], ["dp"])
+
+
 def test_a_preset_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "zero3", "--world", "4", "--set", "precision=bf16")
     assert out.startswith("zero3 on dp=4, 4 ranks\nknown from ZeRO stage 3 (arXiv:1910.02054), FSDP")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -231,6 +232,30 @@ def test_no_sync(case: tuple[str, int, Any], model: Transformer) -> None:
         assert run.extra["recordings"] == (1 if last_inside else 2)
     assert sent
     assert set(sent) == {0}
+
+
+@pytest.mark.parametrize("plan", [{"precision": "bf16"}, {"wire": {"grad": "bf16"}}], ids=["precision", "wire"])
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_what_no_sync_leaves_is_added_before_it_is_rounded(preset: str, plan: dict[str, Any]) -> None:
+    """256 and seven ones are 263, which the wire rounds; added in bf16 they would be 256 each time."""
+
+    def work(engine: sw.Engine) -> float:
+        for number in range(8):
+            with engine.no_sync() if number < 7 else contextlib.nullcontext():
+                engine.backward(engine(torch.full((1, 16), 1.0 if number else 256.0)).sum())
+        engine.step()
+        return float(engine.state_dict()["weight"].mean())
+
+    def build() -> nn.Module:
+        model = nn.Linear(16, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1)
+
+    for stepped in work_on_ranks(2, work, {"preset": preset, **plan}, build, sgd):
+        assert stepped == pytest.approx(-263, abs=1)
 
 
 def test_what_no_sync_left_is_reduced_before_the_ranks_agree() -> None:

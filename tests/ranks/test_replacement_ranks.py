@@ -4,7 +4,7 @@ rank died."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.ranks.test_lost_ranks import (
     trained_alone,
 )
 from tests.ranks.threads_as_members import Killed, run_members
+from tests.ranks.twins import rounded_by
 from tests.thorough import drawn, sampled, thorough_only, varies
 
 Point = Callable[[sw.Engine, int, int, str], None]
@@ -81,6 +82,7 @@ def trained(
     num_newcomers: int = 1,
     least: int = 1,
     most_wrong: int = 0,
+    bound: float = 2e-6,
 ) -> list[list[int]]:
     """A loop that communicates at every possible point. Returns the world sizes of the steps of each surviving rank."""
     images, run = folder / "images", folder / "run"
@@ -106,14 +108,60 @@ def trained(
 
     results = run_members(NUM_RANKS, work, images, num_newcomers=num_newcomers, least=least)
     assert results
+    if "wire" in plan:
+        sizes = max((sizes for *_, sizes in results.values()), key=len)
+        losses, plain = trained_with_codes(model, sizes, sends_frozen=plan["preset"] == "zero3")
     for found, state, _ in results.values():
         wrong = [step for step, loss in found.items() if loss != pytest.approx(losses[step], rel=1e-5)]
         assert len(wrong) <= most_wrong
-        assert_same_values(state, plain, bound=2e-6)
+        assert_same_values(state, plain, bound=bound)
     steps = [line["step"] for line in read_record(run / "record.jsonl").lines if line["kind"] == "step"]
     assert steps == list(range(1, NUM_STEPS + 1))
     assert [path.name for path in images.iterdir()] == [RECORD_PATH]
     return [sizes for _, _, sizes in results.values()]
+
+
+def trained_with_codes(model: nn.Module, sizes: Sequence[int], *, sends_frozen: bool) -> tuple[list[float], nn.Module]:
+    """Alone, with parameters rounded to 8 bits, and each rank's gradients, of which there are as many as the steps'
+    worlds have."""
+    plain, rounded, losses = copy.deepcopy(model), rounded_by({"dtype": "int8", "block": 256}), []
+    optimizer = adamw(plain)
+    for (x, y), size in zip(batches(), sizes, strict=True):
+        computed, of_step = copy.deepcopy(plain), 0.0
+        with torch.no_grad():
+            for param in computed.parameters():
+                is_coded = param.dim() > 1 and (param.requires_grad or sends_frozen)
+                param.copy_(rounded(param) if is_coded else param)
+        optimizer.zero_grad()
+        for own_x, own_y in zip(x.tensor_split(size), y.tensor_split(size), strict=True):
+            computed.zero_grad()
+            loss, share = loss_of(computed(own_x), own_y), len(own_x) / ROWS
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            of_step += loss.item() * share
+            for master, param in zip(plain.parameters(), computed.parameters(), strict=True):
+                if param.grad is not None:
+                    sent = rounded(param.grad * share) if param.dim() > 1 else param.grad * share
+                    master.grad = sent if master.grad is None else master.grad + sent
+        plain.count += 1
+        optimizer.step()
+        losses.append(of_step)
+    return losses, plain
+
+
+@thorough_only("slow; smaller tests beside it cover the same code")
+@pytest.mark.parametrize("num_newcomers", [0, 1])
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
+def test_codes_after_a_death_are_those_of_the_ranks_there_are(preset: str, num_newcomers: int, tmp_path: Path) -> None:
+    """Of parameters the same, though shards begin elsewhere; of gradients one for each rank, also for one that has come
+    in the place of the dead one."""
+
+    def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
+        if (member, step, now) == (1, 2, "backward"):
+            raise Killed
+
+    plan = {"preset": preset, "wire": {"param": "int8", "grad": "int8"}}
+    sizes = trained(tmp_path, plan=plan, at=at, num_newcomers=num_newcomers, most_wrong=1 - num_newcomers, bound=1e-5)
+    assert {size for found in sizes for size in found} == ({NUM_RANKS} if num_newcomers else {NUM_RANKS, NUM_RANKS - 1})
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         help="disk, host or links measure this machine; in a source checkout also peers, collectives, checkpoint, "
         "overhead, growth, compile, experts, pipeline, planner, smaller, tensor, tiers, generation, weights, horovod, "
-        "integrations, mpi, hosts, islands, wires, elastic",
+        "integrations, mpi, hosts, islands, wires, learning, elastic",
     )
     option("arguments", nargs=argparse.REMAINDER, help="options of the program: see `shardwise bench disk --help`")
 

@@ -426,8 +426,8 @@ def example_units(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = 
     )
 
 
-def _codes_as_json(table: Table) -> dict[str, dict[str, Any]]:
-    found = {"param": table.param_codes, "frozen": table.frozen_codes, "grad": table.grad_codes}
+def _codes_as_json(table: Table, mesh: Mesh) -> dict[str, dict[str, Any]]:
+    found = {"param": table.param_codes, "frozen": table.frozen_codes, "grad": table.on(mesh).grad_codes}
     return {
         kind: {
             "as": str(codes),
@@ -453,7 +453,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
         "wire": {"param": str(table.param_wire or table.param.dtype), "grad": str(table.grad_wire)},
-        **({"codes": codes} if (codes := _codes_as_json(table)) else {}),
+        **({"codes": codes} if (codes := _codes_as_json(table, explained.mesh)) else {}),
         "units": list(map(_unit_as_json, subject.sizes)) or f"{NUM_EXAMPLES} x {EXAMPLE_NUMEL} (no model given)",
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,

@@ -245,7 +245,8 @@ def _place(place: Place) -> Text:
 def _below_rows(explained: Explanation) -> Text:
     """Facts that the rows do not show."""
     table, mesh = explained.table, explained.mesh
-    sent = f"gradients in {table.grad_wire}{_codes_words(table.grad_codes, table)}"
+    here = table.on(mesh)
+    sent = f"gradients in {table.grad_wire}{_codes_words(here.grad_codes, here)}"
     if table.param_wire is not None:
         sent = f"parameters in {table.param_wire}, {sent}"
     if table.param_codes is not None:

@@ -124,7 +124,7 @@ class Prices:
         num_bytes, fresh_bytes, num_params = 0, 0, 0
         for flat in flats:
             if flat.trainable:
-                left = flat.table.grad.dtype if backward_makes(flat) == "grad" else flat.table.grad_wire.dtype
+                left = flat.table.grad.dtype if backward_makes(flat) == "grad" else flat.fresh.dtype
                 adds = self.accumulates and backward_makes(flat) == "grad"
                 num_bytes += flat.numel * (WIDTH[flat.table.compute] + WIDTH[left] * (2 if adds else 1))
                 fresh_bytes += 0 if flat.keeps_grad_buffer else flat.numel * WIDTH[left]
@@ -305,7 +305,7 @@ def _cast(source: str, target: str) -> Price:
 
     def price(prices: Prices, action: Action) -> Cost:
         flat = prices.flat(action)
-        rows = {"fresh": flat.table.fresh, "grad": flat.table.grad, "due": flat.table.due, "optim": flat.table.optim}
+        rows = {"fresh": flat.fresh, "grad": flat.table.grad, "due": flat.table.due, "optim": flat.table.optim}
         dtype: Dtype = rows[source].dtype if action.dtype == "-" else action.dtype
         numel = _numel(flat, rows[target].shard)
         return Cost(computing=prices.hardware.flat_seconds(numel * (WIDTH[rows[source].dtype] + WIDTH[dtype])))

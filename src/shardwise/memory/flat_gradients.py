@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,10 @@ class FlatGradients:
     A backward leaves them in `fresh`, which is as long as the flat buffer. Once reduced they wait in `grad`, and for
     the update in `due`: this rank's ranges of those two rows. Where nothing sums or moves them they are
     `LooseGradients` from the backward to the update, unless somebody asks for the tensor `due`.
+
+    [Note: sums are not rounded] What one backward leaves is in the dtype that is sent. What several leave before it is
+    sent, in a pipeline or inside `no_sync`, is added in that in which gradients wait, which is fp32 beside bf16: eight
+    micro-batches that were added in bf16 lost more than the wire does, once for each of them.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class FlatGradients:
         together."""
         self._num_slots = self.num_to_come = len(slots)
         """The number of parameters, and of those whose gradient is still to come in the running backward."""
+        self.are_left: Callable[[], bool] = lambda: False
+        """Whether the running backward leaves its gradients unreduced, so that those of others are added to them."""
         self._has_come = [False] * len(slots)
         """Which parameters' gradients have come in it."""
         self._copies = [spec.copies_of_due * (1 if slot.box is None else slot.box.copies) for slot in self._slots]
@@ -77,7 +83,8 @@ class FlatGradients:
         self._below = frozenset(buffer for buffer in waiting if spec.tier_of(buffer) != "device")
         self._waits_as_fresh = not reduce_due(spec)
         self._wire = torch_dtype(table.grad_wire.dtype)
-        self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
+        self._fresh_dtype = torch_dtype(table.grad.dtype if self._waits_as_fresh else spec.fresh.dtype)
+        self._added_dtype = torch.promote_types(self._fresh_dtype, torch_dtype(table.grad.dtype))
         are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
         is_as_computed = self._fresh_dtype == torch_dtype(table.compute)
         self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
@@ -159,17 +166,19 @@ class FlatGradients:
     def _new_fresh(self) -> FreshGradients | LooseGradients:
         if self._is_loose:
             return LooseGradients(self._places, self.spec.numel, self._fresh_dtype, self._device)
+        dtype = self._added_dtype if self.are_left() else self._fresh_dtype
+        memory = self.memory if dtype == self._wire else self.own_memory
         if self._grad_buffer is not None and self._fills_grad:
-            kept = self._grad_buffer.take(self.memory if self._fresh_dtype == self._wire else self.own_memory)
+            kept = self._grad_buffer.take(memory)
             if kept is not None:
                 self._kept_fresh = self._kept_fresh or FreshGradients(kept, self._places)
                 return self._kept_fresh
         used, self._used_fresh = self._used_fresh, None
-        if used is not None:
+        if used is not None and used.memory.dtype == dtype:
             used.allocate()
             return used
-        memory = self.own_memory if self._waits_as_fresh else self.memory
-        return FreshGradients(memory.buffer(self.spec.numel, self._fresh_dtype), self._places)
+        memory = self.own_memory if self._waits_as_fresh else memory
+        return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places)
 
     def take_back(self, fresh: FreshGradients) -> None:
         """`fresh` has been summed elsewhere and is no longer read: a later backward uses its memory again."""

@@ -195,17 +195,11 @@ def drop_to_held(unit: UnitSpec) -> Actions:
     return tuple(due)
 
 
-def reduces_each_time(flat: FlatSpec) -> bool:
-    """Whether the gradients of each micro-batch of a pipeline are reduced separately, which is the case where they wait
-    in shards. Others wait whole, and are reduced once for all micro-batches."""
-    return bool(flat.table.grad.shard)
-
-
 def reduce_due(flat: FlatSpec) -> Actions:
     """From what a backward leaves to where gradients wait. Nothing, if they wait as they come."""
     if flat.factored and flat.table.low_rank is not None and flat.table.low_rank.has_begun:
         return _as_factors(flat)
-    path = _actions_between(flat, "grad", flat.table.fresh, flat.table.grad)
+    path = _actions_between(flat, "grad", flat.fresh, flat.table.grad)
     return path if any(action.communicates or action.copies for action in path) else ()
 
 
@@ -218,8 +212,8 @@ def _as_factors(flat: FlatSpec) -> Actions:
 def fills_grad(flat: FlatSpec) -> bool:
     """Whether a backward can leave gradients in the memory where they wait for the step: nothing cuts or widens
     them."""
-    due, is_sent_as_is = reduce_due(flat), flat.table.grad_wire == Wire(flat.table.grad.dtype)
-    return not due or (all(action.verb in _IN_PLACE for action in due) and is_sent_as_is)
+    due, waits_as_it_comes = reduce_due(flat), flat.fresh.dtype == flat.table.grad.dtype
+    return not due or (all(action.verb in _IN_PLACE for action in due) and waits_as_it_comes)
 
 
 def step_gradients(flat: FlatSpec) -> Actions:

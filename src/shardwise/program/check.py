@@ -19,7 +19,6 @@ from shardwise.program.build import (
     gathers,
     outer_gradients,
     reduce_due,
-    reduces_each_time,
     slices_to_hold,
     step_gradients,
     step_parameters,
@@ -243,7 +242,7 @@ class _FlatState:
         if moment.leaves_gradients and moment.unit and self.flat.trainable:
             left = backward_makes(self.flat)
             self._contents[left].is_there = True
-            if moment.micro_batch is not None and not reduces_each_time(self.flat):
+            if moment.micro_batch is not None and not self.flat.reduces_each_time:
                 self._owed.clear()  # gradients of another micro-batch are added to these, and reduced with them
             if reduces and left == "fresh":
                 self._owed.append(reduce_due(self.flat))

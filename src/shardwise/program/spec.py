@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Place, Span, Table, Tier
+from shardwise.plan.mesh import STAGE_AXIS, Mesh
+from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Place, Span, Table, Tier, wider
 from shardwise.program.action import Action, Moment
 from shardwise.program.effects import Buffer, Subject
 from shardwise.program.update import PlacedUpdate
@@ -68,6 +68,21 @@ class FlatSpec:
     def part_of(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Which part of these parameters the rank at `coordinate` has: its place along the axes that split them."""
         return tuple(coordinate[axis] for axis in (*self.mesh.model_axes, *self.split_axes))
+
+    @property
+    def reduces_each_time(self) -> bool:
+        """Whether the gradients of each micro-batch of a pipeline are reduced separately, which is the case where they
+        wait in shards. Others wait whole, and are reduced once for all micro-batches."""
+        return bool(self.table.grad.shard)
+
+    @cached_property
+    def fresh(self) -> Place:
+        """What is there to be reduced: what one backward leaves, in the dtype that is sent, or the sum of what all
+        micro-batches of a pipeline leave, in that in which gradients wait. So a sum is rounded once, on the wire."""
+        place, waits = self.table.fresh, self.table.grad.dtype
+        in_stages = STAGE_AXIS in self.mesh.axes and self.mesh.size(STAGE_AXIS) > 1
+        are_added = in_stages and not self.reduces_each_time
+        return replace(place, dtype=wider(place.dtype, waits)) if are_added else place
 
     @cached_property
     def resident(self) -> bool:

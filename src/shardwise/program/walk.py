@@ -96,11 +96,10 @@ class Walk:
             self._taken.clear()
 
     def _leave_gradients(self, flat: FlatSpec) -> None:
-        """Account for gradients as a backward leaves them: in the dtype of messages, or as they rest if nothing is
-        sent."""
+        """Account for gradients as a backward leaves them: to be sent, or as they rest if nothing is."""
         left = backward_makes(flat)
         if flat.trainable and (flat.name, left) not in self._live:
-            dtype = flat.table.grad_wire.dtype if left == "fresh" else flat.table.grad.dtype
+            dtype = flat.fresh.dtype if left == "fresh" else flat.table.grad.dtype
             num_bytes = flat.numel * WIDTH[dtype]
             is_kept = fills_grad(flat) and self._takes_kept(flat, num_bytes, dtype)
             self._hold(flat.name, left, Content(num_bytes, dtype, is_kept))

@@ -22,7 +22,6 @@ from shardwise.program.build import (
     drop_to_held,
     free_due,
     reduce_due,
-    reduces_each_time,
 )
 from shardwise.program.effects import Phase
 from shardwise.program.schedule import Op, OpKind
@@ -110,5 +109,5 @@ def _has_left_gradients(moment: Moment) -> bool:
 
 
 def _reductions(unit: UnitSpec, *, is_last: bool) -> Iterable[Action]:
-    trained = (flat for flat in unit.flats if flat.trainable and (is_last or reduces_each_time(flat)))
+    trained = (flat for flat in unit.flats if flat.trainable and (is_last or flat.reduces_each_time))
     return (action for flat in trained for action in reduce_due(flat))

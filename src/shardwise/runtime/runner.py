@@ -69,6 +69,9 @@ class Runner:
         self.passes = Passes(executor.journal)
         self.programs = Programs([unit.spec for unit in units], executor, settings.prefetch_bytes)
         self.gathering = Gathering(units, executor)
+        passes = self.passes
+        for grads in (one for unit in self.units for one in unit.trained_grads):
+            grads.are_left = lambda: not passes.current.reduces
         self._journal = executor.journal
         self._timeline = executor.timeline
         self.heap = heap

@@ -53,7 +53,7 @@ from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.plan.replica_groups import num_groups, with_fewer_ranks
-from shardwise.program import Update, reduces_each_time
+from shardwise.program import Update
 from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
 from shardwise.runtime.codec import codec_for
@@ -120,7 +120,7 @@ class Sharding:
     def reduces_each_time(self) -> bool:
         """Whether any gradients are reduced after every backward of a step through stages."""
         flats = (flat for unit in self.units for flat in unit.flats)
-        return any(reduces_each_time(flat.spec) for flat in flats if flat.spec.trainable)
+        return any(flat.spec.reduces_each_time for flat in flats if flat.spec.trainable)
 
     @property
     def staged(self) -> StagedModel | None:

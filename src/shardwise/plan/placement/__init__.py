@@ -12,7 +12,7 @@ from shardwise.plan.placement.offload import (
     share_of_last,
     with_update_on_host,
 )
-from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
+from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier, wider
 from shardwise.plan.placement.presets import (
     PRESETS,
     Preset,
@@ -68,5 +68,6 @@ __all__ = [
     "share_of_last",
     "table_for",
     "takes_local_size",
+    "wider",
     "with_update_on_host",
 ]

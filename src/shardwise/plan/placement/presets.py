@@ -242,7 +242,8 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
     """The plain wire that a plan asks for, and its codes with the axes along which they are sent.
 
     Codes are worth their time where messages leave a host: along `node`, where the mesh has that axis. Of other axes
-    nothing is known, so that codes are sent along all.
+    nothing is known, so that parameters are sent as codes along all, and gradients along the outermost: see [Note: sums
+    are not made codes].
     """
     if asked.dtype != "int8" and asked.dtype != "int4" and asked.dtype != "fp8":
         if key := next((key for key in ("block", "axes", "rest") if getattr(asked, key) is not None), None):
@@ -252,7 +253,8 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
             )
         return (None if asked.dtype is None else Wire(asked.dtype)), None
     axes: Axes = mesh.replica_axes
-    if asked.axes is None and NODE in axes:
+    is_default = asked.axes is None
+    if is_default and NODE in axes:
         axes = (NODE,)
     elif asked.axes is not None and asked.axes != "everywhere":
         mesh.require(asked.axes, f"wire.{kind}.axes")
@@ -263,7 +265,8 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
             )
         axes = _in_order(asked.axes, mesh)
     rest = None if asked.rest is None else Wire(asked.rest)
-    return None, Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], axes, rest=rest)
+    once = kind == "grad" and is_default
+    return None, Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], axes, rest=rest, only_outermost=once)
 
 
 def _with_feedback(codes: Codes | None, plan: Plan, mesh: Mesh) -> Codes:

@@ -112,7 +112,8 @@ class Table:
 
     @property
     def fresh(self) -> Place:
-        """What a backward produces: a summand of everything, in the dtype that is sent."""
+        """What a backward produces: a summand of everything, in the dtype that is sent. (`FlatSpec.fresh` has that of
+        several backwards.)"""
         return Place(partial=self.axes, dtype=self.grad_wire.dtype, varying=self.grad.varying)
 
     @property
@@ -202,6 +203,8 @@ class Table:
             return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
         table = self._with_axes(keep)
+        if table.grad_codes is not None:
+            table = replace(table, grad_codes=table.grad_codes.settled())
         if not table.axes and narrows(self.grad_wire, self.compute):
             return replace(table, grad_wire=Wire(self.compute))
         return table

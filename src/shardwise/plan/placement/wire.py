@@ -68,6 +68,8 @@ class Codes:
     """In which parameters of the same row are sent that are not made codes; `None`: as without codes."""
     rests: bool = False
     """Whether elements also lie so between computations: see [Note: resting codes] in `memory/coded_rows.py`."""
+    only_outermost: bool = False
+    """Whether, of the axes along which there are several ranks, elements are sent so along the outermost only."""
 
     def num_bytes(self, numel: int) -> int:
         return numel * BITS[self.dtype] // 8 + numel // self.block * SCALE_BYTES
@@ -81,6 +83,10 @@ class Codes:
         """The same along those of its axes that are among `axes`; `None` if none are, and nothing rests so."""
         left = tuple(axis for axis in self.axes if axis in axes)
         return replace(self, axes=left) if left or self.rests else None
+
+    def settled(self) -> Codes:
+        """The same where each of its axes has several ranks."""
+        return replace(self, axes=self.axes[:1], only_outermost=False) if self.only_outermost else self
 
     def __str__(self) -> str:
         return f"{self.dtype}/{self.block}"
@@ -110,10 +116,11 @@ def check_codes(codes: Codes, dtype: Dtype, kind: str) -> None:
 class SumOfCodes:
     """How a reduce-scatter or all-reduce of codes is sent; as text, `int4/128`, or `int4/128+bf16` in halves.
 
-    [Note: sums are not made codes] What a rank adds is rounded once, and a sum of codes is never made codes again. So
-    in an all-reduce every rank gets the codes of all others and sums them itself, n - 1 times the elements, unless a
-    reduce-scatter of codes and a gather of the sums as `plain` take fewer bytes: with int4 and sums in bf16 from five
-    ranks on, with sums in fp32 from nine.
+    [Note: sums are not made codes] What a rank adds is rounded once, and a sum of codes is never made codes again,
+    unless a plan names several axes. So gradients are codes along one axis, the outermost, and are summed along the
+    inner ones before. And in an all-reduce every rank gets the codes of all others and sums them itself, n - 1 times
+    the elements, unless a reduce-scatter of codes and a gather of the sums as `plain` take fewer bytes: with int4 and
+    sums in bf16 from five ranks on, with sums in fp32 from nine.
     """
 
     verb: str
