@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C._functorch import peek_interpreter_stack
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -48,6 +48,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "UncompiledMode",
     "asks_device",
@@ -84,7 +85,7 @@ __all__ = [
 - `tree_*`, `pytree`: containers as torch itself sees them, user-registered classes included. The public `torch.utils.
   pytree` (2.10) does not have all of these. Without them tensors inside outputs and arguments are not found.
 - `FakeTensor`, its mode and exceptions: rehearsals of what does not fit into memory.
-- `OpOverload`: what a dispatch mode is called with; a type.
+- `OpOverload`, `OpOverloadPacket`: what a dispatch mode, or a tensor's `__torch_function__`, is called with; types.
 - `DisableTorchFunctionSubclass`, `DisableTorchFunction`: documented as `torch._C`'s. Without them a parameter at rest
   cannot be looked at without gathering it.
 - `is_traceable_wrapper_subclass_type`: whether a tensor's bytes are those of tensors inside.
