@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 DISK_BYTES = 32 * 2**20
-DISK_SECONDS = 2.0
+DISK_SECONDS = 1.0
 """For writing, and for reading; a slow disk is measured with fewer bytes."""
 _LOCK = "launcher.lock"
 """Held by a live launcher: see [Note: abandoned folders] in launch/log_folder.py."""
@@ -65,7 +65,7 @@ class DiskRates:
 
 
 def disk_rates(folder: Path, num_bytes: int = DISK_BYTES, clock: Callable[[], float] = time.perf_counter) -> DiskRates:
-    """Write a file of at most `num_bytes` into `folder`, read it again, remove it; a slow disk is given 2 s for each.
+    """Write a file of at most `num_bytes` into `folder`, read it again, remove it; a slow disk is given 1 s for each.
     Raises `OSError` if that fails."""
     block = os.urandom(min(num_bytes, 2**22))
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
