@@ -16,13 +16,14 @@ from torch import nn
 from shardwise.memory import FullState, Unit
 from shardwise.runtime.hooks import changed_inside, hook
 from shardwise.runtime.nested import argument_tensors
-from shardwise.system.operator_writes import may_write, written_by
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
     UncompiledMode,
     asks_device,
+    may_write,
     storage_id,
+    written_by,
 )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.comm import World
 from shardwise.plan import Plan
-from shardwise.system.bf16_speed import bf16_ratio
+from shardwise.system.devices import bf16_ratio
 from shardwise.system.machine import SLOW_BF16
 
 _log = logging.getLogger("shardwise")

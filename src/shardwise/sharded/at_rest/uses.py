@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from shardwise.system.operator_writes import UNMARKED, written_by
-from shardwise.system.torch_private import TENSOR_ATTRIBUTES, OpOverload, OpOverloadPacket
+from shardwise.system.torch_private import TENSOR_ATTRIBUTES, UNMARKED, OpOverload, OpOverloadPacket, written_by
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
