@@ -71,6 +71,13 @@ def test_the_launcher_reports_mistakes_before_torch_is_imported(verb: str) -> No
     assert "torch" not in brought_in("", f"import shardwise.cli.main, shardwise.cli.{verb}")
 
 
+def test_doctor_needs_nothing_of_the_engine() -> None:
+    """On a busy machine that would take it another quarter of what importing torch takes."""
+    found = brought_in("import torch", "import shardwise.cli.torch_facts, shardwise.cli.loopback_rank")
+    ours = {name.split(".")[1] for name in found if name.startswith("shardwise.")}
+    assert ours <= {"cli", "errors", "system", "version"}
+
+
 HEAVY = {"torch", "numpy", "matplotlib", "safetensors", "pandas", "transformers", "accelerate", "mpi4py"}
 """What no command needs to print its help: each takes a tenth of a second or more."""
 PLANS = {"pydantic", "yaml"}

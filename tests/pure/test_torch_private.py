@@ -243,3 +243,16 @@ def test_no_other_private_part_is_used() -> None:
         f"system/torch_private.py, or an attribute into this file's list, with the reason."
     )
     assert {name for name, _ in private_uses(known - {"_tp_plan", "_assert_async"})} == {"_tp_plan", "_assert_async"}
+
+
+def test_operators_that_write_what_their_schemas_do_not_say_are_known() -> None:
+    """Those that update running statistics. `instance_norm` counts what it writes."""
+    ends = ("_functional", "_backward", "_no_update", "_no_training")
+    found = {
+        schema.name
+        for schema in torch._C._jit_get_all_schemas()
+        for argument in schema.arguments
+        if argument.name == "running_mean" and argument.alias_info is None
+    }
+    written = {name for name in found if name.startswith("aten::") and not name.endswith(ends)}
+    assert written - torch_private.UNMARKED == {"aten::instance_norm"}

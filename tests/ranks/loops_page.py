@@ -22,9 +22,9 @@ either **equal** to the same loop on one process, or refused with an error; noth
 - All ranks must do the same operations in the same order: reading a parameter or its `grad` is collective, and so is
   `model.state_dict()`.
 - After a refusal nothing has changed and training can continue, unless the error states otherwise.
-- A forward that writes to a parameter through `.data` is detected, and refused, only while a pass is recorded: the
-  first one and each that deviates from it. Torch does not count such writes, and checking every pass would cost time.
-  In other passes the write is lost where parameters are gathered.
+- A forward that writes to a parameter through `.data`, or as `F.batch_norm`'s running statistics, is detected, and
+  refused, only while a pass is recorded: the first one and each that deviates from it. Torch does not count such
+  writes, and checking every pass would cost time. In other passes the write is lost where parameters are gathered.
 - `p.data = tensor` and `p.grad = tensor` copy. What `p.data` or `p.grad` was keeps its values, and so do views of it. A
   later write to `tensor`, which would be one to the parameter in PyTorch, is refused at the parameter's next use. It
   goes unseen if what was assigned is `tensor.data` or `tensor.detach()`. In the other direction nothing is shared:

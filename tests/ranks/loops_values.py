@@ -399,6 +399,31 @@ def params_foreach(loop: Loop) -> Any:
         torch._foreach_mul_(list(loop.model.parameters()), 0.9)
 
 
+@action(WRITE, "`F.batch_norm(x, p, q, training=True)`: running statistics that are parameters")
+def params_as_statistics(loop: Loop) -> Any:
+    mean, var = loop.model.offset, loop.model.blocks[0].norm.weight
+    rows = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    with torch.no_grad():
+        F.batch_norm(rows, mean, var, training=True)
+        torch.native_batch_norm(rows, None, None, mean, var, True, 0.1, 1e-5)
+        return F.instance_norm(rows.t()[None], mean, var)
+
+
+@action(WRITE, "`F.embedding(rows, p, max_norm=...)`, `F.embedding_bag(...)`")
+def params_renormalized(loop: Loop) -> Any:
+    with torch.no_grad():
+        F.embedding(torch.arange(3), loop.model.embed.weight, max_norm=0.5)
+        return F.embedding_bag(torch.arange(4)[None], loop.model.embed.weight, max_norm=0.4)
+
+
+@action(WRITE, "`torch.mul(a, b, out=p)`, `torch._foreach_copy_(params, tensors)`")
+def params_as_results(loop: Loop) -> Any:
+    up, down = loop.model.blocks[0].up.bias, loop.model.blocks[0].down.bias
+    with torch.no_grad():
+        torch.mul(up, 0.9, out=up)
+        torch._foreach_copy_([down, loop.model.head.bias], [torch.ones(WIDTH) / 8, torch.ones(VOCAB) / 4])
+
+
 @action(WRITE, "`p.add_(...)` with another value on every rank: rank 0's counts")
 def params_written_unlike(loop: Loop) -> Any:
     with torch.no_grad():

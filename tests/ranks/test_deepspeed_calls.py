@@ -246,6 +246,28 @@ def test_a_model_that_is_never_whole() -> None:
             pass
 
 
+def test_a_model_that_is_never_whole_may_be_built_inside_of_another() -> None:
+    """As `from_pretrained`, which opens one of its own, inside of a script's."""
+
+    def built() -> nn.Module:
+        torch.manual_seed(3)
+        with deepspeed.zero.Init(config_dict_or_path={}):
+            first = nn.Linear(4, 4)
+            with deepspeed.zero.Init(config_dict_or_path={}):
+                return nn.Sequential(first, nn.Linear(4, 2))
+
+    def rank_of(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        engine, *_ = deepspeed.initialize(model=model, config={"zero_optimization": {"stage": 3}}, world=world)
+        return engine.module_state_dict()
+
+    models = [built() for _ in range(RANKS)]
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).state_dict()
+    for values in run_ranks(RANKS, rank_of):
+        assert all(torch.equal(values[name], value) for name, value in whole.items())
+
+
 def test_fp16_counts_what_it_skipped() -> None:
     torch.manual_seed(0)
     models = [Transformer() for _ in range(RANKS)]

@@ -189,6 +189,62 @@ def test_torchs_collectives_write(place: tuple[str, bool]) -> None:
     used(use, place)
 
 
+def updates_of_statistics() -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
+    """Functions that write to running statistics without counting it in their versions."""
+    aten = torch.ops.aten
+    return {
+        "F.batch_norm": lambda x, mean, var: nn.functional.batch_norm(x, mean, var, training=True),
+        "by name": lambda x, mean, var: nn.functional.batch_norm(
+            x, running_var=var, running_mean=mean, training=True, momentum=0.3
+        ),
+        "torch.batch_norm": lambda x, mean, var: torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False),
+        "native": lambda x, mean, var: torch.native_batch_norm(x, None, None, mean, var, True, 0.1, 1e-5),
+        "update": lambda x, mean, var: torch.batch_norm_update_stats(x, mean, var, 0.1),
+        "packet": lambda x, mean, var: aten.native_batch_norm(x, None, None, mean, var, True, 0.1, 1e-5),
+        "overload": lambda x, mean, var: aten._native_batch_norm_legit.default(
+            x, None, None, mean, var, True, 0.1, 1e-5
+        ),
+    }
+
+
+def test_running_statistics_may_be_parameters(place: tuple[str, bool]) -> None:
+    """Between steps; rank 0's count, as with every write. In evaluation nothing is written."""
+
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        param = param_of(model)
+        width, numbers = param.shape[1], torch.Generator()
+        for name, update in updates_of_statistics().items():
+            x = torch.randn(3, width, generator=numbers.manual_seed(engine.world.rank))
+            expected = engine.get(NAME).clone()
+            update(torch.randn(3, width, generator=numbers.manual_seed(0)), expected[0], expected[1])
+            with torch.no_grad():
+                update(x, param[0], param[1])
+                nn.functional.batch_norm(x, param[0], param[1])
+            assert torch.equal(engine.get(NAME), expected), name
+            assert torch.equal(param.detach().clone(), expected), name
+
+    used(use, place)
+
+
+def test_operators_of_other_libraries_write_as_their_schema_says(place: tuple[str, bool]) -> None:
+    library = torch.library.Library("shardwise_tests", "FRAGMENT")
+    library.define("halve_(Tensor(a!) x) -> ()")
+
+    def halve(x: Tensor) -> None:
+        values = x.detach().numpy()  # a kernel in C++ writes to memory, too, which counts nothing
+        values *= 0.5
+
+    library.impl("halve_", halve, "CPU")
+
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        expected = engine.get(NAME) / 2
+        with torch.no_grad():
+            torch.ops.shardwise_tests.halve_(param_of(model))
+        assert torch.equal(engine.get(NAME), expected)
+
+    used(use, place)
+
+
 class Changing(Transformer):
     """Writes to a weight in its forward, in the way that `how` selects."""
 
@@ -202,6 +258,9 @@ class Changing(Transformer):
             self.head.weight.data.clamp_(-0.1, 0.1)
         if self.how == "inside" and torch.is_grad_enabled():
             self.blocks[0].register_forward_pre_hook(lambda block, _: block.up.weight.data.copy_(block.up.weight))
+        if self.how == "statistics":
+            mean, var, *_ = self.head.weight.detach()
+            nn.functional.batch_norm(torch.rand(2, len(mean)), mean, var, training=True)
         if self.how == "other memory":  # as MoCo's published code moves its key encoder
             self.blocks[0].up.weight.data = self.blocks[0].up.weight.data * 0.5
         return super().logits(x)
@@ -218,8 +277,8 @@ def test_a_forward_may_not_write_to_a_parameter(place: tuple[str, bool]) -> None
     used(use, place, Changing)
 
 
-@pytest.mark.parametrize("how", ["data", "inside", "other memory"])
-def test_a_write_to_data_is_seen_in_the_first_pass(how: str, place: tuple[str, bool]) -> None:
+@pytest.mark.parametrize("how", ["data", "inside", "statistics", "other memory"])
+def test_a_write_that_torch_does_not_count_is_seen_in_the_first_pass(how: str, place: tuple[str, bool]) -> None:
     def build() -> nn.Module:
         model = Changing()
         model.how = how

@@ -66,8 +66,9 @@ def plain_run(
     forward: Callable[[Any, Batch], Tensor] = call,
 ) -> Run:
     """The twin: one process, without this library. It trains on whole batches, or on as many `shares` of each as there
-    are ranks, and averages their gradients. With a narrow `dtype`, the model computes in it, except for modules of
-    classes in `keeps`, and the optimizer updates fp32 masters."""
+    are ranks, and averages their gradients as ranks do, each times its share and then added: by any other order a third
+    differs in its last bit, which moves some 8-bit codes to their neighbours. With a narrow `dtype`, the model computes
+    in it, except for modules of classes in `keeps`, and the optimizer updates fp32 masters."""
     masters = copy.deepcopy(model)
     model = masters if dtype is None else narrowed(model, dtype, keeps)
     scale = 2.0**16 if dtype == torch.float16 else 1.0
@@ -77,8 +78,8 @@ def plain_run(
         parts = list(zip(x.chunk(shares), y.chunk(shares), strict=True))
         losses, grads = zip(*(_loss_and_grads(model, part, forward, scale) for part in parts), strict=True)
         for param, *of_parts in zip(masters.parameters(), *grads, strict=True):
-            there = [grad.to(param.dtype) for grad in of_parts if grad is not None]
-            param.grad = sum(there[1:], there[0]) / (scale * shares) if there else None
+            there = [grad.to(param.dtype) * (1 / (scale * shares)) for grad in of_parts if grad is not None]
+            param.grad = sum(there[1:], there[0]) if there else None
         norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), clip if clip is not None else float("inf"))
         optimizer.step()
         copy_params(masters, model)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 DISK_BYTES = 32 * 2**20
-DISK_SECONDS = 2.0
+DISK_SECONDS = 1.0
 """For writing, and for reading; a slow disk is measured with fewer bytes."""
 _LOCK = "launcher.lock"
 """Held by a live launcher: see [Note: abandoned folders] in launch/log_folder.py."""
@@ -65,13 +65,13 @@ class DiskRates:
 
 
 def disk_rates(folder: Path, num_bytes: int = DISK_BYTES, clock: Callable[[], float] = time.perf_counter) -> DiskRates:
-    """Write a file of at most `num_bytes` into `folder`, read it again, remove it; a slow disk is given 2 s for each.
-    Raises `OSError` if that fails."""
+    """Write a file of at most `num_bytes` into `folder`, read it again, remove it; a slow disk is given 1 s for each,
+    and a block at least. Raises `OSError` if that fails."""
     block = os.urandom(min(num_bytes, 2**22))
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
         started = clock()
         num_written = 0
-        while num_written < num_bytes and clock() - started < DISK_SECONDS:
+        while not num_written or (num_written < num_bytes and clock() - started < DISK_SECONDS):
             file.write(block)
             file.flush()
             os.fsync(file.fileno())
@@ -81,7 +81,7 @@ def disk_rates(folder: Path, num_bytes: int = DISK_BYTES, clock: Callable[[], fl
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         num_read = 0
-        while clock() - written < DISK_SECONDS and (found := file.read(len(block))):
+        while (not num_read or clock() - written < DISK_SECONDS) and (found := file.read(len(block))):
             num_read += len(found)
         read = clock()
     return DiskRates(num_written / (written - started), num_read / (read - written))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.optim.precision.auto_precision import bf16_ratio
-from shardwise.system.devices import TorchAccelerator
+from shardwise.system.devices import TorchAccelerator, bf16_ratio
 from shardwise.system.machine import Gpu, TorchFacts
 
 

@@ -21,7 +21,9 @@ from shardwise.system.torch_private import (
     TorchDispatchMode,
     UncompiledMode,
     asks_device,
+    may_write,
     storage_id,
+    written_by,
 )
 
 
@@ -55,20 +57,17 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         for unit in () if self._is_paused else self._missing((args, kwargs)):
             with self.paused():
                 self._gather(unit)
-        if not self._is_paused and func._schema.is_mutable:
-            self._require_unchanged(func, args)
+        if not self._is_paused and may_write(func._schema):
+            self._require_unchanged(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _require_unchanged(self, func: Any, args: Sequence[Any]) -> None:
+    def _require_unchanged(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if `func` writes to a parameter. This sees even writes to `param.data`."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in argument_tensors(value):
-                with DisableTorchFunctionSubclass():
-                    found = self._units.get(storage_id(tensor.untyped_storage()))
-                if found is not None:
-                    raise changed_inside(found[0].name)
+        for tensor in argument_tensors(written_by(func._schema, args, kwargs)):
+            with DisableTorchFunctionSubclass():
+                found = self._units.get(storage_id(tensor.untyped_storage()))
+            if found is not None:
+                raise changed_inside(found[0].name)
 
     def _missing(self, values: object) -> list[Unit]:
         """The units that tensors among `values` belong to and that are not gathered."""

@@ -8,13 +8,13 @@ test says which of all these a new version of torch has lost, and finds uses tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C._functorch import peek_interpreter_stack
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,6 +42,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "TENSOR_ATTRIBUTES",
+    "UNMARKED",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
@@ -49,6 +50,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "UncompiledMode",
     "asks_device",
@@ -58,6 +60,7 @@ __all__ = [
     "is_checkpointing",
     "is_traceable_wrapper_subclass_type",
     "is_transforming",
+    "may_write",
     "num_tensors_on",
     "outside_modes",
     "outside_transforms",
@@ -77,6 +80,7 @@ __all__ = [
     "treespec_loads",
     "unset_fake_temporarily",
     "with_same_version",
+    "written_by",
 ]
 """Imported names, and why:
 
@@ -85,7 +89,7 @@ __all__ = [
 - `tree_*`, `pytree`: containers as torch itself sees them, user-registered classes included. The public `torch.utils.
   pytree` (2.10) does not have all of these. Without them tensors inside outputs and arguments are not found.
 - `FakeTensor`, its mode and exceptions: rehearsals of what does not fit into memory.
-- `OpOverload`: what a dispatch mode is called with; a type.
+- `OpOverload`, `OpOverloadPacket`: what a dispatch mode, or a tensor's `__torch_function__`, is called with; types.
 - `DisableTorchFunctionSubclass`, `DisableTorchFunction`: documented as `torch._C`'s. Without them a parameter at rest
   cannot be looked at without gathering it.
 - `is_traceable_wrapper_subclass_type`: whether a tensor's bytes are those of tensors inside.
@@ -193,3 +197,30 @@ def with_same_version(tensor: torch.Tensor) -> torch.Tensor:
     of its own. Without it a write to what is kept for a recomputation goes unseen."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+UNMARKED = frozenset(
+    {
+        *("aten::batch_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index", "aten::cudnn_batch_norm"),
+        *("aten::miopen_batch_norm", "aten::batch_norm_update_stats", "aten::batch_norm_gather_stats"),
+        "aten::batch_norm_gather_stats_with_counts",
+    }
+)
+"""Operators that write to running statistics, in training if they can be told whether they train, and whose schemas do
+not say so. Nor do they count these writes in the versions of tensors."""
+
+
+def may_write(schema: Any) -> bool:
+    """Whether an operator with this schema may write to an argument."""
+    return schema.is_mutable or schema.name in UNMARKED
+
+
+def written_by(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator with this schema writes to when it is called with `args` and `kwargs`."""
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
+    names = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    if schema.name in UNMARKED and given.get("training", True):
+        names += ["running_mean", "running_var"]
+    return [given.get(name) for name in names]

@@ -6,6 +6,7 @@ DeepSpeed; for the names in `names.py` it says what to use instead.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -127,7 +128,10 @@ def _entry_modules() -> dict[str, dict[str, Any]]:
         "deepspeed.inference": {},
         "deepspeed.inference.engine": {"InferenceEngine": ours.InferenceEngine},
         "deepspeed.launcher": {},
-        "deepspeed.launcher.runner": {"main": launch},
+        "deepspeed.launcher.runner": {
+            "main": launch,
+            "DEEPSPEED_ENVIRONMENT_NAME": os.environ.get("DS_ENV_FILE", ".deepspeed_env"),
+        },
     }
 
 
@@ -277,10 +281,24 @@ _BUILDERS = {
     "CPUAdagradBuilder": "cpu_adagrad",
     "CPUAdamBuilder": "cpu_adam",
     "CPULionBuilder": "cpu_lion",
+    "DeepCompileBuilder": "dc",
+    "EvoformerAttnBuilder": "evoformer_attn",
+    "FPQuantizerBuilder": "fp_quantizer",
     "FusedAdamBuilder": "fused_adam",
     "FusedLambBuilder": "fused_lamb",
     "FusedLionBuilder": "fused_lion",
+    "GDSBuilder": "gds",
+    "InferenceBuilder": "transformer_inference",
+    "InferenceCoreBuilder": "inference_core_ops",
+    "InferenceCutlassBuilder": "cutlass_ops",
+    "PinMemoryBuilder": "pin_memory",
     "QuantizerBuilder": "quantizer",
+    "RaggedOpsBuilder": "ragged_device_ops",
+    "RaggedUtilsBuilder": "ragged_ops",
+    "RandomLTDBuilder": "random_ltd",
+    "SparseAttnBuilder": "sparse_attn",
+    "SpatialInferenceBuilder": "spatial_inference",
+    "StochasticTransformerBuilder": "stochastic_transformer",
     "TransformerBuilder": "transformer",
     "UtilsBuilder": "utils",
 }

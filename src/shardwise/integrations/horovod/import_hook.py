@@ -54,7 +54,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__name__
         replacement = _MODULES.get(name)
         if replacement:
-            sys.modules[name] = importlib.import_module(f"{_PACKAGE}.{replacement}")
+            sys.modules[name] = found = importlib.import_module(f"{_PACKAGE}.{replacement}")
+            if not hasattr(found, "__path__"):  # a package in Horovod: Python imports no modules of what is none
+                found.__path__ = []
         elif name == "horovod":
             module.__dict__.update(__version__=VERSION, is_shardwise=True, run=_run)
 

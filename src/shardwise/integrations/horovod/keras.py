@@ -25,6 +25,7 @@ from shardwise.integrations.horovod.torch.functions import allgather_object, bro
 from shardwise.integrations.horovod.torch.reductions import grouped_allreduce_async
 
 __all__ = [
+    "Compression",
     "DistributedOptimizer",
     "allgather",
     "allgather_object",
@@ -36,6 +37,14 @@ __all__ = [
     "load_model",
 ]
 __all__ += basics.__all__
+
+
+class Compression:
+    """Values for `compression=`: the dtype in which floating-point gradients are sent."""
+
+    none = None
+    fp16 = "float16"
+    bf16 = "bfloat16"
 
 
 class _Distributed:
@@ -53,6 +62,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     op: int = Average,
     backward_passes_per_step: int = 1,
     process_set: ProcessSet = global_process_set,
+    *,
+    compression: Any = Compression.none,
 ) -> Any:
     """An optimizer of the same class and options as `optimizer`, on gradients that are averaged over the ranks.
 
@@ -69,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer_class.__name__, (_Distributed, optimizer_class), {"__module__": optimizer_class.__module__}
     )
     wrapper = wrapper_class.from_config(optimizer.get_config())
-    wrapper._options = {"op": op, "process_set": process_set, "name": name or "gradients"}
+    wrapper._options = {"op": op, "process_set": process_set, "name": name or "gradients", "compression": compression}
     if optimizer.built:
         wrapper.build(optimizer._trainable_variables)
         for copy, original in zip(wrapper.variables, optimizer.variables, strict=True):
@@ -77,10 +88,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return wrapper
 
 
-def _reduced(grads: list[Any], op: int, process_set: ProcessSet, name: str) -> list[Any]:
+def _reduced(grads: list[Any], op: int, process_set: ProcessSet, name: str, compression: Any) -> list[Any]:
     """Reduce gradients of the framework in which Keras computes. `None` stays `None`."""
     present = [index for index, grad in enumerate(grads) if grad is not None]
-    sources = [grads[index] for index in present]
+    sources = [_as_sent(grads[index], compression) for index in present]
     if not sources:
         return grads
     backend = keras.backend.backend()
@@ -97,8 +108,19 @@ def _reduced(grads: list[Any], op: int, process_set: ProcessSet, name: str) -> l
 
         reduced = tensorflow_allreduce(sources, name=name, op=op, process_set=process_set)
     for index, grad in zip(present, reduced, strict=True):
-        grads[index] = grad
+        is_cast = compression is not None and not _is_sparse(grad)
+        grads[index] = keras.ops.cast(grad, grads[index].dtype) if is_cast else grad
     return grads
+
+
+def _as_sent(grad: Any, compression: Any) -> Any:
+    is_cast = compression is not None and not _is_sparse(grad) and keras.backend.is_float_dtype(grad.dtype)
+    return keras.ops.cast(grad, compression) if is_cast else grad
+
+
+def _is_sparse(grad: Any) -> bool:
+    """Whether it is rows of an embedding, which TensorFlow gives by their indices and which are sent as they are."""
+    return hasattr(grad, "dense_shape")
 
 
 def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:

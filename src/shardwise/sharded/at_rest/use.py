@@ -131,8 +131,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             if (seen[id(handle)].shape, seen[id(handle)].stride()) != shape:
                 _refuse(handle, "another shape, given to it in place,")
         counted = {source for source, values in opened.items() if values._version != before[source]}
-        if func in uses.UNCOUNTED:
-            counted |= _sources(tree_unflatten(leaves, form)[0][:1])
+        counted |= _sources(uses.written_uncounted(func, *tree_unflatten(leaves, form)))
         written = {source for source, values, version in apart if values._version != version}
         for source, values in opened.items():
             if source in counted:

@@ -5,13 +5,15 @@ Functions that are not listed here read or change the values; which of the two, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
-from shardwise.system.torch_private import TENSOR_ATTRIBUTES
+from shardwise.system.torch_private import TENSOR_ATTRIBUTES, UNMARKED, OpOverload, OpOverloadPacket, written_by
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -105,14 +107,43 @@ COLLECTIVES: frozenset[Function] = frozenset(
 IN_BACKGROUND: frozenset[Function] = frozenset({dist.isend, dist.irecv}) if dist.is_available() else frozenset()
 """Those of them that always go on after they have returned; others do with `async_op=True`."""
 
-UNCOUNTED: frozenset[Function] = frozenset(
+_WRITES_FIRST: frozenset[Function] = frozenset(
     {
         *COLLECTIVES,
         *(torch._amp_foreach_non_finite_check_and_unscale_, Tensor.apply_, Tensor.map_, Tensor.map2_),
         *(torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_),
     }
 )
-"""They write to their first argument without incrementing its version."""
+_SCHEMAS: Mapping[Function, Any] = {
+    getattr(torch, name): getattr(torch.ops.aten, name).default._schema
+    for name in (
+        *(name.removeprefix("aten::") for name in sorted(UNMARKED)),
+        *("_native_batch_norm_legit", "_fused_moving_avg_obs_fq_helper", "fused_moving_avg_obs_fake_quant"),
+    )
+    if hasattr(torch, name)
+}
+_BATCH_NORM = inspect.signature(functional.batch_norm)
+
+
+def written_uncounted(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that `func` writes to without incrementing their versions. Operators of other libraries need not
+    count, so all that an operator's schema names is among them: to take over a write twice does no harm."""
+    if func in _WRITES_FIRST:
+        return list(args[:1])
+    if func is functional.batch_norm:
+        bound = _BATCH_NORM.bind(*args, **kwargs)
+        bound.apply_defaults()
+        func, args, kwargs = torch.batch_norm, (), bound.arguments
+    return [one for schema in _schemas_of(func) for one in written_by(schema, args, kwargs)]
+
+
+def _schemas_of(func: Function) -> list[Any]:
+    if isinstance(func, OpOverload):
+        return [func._schema]
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, name)._schema for name in func.overloads()]  # type: ignore[no-untyped-call]  # its own
+    return [_SCHEMAS[func]] if func in _SCHEMAS else []
+
 
 SCALINGS: frozenset[Function] = frozenset(
     {
