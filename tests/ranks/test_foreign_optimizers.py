@@ -341,7 +341,12 @@ def test_methods_of_its_own_are_called(preset: str, is_patched: bool) -> None:
 
         def noted(name: str) -> Callable[..., Any]:
             before = getattr(optimizer, name)
-            return lambda *args: (seen.append(name), before(*args))[1]
+
+            def call(*args: Any) -> Any:
+                seen.append(name)
+                return before(*args)
+
+            return call
 
         if is_patched:
             names = ("zero_grad", "state_dict", "load_state_dict")
