@@ -232,6 +232,7 @@ def test_a_rank_that_has_left_is_named_with_its_words() -> None:
     for error, kind, words in (
         ("ValueError: bad", "raised", "Rank 2 raised ValueError: bad"),
         ("", "ended", "has ended"),
+        ("", "ended", "give all ranks equally many batches"),
     ):
         finding = verdict([status(0, [1, 2], waits=2), status(1, [1, 2], waits=2), status(2, [1]).left(error)])
         assert isinstance(finding, Fault)

@@ -78,7 +78,10 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
     "_DropoutNd": (nn.modules.dropout, "the common class of dropouts, whose random numbers ranks must share"),
     # tensors
     "_version": (TENSOR, "a write in place to what is kept or sent is noticed"),
-    "_base": (TENSOR, "a write to the tensor of which a part was assigned to a parameter is noticed"),
+    "_base": (
+        TENSOR,
+        "a write to what was assigned to a parameter in part, and a parameter's view that is returned, are noticed",
+    ),
     "_is_view": (torch.Tensor, "a question about a parameter at rest that needs no values"),
     "_typed_storage": (torch.Tensor, "the older of two ways to a storage, which is refused like the other"),
     "_make_wrapper_subclass": (

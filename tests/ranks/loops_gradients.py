@@ -824,6 +824,35 @@ def step_hooks(loop: Loop) -> Any:
     return seen
 
 
+@action(OPTIM, "`optimizer.register_state_dict_post_hook`, `register_load_state_dict_pre_hook`: whole states, changed")
+def optimizer_state_hooks(loop: Loop) -> Any:
+    seen: list[Any] = []
+
+    def moments(state: dict[str, Any]) -> dict[int, torch.Tensor]:
+        kept = {number: entry.get("momentum_buffer") for number, entry in state["state"].items()}
+        return {number: moment for number, moment in kept.items() if moment is not None}
+
+    def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append({number: moment.norm().item() for number, moment in moments(state).items()})
+        return {"own": "a key", **state}
+
+    def loaded(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append([state.pop("own"), {number: list(moment.shape) for number, moment in moments(state).items()}])
+        return {**state, "state": {number: {"momentum_buffer": 0.5 * one} for number, one in moments(state).items()}}
+
+    handles = [
+        loop.optimizer.register_state_dict_post_hook(saved, prepend=True),
+        loop.optimizer.register_load_state_dict_pre_hook(loaded),
+        loop.optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded")),
+    ]
+    loop.backward()
+    loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+    loop.update()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
 @action(OPTIM, "`optimizer.state.values()`: norms of all moments")
 def states_walked(loop: Loop) -> Any:
     norms = [entry["momentum_buffer"].norm().item() for entry in loop.optimizer.state.values()]

@@ -34,6 +34,9 @@ either **equal** to the same loop on one process, or refused with an error; noth
   and `vjp(f, p)` ask no tensor whether it can be read, so under `zero3` they are not refused: they find NaN, or, where
   ranks share memory, what another rank may be writing between a step and the next forward. `torch.tensor(p)` warns.
   Give them `p.detach().clone()`; `p.detach()` alone is refused.
+- A view of a parameter that a forward returns (`self.positions[:n]`) is a copy where parameters are gathered. One that
+  it keeps or detaches (`self.kept = self.weight.t()`, `return self.weight.detach()`) is not: once its unit is freed, it
+  has NaN, or, where ranks share memory, what another rank may be writing from the next step on. Keep a `.clone()`.
 - `p.detach().numpy()` has the values of that moment, and does not follow the training.
 - Between forward and backward, a write by `p.data` goes through, as in PyTorch, and `p.data = tensor` does not:
   PyTorch's error in the backward says that the parameter was "modified by an inplace operation". Assign before the

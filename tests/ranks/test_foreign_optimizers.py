@@ -308,6 +308,121 @@ def test_states_are_not_called_sharded_where_nothing_is(model: Transformer) -> N
         assert "sharded" not in str(caught.value)
 
 
+class WithMethods(torch.optim.SGD):
+    """Its methods do more than torch's, as those of optimizers by users often do."""
+
+    num_zeroed = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.num_zeroed += 1
+        if self.num_zeroed % 2 == 0:  # gradients of two batches add up
+            super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_zeroed": self.num_zeroed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_zeroed = state_dict["num_zeroed"] + 10
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "num_zeroed"})
+
+
+@pytest.mark.parametrize("is_patched", [True, False])
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_methods_of_its_own_are_called(preset: str, is_patched: bool) -> None:
+    """Those of its class, and those that code has put into the object."""
+
+    def run(world: sw.World | None) -> tuple[list[str], int, list[str], dict[str, Tensor]]:
+        model = nn.Linear(3, 2)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+        optimizer = WithMethods(model.parameters(), lr=0.1, momentum=0.9)
+        seen: list[str] = []
+
+        def noted(name: str) -> Callable[..., Any]:
+            before = getattr(optimizer, name)
+
+            def call(*args: Any) -> Any:
+                seen.append(name)
+                return before(*args)
+
+            return call
+
+        if is_patched:
+            names = ("zero_grad", "state_dict", "load_state_dict")
+            optimizer.__dict__.update({name: noted(name) for name in names})
+        engine = None if world is None else sw.shard(model, preset, optimizer=optimizer, world=world)
+        for _ in range(4):
+            model(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        params = {name: param.detach().clone() for name, param in model.named_parameters()}
+        if engine is not None:
+            engine.unshard()
+        optimizer.register_step_pre_hook(lambda *_: None)  # torch's own again
+        return seen, optimizer.num_zeroed, sorted(optimizer.state_dict()), params
+
+    *told, params = run(None)
+    *ours, found = run_ranks(2, run)[0]
+    assert ours == told
+    for name, value in params.items():
+        torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_a_hook_that_finds_states_by_name_is_given_whole_ones(preset: str, is_early: bool) -> None:
+    """As torch advises for states of a model whose parameters were in another order: hooks that were registered before
+    sharding, and those registered after it."""
+
+    def by_name(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["param_groups"]
+        places = {name: place for place, name in enumerate(group["param_names"])}
+        names = optimizer.param_groups[0]["param_names"]
+        states = {place: state["state"][places[name]] for place, name in enumerate(names)}
+        return {"state": states, "param_groups": [{**group, "param_names": names}]}
+
+    def build(*, is_reversed: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param) + 0.1 * number)
+        named = list(model.named_parameters())
+        optimizer = torch.optim.SGD(named[::-1] if is_reversed else named, lr=0.1, momentum=0.9)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "own": "kept"})
+        return model, optimizer
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        for _ in range(num_steps):
+            model(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(world: sw.World | None) -> dict[str, Tensor]:
+        model, optimizer = build(is_reversed=True)
+        if world is not None:
+            sw.shard(model, preset, optimizer=optimizer, world=world)
+        train(model, optimizer, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        assert state["own"] == "kept"
+        other, again = build(is_reversed=False)
+        if is_early:
+            again.register_load_state_dict_pre_hook(by_name)
+        if world is not None:
+            sw.shard(other, preset, optimizer=again, world=world)
+        if not is_early:
+            again.register_load_state_dict_pre_hook(by_name)
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(state)
+        train(other, again, 2)
+        return {name: param.detach().clone() for name, param in other.named_parameters()}
+
+    plain = run(None)
+    for name, value in run_ranks(2, run)[0].items():
+        torch.testing.assert_close(value, plain[name])
+
+
 def test_schedule_free_is_refused_on_a_disk(model: Transformer, tmp_path: Path) -> None:
     replica = copy.deepcopy(model)
     disk = {"preset": "infinity", "disk": str(tmp_path)}

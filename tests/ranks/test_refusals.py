@@ -120,6 +120,57 @@ def test_models(build: Callable[[], nn.Module], words: str) -> None:
     assert words in refused(2, lambda world: sw.shard(models[world.rank], world=world), ModelError)
 
 
+class Wrapping(torch.Tensor):
+    """A tensor whose elements are made from tensors inside it, as torchao's quantized weights are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapping:
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*[one.inner if isinstance(one, cls) else one for one in args], **(kwargs or {}))
+        return cls(found) if func is torch.ops.aten.detach.default else found
+
+
+def _nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Wrapping(torch.ones(3)), "is a Wrapping, which wraps other tensors"),
+        (lambda: _nested(torch.jagged), "is nested"),
+        (lambda: _nested(torch.strided), "is nested"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "is quantized (torch.qint8)"),
+        (lambda: torch.eye(3).to_sparse_csr(), "is sparse (torch.sparse_csr)"),
+        (lambda: torch.eye(3).to_mkldnn(), "is opaque (torch._mkldnn)"),
+    ],
+    ids=["wrapping", "jagged", "nested", "quantized", "csr", "mkldnn"],
+)
+def test_tensors_whose_elements_do_not_lie_in_memory(kind: str, make: Callable[[], torch.Tensor], words: str) -> None:
+    model = nn.Linear(2, 2)
+    if kind == "parameter":
+        model.codes = nn.Parameter(make(), requires_grad=False)
+    else:
+        model.register_buffer("codes", make())
+    told = refused(1, lambda world: sw.shard(model, world=world), ModelError)
+    assert f"codes {words}" in told
+
+
+def test_a_plain_attribute_may_be_any_tensor() -> None:
+    model = nn.Linear(2, 2)
+    model.mask = Wrapping(torch.ones(3))
+    run_ranks(1, lambda world: sw.shard(model, world=world).close())
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

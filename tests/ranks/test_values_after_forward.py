@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from twins import Batch, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
@@ -210,3 +211,61 @@ def test_a_block_whose_weight_is_needed_after_its_planned_end_stays_whole() -> N
     plain = plain_run(model, data)
     model.num_calls = 0
     assert_same(sharded_run(model, data, "zero3", 2, None, shares_memory=False), plain)
+
+
+class Table(nn.Module):
+    """Returns a part of its parameter beside what it computes, as tables of positions are handed on."""
+
+    def __init__(self, *, is_trained: bool = True) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.linspace(-1, 1, 32).view(8, 4), requires_grad=is_trained)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self.mix(x), {"rows": self.rows[: x.shape[0]], "turned": self.rows.t()}
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([Table(), Table(is_trained=False), Table()])
+        self.last = Table()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        handed, turned = x, []
+        for table in (*self.tables, self.last):
+            x, parts = table(x * handed)
+            handed = parts["rows"]
+            turned.append(parts["turned"])
+        return (x * handed).square().mean(), [*turned, self.last.rows[0], self.last.mix.bias.view(2, 2)]
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("preset", ["zero3", "zero2"])
+def test_a_view_of_a_parameter_may_be_returned_to_who_uses_it_later(preset: str, shares_memory: bool) -> None:
+    torch.manual_seed(0)
+    model = Tables()
+
+    def losses(replica: nn.Module, world: sw.World | None) -> list[float]:
+        optimizer = torch.optim.SGD([param for param in replica.parameters() if param.requires_grad], lr=0.1)
+        if world is not None:
+            sw.shard(replica, {"preset": preset, "units": {"class": "Table"}}, optimizer=optimizer, world=world)
+
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            loss, views = replica(x)
+            total: torch.Tensor = loss + sum(view.square().mean() for view in views)
+            return total
+
+        found = []
+        for number in range(3):
+            loss_of(torch.full((3, 4), 1.0 + number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                found.append(loss_of(torch.ones(3, 4)).item())
+        return found
+
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    expected = losses(model, None)
+    found = run_ranks(2, lambda world: losses(replicas[world.rank], world), shares_memory=shares_memory)
+    assert found == [pytest.approx(expected, rel=1e-5)] * 2

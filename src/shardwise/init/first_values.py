@@ -24,6 +24,7 @@ from shardwise.init.files import WeightFiles
 from shardwise.init.loading import read_part
 from shardwise.init.match import Match, match
 from shardwise.init.meta import Init, await_values, record_init
+from shardwise.init.model_check import buffer_refused
 from shardwise.init.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
 from shardwise.memory import Flat, Unit, copy_into, is_dense, part_of
 from shardwise.plan.placement import Span
@@ -218,10 +219,7 @@ class FirstValues:
     def _agreed_buffer(self, name: str, buffer: Tensor) -> Tensor:
         """The buffer with its values, on the device of the model."""
         if not is_dense(buffer):
-            raise ModelError(
-                f"The buffer {name} is sparse or quantized, and such values cannot be sent to all ranks. Make it a "
-                "dense tensor, or a plain attribute of its module, which each rank has for itself."
-            )
+            raise buffer_refused(name, buffer)
         if self._is_stored(name) or origin_of(buffer) is not None:
             buffer.data = self._whole(name, buffer)
         elif buffer.device != self._device:

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.init.shared_memory import check_memory
-from shardwise.memory import is_at_rest
+from shardwise.memory import is_at_rest, is_dense
 
 _MOST_SHOWN = 4
 
@@ -47,15 +47,21 @@ def check_model(model: nn.Module) -> torch.device:
                 f"it is averaged, and could not change what the step uses. Remove it; between backward and step "
                 f"param.grad is the averaged gradient."
             )
-        if param.is_sparse or param.is_complex():
-            cure = (
-                " Keep its real and imaginary parts, nn.Parameter(torch.view_as_real(values)), and take "
-                "torch.view_as_complex of them in the forward."
-            )
+        if param.is_complex():
             raise ModelError(
-                f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
-                f"{cure if param.is_complex() else ''}"
+                f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded. Keep "
+                f"its real and imaginary parts, nn.Parameter(torch.view_as_real(values)), and take "
+                f"torch.view_as_complex of them in the forward."
             )
+        if not is_dense(param):
+            raise ModelError(
+                f"Parameter {name} is {_kind_of(param)}; only dense real parameters can be sharded. Keep what it is "
+                f"made of as parameters or buffers of its module, such as codes in int8 and their scales, and make it "
+                f"of these in the forward."
+            )
+    for name, buffer in model.named_buffers():
+        if not is_dense(buffer):
+            raise buffer_refused(name, buffer)
     check_memory(model)
     if not by_device:
         raise ModelError("The model has no parameters, so there is nothing to shard.")
@@ -65,6 +71,25 @@ def check_model(model: nn.Module) -> torch.device:
             f"The model's parameters are on different devices: {where}. Move the model to one with .to(device)."
         )
     return next(iter(by_device))
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """What a tensor is that is not dense: `sparse (torch.sparse_csr)`, `a MaskedTensor, which wraps other tensors`."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return f"quantized ({tensor.dtype})"
+    if tensor.layout != torch.strided:
+        return f"{'sparse' if 'sparse' in str(tensor.layout) else 'opaque'} ({tensor.layout})"
+    return f"a {type(tensor).__name__}, which wraps other tensors"
+
+
+def buffer_refused(name: str, buffer: torch.Tensor) -> ModelError:
+    """The error for a buffer that is not dense."""
+    return ModelError(
+        f"The buffer {name} is {_kind_of(buffer)}, and only values of dense tensors can be sent to all ranks. Make it "
+        f"a dense tensor, or a plain attribute of its module, which each rank has for itself."
+    )
 
 
 def _is_distributed(param: nn.Parameter) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shardwise.errors import ModelError
+from shardwise.memory import is_dense
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, FakeTensor, storage_id
 
 Tensor = torch.Tensor
@@ -34,15 +35,12 @@ class _Place:
 
     @classmethod
     def of(cls, kind: str, name: str, tensor: Tensor) -> _Place | None:
-        """`None` for a tensor without elements, or without a storage of its own."""
-        try:
-            with DisableTorchFunctionSubclass():
-                if tensor.layout is not torch.strided or not tensor.numel():
-                    return None
-                storage = tensor.untyped_storage()
-                start = int(tensor.storage_offset()) * tensor.element_size()
-        except (RuntimeError, NotImplementedError):  # what wraps other tensors
-            return None
+        """`None` for a tensor without elements, or whose elements do not lie in memory as they are."""
+        with DisableTorchFunctionSubclass():
+            if not is_dense(tensor) or not tensor.numel():
+                return None
+            storage = tensor.untyped_storage()
+            start = int(tensor.storage_offset()) * tensor.element_size()
         base = 0 if isinstance(tensor, FakeTensor) else storage.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + (last + 1) * tensor.element_size()

@@ -34,7 +34,7 @@ from shardwise.program import Update
 
 Tensor = torch.Tensor
 CALLED_BY_TORCH = {
-    **dict.fromkeys(("_among_pieces", "_load", "_switch"), "a method of the optimizer"),
+    **dict.fromkeys(("_among_pieces", "_load", "_state_dict", "_switch"), "a method of the optimizer"),
     "_before_step": "a step",
 }
 """See `comm/watch/journal.py`."""
@@ -95,27 +95,30 @@ class AdoptedOptimizer:
         self.unread: set[str] = set()
         """Parameters whose states were in what was loaded last, and not read because they are frozen."""
         self._handles: list[RemovableHandle] = []
+        self._state_hooks: dict[torch.optim.Optimizer, list[RemovableHandle]] = {}
+        self._patches: dict[torch.optim.Optimizer, dict[str, Any]] = {}
+        """Methods that code had replaced in the object before us. A `zero_grad` of its own, or of its class, stays in
+        place: what that does to gradients it may do at rest."""
+        self._whole = whole
         self._peers = peers
         peers.meet(self.pieces)
         for member, groups in self._groups.items():
+            self._patches[member] = {key: value for key, value in member.__dict__.items() if key in REPLACED_METHODS}
             self._adopt(member, groups.pieces, peers)
             self._hook(member, after)
             StepGuard.over(member, partial(before, member), self.updates.withdraw_gradients)
-            self._handles += [
-                member.register_load_state_dict_pre_hook(self._cut_state_dict),
-                member.register_load_state_dict_post_hook(self._guard_states),
-                member.register_state_dict_post_hook(lambda member, _: whole(member)),
-            ]
+            self._hook_states(member)
             kind: Any = type(member)
+            if "zero_grad" not in self._patches[member] and kind.zero_grad is torch.optim.Optimizer.zero_grad:
+                member.__dict__["zero_grad"] = partial(self._zero_grad, member, forget)
             member.__dict__.update(  # until release
-                zero_grad=partial(self._zero_grad, member, forget),
                 add_param_group=partial(self._add_group, member),
-                state_dict=partial(self._among_pieces, member, kind.state_dict),
+                state_dict=partial(self._state_dict, member),
                 load_state_dict=partial(self._load, member),
             )
             if has_modes(member):
                 member.__dict__.update(  # likewise
-                    train=partial(self._switch, member, kind.train), eval=partial(self._switch, member, kind.eval)
+                    train=partial(self._switch, member, "train"), eval=partial(self._switch, member, "eval")
                 )
 
     def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], peers: RankPeers) -> None:
@@ -149,6 +152,17 @@ class AdoptedOptimizer:
 
         member.__dict__["register_step_pre_hook"] = register
 
+    def _hook_states(self, member: torch.optim.Optimizer) -> None:
+        """Make our hooks of `state_dict` and `load_state_dict` the innermost ones, so that other hooks, registered
+        before or since, are given whole states: torch advises them to rename and reorder parameters there."""
+        for handle in self._state_hooks.get(member, ()):
+            handle.remove()
+        self._state_hooks[member] = [
+            member.register_state_dict_post_hook(lambda member, _: self._whole(member), prepend=True),
+            member.register_load_state_dict_pre_hook(self._cut_state_dict),
+            member.register_load_state_dict_post_hook(self._guard_states, prepend=True),
+        ]
+
     def _guard_states(self, member: torch.optim.Optimizer) -> None:
         member.state = StatesOfPieces(self._names, member.state, self._groups[member])
         for piece in self._groups[member].pieces:
@@ -158,26 +172,33 @@ class AdoptedOptimizer:
         self, member: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         with self._groups[member].listed():
-            return method(member, *args, **kwargs)
+            return method(*args, **kwargs)
 
-    def _switch(self, member: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _method(self, member: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
+        """What the call was before we replaced it."""
+        return self._patches[member].get(name) or partial(getattr(type(member), name), member)
+
+    def _switch(self, member: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
         """Let it move parameters to other points, as schedule-free ones do. All ranks call."""
         with self._rewritten():
-            return self._among_pieces(member, method, *args, **kwargs)
+            return self._among_pieces(member, self._method(member, name), *args, **kwargs)
 
     def _zero_grad(
         self, member: torch.optim.Optimizer, forget: Callable[[Sequence[Piece], bool], None], set_to_none: bool = True
     ) -> None:
         forget(self._groups[member].pieces, set_to_none)
 
+    def _state_dict(self, member: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._hook_states(member)
+        return self._among_pieces(member, self._method(member, "state_dict"), *args, **kwargs)
+
     def _load(self, member: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         if self.before_load():
             member.load_state_dict(state_dict)
             return
-        self._among_pieces(member, type(member).load_state_dict, state_dict)
+        self._hook_states(member)
+        self._among_pieces(member, self._method(member, "load_state_dict"), state_dict)
         self.find_changed_updates()
-        keys = _keys_of(state_dict["param_groups"])
-        self.note_loaded(self.numbered(member), lambda number, _: bool(state_dict["state"].get(keys[number])))
 
     def note_loaded(self, pieces: Iterable[tuple[int, Piece]], has_states: Callable[[int, Piece], bool]) -> None:
         """Remember which of these numbered pieces had states in what was loaded that were not read."""
@@ -333,7 +354,9 @@ class AdoptedOptimizer:
     def _cut_state_dict(self, member: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a plain optimizer's whole state, or of this rank's own, that `load_state_dict` loads."""
         keys = _keys_of(state["param_groups"])
-        pieces = {keys[number]: piece for number, piece in self.numbered(member) if number < len(keys)}
+        numbered = [(number, piece) for number, piece in self.numbered(member) if number < len(keys)]
+        self.note_loaded(numbered, lambda number, _: bool(state["state"].get(keys[number])))
+        pieces = {keys[number]: piece for number, piece in numbered}
         kept = {
             of: {key: _own(_slice_of(key, value, pieces[of]), value) for key, value in entry.items()}
             for of, entry in state["state"].items()
@@ -378,9 +401,9 @@ class AdoptedOptimizer:
 
     def release(self) -> None:
         """Unhook. The states of the pieces are kept, but no longer accessible through the optimizer."""
-        for handle in self._handles:
+        for handle in (*self._handles, *(handle for hooks in self._state_hooks.values() for handle in hooks)):
             handle.remove()
-        self._handles = []
+        self._handles, self._state_hooks = [], {}
         self.updates.close()
         for member in self.members:
             if isinstance(member, Cooperative):
@@ -388,6 +411,7 @@ class AdoptedOptimizer:
             StepGuard.release(member)
             for name in REPLACED_METHODS:
                 member.__dict__.pop(name, None)
+            member.__dict__.update(self._patches[member])
 
     def give_back(self) -> None:
         """Unhook, and leave the optimizers to others, without their states."""

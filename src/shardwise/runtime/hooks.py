@@ -55,6 +55,7 @@ from shardwise.system.torch_private import (
     graph_task,
     is_transforming,
     queue_callback,
+    tree_map_only,
 )
 
 Tensor = torch.Tensor
@@ -310,22 +311,24 @@ class Hooks:
         _: nn.Module,
         args: object,  # noqa: ARG002  # torch's hook signature
         output: object,
-    ) -> None:
+    ) -> object:
         if graph_task() != -1:
+            output = _apart_from(unit, output)
             call = use.recomputed.pop() if use.recomputed else None
             _watch_outputs(output, self._opening(unit, use, call, open_backward))
-            return
+            return output
         use.depth -= 1
         if use.depth > 0:
-            return
+            return None
         call, use.call = use.call, None
         if output is None and _is_unwinding(output):
             end = sys.exc_info()[1]
             if not isinstance(end, EndOfForward):
-                return
+                return None
             output = end.output
         if unit.num_writes() != use.num_writes:
             raise changed_inside(unit.name)
+        output, given = _apart_from(unit, output), output
         opening = open_backward if call is None else self._opening(unit, use, call, open_backward)
         opaque = torch.is_grad_enabled() and not _watch_outputs(output, opening)
         if opaque and call is not None:  # no hook will report the start of its backward
@@ -333,6 +336,7 @@ class Hooks:
             use.sent_back.add(call)
             self._await_end_if_blind(unit, call)
         self._listener.after_forward(unit, opaque=opaque)
+        return None if output is given else output
 
     # -- backward ---------------------------------------------------------------------------------------
 
@@ -511,6 +515,19 @@ def _watch_outputs(output: object, open_backward: Prehook) -> bool:
     for node in nodes:
         node.register_prehook(open_backward)
     return bool(nodes)
+
+
+def _apart_from(unit: Unit, output: object) -> object:
+    """`output` with copies of what is a view of the unit's parameters, as the first rows of a table of positions are:
+    their memory comes and goes, and whoever gets the output reads it later."""
+
+    def is_view(tensor: Tensor) -> bool:
+        base = tensor._base
+        return base is not None and any(base is param for param in unit.params)
+
+    if unit.stays_whole or not any(map(is_view, (output,) if isinstance(output, Tensor) else tensors_in(output))):
+        return output
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
 def _is_unwinding(output: object) -> bool:

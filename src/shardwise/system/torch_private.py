@@ -80,6 +80,7 @@ __all__ = [
     "treespec_loads",
     "unset_fake_temporarily",
     "with_same_version",
+    "wraps_others",
     "written_by",
 ]
 """Imported names, and why:
@@ -131,6 +132,19 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells storages apart that may have no memory, or whose memory has been released: their address has no public
     name, and `data_ptr()` is 0 for all of them."""
     return int(storage._cdata)
+
+
+def wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in tensors inside it, or are made from them, as those of weights that torchao has
+    quantized: its storage has no memory, and asking for it raises."""
+    if isinstance(tensor, FakeTensor):
+        return False
+    try:
+        with DisableTorchFunctionSubclass():
+            tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return True
+    return False
 
 
 def num_tensors_on(storage: torch.UntypedStorage) -> int:

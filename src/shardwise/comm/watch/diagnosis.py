@@ -35,6 +35,10 @@ SILENT_SECONDS = 2.0
 """Four times the longest time between two reports."""
 _MOST_SHOWN = 8
 _MARKS_SHOWN = 2
+_ENDED = (
+    "Its loop ended before the others': give all ranks equally many batches (drop_last=True, or a sampler that divides "
+    "evenly), or let all stop together, once engine.any_rank(is_at_its_end) is true."
+)
 _SAME = "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
 
 
@@ -304,7 +308,8 @@ def _minority(tags: Mapping[int, object]) -> tuple[int, ...]:
 def departure(gone: Status, others: Sequence[Status]) -> Fault:
     """The fault for a rank that has raised or ended, so that others cannot go on."""
     rest = sorted((status for status in others if status.rank != gone.rank), key=lambda status: status.rank)
-    return _fault(gone.state, (gone.rank,), f"{_capital(str(gone))}.{_report_lines(rest)}", gone)
+    cure = f"\n{_ENDED}" if gone.state == "ended" else ""
+    return _fault(gone.state, (gone.rank,), f"{_capital(str(gone))}.{_report_lines(rest)}{cure}", gone)
 
 
 def disappearance(rank: int, last: Status | None, why: str, mine: Status, host: GoneHost | None = None) -> Fault:

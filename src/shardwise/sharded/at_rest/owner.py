@@ -348,7 +348,8 @@ class ParamHome:
     def refuse(self, what: str) -> NoReturn:
         raise StateError(
             f"{self.name} is sharded, and {what} cannot be had: no rank has all of it between two computations. "
-            f"param.detach().clone() or engine.get({self.name!r}), called by all ranks, gives the values."
+            f"param.detach().clone() or engine.get({self.name!r}), called by all ranks, gives the values, and "
+            f"engine.state_dict() those of all parameters."
         )
 
 
