@@ -9,6 +9,7 @@ from functools import cached_property
 
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Place, Span, Table, Tier
+from shardwise.plan.replica_groups import is_lone, shrinking_axes
 from shardwise.program.action import Action, Moment
 from shardwise.program.effects import Buffer, Subject
 from shardwise.program.update import PlacedUpdate
@@ -68,6 +69,12 @@ class FlatSpec:
     def part_of(self, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """Which part of these parameters the rank at `coordinate` has: its place along the axes that split them."""
         return tuple(coordinate[axis] for axis in (*self.mesh.model_axes, *self.split_axes))
+
+    @cached_property
+    def is_lone(self) -> bool:
+        """Whether no other rank has any of what a rank has of these parameters, and the others go on without it."""
+        parted = {*self.mesh.model_axes, *self.split_axes}
+        return is_lone(self.mesh) and parted.issuperset(shrinking_axes(self.mesh))
 
     @cached_property
     def resident(self) -> bool:
