@@ -1,5 +1,6 @@
 """No replica group is whole: those that are left share the work of fewer ranks, and of as many as before when others
-have come. test_lost_groups.py has what is the same with groups (there these are `tp alone`, `pp alone`, `sp alone`)."""
+have come. test_lost_groups.py has what is the same with groups (there these are `tp alone` and others), and
+test_lost_in_two_axes.py those of two axes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from sequences import Batch
 from small_transformers import llama
-from split_models import Transformer, tokens
+from split_models import TENSOR, Transformer, tokens
 from test_lost_stages import Counting
 from torch import nn
 from torch.nn import functional
@@ -31,7 +32,7 @@ from shardwise.parallel.outline import Fit, smaller_meshes
 from shardwise.plan import Offload, Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from tests import inside
-from tests.models import Gpt
+from tests.models import Gpt, Mixture
 from tests.patience import PATIENCE
 from tests.ranks.lost_groups import (
     AXES,
@@ -219,10 +220,13 @@ def room_for_two(plan: Plan, mesh: Mesh) -> Plan:
     return plan.with_offload(Offload(optim=0.5)) if mesh.world_size == 2 else no_room(plan, mesh)
 
 
+def room_for_stages(plan: Plan, mesh: Mesh) -> Plan:
+    return plan if mesh.size("pp") == 2 else no_room(plan, mesh)
+
+
 def test_meshes_that_a_model_can_have() -> None:
     def found(model: nn.Module | None = None, fit: Fit = lambda plan, _: plan, **mesh: int) -> Any:
-        (axis,) = {"tp", "pp", "sp"} & mesh.keys() or {"ep"}
-        plan = load_plan(AXES[axis].plan("zero1", mesh=mesh))
+        plan = load_plan({"preset": "zero1", "mesh": mesh, **({"tensor": TENSOR} if "tp" in mesh else {})})
         of_plan = Mesh.of(mesh, math.prod(mesh.values()))
         return smaller_meshes(model or Transformer(), plan, of_plan, fit)
 
@@ -232,9 +236,11 @@ def test_meshes_that_a_model_can_have() -> None:
     assert found(tp=4, fit=room_for_two).meshes == ({"tp": 4}, {"tp": 2})
     assert found(Deep(), pp=4).meshes == ({"pp": 4}, {"pp": 2}, {"pp": 1})
     assert found(Gpt(), sp=6).meshes == ({"sp": 6}, {"sp": 3}, {"sp": 2}, {"sp": 1})
-    assert found(dp=2, ep=2).meshes == found(tp=2, ep=2).meshes == ()
+    assert found(Mixture(), dp=2, ep=2).meshes == ({"dp": 1, "ep": 2}, {"dp": 1, "ep": 1})
+    assert found(Deep(), pp=2, tp=2).meshes == ({"pp": 2, "tp": 2}, {"pp": 1, "tp": 2}, {"pp": 1, "tp": 1})
+    assert found(Deep(), fit=room_for_stages, pp=2, tp=2).meshes == ({"pp": 2, "tp": 2}, {"pp": 2, "tp": 1})
     for none, why in (
-        (found(tp=2, fit=no_room), "with 1 rank along tp: there is no room"),
+        (found(tp=2, fit=no_room), "on tp=1: there is no room"),
         (found(Counting(), pp=2), "count is a buffer that one stage has and may change"),
     ):
         assert none.meshes == ()

@@ -106,7 +106,8 @@ def going_on(
     come in where a step begins. There, as many groups as possible are formed of the `waiting` members.
 
     Where no group is whole, all members may get another part of the model, at any point of a step: as few as possible
-    if they can form a group, and any of them on a smaller mesh.
+    if they can form a group. On a smaller mesh, those go on that have as many parts as possible between them: what a
+    step has changed just now is read by one that had the same part as the lost rank.
     """
     were_whole = num_before % group_size(axes) == 0
     if were_whole:
@@ -115,9 +116,21 @@ def going_on(
             return found
     everyone = [*sorted(seats, key=seats.__getitem__), *waiting]
     members = tuple(everyone[: most_of(axes, smaller, len(everyone))] if seats else ())
+    if len(members) < len(seats):
+        members = _of_all_parts(mesh_of(axes, smaller, num_before), seats, len(members))
     if were_whole and len(members) >= group_size(axes):
         members = _laid(axes, num_before, seats, members)
     return GoingOn(members, _others(everyone, members))
+
+
+def _of_all_parts(mesh: Mesh, seats: Mapping[int, int], num: int) -> tuple[int, ...]:
+    """So many of the members with the ranks `seats` of `mesh`, in their order: first one with each part."""
+    axes = parts_of_copies(mesh)
+    in_order = sorted(seats, key=seats.__getitem__)
+    places = {member: _place(mesh.coordinate(seats[member]), axes) for member in in_order}
+    firsts = {place: member for member, place in reversed(places.items())}
+    chosen = [*firsts.values(), *_others(in_order, tuple(firsts.values()))][:num]
+    return tuple(member for member in in_order if member in chosen)
 
 
 def _in_whole_groups(
