@@ -1,6 +1,6 @@
 """No replica group is whole: those that are left share the work of fewer ranks, and of as many as before when others
-have come. test_lost_groups.py has what is the same with groups (there these are `tp alone` and others), and groups along
-two axes are in test_smaller_meshes_of_two_axes.py."""
+have come. test_lost_groups.py has what is the same with groups (there these are `tp alone` and others), and
+test_smaller_meshes_of_two_axes.py has groups along two axes."""
 
 from __future__ import annotations
 
