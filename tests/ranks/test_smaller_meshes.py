@@ -91,7 +91,7 @@ def test_one_of_two_ranks_dies_before(axis: str, point: str, rank: int, tmp_path
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep"])
 def test_the_rest_of_two_groups_is_one(axis: str, preset: str, rank: int, tmp_path: Path) -> None:
     """Rank 0 dies, and with its group gone another one: of another part, of its own, or the rest of its own group."""
     sizes = race(axis, preset, DiesAt({0: 60, rank: 90}), tmp_path, most_wrong=2)
@@ -102,7 +102,7 @@ def test_the_rest_of_two_groups_is_one(axis: str, preset: str, rank: int, tmp_pa
 @sampled
 @pytest.mark.parametrize("preset", PRESETS[1:])
 @pytest.mark.parametrize("pair", [(0, 3), (1, 2), (0, 2), (1, 3)])
-@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep"])
 def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], preset: str, tmp_path: Path) -> None:
     """Those that are left are a group. If they had the same part, one takes the other part, which is in the images of
     those that are lost."""
@@ -118,7 +118,7 @@ def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], prese
             both.wait(PATIENCE)
             super()._die()
 
-    point = {"tp": "agree * verdict tp *", "pp": "agree * verdict pp *", "sp": "all_reduce of verdict"}[axis]
+    point = {"tp": "agree * verdict tp *", "pp": "agree * verdict pp *"}.get(axis, "all_reduce of verdict")
     faults = {rank: DiesWithTheOther(rank, 2, point) for rank in pair}
 
     def plant(engine: Any, member: int) -> None:
@@ -133,7 +133,7 @@ def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], prese
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
 def test_a_rank_dies_while_its_state_is_copied(
     axis: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +412,7 @@ def _named(name: str, work: Callable[[int], None]) -> Callable[[int], None]:
 
 
 @sampled
-@pytest.mark.parametrize("axis", ["tp alone", "pp alone", "sp alone"])
+@pytest.mark.parametrize("axis", ["tp alone", "pp alone", "sp alone", "ep alone"])
 def test_the_fastest_mesh_is_taken_and_not_the_largest(
     axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
