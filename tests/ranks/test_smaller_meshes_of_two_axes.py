@@ -154,9 +154,12 @@ def test_a_rank_dies_while_a_checkpoint_is_written(pair: str, rank: int, preset:
 
 
 def _ranks_die(pair: str, way: str, folder: Path, draw: random.Random) -> None:
-    """At any collective, also of a recovery: one, perhaps with another in its place, or two."""
+    """At any collective, also of a recovery: one, perhaps with another in its place, or two. All that have some part of
+    the model may be lost at once only where no two have the same, so that all of it is in their images at any time."""
     own = PAIRS[pair]
-    deaths = {rank: draw.randrange(3, own.num_calls) for rank in draw.sample(range(4), draw.randint(1, 2))}
+    at = draw.randrange(3, own.num_calls)
+    later = draw.randrange(3, own.num_calls) if pair == "pp tp" else at + draw.randrange(40, own.num_calls)
+    deaths = dict(zip(draw.sample(range(4), draw.randint(1, 2)), (at, later), strict=False))
     is_replaced = len(deaths) == 1 and draw.random() < 0.5  # one that is lost while others join ends them
     folder.mkdir()
     race(
