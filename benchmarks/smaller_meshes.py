@@ -34,7 +34,9 @@ from shardwise.plan.replica_groups import with_fewer_ranks
 from shardwise.system.calibration import read_calibration
 
 NUM_RANKS = 4
-AXES = ("tp", "pp", "sp")
+JOBS = (("tp",), ("pp",), ("sp",), ("pp", "tp"), ("sp", "tp"))
+"""The axes along which the ranks of each share the work: four along one, or two along either. The models have no
+experts."""
 OF_AXIS: dict[str, dict[str, Any]] = {
     "tp": {"tensor": {"plan": PATTERNS}},
     "pp": {"accumulate": 4},
@@ -51,59 +53,68 @@ def main(args: argparse.Namespace, console: Console) -> int:
     rows: list[Values] = []
     result: Values = header(args.note) | {"benchmark": "smaller", "hardware": hardware.model_dump(), "rows": rows}
     for name in names:
-        for axis in AXES:
-            found = meshes_of(MODELS[name], axis, hardware)
+        for axes in JOBS:
+            found = meshes_of(MODELS[name], axes, hardware)
             for mesh, predicted in found:
-                rows.append(row_of(name, axis, mesh, predicted, warm, steps))
+                rows.append(row_of(name, axes, mesh, predicted, warm, steps))
                 file = write_result(args.out / "smaller.json", result)
     show(rows, console)
     console.print(f"\n{file}", markup=False)
     return 0
 
 
-def plan_of(axis: str, mesh: dict[str, int]) -> Values:
-    return {"preset": "zero1", "mesh": mesh, **OF_AXIS[axis]}
+def plan_of(axes: Sequence[str], mesh: dict[str, int]) -> Values:
+    plan: Values = {"preset": "zero1", "mesh": mesh}
+    for axis in axes:
+        plan |= OF_AXIS[axis]
+    return plan
 
 
-def meshes_of(size: ModelSize, axis: str, hardware: Hardware) -> list[tuple[dict[str, int], float]]:
+def meshes_of(size: ModelSize, axes: Sequence[str], hardware: Hardware) -> list[tuple[dict[str, int], float]]:
     """Each mesh of the job, the whole group first, and the seconds that are predicted for a step on it."""
-    most = 2 if axis == "pp" and size.num_blocks < NUM_RANKS else NUM_RANKS  # a stage has a block
-    whole = Mesh.of({"dp": 1, axis: most}, most)
+    along_one = 2 if "pp" in axes and size.num_blocks < NUM_RANKS else NUM_RANKS  # a stage has a block
+    sizes = {"dp": 1, **({axes[0]: along_one} if len(axes) == 1 else dict.fromkeys(axes, 2))}
+    whole = Mesh.of(sizes, math.prod(sizes.values()))
     every = with_fewer_ranks(whole)
     with torch.device("meta"):
         model = size.build()
     plain = PlainModel(model, updates_of(model, OPTIMIZER))
-    plan = Plan.model_validate(plan_of(axis, every[0]))
+    plan = Plan.model_validate(plan_of(axes, every[0]))
     batch = rows_of(size, 1, size.samples)
-    smaller = SmallerMeshes((every[0], *every))  # the first is left out: here the whole group is foreseen too
-    seconds = plain.seconds(batch, plan, whole, smaller, hardware, on_cpu=hardware.is_processor)
-    return [(mesh, seconds[math.prod(mesh.values())]) for mesh in every]
+    found = []
+    for mesh in every:
+        only = SmallerMeshes((every[0], mesh))  # the first is the whole group, which is foreseen here too
+        on_cpu = hardware.is_processor
+        (seconds,) = plain.seconds(batch, plan, whole, only, hardware, on_cpu=on_cpu).values()
+        found.append((mesh, seconds))
+    return found
 
 
-def row_of(name: str, axis: str, mesh: dict[str, int], predicted: float, warm: int, steps: int) -> Values:
-    plan = plan_of(axis, mesh)
+def row_of(name: str, axes: Sequence[str], mesh: dict[str, int], predicted: float, warm: int, steps: int) -> Values:
+    plan = plan_of(axes, mesh)
     options = [f"--model={name}", f"--plan={json.dumps(plan)}", f"--rows={MODELS[name].samples}"]
     options += [f"--warm={warm}", f"--steps={steps}"]
     num_ranks = math.prod(mesh.values())
     ranks = run_ranks("benchmarks.planner_rank", options, num_ranks=num_ranks, timeout_seconds=300)
     measured = max(rank["seconds"] for rank in ranks)
-    return {"model": name, "axis": axis, "ranks": num_ranks, "predicted": predicted, "measured": measured}
+    shown = " ".join(f"{axis}={mesh[axis]}" for axis in axes)
+    values = {"ranks": num_ranks, "predicted": predicted, "measured": measured}
+    return {"model": name, "job": " ".join(axes), "mesh": shown, **values}
 
 
 def show(rows: Sequence[Values], console: Console) -> None:
     lines = [
-        [row["model"], f"{row['axis']}={row['ranks']}", f"{row['measured'] * 1e3:.0f}", f"{row['predicted'] * 1e3:.0f}"]
-        for row in rows
+        [row["model"], row["mesh"], f"{row['measured'] * 1e3:.0f}", f"{row['predicted'] * 1e3:.0f}"] for row in rows
     ]
     show_figures("smaller meshes", ["model", "mesh", "measured ms", "predicted ms"], lines, console)
     console.print(f"rank correlation over all: {rank_correlation(rows, 'predicted'):.2f}", markup=False)
-    jobs = {(row["model"], row["axis"]): [one for one in rows if same_job(one, row)] for row in rows}
+    jobs = {(row["model"], row["job"]): [one for one in rows if same_job(one, row)] for row in rows}
     right = [agrees(those) for those in jobs.values()]
     console.print(f"the fastest mesh was foreseen for {sum(right)} of {len(right)} jobs", markup=False)
 
 
 def same_job(one: Values, other: Values) -> bool:
-    return (one["model"], one["axis"]) == (other["model"], other["axis"])
+    return (one["model"], one["job"]) == (other["model"], other["job"])
 
 
 def agrees(rows: Sequence[Values]) -> bool:

@@ -38,7 +38,10 @@ EVERY_PLAN = (
     *("ranks/test_models.py", "ranks/test_checkpoint.py", "extras/test_trainer.py", "extras/test_zoo.py"),
 )
 PACKAGES = ("extras/test_environment.py", "extras/test_release.py")
-ELASTIC = ("*/test_lost_*", "*/test_elastic*", "*/test_repl*", "ranks/test_buddies.py", "faults/*", "cluster/*")
+ELASTIC = (
+    *("*/test_lost_*", "*/test_smaller*", "*/test_elastic*", "*/test_repl*", "ranks/test_buddies.py"),
+    *("faults/*", "cluster/*"),
+)
 DISK = ("*/test_disk*", "*/*_memory.py", "*/test_tier*", "ranks/test_slow_disk.py")
 TOUCHES: dict[str, tuple[str, ...]] = {
     "src/": EVERY_PLAN,

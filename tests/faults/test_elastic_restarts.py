@@ -20,10 +20,9 @@ from tests.thorough import sampled
 
 SCRIPT = Path(__file__).with_name("restarting_rank.py")
 NUM_STEPS, DIES_AT = 8, 5
-TENSOR = {"plan": {"0": "column", "2": "row"}}
+WHOLE_FIRST = {"first": {"params": ["0.*"], "rows": {"optim": {"shard": []}}}}
 PLANS: dict[str, dict[str, Any]] = {
-    "pp": {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": TENSOR},
-    "ep": {"preset": "zero3", "mesh": {"ep": 2}},
+    "stages": {"preset": "zero1", "mesh": {"pp": 2, "dp": 2}, "accumulate": 2, "rules": WHOLE_FIRST},
     "checkpoint": {"preset": "zero3", "survive": "checkpoint"},
 }
 SAID = "If a rank is lost, this job restarts from its last checkpoint instead."

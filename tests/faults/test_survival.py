@@ -154,6 +154,30 @@ def test_fewer_ranks_share_the_tokens(preset: str, loop: str, kill: str, tmp_pat
     assert "restart" not in said
 
 
+@sampled
+@pytest.mark.parametrize(
+    ("mesh", "loop", "kill"),
+    [
+        ({"ep": 4}, "engine", "1:3:backward"),
+        ({"ep": 4}, "plain", "3:4:step"),
+        ({"pp": 2, "tp": 2}, "train_step", "0:4:6"),
+        ({"pp": 2, "tp": 2}, "train_step", "3:5:9"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_fewer_ranks_have_the_experts_or_go_on_along_one_of_two_axes(
+    preset: str, mesh: dict[str, int], loop: str, kill: str, tmp_path: Path
+) -> None:
+    more = {"accumulate": 2, "tensor": SPLIT["tensor"]} if "pp" in mesh else {}
+    plan = json.dumps({"preset": preset, "mesh": mesh, **more})
+    job = started(tmp_path, plan, loop, 10, [kill], retries="0:10", least=1)
+    said, _ = job.communicate(timeout=PATIENCE)
+    check(said, job, tmp_path, 10, most_wrong=0 if "pp" in mesh else 1, plan=plan)
+    assert "2 ranks continue" in said
+    assert "restart" not in said
+
+
 @pytest.mark.parametrize(
     ("plan", "loop", "hosts", "kills"),
     [

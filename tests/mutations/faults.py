@@ -764,8 +764,8 @@ ELASTIC = _of(
     ),
     (
         "a state counts as whole though a rank's part is gone",
-        "if not {*kept} <= {kept[rank] for rank in available}:",
-        "if False:",
+        "return all({*kept} <= {kept[rank] for rank in available} for kept in every)",
+        "return True",
         "lost_states",
     ),
     (

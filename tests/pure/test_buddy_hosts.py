@@ -108,7 +108,8 @@ def test_in_a_group_alone_every_rank_has_a_copy_on_another_host(preset: str, mes
         ("ddp", {"sp": 4}, "aabb", (None,) * 4),
         ("zero1", {"sp": 4}, "aabb", (2, 3, 0, 1)),
         ("zero3", {"dp": 1, "sp": 4}, "abab", (1, 0, 3, 2)),
-        ("zero1", {"sp": 2, "ep": 2}, "aabb", (None,) * 4),  # which does not go on with fewer
+        ("ddp", {"sp": 2, "ep": 2}, "aabb", (2, 3, 0, 1)),  # but not the same experts
+        ("ddp", {"tp": 2, "sp": 2}, "abab", (1, 0, 3, 2)),  # nor the same layers
     ],
 )
 def test_ranks_of_a_group_alone_that_share_samples_have_the_same_parameters(

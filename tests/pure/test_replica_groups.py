@@ -24,6 +24,7 @@ from shardwise.plan.replica_groups import (
     mesh_over,
     most_of,
     regroup,
+    with_fewer_ranks,
 )
 from tests.thorough import varies
 
@@ -213,6 +214,39 @@ def test_who_goes_on_where_no_group_is_whole(
     assert sorted([*found.members, *found.spares]) == sorted([*seats, *waiting])
     if members:
         assert str(mesh_of(axes, smaller, len(members))) == mesh
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({"tp": 4}, ["tp=4", "tp=2", "tp=1"]),
+        ({"dp": 2, "ep": 2}, ["dp=1 x ep=2", "dp=1 x ep=1"]),
+        ({"pp": 2, "tp": 2}, ["pp=2 x tp=2", "pp=1 x tp=2", "pp=2 x tp=1", "pp=1 x tp=1"]),
+        ({"dp": 4}, []),
+        ({"island": 2, "tp": 2}, []),
+    ],
+)
+def test_meshes_with_fewer_ranks(axes: dict[str, int], expected: list[str]) -> None:
+    mesh = Mesh(tuple(axes), tuple(axes.values()))
+    assert [str(Mesh.of(one, math.prod(one.values()))) for one in with_fewer_ranks(mesh)] == expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "left", "members"),
+    [
+        ({"sp": 2, "tp": 2}, (0, 2, 3), (0, 3)),  # 0 and 2 have the same half of each layer
+        ({"sp": 2, "tp": 2}, (1, 2, 3), (1, 2)),
+        ({"tp": 2, "sp": 2}, (0, 1, 3), (0, 3)),
+        ({"ep": 2, "tp": 2}, (0, 2, 3), (0, 3)),
+        ({"pp": 2, "tp": 2}, (0, 2, 3), (0, 2)),  # all have another part
+        ({"ep": 4}, (1, 2, 3), (1, 2)),
+    ],
+)
+def test_on_a_smaller_mesh_as_many_parts_as_possible_go_on(
+    axes: dict[str, int], left: tuple[int, ...], members: tuple[int, ...]
+) -> None:
+    smaller = with_fewer_ranks(Mesh(tuple(axes), tuple(axes.values())))
+    assert going_on(axes, 4, {rank: rank for rank in left}, (), smaller).members == members
 
 
 OF_EIGHT = tuple({"tp": size} for size in (8, 4, 2, 1))

@@ -23,7 +23,11 @@ RETURNED = {
 """Functions that return a reason."""
 RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "image_space", "session", "rebuild"]
 """Modules of `elastic/` whose errors end an attempt, or refuse a job."""
-CONSTANTS = {"program/image_bytes.py": ["ON_ACCELERATOR"], "elastic/session.py": ["_CANNOT_SKIP"]}
+CONSTANTS = {
+    "program/image_bytes.py": ["ON_ACCELERATOR"],
+    "elastic/session.py": ["_CANNOT_SKIP"],
+    "elastic/survivable.py": ["_STAGES_DIFFER"],
+}
 
 
 def text_of(node: ast.expr | None) -> str:

@@ -1,5 +1,5 @@
 """Training on threads in replica groups, of which ranks die, beside the same training in one process. `AXES` has each
-axis of which the ranks of a group share the work, with a task in which they do."""
+axis of which the ranks of a group share the work, with a task in which they do, and `PAIRS` has two of them each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise import testing
 from shardwise.comm import World
 from shardwise.parallel.experts import update_biases
 from shardwise.testing import fail_at
-from tests.models import Gpt, Mixture
+from tests.models import Decoder, ExpertBlock, Gpt, Mixture
 from tests.ranks.test_lost_ranks import (
     adamw,
     assert_memory_as_promised,
@@ -356,7 +356,100 @@ AXES = {
         num_calls=200,
     ),
 }
+AXES["ep alone"] = Axis(
+    mesh={"dp": 1, "ep": 4},
+    ways=AXES["ep"].ways,
+    points={
+        name: point for name, point in AXES["ep"].points.items() if name != "a reduction of experts"
+    },  # there is none
+    frozen=AXES["ep"].frozen,
+    settings=SETTINGS,
+    ways_with_points=AXES["ep"].ways_with_points,
+    has_groups=False,
+    num_calls=200,
+)
 WAYS = [(name, way) for name, axis in AXES.items() for way in axis.ways]
+
+
+class SequencesWithExperts(Sequences):
+    make = partial(Gpt, block=lambda _, width: ExpertBlock(width))
+
+
+MLP = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}
+MLP_BEFORE_EXPERTS = {"plan": {"blocks.0.up": "column", "blocks.0.down": "row"}}
+STAGES_OF_EXPERTS = partial(Experts, partial(Decoder, num_blocks=4, block=lambda _, width: ExpertBlock(width)))
+IN_GROUPS_OF_FOUR = {
+    "the verdict": ("*verdict*", 1),
+    "the commit": ("exchange of commit", 1),
+    "a mean": ("gather of weighed mean", 1),
+}
+PAIRS = {
+    "pp tp": Axis(
+        mesh={"pp": 2, "tp": 2},
+        ways={way: (make, {**plan, "tensor": TENSOR}) for way, (make, plan) in AXES["pp alone"].ways.items()},
+        points={**IN_GROUPS_OF_FOUR, "a forward": ("message of activation 1", 1)},
+        frozen=STAGES.frozen,
+        settings=AXES["pp alone"].settings,
+        loops=STAGES.loops,
+        has_groups=False,
+        num_calls=240,
+    ),
+    "sp tp": Axis(
+        mesh={"sp": 2, "tp": 2},
+        ways={way: (make, {**plan, "tensor": MLP}) for way, (make, plan) in SAMPLES.ways.items()},
+        points=IN_GROUPS_OF_FOUR,
+        frozen=SAMPLES.frozen,
+        settings=SETTINGS,
+        has_groups=False,
+        num_calls=150,
+    ),
+    "pp sp": Axis(
+        mesh={"pp": 2, "sp": 2},
+        ways={
+            f"{way}, {schedule}": (Sequences, {**plan, "accumulate": 2, "pipeline": {"schedule": schedule}})
+            for way, (_, plan) in SAMPLES.ways.items()
+            for schedule in ("1f1b", "zb-h1")
+        },
+        points=IN_GROUPS_OF_FOUR,
+        frozen=SAMPLES.frozen,
+        settings={name: SETTINGS[name] for name in SETTINGS if name != "micro-batches"},
+        loops=STAGES.loops,
+        has_groups=False,
+        num_calls=240,
+    ),
+    "ep tp": Axis(
+        mesh={"ep": 2, "tp": 2},
+        ways={way: (make, {"tensor": MLP_BEFORE_EXPERTS}) for way, (make, _) in AXES["ep"].ways.items()},
+        points=IN_GROUPS_OF_FOUR,
+        frozen=AXES["ep"].frozen,
+        settings=SETTINGS,
+        has_groups=False,
+        num_calls=200,
+    ),
+    "pp ep": Axis(
+        mesh={"pp": 2, "ep": 2},
+        ways={
+            schedule: (STAGES_OF_EXPERTS, {"accumulate": 2, "pipeline": {"schedule": schedule}})
+            for schedule in ("1f1b", "interleaved", "zb-h1")
+        },
+        points=IN_GROUPS_OF_FOUR,
+        frozen=("blocks.0.moe.experts.down_proj", "blocks.2.moe.router.weight"),
+        settings={name: SETTINGS[name] for name in SETTINGS if name != "micro-batches"},
+        loops=STAGES.loops,
+        has_groups=False,
+        num_calls=240,
+    ),
+    "ep sp": Axis(
+        mesh={"ep": 2, "sp": 2},
+        ways={way: (SequencesWithExperts, plan) for way, (_, plan) in SAMPLES.ways.items()},
+        points=IN_GROUPS_OF_FOUR,
+        frozen=("blocks.0.moe.experts.down_proj", "blocks.1.moe.router.weight"),
+        settings=SETTINGS,
+        has_groups=False,
+        num_calls=150,
+    ),
+}
+"""Replica groups of four whose ranks share the work along two axes, and no other group."""
 
 
 def race(
@@ -373,7 +466,7 @@ def race(
     **more: Any,
 ) -> dict[int, list[int]]:
     """`race_of` the usual task and loop of an axis, but for what is given."""
-    own = AXES[axis]
+    own = AXES.get(axis) or PAIRS[axis]
     plan = {**own.plan(preset, way, mesh), **(settings or {})}
     task = task or own.ways[way or own.usual][0]()
     return race_of(task, plan, plant, folder, loop=loop or own.loops[0], **more)

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.parallel.experts import MoE
 from shardwise.program.image_bytes import image_bytes
 from tests import inside
 from tests.ranks.threads_as_members import run_members
@@ -31,12 +32,25 @@ class Net(nn.Module):
         return result
 
 
+class Mixed(Net):
+    """Each rank along `ep` has experts of its own, of which some parameters are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(WIDTH, WIDTH, num_experts=4, top_k=2)
+        self.moe.experts.down_proj.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.moe(super().forward(x)[None])
+        return result
+
+
 @sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-kept"])
-@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("axis", ["dp", "tp", "ep"])
 def test_images_take_what_is_promised(axis: str, preset: str, precision: str, tmp_path: Path) -> None:
-    start = Net()
+    start = Mixed() if axis == "ep" else Net()
     models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
 
     def work(world: World, member: int) -> tuple[int, int, int]:
@@ -45,6 +59,8 @@ def test_images_take_what_is_promised(axis: str, preset: str, precision: str, tm
         plan: dict[str, Any] = {"preset": preset, "precision": precision}
         if axis == "tp":
             plan |= {"mesh": {"tp": NUM_RANKS}, "tensor": {"plan": {"layers.0": "column", "layers.1": "row"}}}
+        if axis == "ep":
+            plan |= {"mesh": {"ep": NUM_RANKS}}
         engine = sw.shard(model, plan, optimizer=optimizer, world=world)
         for _ in range(3):
             engine.backward(engine(torch.ones(4, WIDTH)).float().sum())

@@ -36,7 +36,7 @@ class LoopAdds(Experts):
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
-@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "ep": 2}], ids=["dp", "ep"])
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "ep": 2}, {"ep": 4}], ids=["dp", "ep", "ep alone"])
 @pytest.mark.parametrize("loop", ["engine", "plain"])
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_the_loop_adds_the_losses_of_routers(preset: str, loop: str, mesh: dict[str, int], tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_loop_adds_the_losses_of_routers(preset: str, loop: str, mesh: dict[
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
-@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "ep": 2}], ids=["dp", "ep"])
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "ep": 2}, {"ep": 4}], ids=["dp", "ep", "ep alone"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("step", [2, 3])
 def test_choices_that_are_not_in_a_bias_yet_are_not_lost(
@@ -70,11 +70,12 @@ def test_choices_that_are_not_in_a_bias_yet_are_not_lost(
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("nth", [7, 8, 9, 10, 14])
-def test_experts_are_recomputed(nth: int, loop: str, preset: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["ep", "ep alone"])
+def test_experts_are_recomputed(axis: str, nth: int, loop: str, preset: str, tmp_path: Path) -> None:
     """A router that is recomputed after a fault would choose other experts."""
     settings = {"activations": {"policy": "recompute"}}
     fault = DiesBefore(2, 2, "all_to_all of activations", nth)
-    sizes = race("ep", preset, fault, tmp_path, settings=settings, loop=loop, num_newcomers=1, least=4)
+    sizes = race(axis, preset, fault, tmp_path, settings=settings, loop=loop, num_newcomers=1, least=4)
     assert fault.is_dead
     assert {one[-1] for one in sizes.values()} == {4}
 

@@ -200,12 +200,13 @@ def test_a_share_on_the_host_in_bf16(tmp_path: Path) -> None:
     compare(trained(plan, one, {1: 25}, tmp_path), whole, 2e-2)
 
 
-def test_experts_that_lie_on_all_ranks_lose_no_rank(tmp_path: Path) -> None:
-    plan = {"preset": "zero1", "mesh": {"ep": 2, "dp": 1}, "survive": "host"}
+def test_stages_with_biases_of_routers_lose_no_rank(tmp_path: Path) -> None:
+    """A bias is a buffer that follows what routers choose, and no image has buffers."""
+    plan = {"preset": "zero1", "mesh": {"pp": 2, "dp": 1}, "accumulate": 2, "survive": "host"}
 
     def work(world: World, member: int) -> None:
-        model = nn.Sequential(nn.Linear(16, 16), sw.experts.MoE(16, 16, 4))
-        with pytest.raises(ConfigError, match=r"survive: host is not possible: the mesh splits .* along ep"):
+        model = nn.Sequential(nn.Linear(16, 16), sw.experts.MoE(16, 16, 4, scores="sigmoid", bias_rate=0.05))
+        with pytest.raises(ConfigError, match=r"survive: host is not possible: .* along pp, .* is a buffer"):
             sw.shard(model, plan, optimizer=adamw(model), world=world)
 
     assert len(run_members(2, work, tmp_path)) == 2

@@ -64,7 +64,7 @@ def test_both_ranks_of_a_group_die_at_once(axis: str, pair: tuple[int, int], pre
 @pytest.mark.parametrize("preset", SHARDED)
 @pytest.mark.parametrize("pair", [(0, 2), (1, 3), (3, 0), (1, 2)])
 @pytest.mark.parametrize("subject", ["images", "recovery"])
-@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+@pytest.mark.parametrize("axis", POINTS)
 def test_a_rank_of_the_other_group_dies_while_it_recovers(
     axis: str, subject: str, pair: tuple[int, int], preset: str, tmp_path: Path
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_rank_of_the_other_group_dies_while_it_recovers(
 @sampled
 @pytest.mark.parametrize("preset", SHARDED)
 @pytest.mark.parametrize("pair", [(0, 1), (2, 3), (0, 3), (1, 3)])
-@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+@pytest.mark.parametrize("axis", POINTS)
 def test_two_ranks_die_while_a_checkpoint_is_written(
     axis: str, pair: tuple[int, int], preset: str, tmp_path: Path
 ) -> None:

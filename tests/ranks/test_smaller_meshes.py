@@ -1,5 +1,6 @@
 """No replica group is whole: those that are left share the work of fewer ranks, and of as many as before when others
-have come. test_lost_groups.py has what is the same with groups (there these are `tp alone`, `pp alone`, `sp alone`)."""
+have come. test_lost_groups.py has what is the same with groups (there these are `tp alone` and others), and
+test_smaller_meshes_of_two_axes.py has groups along two axes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from sequences import Batch
 from small_transformers import llama
-from split_models import Transformer, tokens
+from split_models import TENSOR, Transformer, tokens
 from test_lost_stages import Counting
 from torch import nn
 from torch.nn import functional
@@ -31,7 +32,7 @@ from shardwise.parallel.outline import Fit, smaller_meshes
 from shardwise.plan import Offload, Plan, load_plan
 from shardwise.plan.mesh import Mesh
 from tests import inside
-from tests.models import Gpt
+from tests.models import Gpt, Mixture
 from tests.patience import PATIENCE
 from tests.ranks.lost_groups import (
     AXES,
@@ -90,7 +91,7 @@ def test_one_of_two_ranks_dies_before(axis: str, point: str, rank: int, tmp_path
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep"])
 def test_the_rest_of_two_groups_is_one(axis: str, preset: str, rank: int, tmp_path: Path) -> None:
     """Rank 0 dies, and with its group gone another one: of another part, of its own, or the rest of its own group."""
     sizes = race(axis, preset, DiesAt({0: 60, rank: 90}), tmp_path, most_wrong=2)
@@ -101,7 +102,7 @@ def test_the_rest_of_two_groups_is_one(axis: str, preset: str, rank: int, tmp_pa
 @sampled
 @pytest.mark.parametrize("preset", PRESETS[1:])
 @pytest.mark.parametrize("pair", [(0, 3), (1, 2), (0, 2), (1, 3)])
-@pytest.mark.parametrize("axis", ["tp", "pp", "sp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep"])
 def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], preset: str, tmp_path: Path) -> None:
     """Those that are left are a group. If they had the same part, one takes the other part, which is in the images of
     those that are lost."""
@@ -117,7 +118,7 @@ def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], prese
             both.wait(PATIENCE)
             super()._die()
 
-    point = {"tp": "agree * verdict tp *", "pp": "agree * verdict pp *", "sp": "all_reduce of verdict"}[axis]
+    point = {"tp": "agree * verdict tp *", "pp": "agree * verdict pp *"}.get(axis, "all_reduce of verdict")
     faults = {rank: DiesWithTheOther(rank, 2, point) for rank in pair}
 
     def plant(engine: Any, member: int) -> None:
@@ -132,7 +133,7 @@ def test_both_groups_lose_a_rank_at_once(axis: str, pair: tuple[int, int], prese
 @thorough_only("slow; smaller tests beside it cover the same code")
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
 def test_a_rank_dies_while_its_state_is_copied(
     axis: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,10 +223,13 @@ def room_for_two(plan: Plan, mesh: Mesh) -> Plan:
     return plan.with_offload(Offload(optim=0.5)) if mesh.world_size == 2 else no_room(plan, mesh)
 
 
+def room_for_stages(plan: Plan, mesh: Mesh) -> Plan:
+    return plan if mesh.size("pp") == 2 else no_room(plan, mesh)
+
+
 def test_meshes_that_a_model_can_have() -> None:
     def found(model: nn.Module | None = None, fit: Fit = lambda plan, _: plan, **mesh: int) -> Any:
-        (axis,) = {"tp", "pp", "sp"} & mesh.keys() or {"ep"}
-        plan = load_plan(AXES[axis].plan("zero1", mesh=mesh))
+        plan = load_plan({"preset": "zero1", "mesh": mesh, **({"tensor": TENSOR} if "tp" in mesh else {})})
         of_plan = Mesh.of(mesh, math.prod(mesh.values()))
         return smaller_meshes(model or Transformer(), plan, of_plan, fit)
 
@@ -235,9 +239,11 @@ def test_meshes_that_a_model_can_have() -> None:
     assert found(tp=4, fit=room_for_two).meshes == ({"tp": 4}, {"tp": 2})
     assert found(Deep(), pp=4).meshes == ({"pp": 4}, {"pp": 2}, {"pp": 1})
     assert found(Gpt(), sp=6).meshes == ({"sp": 6}, {"sp": 3}, {"sp": 2}, {"sp": 1})
-    assert found(dp=2, ep=2).meshes == found(tp=2, ep=2).meshes == ()
+    assert found(Mixture(), dp=2, ep=2).meshes == ({"dp": 1, "ep": 2}, {"dp": 1, "ep": 1})
+    assert found(Deep(), pp=2, tp=2).meshes == ({"pp": 2, "tp": 2}, {"pp": 1, "tp": 2}, {"pp": 1, "tp": 1})
+    assert found(Deep(), fit=room_for_stages, pp=2, tp=2).meshes == ({"pp": 2, "tp": 2}, {"pp": 2, "tp": 1})
     for none, why in (
-        (found(tp=2, fit=no_room), "with 1 rank along tp: there is no room"),
+        (found(tp=2, fit=no_room), "on tp=1: there is no room"),
         (found(Counting(), pp=2), "count is a buffer that one stage has and may change"),
     ):
         assert none.meshes == ()
@@ -409,7 +415,7 @@ def _named(name: str, work: Callable[[int], None]) -> Callable[[int], None]:
 
 
 @sampled
-@pytest.mark.parametrize("axis", ["tp alone", "pp alone", "sp alone"])
+@pytest.mark.parametrize("axis", ["tp alone", "pp alone", "sp alone", "ep alone"])
 def test_the_fastest_mesh_is_taken_and_not_the_largest(
     axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,10 +12,11 @@ for a rank that is gone, a rank with its image stands in. Without a change of ra
 [Note: islands that join] Between islands parameters and states vary, so an island goes on with its own, and one of
 newcomers with those of the first island; what islands have in common comes with them.
 
-[Note: other parts] Where the mesh changes along `tp`, or a rank gets another place there, ranks had other parts of
-split parameters than they will have. Boxes say which elements of the whole parameter a part has, and `common_runs`
-which of them two parts share, as when a checkpoint is read on another mesh. Where it changes along `pp`, ranks had
-other parameters. Then the ranks of one stage after the other are filled, and all others take part in that.
+[Note: other parts] Where the mesh changes along `tp` or `ep`, or a rank gets another place there, ranks had other parts
+of split parameters, or other experts, than they will have. Boxes say which elements of the whole parameter a part has,
+and `common_runs` which of them two parts share, as when a checkpoint is read on another mesh. Where it changes along
+`pp`, ranks had other parameters. Then the ranks of one stage after the other are filled, and all others take part in
+that.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Tensor = torch.Tensor
 PARAM = "param"
 States = dict[str, dict[str, Any]]
 Place = tuple[int, ...]
-"""Along the axes that split layers."""
+"""Along the axes that split layers, or deal out experts."""
 Parts = Mapping[Place, Sequence[tuple[FlatSpec, Sequence[Slot]]]]
 """The flat buffers of a layout at each place."""
 
@@ -55,7 +56,7 @@ class _Home:
     in this rank's part where `tp` cuts it, which all its receivers have too. `spans` has what each rank of the layout
     keeps and gives, where ranks have parts of different sizes; of former ranks, those that some rank stands for.
     With `parts`, see [Note: other parts], elements are counted in the part of the rank in question; `parts` has that of
-    each place along the model axes where ranks have the parameter.
+    each place along the axes that part the model where ranks have the parameter.
     """
 
     spec: FlatSpec
@@ -96,20 +97,23 @@ class _Home:
         return replace(self, parts={place: part for place, part in self.parts.items() if _stage(mesh, place) == stage})
 
     def _has(self, rank: int) -> bool:
-        return not self.parts or _model_place(self.spec, rank) in self.parts
+        return not self.parts or _parted_place(self.spec.mesh, rank) in self.parts
 
     def _at(self, rank: int) -> tuple[FlatSpec, Slot]:
-        return self.parts[_model_place(self.spec, rank)] if self.parts else (self.spec, self.slot)
+        return self.parts[_parted_place(self.spec.mesh, rank)] if self.parts else (self.spec, self.slot)
 
     def _given_by_some(self, givers: frozenset[int], rank: int) -> Span:
         """Ranks that keep the same elements share in giving them."""
-        kept, place = self.kept(rank), _model_place(self.spec, rank)
-        same = [one for one in sorted(givers) if _model_place(self.spec, one) == place and self.kept(one) == kept]
+        kept, part = self.kept(rank), self._part(rank)
+        same = [one for one in sorted(givers) if self._part(one) == part and self.kept(one) == kept]
         if rank not in same:
             return NOTHING
         number = same.index(rank)
         first, last = (kept.start + kept.numel * at // len(same) for at in (number, number + 1))
         return Span(first, last)
+
+    def _part(self, rank: int) -> Place:
+        return self.spec.part_of(self.spec.mesh.coordinate(rank))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,14 +153,14 @@ class Held:
     """Of the parameters in `tensors`, those that have memory for gradients and states."""
 
     def changes_parts(self, mesh: Mesh) -> bool:
-        """Whether ranks get other parts of parameters on `mesh` than the former ranks had for which they stand. The
-        same on all."""
+        """Whether ranks get other parts of parameters on `mesh` than the former ranks had for which they stand, or
+        other experts. The same on all."""
         before = self.flats[0][0].mesh
 
         def place(of: Mesh, rank: int) -> dict[str, int]:
-            return {axis: of.coordinate(rank)[axis] for axis in of.model_axes}
+            return {axis: of.coordinate(rank)[axis] for axis in of.parted_axes}
 
-        sizes = [{axis: of.size(axis) for axis in of.model_axes} for of in (before, mesh)]
+        sizes = [{axis: of.size(axis) for axis in of.parted_axes} for of in (before, mesh)]
         return sizes[0] != sizes[1] or any(
             place(before, former) != place(mesh, rank) for rank, ranks in enumerate(self.stands_for) for former in ranks
         )
@@ -251,7 +255,7 @@ class TrainingState:
                     self._drop(name)
             return states
         mesh = flats[0].spec.mesh
-        own = _stage(mesh, _model_place(flats[0].spec, self._world.rank))
+        own = _stage(mesh, _parted_place(mesh, self._world.rank))
         of_stages = {_stage(mesh, place): laid for place, laid in self._parts[1].items()}
         for stage, laid in sorted(of_stages.items()):  # see [Note: other parts]
             here = {name: home.within(stage) for name, home in self._new_homes.items()}
@@ -498,9 +502,15 @@ def _islands_of(stands_for: Sequence[Sequence[int]], before: Mesh, mesh: Mesh) -
     return [was.get(mesh.island_of(rank), first) for rank in range(mesh.world_size)]
 
 
+def _parted_place(mesh: Mesh, rank: int) -> Place:
+    """The place of `rank` along all axes along which ranks have different parts of the model."""
+    coordinate = mesh.coordinate(rank)
+    return tuple(coordinate[axis] for axis in mesh.parted_axes)
+
+
 def _stage(mesh: Mesh, place: Place) -> int:
-    """The place along `pp` of a place along all axes that split models."""
-    axes = mesh.model_axes
+    """The place along `pp` of such a place."""
+    axes = mesh.parted_axes
     return place[axes.index(STAGE_AXIS)] if STAGE_AXIS in axes else 0
 
 

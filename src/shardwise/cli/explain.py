@@ -24,7 +24,7 @@ from shardwise.plan import Budget, Plan, load_plan
 from shardwise.plan.mesh import Mesh, check_num_ranks
 from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
 from shardwise.plan.placement.islands import check_islands
-from shardwise.plan.replica_groups import shrinking_axis
+from shardwise.plan.replica_groups import shrinking_axes
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import default_path, read_calibration
 
@@ -212,7 +212,7 @@ def _subject(
     programs of its ranks, to be timed on `hardware`."""
     if args.model is None:
         examples = example_units(table, mesh, plan, args.optimizer)
-        why = "whether fewer ranks can is known of a model (--model)" if shrinking_axis(mesh) else ""
+        why = "whether fewer ranks can is known of a model (--model)" if shrinking_axes(mesh) else ""
         return plan, Subject(examples, (), args.optimizer_states, args.optimizer, why_no_smaller=why), ()
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)

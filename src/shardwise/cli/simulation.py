@@ -158,7 +158,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
             raise ConfigError("--storage is 0; give the bytes that all ranks together write in a second.")
         write = load = step.checkpoint_bytes / rate
     is_one_group = num_groups(mesh) == 1 and recovery != "restart"
-    numbers = tuple(math.prod(one.values()) for one in step.smaller) if is_one_group else ()
+    numbers = tuple(dict.fromkeys(math.prod(one.values()) for one in step.smaller)) if is_one_group else ()
     least = args.least if args.least is not None else (args.world if recovery == "restart" else min(numbers, default=1))
     job = Job(
         world_size=args.world,

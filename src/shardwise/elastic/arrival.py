@@ -25,11 +25,12 @@ from shardwise.errors import StateError
 from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
+from shardwise.parallel.experts import expert_split
 from shardwise.parallel.experts.loads import Loads
 from shardwise.parallel.model_axes import rows_for
 from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Budget, Plan
-from shardwise.plan.mesh import SAME_PARAMS_AXES, Mesh
+from shardwise.plan.mesh import EXPERT_AXIS, SAME_PARAMS_AXES, Mesh
 from shardwise.plan.placement import table_for
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import Design, Sharding, Updates, check_device, design
@@ -174,8 +175,9 @@ def _units(
     they allocate no memory. Those of this rank's part of the model, or of the first one if `mesh` has other parts."""
     boxes = designed.boxes
     if designed.staged is None:
-        chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, designed.experts)
-        if any(mesh.size(axis) != designed.mesh.size(axis) for axis in SAME_PARAMS_AXES if axis in mesh.axes):
+        chosen, rows = choose_units(model, plan), rows_for(model, plan, mesh, expert_split(model, plan, mesh, 0))
+        of_parts = (*SAME_PARAMS_AXES, EXPERT_AXIS)
+        if any(mesh.size(axis) != designed.mesh.size(axis) for axis in of_parts if axis in mesh.axes):
             boxes = boxes_on(model, plan, mesh, 0)
     else:  # the model has no other stages any more, and tables name axes, not their sizes
         chosen, rows = designed.choices, designed.rows

@@ -29,7 +29,7 @@ from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
 from shardwise.memory import DiskMemory, DiskRows, Flat
 from shardwise.plan.placement import Slot
-from shardwise.plan.replica_groups import is_lone
+from shardwise.plan.replica_groups import is_lone, parts_of_copies
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import Keepers, keepers, kept_axes
 from shardwise.sharded.sharded_model import ShardedModel
@@ -291,21 +291,22 @@ class Layout:
 
     def _is_whole(self, available: set[int]) -> bool:
         """Whether the parts of the `available` ranks make up the whole state."""
+        mesh = self.specs[0][0].mesh
+        places = [mesh.coordinate(rank) for rank in range(self.size)]
+        # a stage that has no experts itself says the same as one that has
+        every: list[list[object]] = [[_place_along(mesh.parted_axes, place) for place in places]]
         for spec, _ in self.specs:
-            places = [spec.mesh.coordinate(rank) for rank in range(self.size)]
-            kept = [(spec.part_of(place), spec.layout.span(kept_axes(spec), place)) for place in places]
-            if not {*kept} <= {kept[rank] for rank in available}:
-                return False
-        return True
+            every.append([(spec.part_of(place), spec.layout.span(kept_axes(spec), place)) for place in places])
+        return all({*kept} <= {kept[rank] for rank in available} for kept in every)
 
     def _has_same_part(self, reader: int, rank: int) -> bool:
-        """Whether `reader`, a rank of the present world, had the same parts of parameters as the lost `rank`, as far as
-        model axes split them. Images are read by such ranks, whose flat buffers have the same form."""
-        one = self.ranks[reader]
+        """Whether `reader`, a rank of the present world, had the same parts as the lost `rank` of all parameters that
+        more than one rank has. Images are read by such ranks, whose flat buffers of these have the same form."""
+        one, mesh = self.ranks[reader], self.specs[0][0].mesh
         if one is None:
             return False
-        places = [(spec, spec.mesh.coordinate(one), spec.mesh.coordinate(rank)) for spec, _ in self.specs]
-        return all(spec.part_of(own) == spec.part_of(other) for spec, own, other in places)
+        axes = parts_of_copies(mesh)
+        return _place_along(axes, mesh.coordinate(one)) == _place_along(axes, mesh.coordinate(rank))
 
     def _sees_rest(self, reader: int, rank: int) -> bool:
         """Whether `reader`, a rank of the present world on the same host, can read all that the lost `rank` had outside
@@ -435,6 +436,10 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
                 held.trained.add(cell.name)
         elif cell.kind not in (BLOCK, AT):
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
+
+
+def _place_along(axes: Sequence[str], coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(coordinate[axis] for axis in axes)
 
 
 def _file_name(label: int, rank: int) -> str:

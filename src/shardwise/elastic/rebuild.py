@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.memory import DiskMemory, Unit, choose_units, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
+from shardwise.parallel.experts import expert_split
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
 from shardwise.parallel.outline import SmallerMeshes, kept_buffer
 from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
@@ -88,7 +89,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
             return _in_other_stages(former, plan, held, world, undoing)
         else:
             _unsplit(former.sharding)
-            former = replace(former, sharding=replace(former.sharding, split=None, boxes={}))
+            former = replace(former, sharding=replace(former.sharding, split=None, experts=None, boxes={}))
             held = replace(held, parts=_parts_before_and_after(former, plan, held, mesh))
         with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
             designed = former.sharding.design_on(former.model, plan, world)
@@ -112,7 +113,8 @@ def _in_other_stages(former: Former, plan: Plan, held: Held, world: World, undoi
     converted = convert(model, conversions_of(plan, model))
     undoing.callback(converted.undo)
     updates: Updates = vet(optimizers, model)
-    bare = replace(former.sharding, converted=converted, updates=updates, stage_design=None, boxes={})
+    bare = replace(former.sharding, stage_design=None, split=None, experts=None, boxes={})  # nothing of the former mesh
+    bare = replace(bare, converted=converted, updates=updates)
     former = replace(former, sharding=bare)
     designed = bare.design_on(model, plan, world)
     held = replace(held, parts=_parts_before_and_after(former, plan, held, designed.mesh))
@@ -177,7 +179,7 @@ def _parts_before_and_after(former: Former, plan: Plan, held: Held, mesh: Mesh) 
 def _parts(former: Former, plan: Plan, mesh: Mesh) -> Parts:
     """The flat buffers of each part of the model, which is plain, on `mesh`."""
     sharding = former.sharding
-    places = {tuple(mesh.coordinate(rank)[axis] for axis in mesh.model_axes): rank for rank in range(mesh.world_size)}
+    places = {tuple(mesh.coordinate(rank)[axis] for axis in mesh.parted_axes): rank for rank in range(mesh.world_size)}
     return {
         place: [
             (flat.spec, flat.slots)
@@ -192,7 +194,7 @@ def _units_on(
     model: nn.Module, plan: Plan, mesh: Mesh, rank: int, updates: Updates, device: torch.device
 ) -> list[Unit]:
     """The units and flat buffers that `rank` of `mesh` has of `model`, which is plain; they allocate no memory."""
-    rows, boxes = rows_for(model, plan, mesh, None), boxes_on(model, plan, mesh, rank)
+    rows, boxes = rows_for(model, plan, mesh, expert_split(model, plan, mesh, rank)), boxes_on(model, plan, mesh, rank)
     chosen = choose_units(model, plan)
     if has_pipeline(mesh):
         holders, place = holders_of(model, stage_layout(model, plan, mesh)), mesh.coordinate(rank)[STAGE_AXIS]
@@ -209,7 +211,8 @@ def _units_on(
 
 def boxes_on(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Boxes:
     """The parts of parameters that `rank` of `mesh` has of `model`, which is plain."""
-    return boxes_for(model, mesh, rank, split_of(model, plan, mesh, rank))
+    experts = expert_split(model, plan, mesh, rank)
+    return boxes_for(model, mesh, rank, split_of(model, plan, mesh, rank, experts), experts)
 
 
 def with_group_sizes(plan: Plan, mesh: Mesh) -> Plan:

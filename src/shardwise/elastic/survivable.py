@@ -17,6 +17,7 @@ from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.units import format_bytes, format_seconds
 
 _log = logging.getLogger("shardwise")
+_STAGES_DIFFER = "pipeline stages are sharded differently"
 _RESTART = "If a rank is lost, this job restarts from its last checkpoint instead."
 
 
@@ -140,7 +141,7 @@ def _why_not_any(sharded: ShardedModel, why: str) -> str:
     kept = sorted({axes for spec in _specs(sharded) if (axes := kept_axes(spec))})
     told = [json.loads(one) for one in sharded.world.exchange(json.dumps([why, kept]).encode(), "survival")]
     differ = any(axes != told[0][1] for _, axes in told)
-    return next((reason for reason, _ in told if reason), "pipeline stages are sharded differently" if differ else "")
+    return next((reason for reason, _ in told if reason), _STAGES_DIFFER if differ else "")
 
 
 def _of_optimizer(sharded: ShardedModel) -> str:

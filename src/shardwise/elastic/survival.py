@@ -36,7 +36,7 @@ class Survival:
 
     `folder` is where files are made; without one, no other rank needs this rank's state, and its image serves only to
     undo a step. `name` is the file name that others look for. With `copies`, each step is also copied to another host.
-    `is_lone`: no other rank has anything of what this one has.
+    `is_lone`: another rank, with another part of the model, may be the one that reads it.
 
     [Note: a part that nobody else has] After a step, the shadow is copied behind the next one, at another pace on each
     rank. Until then, a lost rank's state after the step is its live region, with the parameters as others have them.
@@ -56,7 +56,6 @@ class Survival:
     ) -> None:
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
         self._has_all = len(self._flats) == len(flats)
-        self._is_lone = is_lone
         self._optimizer = optimizer
         self.rows = _rows_on_disk(self._flats)
         """What of it lies on a disk, in the order of `Directory.rows`."""
@@ -268,7 +267,7 @@ class Survival:
         """Whether what the optimizer updates is in memory of this process alone, from which nothing is sent."""
         if not flat.spec.trainable or not flat.spec.master_is_param:
             return flat.spec.trainable
-        is_sent = flat.spec.resident and not self._is_lone
+        is_sent = flat.spec.resident and not flat.spec.is_lone
         return not is_sent and flat.shared is None
 
     # -- states -------------------------------------------------------------------------------------------

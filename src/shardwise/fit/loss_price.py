@@ -177,7 +177,7 @@ def _group(coordinate: Mapping[str, int]) -> tuple[int, ...]:
 
 def _is_on_one_host(mesh: Mesh, flats: Sequence[FlatSpec], per_host: int) -> bool:
     """Whether a host has all copies of some part of the state."""
-    for shard in {kept_axes(flat) for flat in flats}:
+    for shard in {(*kept_axes(flat), *flat.split_axes) for flat in flats}:
         same = copy_axes(mesh, shard)
         if any(len({one // per_host for one in mesh.among(rank, same)}) == 1 for rank in range(mesh.world_size)):
             return True

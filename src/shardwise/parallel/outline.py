@@ -23,7 +23,7 @@ from shardwise.parallel.sequence import check_model as check_sequence
 from shardwise.parallel.tensor import ModelSplit
 from shardwise.plan import Budget, Offload, Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.plan.replica_groups import Smaller, num_groups, shrinking_axis, with_fewer_ranks
+from shardwise.plan.replica_groups import Smaller, num_groups, with_fewer_ranks
 from shardwise.runtime import check_backend
 from shardwise.runtime.activations import Treatments, treatments_for
 
@@ -147,25 +147,25 @@ class SmallerMeshes:
 
 
 def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, fit: Fit) -> SmallerMeshes:
-    """For a plain `model`: those with fewer ranks along `tp`, `pp` or `sp`, as far as it can be split so, and there is
-    room for it by `fit`. `plan` still has its budget."""
-    axis = shrinking_axis(mesh)
-    if not axis:
+    """For a plain `model`: those with fewer ranks along the axes of a replica group, as far as it can be split so, and
+    there is room for it by `fit`; of those with as many ranks the first. `plan` still has its budget."""
+    of_group, *fewer = with_fewer_ranks(mesh) or [{}]
+    if not fewer:
         return SmallerMeshes()
-    of_group, *fewer = with_fewer_ranks(mesh)
     found, whys, off_device = [of_group], list[str](), dict[int, OffDevice]()
-    kept = kept_buffer(model) if axis == STAGES else ""
+    kept = kept_buffer(model) if of_group.get(STAGES, 1) > 1 else ""
     for axes_of in fewer:
         if kept:
             whys.append(f"{kept} is a buffer that one stage has and may change, of which nobody else has a copy")
             break
-        on = Mesh.of(axes_of, axes_of[axis])
-        named = f"{on.world_size} rank{'s' if on.world_size > 1 else ''} along {axis}"
+        on = Mesh.of(axes_of, math.prod(axes_of.values()))
+        if any(on.world_size == math.prod(one.values()) for one in found):
+            continue
         try:
             there = fit(plan.model_copy(update={"mesh": axes_of}), on)
             outline(model, there, on, 0)
         except (ConfigError, ModelError) as error:
-            whys.append(f"with {named}: {str(error).removesuffix('.')}")
+            whys.append(f"on {on}: {str(error).removesuffix('.')}")
         else:
             found.append(axes_of)
             if plan.budget != Budget():

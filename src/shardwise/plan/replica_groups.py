@@ -7,9 +7,10 @@ As soon as spares and newcomers are as many as a group has ranks, they form one.
 that too, with all of its axes: nobody else has trained its model.
 
 If no group is whole, those that are left form a *smaller* one, if the job has a mesh for it: with fewer ranks along
-`tp` or `pp`, each of which holds a larger part of the model, or along `sp`, each of which computes a larger part of
-every sample. Whenever ranks come or are lost then, all of them form the largest mesh that there is for as many. Meshes
-that are slower than others of fewer ranks are not among these, if that is known (`fastest`).
+`tp`, `pp` or `ep`, each of which holds a larger part of the model, or along `sp`, each of which computes a larger part
+of every sample, or along several of these. Whenever ranks come or are lost then, all of them form the largest mesh that
+there is for as many. Meshes that are slower than others of fewer ranks are not among these, if that is known
+(`fastest`).
 
 The replica as the unit of failure is known from torchft and FT-HSDP (arXiv:2602.00277).
 """
@@ -22,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def going_on(
     come in where a step begins. There, as many groups as possible are formed of the `waiting` members.
 
     Where no group is whole, all members may get another part of the model, at any point of a step: as few as possible
-    if they can form a group, and any of them on a smaller mesh.
+    if they can form a group. On a smaller mesh, those go on that have as many parts as possible between them: what a
+    step has changed just now is read by one that had the same part as the lost rank.
     """
     were_whole = num_before % group_size(axes) == 0
     if were_whole:
@@ -114,9 +116,21 @@ def going_on(
             return found
     everyone = [*sorted(seats, key=seats.__getitem__), *waiting]
     members = tuple(everyone[: most_of(axes, smaller, len(everyone))] if seats else ())
+    if len(members) < len(seats):
+        members = _of_all_parts(mesh_of(axes, smaller, num_before), seats, len(members))
     if were_whole and len(members) >= group_size(axes):
         members = _laid(axes, num_before, seats, members)
     return GoingOn(members, _others(everyone, members))
+
+
+def _of_all_parts(mesh: Mesh, seats: Mapping[int, int], num: int) -> tuple[int, ...]:
+    """So many of the members with the ranks `seats` of `mesh`, in their order: first one with each part."""
+    axes = parts_of_copies(mesh)
+    in_order = sorted(seats, key=seats.__getitem__)
+    places = {member: _place(mesh.coordinate(seats[member]), axes) for member in in_order}
+    firsts = {place: member for member, place in reversed(places.items())}
+    chosen = [*firsts.values(), *_others(in_order, tuple(firsts.values()))][:num]
+    return tuple(member for member in in_order if member in chosen)
 
 
 def _in_whole_groups(
@@ -220,40 +234,56 @@ def num_leaving(mesh: Mesh, smaller: Smaller, num_lost: int = 1) -> int:
 
 
 def is_lone(mesh: Mesh) -> bool:
-    """Whether `mesh` is one replica group that goes on as a smaller one, and of whose model every rank has another
-    part."""
-    return shrinks(mesh) and shrinking_axis(mesh) in mesh.model_axes
+    """Whether `mesh` is one replica group that goes on as a smaller one, and whose ranks have different parts of the
+    model."""
+    return shrinks(mesh) and bool(mesh.parted_axes)
+
+
+def parts_of_copies(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which ranks have different parts of those parameters of which several ranks have the same part,
+    and go on without each other."""
+    if not is_lone(mesh):
+        return mesh.parted_axes
+    shared = set(mesh.replica_axes).intersection(shrinking_axes(mesh))
+    if shared == {EXPERT_AXIS}:  # experts are on one rank each, and all else is as under data parallelism
+        return mesh.model_axes
+    return mesh.parted_axes if shared else ()
 
 
 def shrinks(mesh: Mesh) -> bool:
     """Whether `mesh` is one replica group, and fewer of its ranks may go on without the others."""
-    return num_groups(mesh) == 1 and bool(shrinking_axis(mesh))
+    return num_groups(mesh) == 1 and bool(shrinking_axes(mesh))
 
 
-def shrinking_axis(mesh: Mesh) -> str:
-    """The axis along which a replica group can go on with fewer ranks, if its ranks differ along no other one; else
-    empty. No island does: the others go on without it."""
-    of_group = [axis for axis in axes_of_group(mesh.axes) if mesh.size(axis) > 1]
-    is_only = len(of_group) == 1 and of_group[0] != EXPERT_AXIS and not mesh.island_axes
-    return of_group[0] if is_only else ""
+def shrinking_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes, of more than one rank, along which a replica group can go on with fewer ranks: all of its own. No
+    island does: the others go on without it."""
+    of_group = axes_of_group(mesh.axes) if not mesh.island_axes else ()
+    return tuple(axis for axis in of_group if mesh.size(axis) > 1)
 
 
 def with_fewer_ranks(mesh: Mesh) -> list[dict[str, int]]:
-    """The axes of one replica group, if it can go on with fewer ranks, and of those with fewer; of which a model may
-    not allow all. Their numbers are divisors of the present one, because what a forward counts evenly now (heads,
-    tokens of a split sequence) it does there too."""
-    axis = shrinking_axis(mesh)
-    if not axis:
+    """The axes of one replica group, if it can go on with fewer ranks, and of those with fewer, the largest first; of
+    which a model may not allow all. Their numbers are divisors of the present ones, because what a forward counts
+    evenly now (heads, tokens of a split sequence) it does there too. Of as many ranks, those come first that keep more
+    along the last axis of the mesh, whose ranks are next to each other."""
+    axes = shrinking_axes(mesh)
+    if not axes:
         return []
-    of_group = {one: mesh.size(one) if one == axis else 1 for one in mesh.axes}
-    whole = mesh.size(axis)
-    return [{**of_group, axis: size} for size in range(whole, 0, -1) if whole % size == 0]
+    alone = dict.fromkeys(mesh.axes, 1)
+    sizes = itertools.product(*(_divisors(mesh.size(axis)) for axis in axes))
+    found = [{**alone, **dict(zip(axes, some, strict=True))} for some in sizes]
+    return sorted(found, key=lambda one: (math.prod(one.values()), *reversed(one.values())), reverse=True)
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def copy_axes(mesh: Mesh, shard: Collection[str]) -> tuple[str, ...]:
-    """The axes along which ranks have copies of what is sharded along `shard`, and go on without each other. What the
-    ranks of one replica group have does not count as a copy, unless it goes on with fewer of them."""
-    of_group = set(axes_of_group(mesh.axes)) - ({SEQUENCE_AXIS} if shrinks(mesh) else set())
+    """The axes along which ranks have copies of what is sharded, or dealt out, along `shard`, and go on without each
+    other. What the ranks of one replica group have does not count as a copy, unless it goes on with fewer of them."""
+    of_group = set(axes_of_group(mesh.axes)) - (set(mesh.replica_axes) if shrinks(mesh) else set())
     return tuple(axis for axis in mesh.axes if axis not in shard and axis not in of_group)
 
 

@@ -54,7 +54,7 @@ def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable]) -> Keepers:
     size = flats[0].mesh.world_size if flats else len(hosts)
     if len(set(hosts)) < 2:
         return (None,) * size
-    sharded = {shard: flat.mesh for flat in flats if (shard := kept_axes(flat))}
+    sharded = {(*shard, *flat.split_axes): flat.mesh for flat in flats if (shard := kept_axes(flat))}
     found: dict[int, int] = {}
     is_one_group = bool(flats) and shrinks(flats[0].mesh)
     for ranks in [list(range(size))] if is_one_group else _with_one_place(flats[0].mesh) if flats else ():

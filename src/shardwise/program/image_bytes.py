@@ -48,7 +48,7 @@ def image_bytes(
             continue
         updated = optim_bytes_of(flat, states_per_param, coordinate)
         params = flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
-        live += updated + (params if flat.resident and is_lone(flat.mesh) else 0)
+        live += updated + (params if flat.resident and flat.is_lone else 0)
         copy += updated + params + flat.outer_bytes
     below = [flat for flat in flats if flat.updates_from_disk]
     return ImageBytes(live, copy, rows_bytes(below, states_per_param, coordinate))

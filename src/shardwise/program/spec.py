@@ -9,6 +9,7 @@ from functools import cached_property
 
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Place, Span, Table, Tier, wider
+from shardwise.plan.replica_groups import is_lone, shrinking_axes
 from shardwise.program.action import Action, Moment
 from shardwise.program.effects import Buffer, Subject
 from shardwise.program.update import PlacedUpdate
@@ -83,6 +84,12 @@ class FlatSpec:
         in_stages = STAGE_AXIS in self.mesh.axes and self.mesh.size(STAGE_AXIS) > 1
         are_added = in_stages and not self.reduces_each_time
         return replace(place, dtype=wider(place.dtype, waits)) if are_added else place
+
+    @cached_property
+    def is_lone(self) -> bool:
+        """Whether no other rank has any of what a rank has of these parameters, and the others go on without it."""
+        parted = {*self.mesh.model_axes, *self.split_axes}
+        return is_lone(self.mesh) and parted.issuperset(shrinking_axes(self.mesh))
 
     @cached_property
     def resident(self) -> bool:

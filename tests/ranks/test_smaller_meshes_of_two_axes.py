@@ -1,0 +1,215 @@
+"""The ranks of the only replica group share the work along two axes, or three, and some of them are lost. The others
+form a smaller mesh, along either axis or both, and the first one again when others have come. Losses and parameters are
+those of the unsharded model. test_smaller_meshes.py has one axis."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import World
+from tests import inside
+from tests.covering import covering
+from tests.ranks.lost_groups import (
+    BOUND,
+    IN_GROUPS_OF_FOUR,
+    NUM_STEPS,
+    PAIRS,
+    PRESETS,
+    STAGES_OF_EXPERTS,
+    TENSOR,
+    DiesBefore,
+    Layers,
+    race,
+    race_of,
+    trained_alone,
+)
+from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values
+from tests.ranks.test_lost_ranks_table import DiesCopying
+from tests.ranks.threads_as_members import Killed, run_members
+from tests.thorough import drawn, sampled, soak, thorough_only
+
+Tensor = torch.Tensor
+WAYS = [(name, way) for name, pair in PAIRS.items() for way in pair.ways]
+
+
+def points() -> list[tuple[str, str, str, str, str, int]]:
+    """Every way with every preset, loop, rank and point, two at a time."""
+    values = {"way": WAYS, "point": list(IN_GROUPS_OF_FOUR), "preset": PRESETS, "rank": range(4)}
+    found = []
+    for number, case in enumerate(covering(values, strength=2)):
+        (pair, way), loops = case["way"], PAIRS[case["way"][0]].loops
+        found.append((pair, way, loops[number % len(loops)], case["point"], case["preset"], case["rank"]))
+    return found
+
+
+@sampled
+@pytest.mark.parametrize(("pair", "way", "loop", "point", "preset", "rank"), points())
+def test_a_rank_dies_before(pair: str, way: str, loop: str, point: str, preset: str, rank: int, tmp_path: Path) -> None:
+    """Two of the others go on. Instead of every other one a new one comes, and all have the first mesh again."""
+    fault = DiesBefore(rank, 2, *PAIRS[pair].points[point])
+    sizes = race(pair, preset, fault, tmp_path, way=way, loop=loop, num_newcomers=rank % 2)
+    assert fault.is_dead
+    assert {one[-1] for one in sizes.values()} == {4 if rank % 2 else 2}
+
+
+@sampled
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_rank_dies_while_its_state_is_copied(
+    pair: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else has its parameters after that step, and the others may have no copy of the step before any more."""
+    dies = DiesCopying(monkeypatch)
+    sizes = race(pair, preset, dies, tmp_path)
+    assert dies.died
+    assert {one[-1] for one in sizes.values()} == {2}
+
+
+@thorough_only("slow; smaller tests beside it cover the same code")
+@sampled
+@pytest.mark.parametrize(
+    ("pair", "setting"), [(name, setting) for name, pair in PAIRS.items() for setting in pair.settings]
+)
+def test_with_other_settings_of_a_plan(pair: str, setting: str, tmp_path: Path) -> None:
+    loop = "train_step" if setting == "micro-batches" else ""
+    more: Any = {"settings": PAIRS[pair].settings[setting], "loop": loop, "num_newcomers": 1}
+    sizes = race(pair, "zero1", DiesBefore(1, 2, "exchange of commit"), tmp_path, **more)
+    assert {one[-1] for one in sizes.values()} == {4}
+
+
+@thorough_only("slow; smaller tests beside it cover the same code")
+@sampled
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_is_frozen_is_there_afterwards(pair: str, preset: str, tmp_path: Path) -> None:
+    fault = DiesBefore(0, 2, "exchange of commit")
+    sizes = race(pair, preset, fault, tmp_path, frozen=PAIRS[pair].frozen, num_newcomers=1)
+    assert sizes.keys() == {1, 2, 3, 4}
+
+
+@sampled
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("second", ["exchange of commit", "exchange of images", "exchange of recovery"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_is_left_of_four(pair: str, second: str, preset: str, tmp_path: Path) -> None:
+    """Another one dies on the smaller mesh, or while it is laid."""
+    first = DiesBefore(3, 2, "exchange of commit")
+    next_one = DiesBefore(1, 3 if second == "exchange of commit" else 0, second)
+
+    def plant(engine: sw.Engine, member: int) -> None:
+        if member == 3:
+            first(engine, member)
+        elif member == 1:
+            next_one(engine, member)
+
+    sizes = race(pair, preset, plant, tmp_path, most_wrong=2)
+    assert first.is_dead
+    assert next_one.is_dead
+    assert {one[-1] for one in sizes.values()} <= {1, 2}
+
+
+@sampled
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_rank_dies_while_a_checkpoint_is_written(pair: str, rank: int, preset: str, tmp_path: Path) -> None:
+    """The others write it again, from another mesh."""
+    own, images, folder = PAIRS[pair], tmp_path / "images", tmp_path / "checkpoints"
+    images.mkdir()
+    torch.manual_seed(3)
+    task = own.ways[own.usual][0]()
+    model = task.make()
+    _, plain = trained_alone(task, model)
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def work(world: World, member: int) -> dict[str, Tensor]:
+        engine = sw.shard(models[member], own.plan(preset), optimizer=(optimizer := adamw(models[member])), world=world)
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            task.take_step(own.loops[0], engine, optimizer, step, *engine.data_ranks)
+            if engine.num_steps == NUM_STEPS and step < NUM_STEPS and engine.num_void == 0:
+                engine.save(folder, wait=False)
+                inside.survival(engine).await_copies()
+                if member == rank:
+                    raise Killed
+        engine.mean(1.0)
+        engine.wait_for_save()
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    found = run_members(4, work, images)
+    assert len(found) == 2
+    for state in found.values():
+        assert_same_values(state, plain, BOUND)
+    assert [path.name for path in folder.iterdir() if path.is_dir()]
+
+
+def _ranks_die(pair: str, way: str, folder: Path, draw: random.Random) -> None:
+    """At any collective, also of a recovery: one, perhaps with another in its place, or two. All that have some part of
+    the model may be lost at once only where no two have the same, so that all of it is in their images at any time."""
+    own = PAIRS[pair]
+    at = draw.randrange(3, own.num_calls)
+    later = draw.randrange(3, own.num_calls) if pair == "pp tp" else at + draw.randrange(40, own.num_calls)
+    deaths = dict(zip(draw.sample(range(4), draw.randint(1, 2)), (at, later), strict=False))
+    is_replaced = len(deaths) == 1 and draw.random() < 0.5  # one that is lost while others join ends them
+    folder.mkdir()
+    race(
+        pair,
+        draw.choice(PRESETS),
+        DiesAt(deaths),
+        folder,
+        way=way,
+        mesh=draw.choice([own.mesh, dict(reversed(own.mesh.items()))]),
+        loop=draw.choice(own.loops),
+        shares_memory=draw.random() < 0.6,
+        num_newcomers=int(is_replaced),
+        most_wrong=len(deaths),
+    )
+
+
+@thorough_only("drawn moments; test_a_rank_dies_before has fixed ones")
+@sampled
+@pytest.mark.parametrize(("pair", "way"), WAYS)
+def test_a_rank_dies_anywhere(pair: str, way: str, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 8)):
+        _ranks_die(pair, way, tmp_path / str(seed), random.Random(f"{pair} {way} {seed}"))
+
+
+@soak("draws hundreds of moments at which ranks die, and takes minutes")
+@pytest.mark.parametrize(("pair", "way"), WAYS)
+def test_ranks_die_anywhere(pair: str, way: str, tmp_path: Path) -> None:
+    for _ in range(30):
+        seed = random.SystemRandom().randrange(10**9)
+        print(f"seed {seed}")  # pytest shows it where this fails
+        _ranks_die(pair, way, tmp_path / str(seed), random.Random(seed))
+
+
+@thorough_only("eight ranks")
+@sampled
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("axes", [("pp", "dp", "tp"), ("pp", "dp", "ep"), ("dp", "pp", "tp"), ("pp", "tp", "ep")])
+def test_three_axes(axes: tuple[str, ...], preset: str, tmp_path: Path) -> None:
+    """With groups, one leaves and then the other has lost a rank too: the rest of both are one."""
+    mesh = dict.fromkeys(axes, 2)
+    task = STAGES_OF_EXPERTS() if "ep" in axes else Layers()
+    plan = {"preset": preset, "mesh": mesh, "accumulate": 2}
+    if "tp" in axes:
+        plan["tensor"] = {"plan": {"head": "column_gathered"}} if "ep" in axes else TENSOR
+    deaths = [DiesBefore(0, 2, "exchange of commit"), DiesBefore(2, 3, "exchange of commit")]
+
+    def plant(engine: sw.Engine, member: int) -> None:
+        if member in (0, 7):
+            deaths[member == 7](engine, member)
+
+    sizes = race_of(task, plan, plant, tmp_path, loop="train_step", most_wrong=2)
+    assert deaths[0].is_dead
+    assert math.prod(mesh.values()) not in {one[-1] for one in sizes.values()}
