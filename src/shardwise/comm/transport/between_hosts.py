@@ -79,9 +79,10 @@ class BetweenHosts(Pairwise):
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         on = self._on_hosts(group)
         if not on.is_crowded:
-            work = super().all_reduce(out, source, group, wire, subject)
-            is_small = on.num_hosts == 1 or out.nbytes < _SMALL_BYTES
-            return work if is_small else _beside(work, self._background, group)
+            entry, post = self._sum_for_all(out, source, group, wire, subject)
+            if on.num_hosts == 1 or out.nbytes < _SMALL_BYTES:
+                return self._posted(entry, post)
+            return Awaited(self.journal, entry, self._background.post(group.name, post))
         self.ledger.called("all_reduce", group.axis)
         entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
         chunks = out.chunk(len(group.ranks))
@@ -376,12 +377,6 @@ def _reduce_all(sums: _Sums, chunks: Sequence[Tensor], wire: torch.dtype) -> Non
     if own.dtype != wire:
         for chunk, rounded in zip(chunks, gathered, strict=True):
             chunk.copy_(rounded)
-
-
-def _beside(work: Work, background: Background, group: Group) -> Work:
-    """`work`, with its waiting and what follows it done by a background thread."""
-    assert isinstance(work, Awaited)
-    return work.beside(lambda steps: background.start(group.name, steps))
 
 
 def _passed_on(tag: int, index: int) -> int:
