@@ -251,6 +251,41 @@ def test_two_ranks_send_each_other_all_that_they_sum(
         assert messages[0][1] == f"shardwise-{me} {group.name}, posts"
 
 
+@pytest.mark.parametrize("numel", [65_536, 64])
+def test_another_thread_posts_what_is_large(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: who posts] in `background.py`."""
+    threads: set[str] = set()
+    plain = ThreadTransport.send
+
+    def note(self: ThreadTransport, tensor: Tensor, rank: int, tag: int) -> Work:
+        if notes.is_set():
+            threads.add(threading.current_thread().name)
+        work: Work = plain(self, tensor, rank, tag)
+        return work
+
+    monkeypatch.setattr(ThreadTransport, "send", note)
+    notes = threading.Event()
+
+    def rank(world: sw.World) -> tuple[Tensor, Tensor]:
+        comm, group = world.collectives(CPU), world.everybody
+        full, part = torch.zeros(numel), torch.empty(numel // 2)
+        full[world.rank * numel // 2 :][: numel // 2] = world.rank + 1.0
+        world.barrier()
+        notes.set()
+        comm.all_gather(full, group, "x").wait()
+        comm.reduce_scatter(part, full, group, torch.float32, "x").wait()
+        notes.clear()
+        return full, part
+
+    expected = torch.tensor([1.0, 2.0]).repeat_interleave(numel // 2)
+    for index, (full, part) in enumerate(run_ranks(2, rank, hosts=list("ab"))):
+        assert torch.equal(full, expected)
+        assert (part == 2 * (index + 1)).all()
+    name = Group("world", (0, 1), 0).name
+    by_others = {f"shardwise-{rank} {name}, posts" for rank in range(2)}
+    assert threads == by_others if numel > 64 else not threads & by_others
+
+
 def test_lines_do_not_wait_for_each_other() -> None:
     """A sum that waits for a missing rank on one line does not block sums on another line."""
     late = threading.Event()

@@ -118,10 +118,43 @@ class Pairwise:
         entry = self.journal.enter("reduce_scatter", group, source.numel(), wire, subject)
         chunks = chunks or source.chunk(len(group.ranks))
         self._count("reduce_scatter", group, chunks[group.index].numel() * wire.itemsize)
-        return self._posted(entry, lambda: self._scatter_sums(out, chunks, group, wire, entry.tag))
+        return self._posted(
+            entry, group, source.nbytes, lambda: self._scatter_sums(out, chunks, group, wire, entry.tag)
+        )
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
-        return self._posted(*self._sum_for_all(out, source, group, wire, subject))
+        """[Note: sums of two] Two ranks send each other all that they have: as many bytes as if each summed one half
+        and sent it back, in one round instead of two, and half the messages, which are what gloo's threads pay for. A
+        sum of two is the same in both orders. Where elements are rounded to be sent, the two would round other
+        summands.
+        """
+        self.ledger.called("all_reduce", group.axis)
+        entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
+        tag = entry.tag
+        if len(group.ranks) == 2 and source.dtype == out.dtype == wire:
+            self._count("all_reduce", group, source.nbytes)
+            both = [source, source]
+            return self._posted(entry, group, out.nbytes, lambda: self._scatter_sums(out, both, group, wire, tag))
+        chunks = out.chunk(len(group.ranks))
+        own = chunks[group.index]
+
+        def give_back() -> None:
+            if own.dtype == wire:
+                gathered = chunks
+            else:  # what was sent was rounded, so all ranks keep the rounded sum
+                gathered = tuple(torch.empty_like(chunk, dtype=wire) for chunk in chunks)
+                gathered[group.index].copy_(own)
+            Pending(self._swap(group, [gathered[group.index]] * len(chunks), gathered, tag ^ 1)).wait()
+            if own.dtype != wire:
+                for chunk, rounded in zip(chunks, gathered, strict=True):
+                    chunk.copy_(rounded)
+
+        def post() -> Work:
+            partly = self._scatter_sums(own, source.chunk(len(chunks)), group, wire, tag)
+            return Pending([partly], give_back)
+
+        self._count("all_reduce", group, 2 * own.numel() * wire.itemsize)
+        return self._posted(entry, group, out.nbytes, post)
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         self.ledger.called("all_to_all", group.axis)
@@ -202,43 +235,7 @@ class Pairwise:
         chunks = chunks or full.chunk(len(group.ranks))
         self._count(verb, group, full.nbytes // len(chunks))
         own = [chunks[group.index]] * len(chunks)
-        return self._posted(entry, lambda: Pending(self._swap(group, own, chunks, entry.tag)))
-
-    def _sum_for_all(
-        self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str
-    ) -> tuple[Entry, Callable[[], Work]]:
-        """Enter an all-reduce. What is returned with its entry posts its first messages. Any thread may call that; it
-        raises `LinkError`.
-
-        [Note: sums of two] Two ranks send each other all that they have: as many bytes as if each summed one half and
-        sent it back, in one round instead of two, and half the messages, which are what gloo's threads pay for. A sum
-        of two is the same in both orders. Where elements are rounded to be sent, the two would round other summands.
-        """
-        self.ledger.called("all_reduce", group.axis)
-        entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
-        if len(group.ranks) == 2 and source.dtype == out.dtype == wire:
-            self._count("all_reduce", group, source.nbytes)
-            return entry, lambda: self._scatter_sums(out, [source, source], group, wire, entry.tag)
-        chunks = out.chunk(len(group.ranks))
-        own = chunks[group.index]
-
-        def give_back() -> None:
-            if own.dtype == wire:
-                gathered = chunks
-            else:  # what was sent was rounded, so all ranks keep the rounded sum
-                gathered = tuple(torch.empty_like(chunk, dtype=wire) for chunk in chunks)
-                gathered[group.index].copy_(own)
-            Pending(self._swap(group, [gathered[group.index]] * len(chunks), gathered, entry.tag ^ 1)).wait()
-            if own.dtype != wire:
-                for chunk, rounded in zip(chunks, gathered, strict=True):
-                    chunk.copy_(rounded)
-
-        def post() -> Work:
-            partly = self._scatter_sums(own, source.chunk(len(chunks)), group, wire, entry.tag)
-            return Pending([partly], give_back)
-
-        self._count("all_reduce", group, 2 * own.numel() * wire.itemsize)
-        return entry, post
+        return self._posted(entry, group, full.nbytes, lambda: Pending(self._swap(group, own, chunks, entry.tag)))
 
     def _scatter_sums(self, out: Tensor, chunks: Sequence[Tensor], group: Group, wire: torch.dtype, tag: int) -> Work:
         """Every rank sends each other rank the chunk that it sums; sums run in the order of the group. Raises
@@ -287,8 +284,9 @@ class Pairwise:
         arriving = [self._transport.receive(arrived[index], rank, tag) for index, rank in group.others]
         return arriving + leaving
 
-    def _posted(self, entry: Entry, post: Callable[[], Work]) -> Work:
-        """Post messages from the thread that has entered the collective."""
+    def _posted(self, entry: Entry, group: Group, num_bytes: int, post: Callable[[], Work]) -> Work:  # noqa: ARG002
+        """Begin a collective of a tensor of `num_bytes`. `post` posts its first messages, in the thread that calls it,
+        and raises `LinkError`."""
         try:
             return Awaited(self.journal, entry, post())
         except LinkError as error:
