@@ -13,9 +13,10 @@ from test_codes import INT4, INT8, twin_run
 from twins import assert_same, batches, engine_step, plain_run, sharded_run
 
 import shardwise as sw
-from shardwise.comm import Collectives, Group
+from shardwise.comm import Collectives, Group, ThreadTransport
 from shardwise.comm.host_layout import OnHosts
 from shardwise.comm.transport.shm.file import is_possible
+from shardwise.comm.work import Work
 from shardwise.errors import FaultError
 from shardwise.program import crossing_bytes, sent_by_hosts
 from shardwise.testing import run_ranks
@@ -215,6 +216,74 @@ def test_a_rank_that_is_gone_ends_what_goes_on_beside() -> None:
     with pytest.raises((FaultError, ValueError), match="the last one leaves"):
         run_ranks(4, rank, hosts=list("aabb"), patience_seconds=0.2)
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(("wire", "sent"), [(torch.float32, [65_537 * 4]), (torch.bfloat16, [32_769 * 2, 32_769 * 2])])
+def test_two_ranks_send_each_other_all_that_they_sum(
+    wire: torch.dtype, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See [Note: sums of two] in `pairwise.py`, and [Note: who posts] in `background.py`."""
+    posted: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
+    plain = ThreadTransport.send
+
+    def note(self: ThreadTransport, tensor: Tensor, rank: int, tag: int) -> Work:
+        if tensor.nbytes > 1000:
+            posted[self._rank].append((tensor.nbytes, threading.current_thread().name))
+        work: Work = plain(self, tensor, rank, tag)
+        return work
+
+    monkeypatch.setattr(ThreadTransport, "send", note)
+    numel = 65_537 + (wire == torch.bfloat16)
+
+    def rank(world: sw.World) -> Tensor:
+        source = torch.linspace(world.rank, 1.0, numel)
+        out = source if world.rank else torch.empty_like(source)
+        world.collectives(CPU).all_reduce(out, source, world.everybody, wire, "sums").wait()
+        return out
+
+    group = Group("world", (0, 1), 0)
+    first, second = run_ranks(2, rank, hosts=list("ab"))
+    assert torch.equal(first, second)
+    if wire == torch.float32:
+        assert torch.equal(first, torch.linspace(0.0, 1.0, numel) + torch.linspace(1.0, 1.0, numel))
+    for me, messages in posted.items():
+        assert [num_bytes for num_bytes, _ in messages] == sent
+        assert messages[0][1] == f"shardwise-{me} {group.name}, posts"
+
+
+@pytest.mark.parametrize("numel", [65_536, 64])
+def test_another_thread_posts_what_is_large(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: who posts] in `background.py`."""
+    threads: set[str] = set()
+    plain = ThreadTransport.send
+
+    def note(self: ThreadTransport, tensor: Tensor, rank: int, tag: int) -> Work:
+        if notes.is_set():
+            threads.add(threading.current_thread().name)
+        work: Work = plain(self, tensor, rank, tag)
+        return work
+
+    monkeypatch.setattr(ThreadTransport, "send", note)
+    notes = threading.Event()
+
+    def rank(world: sw.World) -> tuple[Tensor, Tensor]:
+        comm, group = world.collectives(CPU), world.everybody
+        full, part = torch.zeros(numel), torch.empty(numel // 2)
+        full[world.rank * numel // 2 :][: numel // 2] = world.rank + 1.0
+        world.barrier()
+        notes.set()
+        comm.all_gather(full, group, "x").wait()
+        comm.reduce_scatter(part, full, group, torch.float32, "x").wait()
+        notes.clear()
+        return full, part
+
+    expected = torch.tensor([1.0, 2.0]).repeat_interleave(numel // 2)
+    for index, (full, part) in enumerate(run_ranks(2, rank, hosts=list("ab"))):
+        assert torch.equal(full, expected)
+        assert (part == 2 * (index + 1)).all()
+    name = Group("world", (0, 1), 0).name
+    by_others = {f"shardwise-{rank} {name}, posts" for rank in range(2)}
+    assert threads == by_others if numel > 64 else not threads & by_others
 
 
 def test_lines_do_not_wait_for_each_other() -> None:

@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise import testing
 from shardwise.comm import Collectives, Group, Line, ThreadTransport, link_between
 from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
+from shardwise.comm.transport import staging
 from shardwise.comm.transport.shm import neighbours
 from shardwise.comm.transport.staging import StagingPool
 from shardwise.comm.work import Work
@@ -281,22 +282,27 @@ def test_a_mesh_must_fit() -> None:
         Mesh.of({"node": 2, "local": 3}, 4)
 
 
-def test_staging_is_used_again_and_takes_no_memory_meanwhile() -> None:
+def test_staging_is_used_again_and_takes_little_memory_meanwhile() -> None:
     pool = StagingPool()
+    num_large = staging._KEPT_BYTES // 8
     with torch.inference_mode():
-        first = pool.take(3, 5, torch.float32)
+        first, large = pool.take(3, 5, torch.float32), pool.take(1, num_large, torch.float32)
     first.chunks[2].fill_(1.0)  # as a training step after an evaluation
-    other = pool.take(3, 5, torch.float32)
+    other, last = pool.take(3, 5, torch.float32), pool.take(1, num_large, torch.float32)
     assert other is not first, "two sums may be under way at once"
-    storage = first.chunks[0].untyped_storage()
-    pool.give_back(first)
-    assert storage.nbytes() == 0
+    for one in (first, large, last):
+        pool.give_back(one)
+    assert [one.chunks[0].untyped_storage().nbytes() for one in (first, large, last)] == [3 * 5 * 4, num_large * 4, 0]
     assert pool.take(3, 5, torch.bfloat16) is not first
     assert pool.take(3, 5, torch.float32) is first
-    assert storage.nbytes() == 3 * 5 * 4
+    for one in (last, large):
+        assert pool.take(1, num_large, torch.float32) is one
+        assert one.chunks[0].untyped_storage().nbytes() == num_large * 4
+    assert pool._kept_bytes == 0
     for number in range(1000):  # of activations, for example
         pool.give_back(pool.take(1, number, torch.float32))
     assert pool._num_unused <= 256
+    assert pool._kept_bytes <= staging._KEPT_BYTES
 
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])

@@ -4,6 +4,12 @@
 is passed on to neighbours, and what neighbours contributed is summed before it is sent. If that were done in `wait`,
 nothing would be under way while this rank computes; if it were done at the start, ranks would wait for each other
 there. Each line has its own thread, so that no line waits for a rank that is late along another one.
+
+[Note: who posts] gloo (torch 2.13) writes a message from the thread that posts it, if the other rank has posted its
+receive, and holds the connection's lock meanwhile. If that thread loses its core then, gloo's own polls for the lock as
+often as it gets one, until the writer has its turn again. The thread that computes has used up its time when it posts,
+one that only posts has not: eight sums of 1.3 MB beside a step of 8 ms, on two ranks and two cores that have a load of
+15, take 5.0 ms of processor time instead of 7.7 (medians of 6; gloo's own all-reduces 5.9).
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
+
+from shardwise.comm.work import Work
 
 Queue = SimpleQueue["_Job | None"]
 
@@ -63,6 +71,17 @@ class Background:
         job = self._last[line] = _Job(steps)
         found[1].put(job)
         return job
+
+    def post(self, line: str, post: Callable[[], Work]) -> _Job:
+        """Let a thread of the line's own `post` messages, and the one that completes its collectives wait for them."""
+        posted: list[Work] = []
+        posting = self.start(f"{line}, posts", lambda: posted.append(post()))
+
+        def finish() -> None:
+            posting.wait()
+            posted.pop().wait()
+
+        return self.start(line, finish)
 
     def close(self, abort: Callable[[], None]) -> None:
         """End all threads. `abort` is called if one is still busy, and has to end its waits."""

@@ -29,7 +29,7 @@ from shardwise.comm.work import Pending, Work
 SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
 
 _SMALL_BYTES = 2**16
-"""Sums among hosts with one rank each that are smaller than this take less time than handing them to another thread."""
+"""What is smaller takes less time among hosts with one rank each than handing it to another thread."""
 _SECOND = 1
 """Tag bit for the second half of an all-reduce. Higher bits distinguish chunks that a rank passes on from its own."""
 
@@ -79,9 +79,7 @@ class BetweenHosts(Pairwise):
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         on = self._on_hosts(group)
         if not on.is_crowded:
-            work = super().all_reduce(out, source, group, wire, subject)
-            is_small = on.num_hosts == 1 or out.nbytes < _SMALL_BYTES
-            return work if is_small else _beside(work, self._background, group)
+            return super().all_reduce(out, source, group, wire, subject)
         self.ledger.called("all_reduce", group.axis)
         entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
         chunks = out.chunk(len(group.ranks))
@@ -203,6 +201,12 @@ class BetweenHosts(Pairwise):
 
     def _start(self, entry: Entry, steps: Callable[[], None]) -> Work:
         return Awaited(self.journal, entry, self._background.start(entry.line.name, steps))
+
+    def _posted(self, entry: Entry, group: Group, num_bytes: int, post: Callable[[], Work]) -> Work:
+        """See [Note: who posts] in `background.py`."""
+        if num_bytes < _SMALL_BYTES or self._on_hosts(group).num_hosts == 1:
+            return super()._posted(entry, group, num_bytes, post)
+        return Awaited(self.journal, entry, self._background.post(group.name, post))
 
     def _hand_out(self, tensor: Tensor, source: int, on: OnHosts, group: Group, tag: int) -> None:
         """The root sends to its partner on every other host; the first rank of a host to have it gives it to its
@@ -376,12 +380,6 @@ def _reduce_all(sums: _Sums, chunks: Sequence[Tensor], wire: torch.dtype) -> Non
     if own.dtype != wire:
         for chunk, rounded in zip(chunks, gathered, strict=True):
             chunk.copy_(rounded)
-
-
-def _beside(work: Work, background: Background, group: Group) -> Work:
-    """`work`, with its waiting and what follows it done by a background thread."""
-    assert isinstance(work, Awaited)
-    return work.beside(lambda steps: background.start(group.name, steps))
 
 
 def _passed_on(tag: int, index: int) -> int:

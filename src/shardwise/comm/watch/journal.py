@@ -361,11 +361,6 @@ class Awaited:
         self._entry = entry
         self._work = work
 
-    def beside(self, start: Callable[[Callable[[], None]], Work]) -> Awaited:
-        """Let another thread do everything that `wait` would do; `start` begins it there."""
-        self._work = start(self._work.wait)
-        return self
-
     def wait(self) -> None:
         journal = self._journal
         journal.waiting = self._entry
