@@ -193,8 +193,9 @@ class Within:
 
     @classmethod
     def by(cls, draw: random.Random, axis: str, disk: Path, seed: int) -> Within:
-        """Hosts have two ranks along `axis`, or with `hsdp` and `hpz` two along `local`, too."""
-        preset = draw.choice(PRESETS)
+        """Hosts have two ranks along `axis`, or with `hsdp` and `hpz` two along `local`, too. Not `hpz` with `ep`,
+        where gradients become codes before they are summed along `ep`: the twin does that after."""
+        preset = draw.choice([name for name in PRESETS if (name, axis) != ("hpz", "ep")])
         data_axes = TWO if preset in TWO_AXES else {"dp": 2}
         mesh = {**data_axes, axis: 2} if axis in ("ep", "dp") else {axis: 2, **data_axes}
         plan = plan_of(preset, mesh, wire=drawn_wire(draw, preset), **draw.choice(SETTINGS))
@@ -204,6 +205,8 @@ class Within:
             plan |= {"tensor": SPLIT}
         elif axis == "ep":
             plan.pop("activations", None)  # its two blocks differ, so that all of it is one unit
+            if preset in TWO_AXES:  # of sums in bf16 along three axes the twin does not know the order
+                plan["wire"] |= {"grad": {"dtype": draw.choice(("int8", "int4")), "block": draw.choice(BLOCKS)}}
         plan |= {"disk": str(disk)} if preset == "infinity" else {}
         torch.manual_seed(seed)
         model: nn.Module = Mixture(num_blocks=2) if axis == "ep" else Decoder()
