@@ -15,6 +15,7 @@ from shardwise import ShardwiseError
 from shardwise.observe import Progress, RunRecord, plot_loss, read_record
 from shardwise.observe.plot import smooth
 from shardwise.observe.progress import Pace
+from shardwise.observe.run_view import read_run
 from shardwise.system.process_memory import PeakOverBaseline, process_memory, trim
 
 PLAN = {"preset": "zero3", "precision": "bf16"}
@@ -94,6 +95,21 @@ class TestRecord:
         assert read_record(path).lines[0]["loss"] is None
         assert read_record(path).column("loss") == [(2, 2.0)]
         assert read_record(path).column("norm") == []
+
+    def test_the_first_step_since_a_start_does_not_count_for_the_pace(self, path: Path) -> None:
+        """It rehearses and compiles: no later step takes as long."""
+        with start(path) as record:
+            record.write("step", step=1, seconds=5.0, tokens_per_second=1.0)
+            assert read_run(path.parent).seconds_per_step == 5.0, "there is no other"
+            record.write("step", step=2, seconds=1.0, tokens_per_second=10.0)
+            record.write("step", step=3, seconds=2.0, tokens_per_second=5.0)
+        with RunRecord.resume(path, step=3, plan=PLAN, world_size=2) as record:
+            assert read_run(path.parent).seconds_per_step == 1.5
+            record.write("step", step=4, seconds=8.0, tokens_per_second=1.0)
+            record.write("step", step=5, seconds=3.0, tokens_per_second=2.0)
+        view = read_run(path.parent)
+        assert view.seconds_per_step == 2.0
+        assert view.throughput() == (26 / 6, "tokens")
 
     def test_errors_for_files_that_are_no_records(self, path: Path) -> None:
         with pytest.raises(ShardwiseError, match="no run record"):

@@ -134,14 +134,28 @@ class RunView:
             return f"silent for {silent}, after step {step}; rank 0 is {where}"
         return f"crashed after step {step}: the process of rank 0 is gone and left no word"
 
+    @cached_property
+    def _latest_steps(self) -> list[Line]:
+        """Those that tell the run's pace. The first since a start rehearses, compiles and takes memory from the system,
+        which no later one does: it counts only where there is no other."""
+        found, num_since_start = [], 0
+        for line in self.lines:
+            if line["kind"] == "resume":
+                num_since_start = 0
+            elif line["kind"] == "step":
+                num_since_start += 1
+                if num_since_start > 1:
+                    found.append(line)
+        return (found or self.steps)[-NUM_PACE:]
+
     @property
     def seconds_per_step(self) -> float:
-        seconds = [line["seconds"] for line in self.steps[-NUM_PACE:] if line.get("seconds", 0) > 0]
+        seconds = [line["seconds"] for line in self._latest_steps if line.get("seconds", 0) > 0]
         return sum(seconds) / len(seconds) if seconds else 0.0
 
     def throughput(self) -> tuple[float, str] | None:
         """The rate over the last few steps, and its unit: tokens, else samples, else steps."""
-        recent = self.steps[-NUM_PACE:]
+        recent = self._latest_steps
         for unit in ("tokens", "samples"):
             found = [line for line in recent if line.get(f"{unit}_per_second") and line.get("seconds", 0) > 0]
             if found:
