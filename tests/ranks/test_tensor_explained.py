@@ -156,7 +156,7 @@ def test_meshes_for_which_the_hosts_of_the_hardware_have_no_room_are_left_out(
     assert main(["explain", *asked, "--time", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert "smaller_meshes" not in told
-    assert "with 2 ranks along tp: 2 of these ranks would hold" in told["losses"][0]["why_restarted"]
+    assert "on tp=2: 2 of these ranks would hold" in told["losses"][0]["why_restarted"]
     days = ["--days", "1", "--runs", "1", "--rank-hours", "0.5", "--device", "cpu", "--per-host", "4", "--json"]
     assert main(["simulate", *asked, *days]) == 0
     assert json.loads(capsys.readouterr().out)["job"]["recovery"] == "restart"

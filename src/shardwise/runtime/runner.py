@@ -8,6 +8,7 @@ each event sets off, in order.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Runner:
         self.passes = Passes(executor.journal)
         self.programs = Programs([unit.spec for unit in units], executor, settings.prefetch_bytes)
         self.gathering = Gathering(units, executor)
-        passes = self.passes
+        passes = weakref.proxy(self.passes)  # whose programs refer to flat buffers: no ring that gc must free
         for grads in (one for unit in self.units for one in unit.trained_grads):
             grads.are_left = lambda: not passes.current.reduces
         self._journal = executor.journal
