@@ -132,7 +132,10 @@ def test_measured_steps_stand_beside_those_predicted_by_profile_and_calibration(
         {"name": "plain, round 1", "seconds": 0.5},
     ]
     result = whole_of({"speed": {"rows": speed}, "calibrated": {"rows": [row]}})
-    assert predicted.machines(result | {"machine": {"gpus": ["NVIDIA H200"]}}).keys() == {"h200", "calibrated"}
+    assert predicted.machines(result | {"machine": {"gpus": ["NVIDIA H200"], "cores": 16}}).keys() == {
+        "h200",
+        "calibrated",
+    }
     shown: list[Any] = []
     (tmp_path / "device.json").write_text(json.dumps(result))
     monkeypatch.setattr(predicted, "PLANS", {name: {"name": name} for name in programs})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -101,16 +102,21 @@ def test_what_is_chosen_fits_and_trains_as_the_plain_loop(kind: str) -> None:
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
-def test_a_plan_of_an_elastic_job_fits_when_ranks_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_an_elastic_job_fits_when_ranks_have_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Sharding saves nothing on the rank that remains."""
     torch.manual_seed(0)
     model, data = Wide(), wide_batches(3)
     limit = run(model, data, {"preset": "zero1"})[3]
     plan = {"preset": "auto", "budget": {"device": limit}}
-    on_two = run(model, data, plan)[0]
+    run(model, data, plan)
+    assert not re.search("not zero1: .* too much on a device", caplog.text)
+    caplog.clear()
     monkeypatch.setattr(auto, "_fewest_ranks", lambda _: 1)
     chosen, losses, *_ = run(model, data, plan)
-    assert chosen != on_two
+    assert "it fits with 1 of 2 ranks too" in caplog.text
+    assert re.search("not zero1: .* too much on a device", caplog.text)
     assert losses == pytest.approx(plain_run(model, data).losses, abs=1e-5)
     halves = [tuple(part[:4] for part in batch) for batch in data]
     left = chosen.model_copy(update={"mesh": None}).model_dump(exclude_unset=True)
