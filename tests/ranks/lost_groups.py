@@ -23,9 +23,10 @@ from twins import batches
 
 import shardwise as sw
 from shardwise import testing
-from shardwise.comm import World
+from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.parallel.experts import update_biases
 from shardwise.testing import fail_at
+from tests import inside
 from tests.models import Decoder, ExpertBlock, Gpt, Mixture
 from tests.ranks.test_lost_ranks import (
     adamw,
@@ -485,6 +486,43 @@ def trained_alone(task: Task, model: nn.Module) -> tuple[list[float], nn.Module]
         task.after_step(plain)
         losses.append(loss.item())
     return losses, plain
+
+
+def race_while_saving(own: Axis, preset: str, dies: Callable[[int], bool], folder: Path) -> set[int]:
+    """Four members train and write a checkpoint behind the last step, while those die for which `dies` is true; it is
+    called once on each. The others' values, and those of the checkpoint, are the plain model's. Returns who is left."""
+    images, checkpoints = folder / "images", folder / "checkpoints"
+    images.mkdir()
+    torch.manual_seed(3)
+    task = own.ways[own.usual][0]()
+    model = task.make()
+    _, plain = trained_alone(task, model)
+    *models, alone = (copy.deepcopy(model) for _ in range(5))
+    plan, loop = own.plan(preset), own.loops[0]
+
+    def work(world: World, member: int) -> dict[str, Any]:
+        engine = sw.shard(models[member], plan, optimizer=(optimizer := adamw(models[member])), world=world)
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            task.take_step(loop, engine, optimizer, step, *engine.data_ranks)
+            if engine.num_steps == NUM_STEPS and step < NUM_STEPS and engine.num_void == 0:
+                engine.save(checkpoints, wait=False)
+                inside.survival(engine).await_copies()
+                if dies(member):
+                    raise Killed
+        engine.mean(1.0)
+        engine.wait_for_save()
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    found = run_members(4, work, images)
+    for state in found.values():
+        assert_same_values(state, plain, BOUND)
+    with sw.shard(alone, "ddp", optimizer=adamw(alone), world=World(0, 1, ThreadTransport(PostOffice(), 0))) as engine:
+        assert engine.resume(checkpoints) is not None
+        assert_same_values(engine.state_dict(), plain, BOUND)
+    return set(found)
 
 
 def race_of(

@@ -4,21 +4,16 @@ has one of each at once."""
 
 from __future__ import annotations
 
-import copy
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shardwise as sw
-from shardwise.comm import PostOffice, ThreadTransport, World
 from tests import inside
 from tests.patience import PATIENCE
-from tests.ranks.lost_groups import AXES, BOUND, NUM_STEPS, DiesBefore, race, trained_alone
-from tests.ranks.test_lost_ranks import adamw, assert_same_values
-from tests.ranks.threads_as_members import Killed, run_members
+from tests.ranks.lost_groups import AXES, DiesBefore, race, race_while_saving
 from tests.thorough import sampled
 
 POINTS = {
@@ -87,41 +82,14 @@ def test_two_ranks_die_while_a_checkpoint_is_written(
     axis: str, pair: tuple[int, int], preset: str, tmp_path: Path
 ) -> None:
     """The others write it again, and end with the parameters of the plain model."""
-    own, images, folder = AXES[axis], tmp_path / "images", tmp_path / "checkpoints"
-    images.mkdir()
-    torch.manual_seed(3)
-    task = own.ways[own.usual][0]()
-    model = task.make()
-    _, plain = trained_alone(task, model)
-    models = [copy.deepcopy(model) for _ in range(5)]
-    plan, loop = own.plan(preset), own.loops[0]
     both = threading.Barrier(2)
 
-    def work(world: World, member: int) -> dict[str, Any]:
-        engine = sw.shard(models[member], plan, optimizer=(optimizer := adamw(models[member])), world=world)
-        while engine.num_steps < NUM_STEPS:
-            step = engine.num_steps
-            task.take_step(loop, engine, optimizer, step, *engine.data_ranks)
-            if engine.num_steps == NUM_STEPS and step < NUM_STEPS and engine.num_void == 0:
-                engine.save(folder, wait=False)
-                inside.survival(engine).await_copies()
-                if member in pair:
-                    both.wait(PATIENCE)
-                    raise Killed
-        engine.mean(1.0)
-        engine.wait_for_save()
-        state = engine.state_dict()
-        engine.close()
-        return state
+    def dies(member: int) -> bool:
+        if member in pair:
+            both.wait(PATIENCE)
+        return member in pair
 
-    found = run_members(4, work, images)
-    assert found.keys() == {0, 1, 2, 3} - set(pair)
-    for state in found.values():
-        assert_same_values(state, plain, BOUND)
-    alone = models[4]
-    with sw.shard(alone, "ddp", optimizer=adamw(alone), world=World(0, 1, ThreadTransport(PostOffice(), 0))) as engine:
-        assert engine.resume(folder) is not None
-        assert_same_values(engine.state_dict(), plain, BOUND)
+    assert race_while_saving(AXES[axis], preset, dies, tmp_path) == {0, 1, 2, 3} - set(pair)
 
 
 def _plant(faults: dict[int, DiesBefore], engine: Any, member: int) -> None:

@@ -4,7 +4,6 @@ those of the unsharded model. test_smaller_meshes.py has one axis."""
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from pathlib import Path
@@ -14,13 +13,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.comm import World
-from tests import inside
 from tests.covering import covering
 from tests.ranks.lost_groups import (
-    BOUND,
     IN_GROUPS_OF_FOUR,
-    NUM_STEPS,
     PAIRS,
     PRESETS,
     STAGES_OF_EXPERTS,
@@ -29,11 +24,10 @@ from tests.ranks.lost_groups import (
     Layers,
     race,
     race_of,
-    trained_alone,
+    race_while_saving,
 )
-from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values
+from tests.ranks.test_lost_ranks import DiesAt
 from tests.ranks.test_lost_ranks_table import DiesCopying
-from tests.ranks.threads_as_members import Killed, run_members
 from tests.thorough import drawn, sampled, soak, thorough_only
 
 Tensor = torch.Tensor
@@ -122,35 +116,7 @@ def test_one_is_left_of_four(pair: str, second: str, preset: str, tmp_path: Path
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_rank_dies_while_a_checkpoint_is_written(pair: str, rank: int, preset: str, tmp_path: Path) -> None:
     """The others write it again, from another mesh."""
-    own, images, folder = PAIRS[pair], tmp_path / "images", tmp_path / "checkpoints"
-    images.mkdir()
-    torch.manual_seed(3)
-    task = own.ways[own.usual][0]()
-    model = task.make()
-    _, plain = trained_alone(task, model)
-    models = [copy.deepcopy(model) for _ in range(4)]
-
-    def work(world: World, member: int) -> dict[str, Tensor]:
-        engine = sw.shard(models[member], own.plan(preset), optimizer=(optimizer := adamw(models[member])), world=world)
-        while engine.num_steps < NUM_STEPS:
-            step = engine.num_steps
-            task.take_step(own.loops[0], engine, optimizer, step, *engine.data_ranks)
-            if engine.num_steps == NUM_STEPS and step < NUM_STEPS and engine.num_void == 0:
-                engine.save(folder, wait=False)
-                inside.survival(engine).await_copies()
-                if member == rank:
-                    raise Killed
-        engine.mean(1.0)
-        engine.wait_for_save()
-        state = engine.state_dict()
-        engine.close()
-        return state
-
-    found = run_members(4, work, images)
-    assert len(found) == 2
-    for state in found.values():
-        assert_same_values(state, plain, BOUND)
-    assert [path.name for path in folder.iterdir() if path.is_dir()]
+    assert len(race_while_saving(PAIRS[pair], preset, lambda member: member == rank, tmp_path)) == 2
 
 
 def _ranks_die(pair: str, way: str, folder: Path, draw: random.Random) -> None:

@@ -40,9 +40,9 @@ def assert_same_but_for_flips(
     """Where the host updates, it may round the last bit otherwise than torch's optimizer (seen on AMD with AVX-512, not
     on Intel), and along a model axis sums differ in last bits. An element that lay between two codes then gets the
     other one, which is a whole step of its block away: few do, and an update of AdamW is hardly longer than its rate,
-    3e-3, in each step. Of 30 drawn plans along `tp` at most 0.03 % of the elements do in two steps. Such
-    elements may be `rates_apart` rates away for each step, and be a share of at most `most`. In more steps than two,
-    the flips of one change what the next computes: losses are then further apart."""
+    3e-3, in each step. Of 30 drawn plans along `tp` at most 0.03 % of the elements do in two steps. Such elements may
+    be `rates_apart` rates away for each step, and be a share of at most `most`. In more steps than two, the flips of
+    one change what the next computes: losses are then further apart."""
     assert run.losses == pytest.approx(twin.losses, rel=loss_apart)
     assert run.norms == pytest.approx(twin.norms, rel=1e-3)
     away = torch.cat([(run.params[name] - theirs).abs().flatten() for name, theirs in twin.params.items()])

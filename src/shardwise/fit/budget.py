@@ -64,6 +64,10 @@ class Ranks:
     device_bytes: int | None = None
     calibration: Calibration | None = None
 
+    def on_fewer(self, mesh: Mesh) -> Ranks:
+        """The same of a smaller `mesh`, of whose ranks no more share a host."""
+        return replace(self, num_local=min(self.num_local, mesh.world_size))
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -138,7 +142,7 @@ def fit_on_fewer(
 
     Raises `ConfigError` too if a host, or an accelerator, has less memory than its ranks would hold.
     """
-    there = replace(ranks, num_local=min(ranks.num_local, mesh.world_size))
+    there = ranks.on_fewer(mesh)
     fitted = within_budget(model, plan, mesh, there, updates, states_per_param).plan
     search = _Search(model, fitted, mesh, there, updates, states_per_param)
     for what, taken, room in (
@@ -172,8 +176,7 @@ def host_bytes_on(
     states_per_param: int = 0,
 ) -> HostBytes:
     """On the host with the most, of an elastic job on `mesh`, whose `plan` has no budget any more."""
-    there = replace(ranks, num_local=min(ranks.num_local, mesh.world_size))
-    search = _Search(model, plan, mesh, there, updates, states_per_param)
+    search = _Search(model, plan, mesh, ranks.on_fewer(mesh), updates, states_per_param)
     return HostBytes(search.with_images(plan.offload), search.images(plan.offload))
 
 
