@@ -208,6 +208,11 @@ class Axis:
     def usual(self) -> str:
         return next(iter(self.ways))
 
+    def way_with(self, setting: str) -> str:
+        """The usual way, but for micro-batches one without losses of routers: these are of each micro-batch, and so are
+        not those of the whole batch, whether ranks are lost or not."""
+        return "uneven" if setting == "micro-batches" and "uneven" in self.ways else self.usual
+
 
 BLOCKS = {name: style for name, style in TENSOR["plan"].items() if name.startswith("blocks")}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -435,8 +440,7 @@ PAIRS = {
         },
         points=IN_GROUPS_OF_FOUR,
         frozen=("blocks.0.moe.experts.down_proj", "blocks.2.moe.router.weight"),
-        # With states on a disk the buffers for it are promised too small here, whether a rank is lost or not.
-        settings={name: SETTINGS[name] for name in SETTINGS if name not in ("micro-batches", "on a disk")},
+        settings={name: SETTINGS[name] for name in SETTINGS if name != "micro-batches"},
         loops=STAGES.loops,
         has_groups=False,
         num_calls=240,

@@ -277,7 +277,7 @@ def test_with_other_settings_of_a_plan(axis: str, setting: str, rank: int, tmp_p
     num_ranks = math.prod(settings.get("mesh", own.mesh).values())
     loop = "train_step" if setting == "micro-batches" else ""
     more = {"settings": settings, "loop": loop, "num_newcomers": 1, "least": num_ranks}
-    sizes = race(axis, "zero1", DiesAt({rank: 75}), tmp_path, **more)
+    sizes = race(axis, "zero1", DiesAt({rank: 75}), tmp_path, way=own.way_with(setting), **more)
     assert sizes[3 - rank][-1] == num_ranks
 
 

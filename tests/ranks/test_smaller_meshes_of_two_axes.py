@@ -74,8 +74,9 @@ def test_a_rank_dies_while_its_state_is_copied(
 )
 def test_with_other_settings_of_a_plan(pair: str, setting: str, tmp_path: Path) -> None:
     loop = "train_step" if setting == "micro-batches" else ""
-    more: Any = {"settings": PAIRS[pair].settings[setting], "loop": loop, "num_newcomers": 1}
-    sizes = race(pair, "zero1", DiesBefore(1, 2, "exchange of commit"), tmp_path, **more)
+    own = PAIRS[pair]
+    more: Any = {"settings": own.settings[setting], "loop": loop, "num_newcomers": 1}
+    sizes = race(pair, "zero1", DiesBefore(1, 2, "exchange of commit"), tmp_path, way=own.way_with(setting), **more)
     assert {one[-1] for one in sizes.values()} == {4}
 
 

@@ -172,11 +172,13 @@ def slices_to_hold(flat: FlatSpec) -> Actions:
     return _actions_between(flat, "held", flat.table.full, flat.table.held)
 
 
-def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: bool = True) -> Actions:
-    """The actions due once `unit` has computed: free its parameters, reduce its gradients."""
+def drop_due(
+    unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: bool = True, is_last: bool = True
+) -> Actions:
+    """The actions due once `unit` has computed: free its parameters, reduce its gradients. For `is_last` see
+    `reductions_due`."""
     if moment.phase != "forward":
-        reduces = reduces and moment.leaves_gradients
-        reductions = [action for flat in unit.flats if flat.trainable and reduces for action in reduce_due(flat)]
+        reductions = reductions_due(unit, is_last=is_last) if reduces and moment.leaves_gradients else ()
         return (*(free_due(unit) if moment.needs_params else ()), *reductions)
     if not training:
         return free_due(unit)
@@ -193,6 +195,12 @@ def drop_to_held(unit: UnitSpec) -> Actions:
             due += slices_to_hold(flat)
         due.append(Action("free", flat.name, "full"))
     return tuple(due)
+
+
+def reductions_due(unit: UnitSpec, *, is_last: bool = True) -> Actions:
+    """The reductions behind a backward of `unit`. In a pipeline that of the last micro-batch, if it `is_last`."""
+    reduced = (flat for flat in unit.flats if flat.trainable and flat.reduces_in(is_last=is_last))
+    return tuple(action for flat in reduced for action in reduce_due(flat))
 
 
 def reduce_due(flat: FlatSpec) -> Actions:

@@ -76,6 +76,11 @@ class FlatSpec:
         wait in shards. Others wait whole, and are reduced once for all micro-batches."""
         return bool(self.table.grad.shard)
 
+    def reduces_in(self, *, is_last: bool) -> bool:
+        """Whether a backward is followed by their reduction; in a pipeline that of the last micro-batch, if it
+        `is_last`."""
+        return is_last or self.reduces_each_time
+
     @cached_property
     def fresh(self) -> Place:
         """What is there to be reduced: what one backward leaves, in the dtype that is sent, or the sum of what all

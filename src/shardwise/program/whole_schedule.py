@@ -21,7 +21,7 @@ from shardwise.program.build import (
     Needs,
     drop_to_held,
     free_due,
-    reduce_due,
+    reductions_due,
 )
 from shardwise.program.effects import Phase
 from shardwise.program.schedule import Op, OpKind
@@ -96,7 +96,7 @@ def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool = T
             elif moment.needs_params and not needs.is_next(index):
                 due = drop_to_held(unit)
             if reduces and _has_left_gradients(moment):
-                due = (*due, *_reductions(unit, is_last=last[moment.unit] == index))
+                due = (*due, *reductions_due(unit, is_last=last[moment.unit] == index))
             due = gathered.drop(due)
         if not gathered.is_whole(unit):
             needs.note_absent(index)
@@ -106,8 +106,3 @@ def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool = T
 
 def _has_left_gradients(moment: Moment) -> bool:
     return moment.edge == "after" and bool(moment.unit) and moment.leaves_gradients
-
-
-def _reductions(unit: UnitSpec, *, is_last: bool) -> Iterable[Action]:
-    trained = (flat for flat in unit.flats if flat.trainable and (is_last or flat.reduces_each_time))
-    return (action for flat in trained for action in reduce_due(flat))

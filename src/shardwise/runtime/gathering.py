@@ -110,7 +110,7 @@ class Gathering:
         if moment.edge == "before":
             due = gather_due(unit.spec, moment, training=training)
         else:
-            due = drop_due(unit.spec, moment, training=training, reduces=current.reduces)
+            due = drop_due(unit.spec, moment, training=training, reduces=current.reduces, is_last=current.is_last)
         if unit.name in current.lasting:
             due = tuple(action for action in due if action.verb != "free")
         self._executor.run(moment, serial(due))

@@ -22,7 +22,7 @@ from collections.abc import Hashable
 
 from shardwise.comm import Journal
 from shardwise.memory import Unit
-from shardwise.program import END_OF_BACKWARD, Moment, Phase, UnitMoments
+from shardwise.program import END_OF_BACKWARD, FlatSpec, Moment, Phase, UnitMoments
 from shardwise.program.schedule import Op
 from shardwise.runtime.script import Script
 
@@ -38,6 +38,8 @@ class Pass:
         """Whether its gradients are reduced; not inside `no_sync`."""
         self.op: Op | None = None
         """The running op of a schedule."""
+        self.is_last = True
+        """Whether no later op adds to the gradients of the running one."""
         self.halved: frozenset[str] = frozenset()
         """Units some of whose gradients come in the second half of a backward, if backwards are split."""
         self.is_running = False
@@ -67,6 +69,10 @@ class Pass:
         """Those that could be, by name, each with its write counter when it was first opened."""
         self.lasting: set[str] = set()
         """Units that stay whole until the pass ends, because not all uses of them are known."""
+
+    def reduces_flat(self, spec: FlatSpec) -> bool:
+        """Whether the gradients of one flat buffer are reduced behind the running backward."""
+        return self.reduces and spec.reduces_in(is_last=self.is_last)
 
     def end_backward(self) -> None:
         """In a schedule, the backward of one micro-batch has ended."""
@@ -168,13 +174,14 @@ class Passes:
         self.current.is_running = True
         script.begin()
 
-    def begin_op(self, op: Op, *, reduces: bool) -> None:
-        """`op` runs from here on, and reduces gradients or not."""
+    def begin_op(self, op: Op, *, is_last: bool) -> None:
+        """`op` runs from here on. `is_last`: none of its kind follows on its stage."""
         current = self.current
         moments = self._moments_of_ops.get((op, current.halved))
         if moments is None:
             moments = self._moments_of_ops[op, current.halved] = MomentsByUnit(op, current.halved)
-        current.op, current.moments, current.reduces = op, moments, reduces
+        current.op, current.moments, current.is_last = op, moments, is_last
+        current.reduces = self.reduces and op.kind != "F"
         current.script.begin_op(op)
 
     def begin_call(self, num: int) -> int:

@@ -182,7 +182,7 @@ class PostBackward:
         if self._halves.is_first_of(unit):
             return unit.name in current.open
         is_of_this = current.op is None or any(flat.grads.have_come for flat in unit.flats)
-        return current.reduces and unit.has_fresh() and is_of_this
+        return is_of_this and any(flat.grads.has_fresh() and current.reduces_flat(flat.spec) for flat in unit.flats)
 
     def _end(self, unit: Unit) -> bool:
         """Whether the unit that is being closed has finished on this rank too, or was not used. If not it may still be

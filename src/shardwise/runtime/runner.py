@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from shardwise.comm import Exchange, Group, SharedBuffers, World
 from shardwise.errors import ModelError, StateError
 from shardwise.memory import Unit
-from shardwise.program import END_OF_BACKWARD, Moment, UnitSpec
+from shardwise.program import END_OF_BACKWARD, FlatSpec, Moment, UnitSpec
 from shardwise.program.schedule import Op
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.dropped_layers import dropped_layers
@@ -70,9 +70,8 @@ class Runner:
         self.passes = Passes(executor.journal)
         self.programs = Programs([unit.spec for unit in units], executor, settings.prefetch_bytes)
         self.gathering = Gathering(units, executor)
-        passes = weakref.proxy(self.passes)  # whose programs refer to flat buffers: no ring that gc must free
         for grads in (one for unit in self.units for one in unit.trained_grads):
-            grads.are_left = lambda: not passes.current.reduces
+            grads.are_left = partial(_are_left, weakref.ref(self.passes), grads.spec)
         self._journal = executor.journal
         self._timeline = executor.timeline
         self.heap = heap
@@ -491,3 +490,9 @@ class Runner:
             self.gathering.open(unit)
         else:
             self._watching.gather_reached(unit)
+
+
+def _are_left(passes: weakref.ref[Passes], spec: FlatSpec) -> bool:
+    """Weakly, because programs refer to flat buffers, which would wait in a ring for garbage collection."""
+    running = passes()
+    return running is not None and not running.current.reduces_flat(spec)

@@ -117,12 +117,6 @@ class Sharding:
         return self.units[0].flats[0].device
 
     @property
-    def reduces_each_time(self) -> bool:
-        """Whether any gradients are reduced after every backward of a step through stages."""
-        flats = (flat for unit in self.units for flat in unit.flats)
-        return any(flat.spec.reduces_each_time for flat in flats if flat.spec.trainable)
-
-    @property
     def staged(self) -> StagedModel | None:
         """The pipeline stages of this rank, if there is a pipeline."""
         return None if self.stage_design is None else self.stage_design.staged

@@ -35,7 +35,6 @@ class _Trainer:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
-        self._reduces_each = sharded.parts.sharding.reduces_each_time
         self._is_scaled = False
         """Whether the running backward is that of a scaled loss; on every stage the loop scales it."""
         self._num_backwards = 0
@@ -71,9 +70,7 @@ class _Trainer:
         return self._sharded.parts.runner.begin_call(num)
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
-        passes = self._sharded.parts.runner.passes
-        reduces = passes.reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
-        passes.begin_op(op, reduces=reduces)
+        self._sharded.parts.runner.passes.begin_op(op, is_last=is_last_of_kind)
 
     def begin_backward(self) -> None:
         self._require_unprepared()

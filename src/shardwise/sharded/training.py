@@ -273,13 +273,10 @@ class _StageTrainer:
         self._runner = sharded.parts.runner
         self._parts = parts
         self._micro_batch = 0
-        self._reduces = self._runner.passes.reduces
-        self._reduces_each = sharded.parts.sharding.reduces_each_time
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
         self._micro_batch = op.micro_batch
-        reduces = self._reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
-        self._runner.passes.begin_op(op, reduces=reduces)
+        self._runner.passes.begin_op(op, is_last=is_last_of_kind)
 
     def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
         return self._runner.halves.first(micro_batch)
