@@ -630,7 +630,7 @@ COLLECTIVES = _of(
     ),
     (
         "an odd vector is cut to a multiple of the ranks",
-        "padded = vector.new_zeros(-(-vector.numel() // num_ranks) * num_ranks)",
+        "padded = vector.new_zeros(round_up(vector.numel(), num_ranks))",
         "padded = vector.new_zeros(max(vector.numel(), 1) // num_ranks * num_ranks)",
         "comm presets",
     ),

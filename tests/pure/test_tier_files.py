@@ -38,8 +38,9 @@ from shardwise.system.disk import (
     layout,
     remove_files_beside,
 )
-from shardwise.system.disk.align import down, requests, up
+from shardwise.system.disk.align import down, requests
 from shardwise.system.disk.slices import steps, walk
+from shardwise.system.even_parts import round_up
 from tests.patience import PATIENCE
 from tests.thorough import drawn, varies
 
@@ -55,9 +56,9 @@ def bytes_of(seed: int, num_bytes: int) -> Tensor:
 
 @given(st.integers(0, 2**40), st.sampled_from([1, 512, PAGE, 2**20]))
 def test_rounding(num_bytes: int, step: int) -> None:
-    assert down(num_bytes, step) % step == up(num_bytes, step) % step == 0
-    assert down(num_bytes, step) <= num_bytes <= up(num_bytes, step)
-    assert up(num_bytes, step) - down(num_bytes, step) in (0, step)
+    assert down(num_bytes, step) % step == round_up(num_bytes, step) % step == 0
+    assert down(num_bytes, step) <= num_bytes <= round_up(num_bytes, step)
+    assert round_up(num_bytes, step) - down(num_bytes, step) in (0, step)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 64).map(lambda pages: pages * PAGE))

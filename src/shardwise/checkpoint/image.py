@@ -8,7 +8,6 @@ that holds all bytes twice, cannot write in slices, and cannot take checksums on
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from shardwise.memory import Rows
 from shardwise.plan.placement import Box, Span
 from shardwise.system.checksum import crc32
 from shardwise.system.disk import PAGE
+from shardwise.system.even_parts import round_up
 
 WINDOW = 2**24
 """Bytes written at once. Smaller writes cost throughput, as measured; larger ones gain none."""
@@ -92,7 +92,7 @@ class Image:
 
     @property
     def padded_bytes(self) -> int:
-        return math.ceil(self.num_bytes / PAGE) * PAGE
+        return round_up(self.num_bytes, PAGE)
 
     @property
     def has_rows(self) -> bool:

@@ -35,6 +35,7 @@ from shardwise.memory import Rows
 from shardwise.plan.placement import Span
 from shardwise.system.devices import RankDevice
 from shardwise.system.disk import PAGE
+from shardwise.system.even_parts import round_up
 
 
 def stage_bytes(image: Image) -> int:
@@ -46,7 +47,7 @@ def stage_bytes(image: Image) -> int:
 
 
 def _windows_at(image: Image) -> int:
-    return -(-sum(span.numel for span in _spans(image) if span is not None) // PAGE) * PAGE
+    return round_up(sum(span.numel for span in _spans(image) if span is not None), PAGE)
 
 
 def _spans(image: Image) -> list[Span | None]:

@@ -38,6 +38,7 @@ from shardwise.checkpoint.json_codec import dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.placement import Run, Span
 from shardwise.system.checksum import crc32
+from shardwise.system.even_parts import round_up
 
 PORTION_BYTES = 2**22
 """Read at once, or the largest block if that is more: the memory that reading takes besides its destination."""
@@ -136,7 +137,7 @@ def portions(read: Read, file: OpenFile, out: torch.Tensor | None) -> Iterator[P
         room = memoryview(into.view(torch.uint8).numpy().data)
     at_once = max(PORTION_BYTES // size, 1) * size
     for start in range(first // size * size, last if read.span.numel else 0, at_once):
-        stop = min(start + at_once, -(-last // size) * size, chunk.num_bytes)
+        stop = min(start + at_once, round_up(last, size), chunk.num_bytes)
         here, there = max(start, first), min(stop, last)
         if into is None:
             yield Portion(file, chunk, start, stop)
@@ -173,11 +174,11 @@ class Carrier:
             for portion in stretch.portions:
                 _compare(portion, self._passing(portion))
             return
-        beside = self._memory.beside(sum(_aligned(portion.beside_bytes) for portion in stretch.portions))
+        beside = self._memory.beside(sum(round_up(portion.beside_bytes, _ALIGNMENT) for portion in stretch.portions))
         views, at = [], 0
         for portion in stretch.portions:
             views.append(portion.views(beside[at : at + portion.beside_bytes]))
-            at += _aligned(portion.beside_bytes)
+            at += round_up(portion.beside_bytes, _ALIGNMENT)
         flat = [view for own in views for view in own]
         is_known = are_checked and _read_known(stretch, flat)
         if not is_known:
@@ -212,10 +213,6 @@ class _Memory(threading.local):
                 torch.empty(max(PORTION_BYTES, num_bytes), dtype=torch.uint8, device="cpu").numpy().data
             )
         return self._memory[:num_bytes]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(slots=True)

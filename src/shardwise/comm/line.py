@@ -14,6 +14,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
 from shardwise.comm.work import Done, Work
 from shardwise.errors import CommError
+from shardwise.system.even_parts import round_up
 from shardwise.system.telemetry import Ledger
 
 Tensor = torch.Tensor
@@ -117,7 +118,7 @@ class Line:
     def start_sum(self, tensor: Tensor) -> Started:
         """Start `sum`."""
         numel = tensor.numel()
-        padded = -(-numel // self.num_ranks) * self.num_ranks
+        padded = round_up(numel, self.num_ranks)
         whole = tensor.new_empty(tensor.shape)  # no view, or torch would not let models write to it
         if padded == numel:
             source = tensor.detach().contiguous().view(-1)

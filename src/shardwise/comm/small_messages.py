@@ -8,6 +8,7 @@ import torch
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
+from shardwise.system.even_parts import round_up
 
 SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
 
@@ -20,7 +21,7 @@ _SHORT_BYTES = SHORT_MESSAGE_BYTES - 8
 def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: str) -> Tensor:
     """The sum of the ranks' `vector`, bit for bit the same on all of them; blocks. All ranks of the group call."""
     num_ranks = len(group.ranks)
-    padded = vector.new_zeros(-(-vector.numel() // num_ranks) * num_ranks)
+    padded = vector.new_zeros(round_up(vector.numel(), num_ranks))
     padded[: vector.numel()] = vector
     collectives.all_reduce(padded, padded, group, padded.dtype, subject).wait()
     return padded[: vector.numel()]

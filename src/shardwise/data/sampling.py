@@ -21,7 +21,7 @@ import numpy as np
 
 from shardwise.data.permutation import Permutation, Rows
 from shardwise.errors import ConfigError
-from shardwise.system.even_parts import even_sizes, even_start
+from shardwise.system.even_parts import even_sizes, even_start, round_up
 
 Tail = Literal["carry", "drop"]
 
@@ -239,7 +239,7 @@ def check_rows(batch_rows: int, size: int, num_parts: int = 1) -> None:
     check_numbers(batch_rows, num_parts)
     shares = size * num_parts
     if batch_rows % shares:
-        below, above = batch_rows // shares * shares, -(-batch_rows // shares) * shares
+        below, above = batch_rows // shares * shares, round_up(batch_rows, shares)
         cure = f"{below} or {above}" if below else f"{above}"
         each = f" with {num_parts} micro-batches each" if num_parts > 1 else ""
         raise ConfigError(

@@ -37,6 +37,7 @@ import torch
 
 from shardwise.checkpoint.json_codec import dtype_name, dtype_of
 from shardwise.errors import StateError
+from shardwise.system.even_parts import round_up
 
 Tensor = torch.Tensor
 PARAM = "param"
@@ -159,7 +160,7 @@ class Plot:
     def add_still(self, name: str, kind: str, tensor: Tensor) -> None:
         """Add a tensor that never changes."""
         start = self._ends[2]
-        self._ends[2] = _aligned(start + tensor.nbytes)
+        self._ends[2] = round_up(start + tensor.nbytes, _ALIGNED)
         cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), start, tensor.nbytes, False, True, True)
         self._still.append(cell)
 
@@ -184,7 +185,7 @@ class Plot:
     def _room(self, num_bytes: int, *, is_live: bool) -> int:
         region = 0 if is_live else 1
         start = self._ends[region]
-        self._ends[region] = _aligned(start + num_bytes)
+        self._ends[region] = round_up(start + num_bytes, _ALIGNED)
         return start
 
     def _put(self, name: str, kind: str, tensor: Tensor, offset: int, *, is_live: bool, is_piece: bool) -> None:
@@ -213,9 +214,9 @@ class Image:
     def create(cls, path: Path | None, directory: Directory) -> Image:
         """An empty image, with both regions torn. Raises `OSError` if there is no space."""
         text = directory.text()
-        live_at = _pages(_HEAD + len(text))
-        shadow_at = live_at + _pages(directory.live_bytes)
-        num_bytes = shadow_at + _pages(max(1, directory.shadow_bytes))
+        live_at = round_up(_HEAD + len(text), mmap.PAGESIZE)
+        shadow_at = live_at + round_up(directory.live_bytes, mmap.PAGESIZE)
+        num_bytes = shadow_at + round_up(max(1, directory.shadow_bytes), mmap.PAGESIZE)
         mapped = _mapped(path, num_bytes)
         marks = np.frombuffer(memoryview(mapped), np.int64, 8)
         marks[_LIVE_AT], marks[_SHADOW_AT], marks[_NUM_BYTES] = live_at, shadow_at, num_bytes
@@ -305,14 +306,6 @@ def _mapped(path: Path | None, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED) * _ALIGNED
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _mark(marks: np.ndarray, at: int, step: int) -> None:

@@ -19,6 +19,7 @@ from shardwise.plan.placement import Table
 from shardwise.plan.replica_groups import group_size, mesh_over
 from shardwise.program import plan_step
 from shardwise.program.spec import FlatSpec
+from shardwise.system.even_parts import round_up
 
 
 def sizes_up_to(most: int, axes: Mapping[str, int]) -> list[int]:
@@ -83,7 +84,7 @@ def _is_of(flat: FlatSpec, table: Table, mesh: Mesh) -> bool:
 def _flat_on(flat: FlatSpec, mesh: Mesh, table: Table) -> FlatSpec:
     unit = mesh.num_replicas * table.align
     used = max((placed.span.stop for placed in flat.updates), default=flat.numel)
-    return replace(flat, mesh=mesh, table=table.on(mesh), numel=-(-used // unit) * unit)
+    return replace(flat, mesh=mesh, table=table.on(mesh), numel=round_up(used, unit))
 
 
 def _scaled(work: Work, share: float) -> Sequence[Worked]:

@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.fit.failure_rates import Cause, FailureRates, FoundBy
+from shardwise.system.even_parts import round_up
 
 Recovery = Literal["restart", "host", "buddy", "copies"]
 """What happens when ranks are lost (docs/elastic.md). `restart`: all ranks restart from the last checkpoint. Otherwise
@@ -506,7 +507,7 @@ class _Run:
             return
         host = place // job.ranks_per_host
         lost = {"rank": 1, "host": job.ranks_per_host, "job": 0}[cause.takes]
-        lost = min(self.ranks, -(-lost // job.leave_together) * job.leave_together)
+        lost = min(self.ranks, round_up(lost, job.leave_together))
         if cause.repair_hours:
             self._push(self.now + cause.repair_hours * HOUR, partial(self._on_repaired, lost))
         else:

@@ -24,6 +24,7 @@ from shardwise.program import (
 )
 from shardwise.program.schedule import schedule_for
 from shardwise.program.whole_schedule import schedule_trace, straight_passes
+from shardwise.system.even_parts import round_up
 
 PRESET_OF_STAGE: Mapping[int, str] = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
@@ -170,7 +171,7 @@ class Parts:
 
     def _flat(self, name: str, numel: int, table: Table) -> FlatSpec:
         parts = math.prod(self.job.mesh.size(axis) for axis in table.order)
-        padded = -(-numel // (parts * 8)) * parts * 8
+        padded = round_up(numel, parts * 8)
         return FlatSpec(name, padded, 1, table, self.job.mesh, overlaps_compute=self.job.overlaps)
 
 

@@ -24,6 +24,7 @@ from datetime import datetime
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.system.even_parts import round_up
 from shardwise.system.safe_files import read_config_text
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -178,7 +179,7 @@ class Sizes:
 
     @property
     def first(self) -> int:
-        return -(-self.least // self.unit) * self.unit
+        return round_up(self.least, self.unit)
 
     @property
     def last(self) -> int:

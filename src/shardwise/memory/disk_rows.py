@@ -16,6 +16,7 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.system.disk import DiskFile
+from shardwise.system.even_parts import round_up
 
 Tensor = torch.Tensor
 PIECE_BYTES = 2**23
@@ -193,7 +194,7 @@ class DiskRows:
         """
         found = self._places.get((index, key))
         if found is None:
-            start = -(-self._used // dtype.itemsize) * dtype.itemsize
+            start = round_up(self._used, dtype.itemsize)
             if start + numel * dtype.itemsize > self.num_bytes:
                 raise StateError(
                     f"{self.name}: {key} is a state that the optimizer did not keep when shard() probed it, "

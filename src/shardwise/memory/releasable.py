@@ -29,6 +29,8 @@ from typing import Protocol
 
 import torch
 
+from shardwise.system.even_parts import round_up
+
 Tensor = torch.Tensor
 
 _PIECE_BYTES = 4 << 20
@@ -88,7 +90,7 @@ class Pages:
     def __init__(self, num_bytes: int, system: _System) -> None:
         """Raises `OSError` if there are not enough addresses or mappings."""
         self._system = system
-        self._num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._num_bytes = round_up(num_bytes, mmap.PAGESIZE)
         mapped = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self.tensor = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes)
         self._address = self.tensor.data_ptr()

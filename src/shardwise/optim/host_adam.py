@@ -22,6 +22,7 @@ import torch
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim.adam import CACHE_NUMEL
 from shardwise.system.disk import Pending
+from shardwise.system.even_parts import round_up
 
 Tensor = torch.Tensor
 Kernel = Callable[..., None]
@@ -111,7 +112,7 @@ class HostAdam:
                 f"A host Adam of {self.num_threads} threads and slices of {slice_numel} elements was asked for; both "
                 f"are at least 1."
             )
-        self._slice_numel = -(-slice_numel // LANES) * LANES
+        self._slice_numel = round_up(slice_numel, LANES)
         self._scratch = threading.local()
         self._pool: ThreadPoolExecutor | None = None
 

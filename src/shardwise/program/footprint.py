@@ -28,6 +28,7 @@ from shardwise.program.sign_exchange import residual_bytes
 from shardwise.program.spec import FlatSpec, UnitSpec
 from shardwise.program.update import PlacedUpdate
 from shardwise.program.walk import Walk
+from shardwise.system.even_parts import round_up
 from shardwise.system.units import PAGE
 
 if TYPE_CHECKING:
@@ -308,18 +309,14 @@ def disk_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None, states_per_
     """The size of a flat buffer's file on a disk: whole pages for the parameters, if they rest there, followed by whole
     pages for states and master weights."""
     states = optim_bytes_of(flat, states_per_param, coordinate) if flat.updates_from_disk else 0
-    return resting_disk_bytes(flat) + up_to_page(states)
+    return resting_disk_bytes(flat) + round_up(states, PAGE)
 
 
 def resting_disk_bytes(flat: FlatSpec) -> int:
     """The part of that file that a forward or backward reads; 0 if parameters rest elsewhere."""
     if not flat.rests_on_disk:
         return 0
-    return up_to_page(flat.resting_bytes)
-
-
-def up_to_page(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
+    return round_up(flat.resting_bytes, PAGE)
 
 
 def optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:

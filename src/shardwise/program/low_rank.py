@@ -20,6 +20,7 @@ from shardwise.plan.placement import WIDTH, Span
 from shardwise.program.action import Program
 from shardwise.program.effects import Verb
 from shardwise.program.spec import FlatSpec
+from shardwise.system.even_parts import round_up
 
 FACTORING: tuple[Verb, ...] = ("project", "restore")
 MESSAGE_OF_GRADIENTS = 25 * 2**20
@@ -68,12 +69,12 @@ class Factored:
     def projected_numel(self) -> int:
         """Elements of the message with every P."""
         own = sum(matrix.rows * matrix.rank for matrix in self.flat.factored)
-        return self._padded(own + sum(span.numel for span in self.plain))
+        return round_up(own + sum(span.numel for span in self.plain), self.num_ranks)
 
     @cached_property
     def restored_numel(self) -> int:
         """Elements of the message with every Q."""
-        return self._padded(sum(matrix.cols * matrix.rank for matrix in self.flat.factored))
+        return round_up(sum(matrix.cols * matrix.rank for matrix in self.flat.factored), self.num_ranks)
 
     def numel_of(self, verb: str) -> int:
         return self.projected_numel if verb == "project" else self.restored_numel
@@ -91,9 +92,6 @@ class Factored:
         """What a rank keeps from step to step: what it has not sent, and every Q."""
         factors = sum(matrix.cols * matrix.rank for matrix in self.flat.factored)
         return (self.flat.numel + factors) * WIDTH[self.flat.table.grad.dtype]
-
-    def _padded(self, numel: int) -> int:
-        return -(-numel // self.num_ranks) * self.num_ranks
 
 
 def factored_bytes(flat: FlatSpec) -> int:

@@ -11,6 +11,7 @@ import torch
 from shardwise.comm import Collectives, Group, sum_small
 from shardwise.memory import Flat, put_part
 from shardwise.plan.placement import ALIGN, Axes, Box, Slot
+from shardwise.system.even_parts import round_up
 
 Tensor = torch.Tensor
 
@@ -75,7 +76,7 @@ class Agreement:
             boxes = self._boxes_of(slot, group)
             if not any(box.is_split for box in boxes):
                 return whole
-            longest = -(-max(box.numel for box in boxes) // ALIGN) * ALIGN
+            longest = round_up(max(box.numel for box in boxes), ALIGN)
             parts = part.new_zeros(len(boxes), longest)
             parts[group.index, : part.numel()] = part.reshape(-1)
             self._collectives.all_gather(parts.view(-1), group, slot.name).wait()

@@ -1,4 +1,4 @@
-"""Parts as even as possible: where a number of items does not divide, earlier parts have one more."""
+"""Parts as even as possible: where a number of items does not divide, earlier parts have one more, or it is padded."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def even_bounds(num_items: int, num_parts: int) -> list[int]:
 def even_sizes(num_items: int, num_parts: int) -> list[int]:
     """The number of items in each part."""
     return [stop - start for start, stop in pairwise(even_bounds(num_items, num_parts))]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple

@@ -11,7 +11,7 @@ import torch
 import shardwise as sw
 from shardwise.integrations.horovod.messages import WORLD_SET
 from shardwise.integrations.horovod.settings import FUSION_BYTES
-from shardwise.system.even_parts import even_sizes
+from shardwise.system.even_parts import even_sizes, round_up
 
 Tensor = torch.Tensor
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -90,7 +90,7 @@ class HorovodCollectives:
                 _scale_into(out, out, postscale)
             return
         dtype = sources[0].dtype
-        padded = -(-numel // num_ranks) * num_ranks
+        padded = round_up(numel, num_ranks)
         reduced = _as_buffer(outs, padded)
         if reduced is None:
             reduced = self._buffer("reduced", padded, dtype, backend)

@@ -11,6 +11,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement.box import Box
 from shardwise.plan.placement.place import Axes
 from shardwise.plan.placement.span import Span
+from shardwise.system.even_parts import round_up
 
 ALIGN = 16
 """Parameters and shards start at multiples of this many elements: 32 bytes in bf16, a cache line in fp32. Tables whose
@@ -56,7 +57,7 @@ def pack(shapes: Iterable[tuple[str, tuple[int, ...]]], align: int = ALIGN) -> t
     slots, start = [], 0
     for name, shape in shapes:
         slots.append(Slot(name, shape, start))
-        start += _round_up(math.prod(shape), align)
+        start += round_up(math.prod(shape), align)
     return tuple(slots)
 
 
@@ -69,7 +70,7 @@ def pack_boxes(named: Iterable[tuple[str, Box]], align: int = ALIGN) -> tuple[Sl
 
 def padded_numel(slots: Iterable[Slot], num_ranks: int, align: int = ALIGN) -> int:
     """Elements of a buffer that holds `slots` and divides evenly, aligned, among `num_ranks`."""
-    return _round_up(max((slot.span.stop for slot in slots), default=0), num_ranks * align)
+    return round_up(max((slot.span.stop for slot in slots), default=0), num_ranks * align)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,3 @@ class Layout:
                 length //= self.sizes[axis]
                 start += length * coordinate[axis]
         return Span(start, start + length)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

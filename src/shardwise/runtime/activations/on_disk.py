@@ -24,6 +24,7 @@ from shardwise.memory import Copied, Copy, DiskMemory
 from shardwise.runtime.activations.stores import SAVED, ActivationMemory, Away, Moved, RehearsedStore, bytes_of
 from shardwise.system.devices import RankDevice
 from shardwise.system.disk import PAGE, DiskFile, Pending, pages
+from shardwise.system.even_parts import round_up
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -319,4 +320,4 @@ class _RehearsedOnDisk:
 
 
 def _padded(source: torch.UntypedStorage) -> int:
-    return -(-source.nbytes() // PAGE) * PAGE
+    return round_up(source.nbytes(), PAGE)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardwise.system.even_parts import round_up
 from shardwise.system.torch_private import UncompiledMode
 
 NUM_KERNELS = 1024
@@ -98,5 +99,5 @@ def _product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None)
     batch = num_groups if left.dim() == right.dim() else ()
     width = ALIGNMENT_BYTES // left.element_size()
     shape = (*batch, left.shape[-2], right.shape[-1])
-    row = -(-shape[-1] // width) * width
+    row = round_up(shape[-1], width)
     return torch.empty_strided(shape, (*(shape[-2] * row for _ in batch), row, 1), dtype=left.dtype, device=left.device)

@@ -32,6 +32,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.system.even_parts import round_up
+
 ROWS, WIDTH, WIDE_WIDTH, WIDEST_NARROW = 128, 32, 64, 128
 FP32_BYTES, HALF_BYTES = 4, 2
 _FLASH_BACKWARDS = (
@@ -105,12 +107,8 @@ def kernel_bytes(func: Callable[..., Any], args: Sequence[Any], *, on_cpu: bool)
 def flash_backward_bytes(query: Sequence[int], key: Sequence[int], element_bytes: int) -> int:
     """`query` and `key` have shapes (rows, heads, tokens, width): see [Note: attention's backward]."""
     rows, heads, tokens, width = query
-    whole_tokens = _up(tokens, ROWS)
-    whole_width = _up(width, WIDTH if width <= WIDEST_NARROW else WIDE_WIDTH)
+    whole_tokens = round_up(tokens, ROWS)
+    whole_width = round_up(width, WIDTH if width <= WIDEST_NARROW else WIDE_WIDTH)
     sums = rows * heads * whole_tokens * (whole_width + 1) * FP32_BYTES
-    of_each_head = 2 * rows * heads * key[2] * _up(width, 8) * element_bytes if key[1] != heads else 0
+    of_each_head = 2 * rows * heads * key[2] * round_up(width, 8) * element_bytes if key[1] != heads else 0
     return sums + of_each_head
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.runtime.rehearsal.kernel_memory import kernel_bytes
+from shardwise.system.even_parts import round_up
 from shardwise.system.heap import heap_bytes
 from shardwise.system.torch_private import (
     UncompiledMode,
@@ -62,7 +63,7 @@ class LivingBytes(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's o
         key = storage_id(storage)
         if key in self._apart:
             return
-        num_bytes = -(-storage.nbytes() // self._granule_bytes) * self._granule_bytes
+        num_bytes = round_up(storage.nbytes(), self._granule_bytes)
         before = self._bytes.get(key, 0)  # a known storage may have been resized
         self.live_bytes += num_bytes - before
         self.heap_bytes += self._in_heap(num_bytes) - self._in_heap(before)

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from shardwise.system.even_parts import round_up
 from shardwise.system.units import PAGE as PAGE
 
 
 def down(num_bytes: int, step: int = PAGE) -> int:
     """The largest multiple of `step` that is at most `num_bytes`."""
     return num_bytes // step * step
-
-
-def up(num_bytes: int, step: int = PAGE) -> int:
-    """The smallest multiple of `step` that is at least `num_bytes`."""
-    return -(-num_bytes // step) * step
 
 
 def requests(start: int, stop: int, block_bytes: int) -> Iterator[tuple[int, int]]:
@@ -35,7 +31,7 @@ class Region:
 
     @property
     def padded_bytes(self) -> int:
-        return up(self.num_bytes)
+        return round_up(self.num_bytes, PAGE)
 
     @property
     def stop(self) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.errors import StateError, TierError
 from shardwise.system.checksum import crc32
-from shardwise.system.disk.align import PAGE, down, requests, up
+from shardwise.system.disk.align import PAGE, down, requests
 from shardwise.system.disk.calls import SYSTEM, Calls
 from shardwise.system.disk.copying import copy_range
 from shardwise.system.disk.direct import open_direct, read_at, write_at
@@ -24,6 +24,7 @@ from shardwise.system.disk.faults import folder_fault, io_fault
 from shardwise.system.disk.io_queue import IoQueue
 from shardwise.system.disk.page_buffers import pages
 from shardwise.system.disk.pending import Patience, Pending
+from shardwise.system.even_parts import round_up
 from shardwise.system.units import format_bytes
 
 Life = Literal["process", "job", "left"]
@@ -64,7 +65,7 @@ class DiskFile:
         """
         self._when_cached = when_cached
         self.path = path
-        self.num_bytes = up(num_bytes)
+        self.num_bytes = round_up(num_bytes, PAGE)
         self.queue = queue
         self._calls = calls
         self._sums: dict[int, int] | None = {} if checksums else None
@@ -157,7 +158,7 @@ class DiskFile:
         """The whole pages that contain these bytes; whole blocks if each block has a checksum."""
         self._check(start, stop)
         if self._sums is None or start == stop:
-            return down(start), up(stop)
+            return down(start), round_up(stop, PAGE)
         return self._block_at(start)[0], self._block_at(stop - 1)[1]
 
     def _block_at(self, byte: int) -> tuple[int, int]:

@@ -12,7 +12,8 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.system.devices import RankDevice
-from shardwise.system.disk.align import PAGE, up
+from shardwise.system.disk.align import PAGE
+from shardwise.system.even_parts import round_up
 from shardwise.system.units import format_bytes
 
 _ALIGNMENT = 64
@@ -81,7 +82,7 @@ def tensors_in_pages(wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Te
     starts, num_bytes = [], 0
     for numel, dtype in wanted:
         starts.append(num_bytes)
-        num_bytes += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        num_bytes += round_up(numel * dtype.itemsize, _ALIGNMENT)
     if num_bytes < _LARGE_PAGE_BYTES:
         return [torch.empty(numel, dtype=dtype, device="cpu") for numel, dtype in wanted]
     mapped = _mapped(num_bytes)
@@ -98,7 +99,7 @@ class BufferPool:
 
     def __init__(self, num_buffers: int, buffer_bytes: int, device: RankDevice | None = None) -> None:
         """With `device`, the memory is pinned for copies to and from it."""
-        self.buffer_bytes = up(max(1, buffer_bytes))
+        self.buffer_bytes = round_up(max(1, buffer_bytes), PAGE)
         self.num_buffers = num_buffers
         self.num_bytes = num_buffers * self.buffer_bytes
         memory = pages(self.num_bytes, device)[: self.num_bytes]

@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError, StateError, TierError
-from shardwise.system.disk.align import up
+from shardwise.system.disk.align import PAGE
 from shardwise.system.disk.calls import SYSTEM, Calls
 from shardwise.system.disk.disk_file import DiskFile
 from shardwise.system.disk.faults import folder_fault
@@ -37,6 +37,7 @@ from shardwise.system.disk.holder import Holder
 from shardwise.system.disk.io_queue import IoQueue
 from shardwise.system.disk.mounts import check_local
 from shardwise.system.disk.pending import Patience
+from shardwise.system.even_parts import round_up
 from shardwise.system.safe_files import read_own_text
 from shardwise.system.units import format_bytes
 
@@ -144,7 +145,7 @@ class TierFolder:
         """
         if not self._release.alive:
             raise StateError(f"{self.folder} has been given up; make another TierFolder.")
-        self.check_room(up(num_bytes))
+        self.check_room(round_up(num_bytes, PAGE))
         file = DiskFile(
             self.folder / f"{self._prefix}.{name}",
             num_bytes,

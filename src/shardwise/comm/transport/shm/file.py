@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.system.even_parts import round_up
+
 Tensor = torch.Tensor
 Mapping = ctypes.Array[ctypes.c_uint8]
 """Bytes of a file in memory, for as long as this or anything made from it lives."""
@@ -41,7 +43,7 @@ def is_possible() -> bool:
 
 
 def whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
+    return round_up(num_bytes, PAGE)
 
 
 class SharedFile:
