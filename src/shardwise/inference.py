@@ -300,7 +300,7 @@ class _SourceFiles(WeightFiles):
             self._last = None  # freed before the next one is read
             self._last = name, self.tensors[name].read()
             self.bytes_read += self._last[1].nbytes
-        return self._last[1][span.start : span.stop]
+        return self._last[1][span.as_slice]
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def _add_losses(content: Content, flats: Sequence[Flat]) -> None:
                 span, part = mine.within(slot.span), mine.within(here)
                 written = span if one.is_first(flat.coordinate) and not is_copy else NOTHING
                 box = content.boxes[slot.name]
-                content.entries.append(Entry(kind, slot.name, span, losses[part.start : part.stop], written, box=box))
+                content.entries.append(Entry(kind, slot.name, span, losses[part.as_slice], written, box=box))
 
 
 def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ class Image:
         out[max(0, self.num_bytes - start) :].zero_()
         head = Span(0, len(self.head)).overlap(window)
         if head.numel:
-            out[head.start - start : head.stop - start].copy_(bytes_tensor(self.head[head.start : head.stop]))
+            out[head.start - start : head.stop - start].copy_(bytes_tensor(self.head[head.as_slice]))
         for part, source, rows in zip(self.parts, self.sources, self.rows, strict=True):
             common = part.in_file.overlap(window)
             if common.numel:
@@ -197,7 +197,7 @@ def _source(entry: Entry) -> _Source:
         return _Source(entry.kind, entry.name, NO_SPAN, flat, tuple(tensor.shape), entry.is_hidden, entry.is_narrow)
     if entry.written != entry.span:
         mine = entry.written.within(entry.span)
-        flat = flat[mine.start : mine.stop]
+        flat = flat[mine.as_slice]
     marks = entry.is_hidden, entry.is_narrow
     return _Source(entry.kind, entry.name, entry.written, flat, None, *marks, entry.box, entry.rows)
 

@@ -84,7 +84,7 @@ def _row(entry: Entry, place: Place, *, is_hidden: bool) -> Row:
         runs = common_runs(entry.box, written, whole, Span(0, whole.numel))
     return Row(
         entry.name,
-        entry.tensor.detach().reshape(-1)[mine.start : mine.stop],
+        entry.tensor.detach().reshape(-1)[mine.as_slice],
         place,
         tuple((start - written.start, there, numel) for start, there, numel in runs),
         is_hidden,

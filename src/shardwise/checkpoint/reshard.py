@@ -529,4 +529,4 @@ def _without(span: Span, other: Span) -> list[Span]:
 
 
 def _slice_of(tensor: Tensor, span: Span) -> Tensor:
-    return tensor.detach()[span.start : span.stop]
+    return tensor.detach()[span.as_slice]

@@ -119,7 +119,7 @@ class Snapshot:
         if self._on_disk is None:
             return staged(self._stage)
         sources = tuple(
-            source if span is None else self._stage[span.start : span.stop]
+            source if span is None else self._stage[span.as_slice]
             for source, span in zip(image.sources, self._spans, strict=True)
         )
         return self._on_disk.windows(replace(image, sources=sources), self._stage[_windows_at(image) :])
@@ -144,7 +144,7 @@ class Snapshot:
             span = self._spans[number]
             if span is not None:
                 source = image.sources[number].reshape(-1).view(torch.uint8)
-                self._stage[span.start : span.stop].copy_(source, non_blocking=True)
+                self._stage[span.as_slice].copy_(source, non_blocking=True)
 
 
 class _OnDisk:

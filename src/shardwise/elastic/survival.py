@@ -255,7 +255,7 @@ class Survival:
             mine = flat.optim_span.within(flat.param_span)
             block.copy_(flat.param)
             flat.param = block
-            flat.master = block[mine.start : mine.stop]
+            flat.master = block[mine.as_slice]
         else:
             block.copy_(flat.master)
             flat.master = block

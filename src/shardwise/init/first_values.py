@@ -169,7 +169,7 @@ class FirstValues:
             if not slot.is_split:
                 return self._values(slot.name, param, span)
             whole = self._values(slot.name, param, Span(0, param.numel())).view(slot.whole_shape)
-            return part_of(whole, slot.box).reshape(-1)[span.start : span.stop]
+            return part_of(whole, slot.box).reshape(-1)[span.as_slice]
 
         flat.fill_rows_by(piece)
 
@@ -242,13 +242,13 @@ class FirstValues:
             return self._match.read(name, span)
         origin = origin_of(tensor)
         if origin is None:
-            return tensor.detach().reshape(-1)[span.start : span.stop]
+            return tensor.detach().reshape(-1)[span.as_slice]
         if (part := read_part(tensor, origin, span)) is not None:
             return part
         if self._replayed is None or self._replayed[0] is not origin:
             self._replayed = None  # free the previous one first
             self._replayed = origin, replay([origin])[origin]
-        return Ref.to(tensor, origin).on(self._replayed[1]).reshape(-1)[span.start : span.stop]
+        return Ref.to(tensor, origin).on(self._replayed[1]).reshape(-1)[span.as_slice]
 
     def _from_first(self, tensor: Tensor) -> None:
         if self._data_group.size == 1 or tensor.numel() == 0:
@@ -285,5 +285,5 @@ def _collected(flat: Flat, values: Callable[[int], Tensor] | None) -> Tensor:
     whole = torch.zeros(flat.spec.numel, dtype=flat.kept_dtype, device=flat.device)
     if values is not None:
         for index, slot in enumerate(flat.slots):
-            whole[slot.start : slot.span.stop].copy_(values(index))
+            whole[slot.span.as_slice].copy_(values(index))
     return whole

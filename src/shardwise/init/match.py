@@ -55,7 +55,7 @@ class Match:
             self._last = None  # free the previous one first
             self._last = recipe, recipe.make(self.model, self.files.tensors)
             self.files.bytes_read += sum(self.files.tensors[source].num_bytes for _, source in recipe.sources)
-        return self._last[1][self.names[name]].reshape(-1)[span.start : span.stop]
+        return self._last[1][self.names[name]].reshape(-1)[span.as_slice]
 
     def let_go(self) -> None:
         """Free cached tensors."""

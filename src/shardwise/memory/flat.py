@@ -216,7 +216,7 @@ class Flat:
 
     def fill_rows(self, whole: Tensor) -> None:
         """Fill every row from `whole`."""
-        self.fill_rows_by(lambda index, span: _part(_part(whole, self.slots[index].span), span))
+        self.fill_rows_by(lambda index, span: whole[self.slots[index].span.as_slice][span.as_slice])
 
     def fill_rows_by(self, values: Callable[[int, Span], Tensor]) -> None:
         """Make the parameters views of `full`, and fill every row.
@@ -233,13 +233,13 @@ class Flat:
 
     def _keep(self, mine: Span, values: Tensor) -> None:
         """Store first values of the elements `mine`, which lie in `param_span`."""
-        self.put(_part(self.param, mine.within(self.param_span)), values)
+        self.put(self.param[mine.within(self.param_span).as_slice], values)
         if self.master is not None and not self.spec.master_is_param:
             updated = mine.overlap(self.optim_span)
-            self.put(_part(self.master, updated.within(self.optim_span)), _part(values, updated.within(mine)))
+            self.put(self.master[updated.within(self.optim_span).as_slice], values[updated.within(mine).as_slice])
         if self.anchor is not None:
             updated = mine.overlap(self.optim_span)
-            _part(self.anchor, updated.within(self.optim_span)).copy_(_part(values, updated.within(mine)))
+            self.anchor[updated.within(self.optim_span).as_slice].copy_(values[updated.within(mine).as_slice])
 
     def lay_out(self) -> None:
         """Allocate zeros for what this rank keeps, and make the parameters views of `full`: for values that are moved
@@ -262,7 +262,7 @@ class Flat:
         else:
             self._bytes_of_full = releasable(self.spec.full_bytes, self.device)
             self.full = self._bytes_of_full.tensor.view(compute)
-        views = [_part(self.full, slot.span).view(slot.shape) for slot in self.slots]
+        views = [self.full[slot.span.as_slice].view(slot.shape) for slot in self.slots]
         if self.spec.resident:
             self.param = self.full
         elif self._bytes_of_full is not None:
@@ -278,7 +278,7 @@ class Flat:
             self.meter.hold("optim", losses.nbytes)
         if self.spec.trainable:
             if self.spec.master_is_param:
-                self.master = _part(self.param, self.optim_span.within(self.param_span))
+                self.master = self.param[self.optim_span.within(self.param_span).as_slice]
             else:
                 self.master = self._resting("master", self.optim_span.numel, torch_dtype(table.optim.dtype))
                 if self.spec.tier_of("master") == "device":
@@ -304,7 +304,7 @@ class Flat:
         if kept is None:
             return {}
         return {
-            self.slots[one.index].name: (_part(kept.unsent, one.span), kept.cols[one.index])
+            self.slots[one.index].name: (kept.unsent[one.span.as_slice], kept.cols[one.index])
             for one in self.spec.factored
         }
 
@@ -321,11 +321,11 @@ class Flat:
         memory.copy_(self.full)
         self.full = self.param = memory
         if self.spec.trainable and self.spec.master_is_param:
-            self.master = _part(memory, self.optim_span)
+            self.master = memory[self.optim_span.as_slice]
         is_resting = self.guard.is_resting
         self.guard.wake()
         for slot, param in zip(self.slots, self.params, strict=True):
-            _set_data(param, _part(memory, slot.span).view(slot.shape))
+            _set_data(param, memory[slot.span.as_slice].view(slot.shape))
         if is_resting:
             self.guard.rest()
 
@@ -340,7 +340,7 @@ class Flat:
                 if storage_id(param.untyped_storage()) != own
             ]
             for slot, param in moved:
-                _set_data(param, _part(self.full, slot.span).view(slot.shape))
+                _set_data(param, self.full[slot.span.as_slice].view(slot.shape))
         return bool(moved)
 
     def _resting(self, buffer: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
@@ -417,7 +417,7 @@ class Flat:
         """Keep the part of `full` that is held until the backward. In shared memory it exists anyway, but is still
         counted, because a promise does not depend on where ranks run."""
         if self.held is None:
-            held = _part(self.full, self.held_span)
+            held = self.full[self.held_span.as_slice]
             self.held = held.clone() if self.shared is None else held
             self.meter.hold("working", self.held.nbytes)
 
@@ -440,13 +440,13 @@ class Flat:
         numel, dtype = self.optim_span.numel, torch_dtype(self.spec.table.optim.dtype)
         if not self.spec.master_is_param:
             return self.rows.master(numel, dtype)
-        return _part(self.rows.param(self.param_span.numel, dtype), self.optim_span.within(self.param_span))
+        return self.rows.param(self.param_span.numel, dtype)[self.optim_span.within(self.param_span).as_slice]
 
     def accept_master(self) -> None:
         """Cast the master weights into their range of `param`."""
         self.land()
         if self.master is not None and not self.spec.master_is_param:
-            self.copy_master(_part(self.param, self.optim_span.within(self.param_span)))
+            self.copy_master(self.param[self.optim_span.within(self.param_span).as_slice])
 
     def copy_master(self, out: Tensor) -> None:
         """Copy master weights into `out`, cast to its dtype; from a disk in pieces."""
@@ -489,14 +489,14 @@ class Flat:
         self.land()
         span = self.slots[index].span
         if self.spec.resident:
-            _part(self.full, span).copy_(values)
+            self.full[span.as_slice].copy_(values)
         else:
             mine = span.overlap(self.param_span)
-            self.put(_part(self.param, mine.within(self.param_span)), _part(values, mine.within(span)))
+            self.put(self.param[mine.within(self.param_span).as_slice], values[mine.within(span).as_slice])
         if self.master is not None and not self.spec.master_is_param:
             piece, mine = self.master_piece(index)
             master = self.loaded(piece)
-            edited = _part(values, mine).to(master.device)
+            edited = values[mine.as_slice].to(master.device)
             self.put(piece, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     # -- one parameter ----------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ class Flat:
             raise ValueError(f"{self.slots[index].name} is frozen and has no master weights")
         self.land()
         mine = self.slots[index].span.overlap(self.optim_span)
-        return _part(self.master, mine.within(self.optim_span)), mine.within(self.slots[index].span)
+        return self.master[mine.within(self.optim_span).as_slice], mine.within(self.slots[index].span)
 
     def param_piece(self, index: int) -> Tensor:
         """This rank's elements of parameter `index` where they are kept: master weights, or a frozen parameter's
@@ -517,7 +517,7 @@ class Flat:
             return self.master_piece(index)[0]
         self.land()
         mine = self.slots[index].span.overlap(self.param_span)
-        return _part(self.param, mine.within(self.param_span))
+        return self.param[mine.within(self.param_span).as_slice]
 
     def common_piece(self, index: int) -> Tensor:
         """`param_piece` of the model that a checkpoint's readers want: with islands, of the one that these have in
@@ -528,7 +528,7 @@ class Flat:
         """This rank's elements of parameter `index` in what islands have in common, by name."""
         rows = {ANCHOR: self.anchor, MOMENTUM: self.momentum}
         mine = self.slots[index].span.overlap(self.optim_span).within(self.optim_span)
-        return {name: _part(row, mine) for name, row in rows.items() if row is not None}
+        return {name: row[mine.as_slice] for name, row in rows.items() if row is not None}
 
     # -- the end ----------------------------------------------------------------------------------------
 
@@ -561,7 +561,3 @@ def _set_data(param: torch.nn.Parameter, view: Tensor) -> None:
         other = torch.float32 if param.dtype == torch.float64 else torch.float64
         param.data = torch.empty(0, dtype=other, device=view.device)
     param.data = view
-
-
-def _part(tensor: Tensor, span: Span) -> Tensor:
-    return tensor[span.start : span.stop]

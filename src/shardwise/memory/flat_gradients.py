@@ -299,7 +299,7 @@ class FlatGradients:
         that hold its elements."""
         due = self._due
         if not isinstance(due, LooseGradients):
-            return [] if due is None else [([_part(due, span)], copies) for span, copies in self.copies_of_due]
+            return [] if due is None else [([due[span.as_slice]], copies) for span, copies in self.copies_of_due]
         ranges: dict[float, list[Tensor]] = {}
         for copies, own in zip(self._copies, due.views, strict=True):
             if own is not None:
@@ -329,7 +329,7 @@ class FlatGradients:
         further micro-batch that is added, changes its version, and then the squares are the host's to take.
         """
         dtype = torch.promote_types(source.dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(_part(source, span), dtype=dtype) for span, _ in self.copies_of_due]
+        norms = [torch.linalg.vector_norm(source[span.as_slice], dtype=dtype) for span, _ in self.copies_of_due]
         self._squares = copy, copy._version, [norm.square() for norm in norms]
 
     def noted_squares(self) -> Sequence[Tensor] | None:
@@ -376,7 +376,7 @@ class FlatGradients:
         if isinstance(due, LooseGradients):
             own = due.views[index]
             return due.made(index).view(-1) if own is None else own.view(-1)
-        return None if due is None else _part(due, self._due_spans[index])
+        return None if due is None else due[self._due_spans[index].as_slice]
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
@@ -404,10 +404,6 @@ class FlatGradients:
         """Free all memory, also what is kept for later gradients, of which there will be none."""
         self.drop()
         self._grad_buffer = self._kept_fresh = self._used_fresh = None
-
-
-def _part(tensor: Tensor, span: Span) -> Tensor:
-    return tensor[span.start : span.stop]
 
 
 def _copies_of(copies_of_slots: Sequence[float], slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, float], ...]:

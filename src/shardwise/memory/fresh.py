@@ -45,7 +45,7 @@ class FreshGradients:
 
     def zero(self, span: Span) -> None:
         """Let the elements `span`, which no gradient fills, be zero."""
-        self.memory[span.start : span.stop].zero_()
+        self.memory[span.as_slice].zero_()
 
     def allocate(self) -> None:
         """Give the memory its bytes back, undefined."""

@@ -461,9 +461,9 @@ def _slice_of(key: str, value: Any, piece: Piece) -> Any:
         return value.to(device, copy=True)
     if piece.box is not None and piece.box.is_split and tuple(value.shape) == piece.box.shape:
         part = part_of(value, piece.box).reshape(-1)
-        return part[piece.span.start : piece.span.stop].to(device, copy=True)
+        return part[piece.span.as_slice].to(device, copy=True)
     if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
-        return value.reshape(-1)[piece.span.start : piece.span.stop].to(device, copy=True)
+        return value.reshape(-1)[piece.span.as_slice].to(device, copy=True)
     return value
 
 

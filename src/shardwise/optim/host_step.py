@@ -77,7 +77,7 @@ def _tensors(piece: Piece, state: dict[str, Any], outgoing: Tensor | None) -> Ad
     out = None
     if outgoing is not None:
         mine = span_of(piece)
-        out = outgoing[mine.start : mine.stop]
+        out = outgoing[mine.as_slice]
     maxima = state.get("max_exp_avg_sq")
     return AdamTensors(param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"], maxima, out)
 

@@ -71,7 +71,7 @@ class PiecesInRows:
         if rows is None or not piece.span.numel or not flat.spec.updates_from_disk:
             return
         mine = flat.slots[piece.index].span.overlap(flat.optim_span).within(flat.optim_span)
-        piece.tensor.data = flat.master_in_rows()[mine.start : mine.stop]
+        piece.tensor.data = flat.master_in_rows()[mine.as_slice]
         kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
         state = dict.get(kept, piece.tensor) or {}
         for key, value in list(state.items()):

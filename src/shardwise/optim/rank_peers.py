@@ -317,7 +317,7 @@ class _MatrixTransfer:
                 self._whole[matrix.index] = self._new(matrix.span.numel)
                 own = self._over.held(matrix, self._group.index)
                 if own.numel:
-                    self._whole[matrix.index][own.start : own.stop] = self._made(matrix)
+                    self._whole[matrix.index][own.as_slice] = self._made(matrix)
         self._given = [self._new(self._numel(self._for(number), self._group.index)) for number in self._ranges()]
         for number, message in enumerate(self._given):
             for matrix, part in self._parts(message, self._for(number), self._group.index):
@@ -335,7 +335,7 @@ class _MatrixTransfer:
             for number, message in enumerate(self._staging):
                 for matrix, part in self._parts(message, self._owned(), number):
                     held = self._over.held(matrix, number)
-                    self._whole[matrix.index][held.start : held.stop] = part
+                    self._whole[matrix.index][held.as_slice] = part
             self._close(self._staging)
             return
         for number, message in enumerate(self._given):
@@ -364,11 +364,11 @@ class _MatrixTransfer:
         for number, message in enumerate(self._staging):
             for matrix, part in self._parts(message, self._owned(), number):
                 held = self._over.held(matrix, number)
-                part.copy_(self._whole[matrix.index][held.start : held.stop])
+                part.copy_(self._whole[matrix.index][held.as_slice])
         for matrix in self._owned():
             own = self._over.held(matrix, self._group.index)
             if matrix.index in self._whole and own.numel:
-                self._applied(matrix, self._whole[matrix.index][own.start : own.stop])
+                self._applied(matrix, self._whole[matrix.index][own.as_slice])
         for tensor in self._whole.values():
             self._flat.meter.drop("working", tensor.nbytes)
         self._whole.clear()

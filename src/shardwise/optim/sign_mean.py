@@ -135,7 +135,7 @@ class SignMean:
             for place in range(len(self._group.ranks)):
                 span = self._exchange.range_of(value.numel(), place)
                 scale = _scale(scales[index][place], value.dtype)
-                value[span.start : span.stop] = expanded(unpack(signs[index][place])[: span.numel], scale)
+                value[span.as_slice] = expanded(unpack(signs[index][place])[: span.numel], scale)
 
     # -- messages ---------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Agreement:
             if axis in shard:
                 shard = tuple(other for other in shard if other != axis)
                 span = flat.spec.layout.span(shard, self._coordinate)
-                self._collectives.all_gather(whole[span.start : span.stop], self._groups[axis], flat.name).wait()
+                self._collectives.all_gather(whole[span.as_slice], self._groups[axis], flat.name).wait()
         self._collectives.synchronize()
 
     def assembled(self, flat: Flat, slot: Slot, part: Tensor) -> Tensor:

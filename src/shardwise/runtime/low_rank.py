@@ -131,7 +131,7 @@ class FactoredSum:
                 out.copy_(source)
             made = [self._keep(one, part, out) for one, part in zip(self._matrices, self._cut(total), strict=True)]
             for span in self._by.plain:
-                self._factors.unsent[span.start : span.stop].zero_()
+                self._factors.unsent[span.as_slice].zero_()
             self._projected = {}
             return made
 
@@ -148,7 +148,7 @@ class FactoredSum:
         it is finite, in a small part of its elements.
         """
         projected = self._projected[one.index]
-        total = out[one.span.start : one.span.stop].view(one.rows, one.cols)
+        total = out[one.span.as_slice].view(one.rows, one.cols)
         torch.mm(projected, cols.t(), out=total)
         unsent, before = self._unsent(one), self._factors.cols[one.index]
         is_finite = torch.isfinite(projected.sum() + 2 * cols.abs().sum())
@@ -169,7 +169,7 @@ class FactoredSum:
                 cols.copy_(orthonormal(torch.randn(cols.shape, generator=numbers, dtype=cols.dtype, device="cpu")))
 
     def _unsent(self, one: FactoredMatrix) -> Tensor:
-        return self._factors.unsent[one.span.start : one.span.stop].view(one.rows, one.cols)
+        return self._factors.unsent[one.span.as_slice].view(one.rows, one.cols)
 
     def _projections(self, message: Tensor, source: Tensor) -> tuple[dict[int, Tensor], list[tuple[Tensor, Tensor]]]:
         """The part of a message for each matrix, and parts of it with the elements of `source` that are sent as they
@@ -178,7 +178,7 @@ class FactoredSum:
         cut = torch.split(message[: sum(sizes)], sizes)
         num = len(self._matrices)
         parts = {one.index: part.view(one.rows, one.rank) for one, part in zip(self._matrices, cut, strict=False)}
-        spans = [source[span.start : span.stop] for span in self._by.plain]
+        spans = [source[span.as_slice] for span in self._by.plain]
         return parts, list(zip(cut[num:], spans, strict=True))
 
     def _cut(self, message: Tensor) -> list[Tensor]:

@@ -268,7 +268,7 @@ class ParamMover:
 
     def _bring(self, source: Tensor) -> None:
         span = self.flat.optim_span.within(self.flat.param_span)
-        self._arriving = self.flat.reading = self.flat.host.fetch(self.flat.param[span.start : span.stop], source)
+        self._arriving = self.flat.reading = self.flat.host.fetch(self.flat.param[span.as_slice], source)
 
     def gather_updated(self, action: Action) -> None:
         """Start to gather updated parameters, from the ranks that updated them to where they rest."""
@@ -277,7 +277,7 @@ class ParamMover:
             self._spread = table.optim.shard
         self._spread = tuple(other for other in self._spread if other != action.over)
         span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
-        resting, group = self.flat.param[span.start : span.stop], self._groups[action.over]
+        resting, group = self.flat.param[span.as_slice], self._groups[action.over]
         self._arriving = self._all_gather(resting, group, resting.chunk(len(group.ranks)))
         if set(self._spread) == set(table.param.shard):
             self._spread = ()
@@ -326,4 +326,4 @@ class ParamMover:
         span = self._spans.get(shard)
         if span is None:
             span = self._spans[shard] = self.flat.spec.layout.span(shard, self._coordinate)
-        return tensor[span.start : span.stop]
+        return tensor[span.as_slice]

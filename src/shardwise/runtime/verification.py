@@ -20,7 +20,6 @@ from shardwise.memory import Flat
 from shardwise.memory.tensor_checksum import checksum
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import Span
 from shardwise.program import Action
 from shardwise.program.effects import Subject
 from shardwise.program.verification import FLAG_BYTES, RECORD_BYTES, parting_axes, resting_rows, rests_as_master
@@ -185,16 +184,16 @@ class Verification:
                 for slot, whole in zip(flat.slots, flat.params, strict=True):
                     mine = slot.span.overlap(flat.param_span)
                     if mine.numel:
-                        yield slot.name, row, _part(param, mine.within(flat.param_span)), _version(whole)
+                        yield slot.name, row, param[mine.within(flat.param_span).as_slice], _version(whole)
             case "master":
                 master = flat.require_master()
                 for slot in flat.slots:
                     mine = slot.span.overlap(flat.optim_span)
                     if mine.numel:
-                        yield slot.name, row, _part(master, mine.within(flat.optim_span)), 0
+                        yield slot.name, row, master[mine.within(flat.optim_span).as_slice], 0
             case "full":
                 for slot in flat.slots:
-                    yield slot.name, row, _part(flat.full, slot.span), 0
+                    yield slot.name, row, flat.full[slot.span.as_slice], 0
             case "due":
                 for index, slot in enumerate(flat.slots):
                     piece = flat.grads.due_piece(index)
@@ -333,7 +332,3 @@ def _hash(value: object) -> bytes:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _part(tensor: Tensor, span: Span) -> Tensor:
-    return tensor[span.start : span.stop]

@@ -65,7 +65,7 @@ class Access:
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             return None
         slot = flat.slots[index]
-        return whole[slot.start : slot.span.stop].view(slot.shape).clone()
+        return whole[slot.span.as_slice].view(slot.shape).clone()
 
     def write(self, name: str, value: Tensor, what: str = PARAM) -> None:
         """Overwrite it with `value`, whole and the same on all ranks."""
@@ -85,9 +85,9 @@ class Access:
             self._runner.step.open_params()
         piece, span = self._piece(flat, index, what), _span(flat, index)
         if piece is not None and what not in (PARAM, GRAD) and self._optimizer is not None:
-            self._optimizer.write_state(flat, index, what, value.reshape(-1)[span.start : span.stop])
+            self._optimizer.write_state(flat, index, what, value.reshape(-1)[span.as_slice])
         elif piece is not None:
-            flat.put(piece, value.reshape(-1)[span.start : span.stop])
+            flat.put(piece, value.reshape(-1)[span.as_slice])
         if what == PARAM:
             if flat.anchor is not None:
                 flat.common_piece(index).copy_(flat.param_piece(index))
@@ -165,7 +165,7 @@ class Access:
                 kept = dtype
             whole = self._whole_param(flat, kept)
             for slot in flat.slots:
-                yield slot.name, self._agreement.assembled(flat, slot, _slice_of(whole, slot.span))
+                yield slot.name, self._agreement.assembled(flat, slot, whole[slot.span.as_slice])
             del whole  # before the next is gathered
 
     def _whole_param(self, flat: Flat, dtype: torch.dtype) -> Tensor:
@@ -209,7 +209,7 @@ class Access:
             piece, span = self._piece(*home, PARAM), _span(*home)
             if piece is not None:
                 part = part_of(state[name], home[0].slots[home[1]].box)
-                home[0].put(piece, part.reshape(-1)[span.start : span.stop])
+                home[0].put(piece, part.reshape(-1)[span.as_slice])
                 if home[0].anchor is not None:
                     home[0].common_piece(home[1]).copy_(piece)
         self._runner.step.restore_params()
@@ -263,7 +263,7 @@ class Access:
             slot = flat.slots[index]
             whole_state = None
             if fact["is_piece"] and (on_rank or slot.box is not None):
-                whole_state = self._agreement.assembled(flat, slot, _slice_of(wholes[key], slot.span)).clone()
+                whole_state = self._agreement.assembled(flat, slot, wholes[key][slot.span.as_slice]).clone()
             if on_rank:
                 states.setdefault((flat.name, index), {})[key] = _read(fact) if whole_state is None else whole_state
         return states
@@ -305,11 +305,11 @@ class Access:
         self._agreement.broadcast(flat, flat.full)
         if flat.master is None:
             flat.land()
-            flat.put(flat.param, _slice_of(flat.full, flat.param_span))
+            flat.put(flat.param, flat.full[flat.param_span.as_slice])
             return
         flat.land()
         master = flat.loaded(flat.master)
-        edited = _slice_of(flat.full, flat.optim_span).to(master.device)
+        edited = flat.full[flat.optim_span.as_slice].to(master.device)
         flat.put(flat.master, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     def _whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
@@ -398,10 +398,6 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
                 f"The state {word} {', '.join(sorted(names)[:3])}{more}; it is another model's. With strict=False what "
                 f"both have is loaded."
             )
-
-
-def _slice_of(tensor: Tensor, span: Span) -> Tensor:
-    return tensor[span.start : span.stop]
 
 
 def _when(what: str) -> str:

@@ -258,7 +258,7 @@ class Gradients:
             span = flat.slots[index].span.overlap(flat.optim_span).within(flat.slots[index].span)
             slot = flat.slots[index]
             mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype), slot)
-            piece.copy_(mean[span.start : span.stop] / flat.spec.num_summands)
+            piece.copy_(mean[span.as_slice] / flat.spec.num_summands)
             self._holds_more = True
         self._note(flat, index, has_one=value is not None)
         self._forget_figures()

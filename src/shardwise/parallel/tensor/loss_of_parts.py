@@ -37,7 +37,7 @@ def cross_entropy_of_parts(  # noqa: PLR0913  # torch's options
     wanted = targets.masked_fill(~is_counted, 0)
     require_words(wanted, num_words)
     weights = wide.new_ones(num_words) if weight is None else weight.to(wide.dtype)
-    of_own = weights[own.start : own.stop] if label_smoothing else None
+    of_own = weights[own.as_slice] if label_smoothing else None
     found: list[Tensor] = list(_Rows.apply(wide, wanted, line, own, of_own))  # type: ignore[no-untyped-call]
     log_sums, logits, *weighted = found
     of_target = weights[wanted]

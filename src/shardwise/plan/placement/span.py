@@ -16,6 +16,11 @@ class Span:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def as_slice(self) -> slice:
+        """For `tensor[span.as_slice]`."""
+        return slice(self.start, self.stop)
+
     def overlap(self, other: Span) -> Span:
         """The common elements; an empty span, never a negative one, if there are none."""
         start = max(self.start, other.start)
