@@ -457,7 +457,7 @@ class TrainingState:
             for former in () if old.parts else self._stands_for[taker]:
                 lacking = [left for span in lacking for left in _without(span, old.kept(former))]
             for former in self._stands_for[giver]:
-                if not old.parts and _model_place(old.spec, former) != _model_place(new.spec, taker):
+                if not old.parts and _model_place(old.spec.mesh, former) != _model_place(new.spec.mesh, taker):
                     continue  # ranks with other parts of every layer
                 if self._before.island_of(former) != self._islands[taker]:
                     continue  # see [Note: islands that join]
@@ -489,10 +489,9 @@ def _common(old: _Home, former: int, had: Span, new: _Home, taker: int, needed: 
     return [(at - first, to - start, numel) for at, to, numel in runs]
 
 
-def _model_place(spec: FlatSpec, rank: int) -> Place:
+def _model_place(mesh: Mesh, rank: int) -> Place:
     """The place of `rank` along the axes that split layers, which a change of plan does not affect."""
-    coordinate = spec.mesh.coordinate(rank)
-    return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
+    return mesh.place(rank, mesh.model_axes)
 
 
 def _islands_of(stands_for: Sequence[Sequence[int]], before: Mesh, mesh: Mesh) -> list[int]:
@@ -504,8 +503,7 @@ def _islands_of(stands_for: Sequence[Sequence[int]], before: Mesh, mesh: Mesh) -
 
 def _parted_place(mesh: Mesh, rank: int) -> Place:
     """The place of `rank` along all axes along which ranks have different parts of the model."""
-    coordinate = mesh.coordinate(rank)
-    return tuple(coordinate[axis] for axis in mesh.parted_axes)
+    return mesh.place(rank, mesh.parted_axes)
 
 
 def _stage(mesh: Mesh, place: Place) -> int:

@@ -294,7 +294,7 @@ class Layout:
         mesh = self.specs[0][0].mesh
         places = [mesh.coordinate(rank) for rank in range(self.size)]
         # a stage that has no experts itself says the same as one that has
-        every: list[list[object]] = [[_place_along(mesh.parted_axes, place) for place in places]]
+        every: list[list[object]] = [[mesh.place(rank, mesh.parted_axes) for rank in range(self.size)]]
         for spec, _ in self.specs:
             every.append([(spec.part_of(place), spec.layout.span(kept_axes(spec), place)) for place in places])
         return all({*kept} <= {kept[rank] for rank in available} for kept in every)
@@ -306,7 +306,7 @@ class Layout:
         if one is None:
             return False
         axes = parts_of_copies(mesh)
-        return _place_along(axes, mesh.coordinate(one)) == _place_along(axes, mesh.coordinate(rank))
+        return mesh.place(one, axes) == mesh.place(rank, axes)
 
     def _sees_rest(self, reader: int, rank: int) -> bool:
         """Whether `reader`, a rank of the present world on the same host, can read all that the lost `rank` had outside
@@ -436,10 +436,6 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
                 held.trained.add(cell.name)
         elif cell.kind not in (BLOCK, AT):
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
-
-
-def _place_along(axes: Sequence[str], coordinate: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(coordinate[axis] for axis in axes)
 
 
 def _file_name(label: int, rank: int) -> str:

@@ -179,7 +179,7 @@ def _parts_before_and_after(former: Former, plan: Plan, held: Held, mesh: Mesh) 
 def _parts(former: Former, plan: Plan, mesh: Mesh) -> Parts:
     """The flat buffers of each part of the model, which is plain, on `mesh`."""
     sharding = former.sharding
-    places = {tuple(mesh.coordinate(rank)[axis] for axis in mesh.parted_axes): rank for rank in range(mesh.world_size)}
+    places = {mesh.place(rank, mesh.parted_axes): rank for rank in range(mesh.world_size)}
     return {
         place: [
             (flat.spec, flat.slots)

@@ -13,7 +13,7 @@ from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.operations import Operation
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import WIDTH, Axes, Dtype, SumOfCodes
+from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes
 from shardwise.program import (
     ALL_FLATS,
     Action,
@@ -176,7 +176,7 @@ class Prices:
         num_bytes = 0.0
         for flat in self.flats.values():
             if flat.trainable and not flat.updates_below:
-                numel, width = _numel(flat, flat.table.optim.shard), WIDTH[flat.table.optim.dtype]
+                numel, width = flat.num_elements(flat.table.optim.shard), WIDTH[flat.table.optim.dtype]
                 num_bytes += numel * (WIDTH[flat.table.due.dtype] + 2 * width) + 2 * _state_bytes(flat, self.num_states)
         return self.hardware.flat_seconds(num_bytes)
 
@@ -184,13 +184,8 @@ class Prices:
 Price = Callable[[Prices, Action], Cost]
 
 
-def _numel(flat: FlatSpec, shard: Axes) -> int:
-    """Elements of one rank's part."""
-    return flat.layout.span(shard, dict.fromkeys(flat.layout.order, 0)).numel
-
-
 def _state_bytes(flat: FlatSpec, num_states: int) -> float:
-    numel, width = _numel(flat, flat.table.optim.shard), WIDTH[flat.table.optim.dtype]
+    numel, width = flat.num_elements(flat.table.optim.shard), WIDTH[flat.table.optim.dtype]
     if not flat.updates:
         return num_states * numel * width
     whole = sum(placed.update.states.num_bytes(placed.span, flat.table.optim.dtype) for placed in flat.updates)
@@ -253,7 +248,7 @@ def _encoding(prices: Prices, action: Action) -> float:
     if action.codes:
         return _coding(prices, action)
     if action.verb == "gather" and table.param_wire is not None:
-        numel = _numel(flat, table.param.shard)
+        numel = flat.num_elements(table.param.shard)
         return prices.hardware.flat_seconds(numel * WIDTH[table.param.dtype] + table.param_wire.num_bytes(numel))
     return 0.0
 
@@ -307,7 +302,7 @@ def _cast(source: str, target: str) -> Price:
         flat = prices.flat(action)
         rows = {"fresh": flat.fresh, "grad": flat.table.grad, "due": flat.table.due, "optim": flat.table.optim}
         dtype: Dtype = rows[source].dtype if action.dtype == "-" else action.dtype
-        numel = _numel(flat, rows[target].shard)
+        numel = flat.num_elements(rows[target].shard)
         return Cost(computing=prices.hardware.flat_seconds(numel * (WIDTH[rows[source].dtype] + WIDTH[dtype])))
 
     return price
@@ -319,7 +314,7 @@ def _cast_on_host(prices: Prices, action: Action) -> Cost:
     flat = prices.flat(action)
     if all(placed.update == ADAM for placed in flat.updates):
         return FREE
-    numel = _numel(flat, flat.table.optim.shard)
+    numel = flat.num_elements(flat.table.optim.shard)
     width = WIDTH[flat.table.optim.dtype] + WIDTH[flat.table.param.dtype]
     return Cost(computing=prices.hardware.host_memory_seconds(numel * width / 2))  # a rate of bytes read and written
 
@@ -362,7 +357,7 @@ def _write_states(prices: Prices, action: Action) -> Cost:
 
 def _update_on_host(prices: Prices, action: Action) -> Cost:
     flat = prices.flat(action)
-    return Cost(computing=prices.hardware.host_update_seconds(_numel(flat, flat.table.optim.shard)), axis=HOST)
+    return Cost(computing=prices.hardware.host_update_seconds(flat.num_elements(flat.table.optim.shard)), axis=HOST)
 
 
 def _orthogonalize(prices: Prices, action: Action) -> Cost:
@@ -396,7 +391,7 @@ def _averaging(prices: Prices, action: Action) -> Cost:
     """Signs are made of momenta with their residuals, or momenta of signs: half of that at each of two waits."""
     flat = prices.flat(action)
     width = WIDTH[flat.table.optim.dtype]
-    return Cost(computing=prices.hardware.flat_seconds(4 * _numel(flat, flat.table.optim.shard) * width))
+    return Cost(computing=prices.hardware.flat_seconds(4 * flat.num_elements(flat.table.optim.shard) * width))
 
 
 def _broadcast(prices: Prices, action: Action) -> Cost:

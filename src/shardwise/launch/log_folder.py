@@ -50,9 +50,7 @@ class Folder:
 
     def files_beside(self, error: Path) -> RankFiles:
         """The paths of the rank with this error file."""
-        if not self._keep:
-            return RankFiles(error)
-        return RankFiles(error, error.with_name("stdout.log"), error.with_name("stderr.log"))
+        return RankFiles.with_output(error) if self._keep else RankFiles(error)
 
     def place(self, attempt: int) -> Path | None:
         """The directory with an attempt's logs; None when none are kept."""

@@ -78,6 +78,11 @@ class RankFiles:
     stdout: Path | None = None
     stderr: Path | None = None
 
+    @classmethod
+    def with_output(cls, error: Path) -> RankFiles:
+        """Of a rank whose output goes to files beside `error`."""
+        return cls(error, error.with_name("stdout.log"), error.with_name("stderr.log"))
+
     def prepare(self) -> None:
         """Create the directory, and remove files of an earlier run."""
         self.error.parent.mkdir(parents=True, exist_ok=True)

@@ -185,6 +185,11 @@ class Mesh:
             rank, coordinate[axis] = divmod(rank, size)
         return {axis: coordinate[axis] for axis in self.axes}
 
+    def place(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The position of `rank` on each of `axes`."""
+        coordinate = self.coordinate(rank)
+        return tuple(coordinate[axis] for axis in axes)
+
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank at `coordinate`; the inverse of `coordinate()`."""
         rank = 0

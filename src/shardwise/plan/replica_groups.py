@@ -46,10 +46,9 @@ class Regrouped:
         """By rank of `mesh`, which has as many ranks and the same groups: the member that has it."""
         number_of = {place: number for number, place in enumerate(_places(mesh, _data_axes(mesh)))}
         rank_of = {place: number for number, place in enumerate(_places(mesh, axes_of_group(mesh.axes)))}
-        where = map(mesh.coordinate, range(mesh.world_size))
         return tuple(
-            self.groups[number_of[_place(one, _data_axes(mesh))]][rank_of[_place(one, axes_of_group(mesh.axes))]]
-            for one in where
+            self.groups[number_of[mesh.place(rank, _data_axes(mesh))]][rank_of[group_place(mesh, rank)]]
+            for rank in range(mesh.world_size)
         )
 
 
@@ -66,8 +65,7 @@ def regroup(mesh: Mesh, seats: Sequence[int | None]) -> Regrouped:
     seated: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {at: {} for at in _places(mesh, _data_axes(mesh))}
     for member, seat in enumerate(seats):
         if seat is not None:
-            where = mesh.coordinate(seat)
-            seated[_place(where, _data_axes(mesh))][_place(where, axes)] = member
+            seated[mesh.place(seat, _data_axes(mesh))][mesh.place(seat, axes)] = member
     whole = {at: group for at, group in seated.items() if len(group) == len(places)}
     broken = {at: group for at, group in seated.items() if at not in whole}
     waiting = [member for member, seat in enumerate(seats) if seat is None]
@@ -127,7 +125,7 @@ def _of_all_parts(mesh: Mesh, seats: Mapping[int, int], num: int) -> tuple[int, 
     """So many of the members with the ranks `seats` of `mesh`, in their order: first one with each part."""
     axes = parts_of_copies(mesh)
     in_order = sorted(seats, key=seats.__getitem__)
-    places = {member: _place(mesh.coordinate(seats[member]), axes) for member in in_order}
+    places = {member: mesh.place(seats[member], axes) for member in in_order}
     firsts = {place: member for member, place in reversed(places.items())}
     chosen = [*firsts.values(), *_others(in_order, tuple(firsts.values()))][:num]
     return tuple(member for member in in_order if member in chosen)
@@ -140,7 +138,7 @@ def _in_whole_groups(
     coming = waiting if _data_axes(mesh) else ()  # without such axes there is only one group
     of_group: dict[tuple[int, ...], list[int]] = {}
     for member, seat in seats.items():
-        of_group.setdefault(_place(mesh.coordinate(seat), _data_axes(mesh)), []).append(member)
+        of_group.setdefault(mesh.place(seat, _data_axes(mesh)), []).append(member)
     size = len(_places(mesh, axes_of_group(mesh.axes)))
     whole = {member for group in of_group.values() if len(group) == size for member in group}
     members = [*(member for member in seats if member in whole), *coming]
@@ -216,7 +214,7 @@ def group_size(axes: Mapping[str, int]) -> int:
 
 def group_place(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """The place of `rank` in its replica group. Ranks of several groups with the same place have the same part."""
-    return _place(mesh.coordinate(rank), axes_of_group(mesh.axes))
+    return mesh.place(rank, axes_of_group(mesh.axes))
 
 
 def num_groups(mesh: Mesh) -> int:
@@ -352,7 +350,3 @@ def _data_axes(mesh: Mesh) -> tuple[str, ...]:
 def _places(mesh: Mesh, axes: Sequence[str]) -> list[tuple[int, ...]]:
     """All coordinates along `axes`, in order."""
     return list(itertools.product(*(range(mesh.size(axis)) for axis in axes)))
-
-
-def _place(coordinate: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
-    return tuple(coordinate[axis] for axis in axes)

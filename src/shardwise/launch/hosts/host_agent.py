@@ -147,5 +147,4 @@ class HostAgent(HostServer):
             self._echo.close()
 
     def _files(self, attempt: int, local: int) -> RankFiles:
-        error = self._folder.files(attempt, local).error
-        return RankFiles(error, error.with_name("stdout.log"), error.with_name("stderr.log"))
+        return RankFiles.with_output(self._folder.files(attempt, local).error)

@@ -272,5 +272,4 @@ class MemberAgent(HostServer):
         )[local]
 
     def _files(self, attempt: int, number: int) -> RankFiles:
-        error = self._folder.files(attempt, number).error
-        return RankFiles(error, error.with_name("stdout.log"), error.with_name("stderr.log"))
+        return RankFiles.with_output(self._folder.files(attempt, number).error)
