@@ -21,13 +21,12 @@ from twins import batches, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
-from shardwise.memory import Copied, Copy, choose_units, make_unit, tables_for, unit_specs
+from shardwise.memory import Copied, Copy, choose_units, make_units, tables_for, unit_specs
 from shardwise.plan import load_plan
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.runtime.activations import Offloading, TreatedSites, treatments_for
 from shardwise.runtime.rehearsal import rehearse
-from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
@@ -154,12 +153,8 @@ def treated(model: nn.Module, plan: sw.Plan, store: Elsewhere) -> Iterator[None]
 
 def rehearsed(model: nn.Module, batch: object, plan: sw.Plan) -> Activations:
     mesh = mesh_for(plan, 2)
-    rows, coordinate = tables_for(model, plan, mesh), dict.fromkeys(mesh.axes, 0)
-    choices, cpu = choose_units(model, plan), torch.device("cpu")
-    specs = unit_specs(choices, rows, mesh, on_cpu=True)
-    units = [
-        make_unit(each, spec, rows, coordinate, ByteMeter(), cpu) for each, spec in zip(choices, specs, strict=True)
-    ]
+    choices, rows, cpu = choose_units(model, plan), tables_for(model, plan, mesh), torch.device("cpu")
+    units = make_units(choices, unit_specs(choices, rows, mesh), rows, mesh.coordinate(0), cpu)
     compute = table_for(plan, mesh).compute
     return rehearse(model, units, batch, device=cpu, compute=compute, treatments=treatments_for(model, choices, plan))
 

@@ -20,7 +20,7 @@ from twins import adamw, batches, engine_step
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
-from shardwise.memory import choose_units, make_unit, tables_for, torch_dtype, unit_specs
+from shardwise.memory import choose_units, make_units, tables_for, torch_dtype, unit_specs
 from shardwise.plan import load_plan
 from shardwise.plan.placement import mesh_for, table_for
 from shardwise.program import Activations
@@ -33,7 +33,6 @@ from shardwise.runtime.rehearsal.grouped import (
 )
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import process_bytes_for
-from shardwise.system.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import LENGTH, Transformer
@@ -119,10 +118,8 @@ class Remembering(nn.Module):
 def rehearsed(model: nn.Module, batch: object, precision: str = "fp32", loss: Loss | None = None) -> Activations:
     plan = load_plan("zero3", [f"precision={precision}"])
     mesh = mesh_for(plan, 2)
-    rows, coordinate = tables_for(model, plan, mesh), dict.fromkeys(mesh.axes, 0)
-    choices = choose_units(model, plan)
-    specs = unit_specs(choices, rows, mesh)
-    units = [make_unit(*each, rows, coordinate, ByteMeter(), CPU) for each in zip(choices, specs, strict=True)]
+    choices, rows = choose_units(model, plan), tables_for(model, plan, mesh)
+    units = make_units(choices, unit_specs(choices, rows, mesh), rows, mesh.coordinate(0), CPU)
     return rehearse(model, units, batch, device=CPU, compute=table_for(plan, mesh).compute, loss=loss)
 
 

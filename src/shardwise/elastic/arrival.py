@@ -22,7 +22,7 @@ from shardwise.elastic.rebuild import boxes_on, plan_on, rebuilt
 from shardwise.elastic.regroup_reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
-from shardwise.memory import Unit, choose_units, in_own_precision, make_unit, unit_specs
+from shardwise.memory import Unit, choose_units, in_own_precision, make_units, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts import expert_split
@@ -183,11 +183,7 @@ def _units(
         chosen, rows = designed.choices, designed.rows
     choices = [replace(choice, boxes=boxes) for choice in chosen]
     specs = unit_specs(choices, rows, mesh, updates)
-    units = [
-        make_unit(choice, spec, rows, mesh.coordinate(0), ByteMeter(), device, updates)
-        for choice, spec in zip(choices, specs, strict=True)
-    ]
-    return [unit for unit in units if unit.flats]
+    return make_units(choices, specs, rows, mesh.coordinate(0), device, updates)
 
 
 def _load_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:

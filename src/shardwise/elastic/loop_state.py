@@ -74,7 +74,7 @@ class LoopState:
         self._sharded = sharded
         self.loads = Loads(sharded.model)
         """What routers have counted."""
-        self._optimizers = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
+        self._optimizers = sharded.optimizers
         """They have their settings also while the model is not sharded, between two attempts to recover."""
 
     def _groups(self) -> list[dict[str, Any]]:

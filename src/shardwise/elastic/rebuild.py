@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoint import Held, Parts, TrainingState
 from shardwise.comm import World
 from shardwise.errors import ConfigError, StateError
-from shardwise.memory import DiskMemory, Unit, choose_units, make_unit, unit_specs
+from shardwise.memory import DiskMemory, Unit, choose_units, make_units, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts import expert_split
@@ -28,7 +28,6 @@ from shardwise.plan.replica_groups import axes_of_group, mesh_of
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.sharding import Design, Sharding, Updates, units_of_stages
 from shardwise.sharded.state import Former, dealt_out, move, trained_as_before
-from shardwise.system.telemetry import ByteMeter
 
 
 def take_down(sharded: ShardedModel) -> None:
@@ -58,7 +57,7 @@ def _unsplit(sharding: Sharding) -> None:
         if split is not None:
             split.undo()
     sharding.shared_buffers.clear()
-    for flat in (flat for unit in sharding.units for flat in unit.flats):
+    for flat in sharding.flats:
         flat.give_back_shapes()
 
 
@@ -91,7 +90,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
             _unsplit(former.sharding)
             former = replace(former, sharding=replace(former.sharding, split=None, experts=None, boxes={}))
             held = replace(held, parts=_parts_before_and_after(former, plan, held, mesh))
-        with trained_as_before([flat for unit in former.sharding.units for flat in unit.flats], exactly=True):
+        with trained_as_before(former.sharding.flats, exactly=True):
             designed = former.sharding.design_on(former.model, plan, world)
             return _moved(former, designed, held, world, undoing)
 
@@ -202,11 +201,7 @@ def _units_on(
         boxes = stage_boxes(dict(model.named_parameters()), holders, place, boxes)
     choices = [replace(choice, boxes=boxes) for choice in chosen]
     specs = unit_specs(choices, rows, mesh, updates)
-    every = (
-        make_unit(choice, spec, rows, mesh.coordinate(rank), ByteMeter(), device, updates)
-        for choice, spec in zip(choices, specs, strict=True)
-    )
-    return [unit for unit in every if unit.flats]
+    return make_units(choices, specs, rows, mesh.coordinate(rank), device, updates)
 
 
 def boxes_on(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Boxes:

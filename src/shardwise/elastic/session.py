@@ -145,8 +145,7 @@ class ElasticSession(Session):
         """A fault that a backward has noticed, not recovered from yet."""
         self._last: _Arguments | None = None
         """See [Note: batches of steps that are undone]."""
-        members = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
-        self._steps = PlainSteps(members, self._plain_step)
+        self._steps = PlainSteps(sharded.optimizers, self._plain_step)
         self.wrap(sharded)
         if arrival is not None:
             self.recovery.join()

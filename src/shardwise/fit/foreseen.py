@@ -20,7 +20,7 @@ from shardwise.fit.clock import RankProgram
 from shardwise.fit.counted_work import CountedWork
 from shardwise.fit.operations import Worked
 from shardwise.fit.stage_rehearsal import StageRehearsal, rehearse_stages
-from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_specs
+from shardwise.memory import LabelledTable, Unit, UnitChoice, choose_units, make_units, unit_specs
 from shardwise.optim import hidden_matrices
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import AXIS as EXPERTS
@@ -41,7 +41,7 @@ from shardwise.program.schedule import Op
 from shardwise.runtime.activations import treatments_for
 from shardwise.runtime.rehearsal import Around, Watch, nothing_around, rehearse
 from shardwise.system.devices import TorchAccelerator
-from shardwise.system.telemetry import ByteMeter, Ledger
+from shardwise.system.telemetry import Ledger
 
 
 @dataclass(frozen=True)
@@ -276,21 +276,18 @@ class Parts:
         experts = expert_split(model, plan, mesh, 0)
         split = split_of(model, plan, mesh, 0, experts)
         boxes = boxes_for(model, mesh, 0, split, experts)
-        rows, first = rows_for(model, plan, mesh, experts), dict.fromkeys(mesh.axes, 0)
+        rows = rows_for(model, plan, mesh, experts)
         choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
         choices = choices if params is None else of_params(choices, params)
         specs = unit_specs(choices, rows, mesh, on_cpu=self.on_cpu)
-        units = [
-            make_unit(choice, spec, rows, first, ByteMeter(), self.device)
-            for choice, spec in zip(choices, specs, strict=True)
-        ]
+        units = make_units(choices, specs, rows, mesh.coordinate(0), self.device)
         if experts is not None:
             experts.carry_out(self._line(EXPERTS, ledger))
         if split is not None:
             line = self._line(AXIS, ledger)
             split.carry_out(line, Regions(line))
         self.converted.of_copy(model).connect(mesh, lambda axis: self._line(axis, ledger))
-        return [unit for unit in units if unit.flats]
+        return units
 
     def around(self, model: nn.Module, ledger: Ledger) -> Around:
         """The context of a twin of `model` while it computes; `model` itself is still whole."""

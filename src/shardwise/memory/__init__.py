@@ -18,7 +18,7 @@ from shardwise.memory.select import UnitChoice, choose_units, whole_numel
 from shardwise.memory.shared_elements import agrees, copy_into, may_overlap
 from shardwise.memory.shared_rest import share
 from shardwise.memory.tables import LabelledTable, fits, in_own_precision, owners_of, tables_for, unit_numel
-from shardwise.memory.unit import Unit, make_unit, unit_specs
+from shardwise.memory.unit import Unit, make_units, unit_specs
 
 __all__ = [
     "ABSENT",
@@ -51,7 +51,7 @@ __all__ = [
     "in_own_precision",
     "is_at_rest",
     "is_dense",
-    "make_unit",
+    "make_units",
     "may_overlap",
     "on_host",
     "open_disk",

@@ -179,17 +179,35 @@ def _placed(
     return tuple(PlacedUpdate(slot.span, updates.get(param, Update())) for slot, (_, param) in pairs)
 
 
-def make_unit(
+def make_units(
+    choices: Iterable[UnitChoice],
+    specs: Iterable[UnitSpec],
+    rows: Mapping[nn.Parameter, LabelledTable],
+    coordinate: Mapping[str, int],
+    device: torch.device,
+    updates: Mapping[nn.Parameter, Update] | None = None,
+    meter: ByteMeter | None = None,
+) -> list[Unit]:
+    """The units of the rank at `coordinate`, whose `specs` are of the same `choices`, `rows` and `updates`
+    (`unit_specs`), with flat buffers that are still empty: `init` fills them, and `meter` counts what they get then.
+    Units without parameters are left out."""
+    meter = meter or ByteMeter()
+    every = (
+        _make_unit(choice, spec, rows, coordinate, meter, device, updates)
+        for choice, spec in zip(choices, specs, strict=True)
+    )
+    return [unit for unit in every if unit.flats]
+
+
+def _make_unit(
     choice: UnitChoice,
     spec: UnitSpec,
     rows: Mapping[nn.Parameter, LabelledTable],
     coordinate: Mapping[str, int],
     meter: ByteMeter,
     device: torch.device,
-    updates: Mapping[nn.Parameter, Update] | None = None,
+    updates: Mapping[nn.Parameter, Update] | None,
 ) -> Unit:
-    """The unit of `choice`, whose `spec` is of the same `rows` and `updates` (`unit_specs`), with flat buffers that are
-    still empty; `init` fills them."""
     flats = []
     for flat_spec, (kind, named) in zip(spec.flats, _by_kind(choice, rows, updates).items(), strict=True):
         slots = choice.slots(named, kind.row.table.align)

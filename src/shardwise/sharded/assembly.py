@@ -174,7 +174,7 @@ class _Assembly:
         self._peers = peers
         self._hooks = hooks
         self._steps = steps
-        self._flats = [flat for unit in sharding.units for flat in unit.flats]
+        self._flats = sharding.flats
         self._island = DataGroup(world, self._mesh, self._mesh.axes_of_island)
         """The ranks that train one model together: all, unless there are islands."""
         self._groups = {axis: world.group(sharding.mesh, axis) for axis in sharding.mesh.axes}
@@ -437,7 +437,7 @@ def _stores(model: nn.Module, sharding: Sharding, world: World) -> dict[str, Off
     """The stores of activations that leave the device, by policy."""
     if not sharding.treatments.have("offload", "disk"):
         return {}
-    flats = [flat for unit in sharding.units for flat in unit.flats]
+    flats = sharding.flats
     sharded = {param for flat in flats for param in flat.params}
     others = (param for param in model.parameters() if param not in sharded)
     resting = [*(flat.full for flat in flats), *others]

@@ -173,6 +173,11 @@ class ShardedModel:
         if self.parts.optimizer is not None:
             self.parts.optimizer.rows.find_all()
 
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The user's, which take the steps; none for a model that is not trained."""
+        return () if self.parts.optimizer is None else self.parts.optimizer.members
+
     def require_optimizer(self) -> AdoptedOptimizer:
         if self.parts.optimizer is None:
             raise StateError(

@@ -17,11 +17,12 @@ from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, within_budget
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings, device_for
 from shardwise.memory import (
     DiskMemory,
+    Flat,
     HostMemory,
     Unit,
     UnitChoice,
     in_own_precision,
-    make_unit,
+    make_units,
     open_disk,
     share,
     unit_specs,
@@ -104,6 +105,10 @@ class Sharding:
     """Where an elastic job goes on without a whole replica group, and what fewer ranks keep off their devices."""
     plain: PlainModel | None = None
     """To time a step there, or in a pipeline, on the rank that does."""
+
+    @property
+    def flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def plan_to_fit(self) -> Plan:
@@ -225,7 +230,6 @@ class Design(Outline):
         meter = ByteMeter()
         if disk is not None:
             disk.count_with(meter)
-        coordinate = self.mesh.coordinate(world.rank)
         collectives = world.collectives(device)
 
         def overlaps(axis: str) -> bool:
@@ -235,11 +239,7 @@ class Design(Outline):
         specs = unit_specs(
             choices, self.rows, self.mesh, updates, on_cpu=collectives.is_host, overlaps_compute=overlaps
         )
-        every = [
-            make_unit(choice, spec, self.rows, coordinate, meter, device, updates)
-            for choice, spec in zip(choices, specs, strict=True)
-        ]
-        units = [unit for unit in every if unit.flats]
+        units = make_units(choices, specs, self.rows, self.mesh.coordinate(world.rank), device, updates, meter)
         flats = [flat for unit in units for flat in unit.flats]
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
         for flat in flats:

@@ -355,9 +355,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     require_elementwise(model, designed, updates)
     require_units(model, designed, updates)
     tables = {param: row.table for param, row in designed.rows.items()}
-    require_states_for_disk(
-        model, sharded.parts.optimizer.members if sharded.parts.optimizer is not None else (), tables
-    )
+    require_states_for_disk(model, sharded.optimizers, tables)
     had = sharded.disk
     if had is not None:
         had.require_whole()
@@ -432,16 +430,16 @@ def _moved(
     """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
     down. `sharding` is its own, with the updates of all parameters that optimizers have by now. Also returns the first
     error of this rank's disk, or ""."""
-    optimizers = sharded.parts.optimizer.members if sharded.parts.optimizer is not None else ()
     held = Held.live(sharded.parts.flats, sharded.parts.optimizer, sharded.world)
     residuals = dict(sharded.parts.optimizer.residuals) if sharded.parts.optimizer is not None else {}
     factors = {name: kept for flat in sharded.parts.flats for name, kept in flat.kept_factors().items()}
-    former = Former(sharded.model, optimizers, sharding, progress, sharded.before_change, {}, residuals, factors)
+    optimizers, before_change = sharded.optimizers, sharded.before_change
+    former = Former(sharded.model, optimizers, sharding, progress, before_change, {}, residuals, factors)
     training_state = TrainingState(held, sharded.world, dealt)
     pending = sharded.parts.outer_steps.pending if sharded.parts.outer_steps is not None else None
     dealing = _dealing(sharded)
     sharded.take_down()
-    for flat in (flat for unit in former.sharding.units for flat in unit.flats):
+    for flat in former.sharding.flats:
         flat.grads.let_go()
     renewed = move(former, designed, training_state, sharded.world, fitted=fitted, disk=disk)
     if renewed.parts.outer_steps is not None:
@@ -505,7 +503,7 @@ def unshard(sharded: ShardedModel) -> None:
         if split is not None:
             split.undo()
     share_totals(sharded.model, torch.Tensor.clone)
-    for flat in (flat for unit in sharding.units for flat in unit.flats):
+    for flat in sharding.flats:
         for slot, param in zip(flat.slots, flat.params, strict=True):
             param.data = values.pop(slot.name)
 
@@ -529,13 +527,9 @@ class Former:
     @classmethod
     def of(cls, sharded: ShardedModel) -> Former:
         """What remains of `sharded`, which is still to be taken down."""
-        optimizers, added = (
-            ((), {})
-            if sharded.parts.optimizer is None
-            else (sharded.parts.optimizer.members, sharded.parts.optimizer.added)
-        )
-        before_change = sharded.before_change
-        return cls(sharded.model, optimizers, sharded.parts.sharding, sharded.progress, before_change, dict(added))
+        parts = sharded.parts
+        added = {} if parts.optimizer is None else dict(parts.optimizer.added)
+        return cls(sharded.model, sharded.optimizers, parts.sharding, sharded.progress, sharded.before_change, added)
 
 
 def move(
@@ -560,7 +554,7 @@ def move(
         budget=fitted[1],
         smaller=former.sharding.smaller,
     )
-    flats = [flat for unit in sharding.units for flat in unit.flats]
+    flats = sharding.flats
     training_state.learn_new(flats)
     states = training_state.move_into(flats, world.collectives(device))
     for flat in flats:
