@@ -340,9 +340,8 @@ def test_a_replica_group_comes_back(plan: str, loop: str, tmp_path: Path, monkey
 
 def await_members(job: subprocess.Popen[str], out: Path, number: int) -> None:
     """Until so many have begun to train, in all."""
-    while job.poll() is None and sum(bool(path.read_text()) for path in out.glob("pid-*")) < number:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    wait_until(lambda: job.poll() is not None or sum(bool(one.read_text()) for one in out.glob("pid-*")) >= number)
+    time.sleep(0.5)  # some steps
 
 
 @pytest.mark.timeout(7200)

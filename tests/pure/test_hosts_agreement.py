@@ -52,7 +52,7 @@ from shardwise.launch.places.ssh import SshPlan, SshSettings
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import new_token
 from shardwise.system.launcher_address import LauncherAddress
-from tests.patience import PATIENCE
+from tests.patience import wait_until
 from tests.pure.far_end import FarEnd
 from tests.pure.test_launcher_succession import NEVER, TOKEN, KilledError, Life, Mortal, Processes, Workers, check
 from tests.thorough import THOROUGH, varies
@@ -489,15 +489,13 @@ def agree_without(silent: int, last: int) -> None:
     with listeners(3) as opened:
         network = Network(f"host-{silent}", last)
         hosts, others = LoneHosts(opened, network), {f"host-{n}" for n in range(3) if n != silent}
-        deadline = time.monotonic() + PATIENCE
+
+        def agree() -> bool:
+            launchers = set(map(dict(hosts.followed).get, others))
+            return len(launchers) == 1 and launchers <= others and (network.is_silent or last >= 3)
+
         try:
-            while True:
-                followed = dict(hosts.followed)
-                launchers = {followed.get(label) for label in others}
-                if len(launchers) == 1 and launchers <= others and (network.is_silent or last >= 3):
-                    break
-                assert time.monotonic() < deadline, (silent, last, followed)
-                time.sleep(0.005)
+            wait_until(agree, lambda: (silent, last, hosts.followed))
         finally:
             hosts.close()
 

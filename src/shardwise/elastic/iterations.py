@@ -68,9 +68,10 @@ class Iterations:
     def come_back(self, num_steps: int, arrival: Arrival) -> None:
         """This rank was a spare, and counts from now on as one that joins. An open iteration is one before the next
         that the others begin."""
-        fresh = Iterations.of(num_steps, arrival)
-        fresh.is_open = fresh.is_alone = self.is_open
-        self.__dict__.update(fresh.__dict__)
+        is_inside = self.is_open
+        for field, value in vars(Iterations.of(num_steps, arrival)).items():
+            setattr(self, field, value)
+        self.is_open = self.is_alone = is_inside
 
     def begin(self) -> None:
         self.is_alone = self.is_prepared = False

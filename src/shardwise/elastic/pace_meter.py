@@ -34,6 +34,7 @@ class PaceMeter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._generation = -1
+        self._num_skipped = 0
         self._durations: list[float] = []
         self._last = self._window_seconds = 0.0
 

@@ -46,9 +46,7 @@ class QuietMode:
         self.is_on = False
         grads = torch.is_grad_enabled()
         if fault is None:
-            with suppress(
-                CommError
-            ):  # where parameters are streamed, it ends together; what comes next meets the fault
+            with suppress(CommError):  # streamed parameters end together; what comes next meets the fault
                 self._inside.close()
         else:
             self._inside.__exit__(type(fault), fault, None)
