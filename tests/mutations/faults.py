@@ -818,8 +818,8 @@ ELASTIC = _of(
     ),
     (
         "a spare takes itself for lost",
-        "if self._generation >= 0 and not self._is_spare:",
-        "if self._generation >= 0:",
+        "if not concerns_me and self._generation >= 0 and not self._is_spare:",
+        "if not concerns_me and self._generation >= 0:",
         "rendezvous",
     ),
     (

@@ -48,7 +48,7 @@ from shardwise.parallel.model_axes import (
 )
 from shardwise.parallel.outline import Outline, SmallerMeshes, outline, smaller_meshes
 from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import StagedModel, has_pipeline, stage_warnings
+from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_warnings
 from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck, draws
 from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
@@ -375,11 +375,8 @@ def _lay_converted(
     plan = fitted.plan
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, everyone, device)
-    check_batch_norms(model, designed, device)
-    require_elementwise(model, designed, updates)
+    check_design(model, designed, optimizers, updates, device)
     require_same_ranks(updates, plan, world)
-    require_units(model, designed, updates)
-    require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     disk = designed.open_disk(world, model, device, updates)
     log_fitted(fitted, world)
@@ -387,9 +384,7 @@ def _lay_converted(
     if designed.stages is not None:
         world.collectives(device).prepare(mesh)
         values.give_to_stages(world)
-        is_trained = any(param.requires_grad for param in model.parameters())
-        for warning in stage_warnings(model, designed.stages) if is_trained and world.rank == 0 else ():
-            _log.warning("%s", warning)
+        _warn_of_stages(model, designed.stages, world)
         designed = designed.in_stages(model, optimizers, world.rank, keeps_others=world.membership is not None)
     updates = designed.own(updates)
     try:
@@ -403,15 +398,22 @@ def _lay_converted(
             disk.close()
         raise
     carry_out_experts(model, designed.experts, mesh, world, device)
-    if designed.split is not None:
-        carry_out_split(model, designed.split, mesh, world, device)
-        if verifier is not None:
-            verifier.watch(model, designed.split, world, peers)
-            designed.split.on_undo(verifier.close)
-        if views is not None:
-            line = Line(world.collectives(device), world.group(mesh, AXIS))
-            designed.split.on_undo(views.watch(model, sharding.units, designed.table.compute, line))
+    if designed.split is None:
+        return sharding
+    carry_out_split(model, designed.split, mesh, world, device)
+    if verifier is not None:
+        verifier.watch(model, designed.split, world, peers)
+        designed.split.on_undo(verifier.close)
+    if views is not None:
+        line = Line(world.collectives(device), world.group(mesh, AXIS))
+        designed.split.on_undo(views.watch(model, sharding.units, designed.table.compute, line))
     return sharding
+
+
+def _warn_of_stages(model: nn.Module, stages: StageLayout, world: World) -> None:
+    if world.rank == 0 and any(param.requires_grad for param in model.parameters()):
+        for warning in stage_warnings(model, stages):
+            _log.warning("%s", warning)
 
 
 def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
@@ -426,6 +428,20 @@ _CURES = {
     "matrix": "Put split parameters into a group that is updated element by element (Muon: use_muon=False).",
     "sums": "Give split parameters to an elementwise optimizer beside it, such as AdamW, or use shardwise.optim.Lamb.",
 }
+
+
+def check_design(
+    model: nn.Module,
+    designed: Design,
+    optimizers: Sequence[torch.optim.Optimizer],
+    updates: Updates,
+    device: torch.device,
+) -> None:
+    """Raise `ConfigError` or `ModelError` for what this device, or these optimizers, cannot do as `designed`."""
+    _check_batch_norms(model, designed, device)
+    require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
+    require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
@@ -558,7 +574,7 @@ def check_device(model: nn.Module, world: World) -> torch.device:
     return device
 
 
-def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:
+def _check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:
     """Raise `ConfigError` for a batch norm that torch cannot compute on this device in the plan's precision.
 
     On a CPU, torch takes weights in bf16 or fp16 only with statistics in the same dtype; ours stay in fp32, as they

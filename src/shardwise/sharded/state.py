@@ -35,7 +35,6 @@ from shardwise.errors import ConfigError, StateError, TierError
 from shardwise.fit.budget import within_budget
 from shardwise.init import check_same_settings
 from shardwise.memory import DiskMemory, Flat, KeptFactors
-from shardwise.optim import require_states_for_disk
 from shardwise.optim.precision.auto_precision import settle
 from shardwise.optim.sign_mean import Residual
 from shardwise.parallel.conversions import check_plan
@@ -51,12 +50,10 @@ from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import (
     Design,
     Sharding,
-    check_batch_norms,
+    check_design,
     design,
     log_fitted,
     ranks_of,
-    require_elementwise,
-    require_units,
     settings_of,
     with_fewer_groups,
 )
@@ -351,11 +348,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
         smaller = with_fewer_groups(smaller, model, plan, mesh, ranks, updates, world)
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.parts.sharding)
-    check_batch_norms(model, designed, sharded.parts.sharding.device)
-    require_elementwise(model, designed, updates)
-    require_units(model, designed, updates)
-    tables = {param: row.table for param, row in designed.rows.items()}
-    require_states_for_disk(model, sharded.optimizers, tables)
+    check_design(model, designed, sharded.optimizers, updates, sharded.parts.sharding.device)
     had = sharded.disk
     if had is not None:
         had.require_whole()

@@ -263,20 +263,25 @@ class StoreMembership(Generic[W]):
         with self._changed:
             while True:
                 for announcement in self._announcements:
-                    if announcement.kind == "entering" and announcement.generation > self._generation:
-                        if self.member in announcement.members:
-                            return announcement
-                        if self._generation >= 0 and not self._is_spare:
-                            raise TurnedAwayError(TAKEN_FOR_LOST)
-                    elif announcement.kind == "spare" and self.member in announcement.members:
-                        if announcement.generation > self._spare_since:
-                            self._spare_since, self._is_spare = announcement.generation, True
-                            raise SpareError(announcement.text)
-                    elif announcement.kind == "out" and self.member in announcement.members:
-                        raise TurnedAwayError(announcement.text, has_asked=self._has_asked)
-                    elif announcement.kind == "end":
-                        raise CommError(announcement.text)
+                    if self._lets_enter(announcement):
+                        return announcement
                 self._changed.wait()
+
+    def _lets_enter(self, announcement: Announcement) -> bool:
+        """Whether it is that of the next generation. Raises as `_await_announcement` does."""
+        kind, concerns_me = announcement.kind, self.member in announcement.members
+        if kind == "entering" and announcement.generation > self._generation:
+            if not concerns_me and self._generation >= 0 and not self._is_spare:
+                raise TurnedAwayError(TAKEN_FOR_LOST)
+            return concerns_me
+        if kind == "spare" and concerns_me and announcement.generation > self._spare_since:
+            self._spare_since, self._is_spare = announcement.generation, True
+            raise SpareError(announcement.text)
+        if kind == "out" and concerns_me:
+            raise TurnedAwayError(announcement.text, has_asked=self._has_asked)
+        if kind == "end":
+            raise CommError(announcement.text)
+        return False
 
     def _await_formed(self, generation: int) -> bool:
         """Whether all members have entered it. The first announcement that it is formed or over is final for all."""
