@@ -62,7 +62,7 @@ class Bare:
             if self._num_arrived == self._num_params:
                 self._reduce()
 
-        param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
+        param.register_post_accumulate_grad_hook(arrived)
 
     def _gather(self) -> None:
         self._storages[0].resize_(self._num_bytes)

@@ -181,7 +181,7 @@ def torchft_form(folder: Path, num_steps: int, _: str) -> None:
         before = manager.current_step()
         optimizer.zero_grad()
         x, y = batch_of(before, int(group) % 4, 4)
-        functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        functional.mse_loss(model(x), y).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         together = torch.cat([grad.flatten() for grad in grads])
         manager.allreduce(together).wait()
@@ -216,7 +216,7 @@ def horovod_form(folder: Path, num_steps: int, _: str) -> None:
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> None:
     optimizer.zero_grad()
-    functional.mse_loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]  # likewise
+    functional.mse_loss(model(batch[0]), batch[1]).backward()
     optimizer.step()
 
 

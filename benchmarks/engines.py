@@ -193,7 +193,7 @@ def _engine_step(engine: Any) -> Step:
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer | MasterAdamW) -> Step:
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = model(tokens)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -84,7 +84,7 @@ class _PacedBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         computed, seconds = super().forward(x), self.block_seconds
-        paced: Tensor = _Pause.apply(computed, seconds / 3, seconds * 2 / 3)  # type: ignore[no-untyped-call]
+        paced: Tensor = _Pause.apply(computed, seconds / 3, seconds * 2 / 3)  # type: ignore[no-untyped-call]  # torch's own
         return paced
 
 
@@ -194,7 +194,7 @@ def _deepspeed(model: GPT, size: Size, stage: int) -> Step:
 def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = model(tokens)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -146,7 +146,7 @@ def _apart(size: PipelineSize) -> Trainer:
     def passes() -> Tensor:
         losses = [cross_entropy(model(part), target) for part, target in zip(x, y, strict=True)]
         for loss in losses:
-            (loss / share).backward()  # type: ignore[no-untyped-call]  # torch's own
+            (loss / share).backward()
         return torch.stack(losses).mean().detach()
 
     return Trainer(passes, _update(optimizer))

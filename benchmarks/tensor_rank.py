@@ -88,7 +88,7 @@ def _plain(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], dtype: str)
 
     def passes() -> Tensor:
         loss = loss_of(model)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()
         return loss.detach()
 
     def update() -> None:
@@ -175,7 +175,7 @@ def _cut_by_hand(model: nn.Module, total: Sum) -> nn.Module:
 
 def _between(forward: Callable[..., Tensor], total: Sum) -> Callable[..., Tensor]:
     def cut(x: Tensor, *rest: Tensor) -> Tensor:
-        made: Tensor = _Reduced.apply(forward(_Copied.apply(x, total), *rest), total)  # type: ignore[no-untyped-call]
+        made: Tensor = _Reduced.apply(forward(_Copied.apply(x, total), *rest), total)  # type: ignore[no-untyped-call]  # torch's own
         return made
 
     return cut

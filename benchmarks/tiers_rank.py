@@ -171,7 +171,7 @@ def _by_hand(size: Size, batch: Tensor, folder: Path | None) -> Trainer:
 
     def passes() -> Tensor:
         loss: Tensor = model(batch)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()
         return loss.detach()
 
     @torch.no_grad()

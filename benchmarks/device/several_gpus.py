@@ -53,7 +53,7 @@ def plain(model: nn.Module, num_shares: int, device: torch.device, dtype: torch.
         total = 0.0
         for share in shares[::order]:
             loss: Tensor = model(**share).loss
-            (loss / num_shares).backward()  # type: ignore[no-untyped-call]  # torch's own
+            (loss / num_shares).backward()
             total += loss.item() / num_shares
         for master, param in zip(masters.parameters(), model.parameters(), strict=True):
             master.grad = None if param.grad is None else param.grad.to(master.dtype)

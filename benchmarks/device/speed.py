@@ -46,7 +46,7 @@ def plain(rows: Rows, size: LlamaSize, *, compiled: bool = False) -> tuple[Step,
 
     def step(batch: Batch) -> Tensor:
         loss: Tensor = model(**batch).loss
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -72,7 +72,7 @@ def fsdp2(rows: Rows, size: LlamaSize, *, compiled: bool = False) -> tuple[Step,
 
     def step(batch: Batch) -> Tensor:
         loss: Tensor = model(**batch).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -19,7 +19,7 @@ def nccl_version() -> str:
     """The version of NCCL (or RCCL) that torch uses; empty without one."""
     if not dist.is_available() or not dist.is_nccl_available():
         return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _build() -> str:

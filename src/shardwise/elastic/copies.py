@@ -301,23 +301,22 @@ class Copies:
 
     def _swap_heads(self, head: Tensor) -> dict[int, tuple[int, int, int]]:
         arriving = {rank: torch.zeros_like(head) for rank in self.kept}
-        works = [self._channel.receive(tensor, rank) for rank, tensor in arriving.items()]
-        if self._keeper is not None:
-            works.append(self._channel.send(head, self._keeper))
-        for work in works:
-            work.wait()
+        self._swap(head, arriving)
         return {rank: (int(one[0]), int(one[1]), int(one[2])) for rank, one in arriving.items()}
 
     def _swap_texts(self, text: bytes, lengths: dict[int, int]) -> dict[int, bytes]:
         arriving = {
             rank: torch.empty(length, dtype=torch.uint8, device="cpu") for rank, length in lengths.items() if length
         }
+        self._swap(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None, arriving)
+        return {rank: tensor.numpy().tobytes() for rank, tensor in arriving.items()}
+
+    def _swap(self, sent: Tensor | None, arriving: Mapping[int, Tensor]) -> None:
         works = [self._channel.receive(tensor, rank) for rank, tensor in arriving.items()]
-        if self._keeper is not None and text:
-            works.append(self._channel.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), self._keeper))
+        if self._keeper is not None and sent is not None:
+            works.append(self._channel.send(sent, self._keeper))
         for work in works:
             work.wait()
-        return {rank: tensor.numpy().tobytes() for rank, tensor in arriving.items()}
 
     def _sending(self, rank: int, portions: Iterator[Tensor]) -> Iterator[Work]:
         return (self._channel.send(portion, rank) for portion in portions)

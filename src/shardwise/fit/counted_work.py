@@ -46,14 +46,14 @@ BACKWARD_OF_ATTENTION = 2.5
 Dispatch = Callable[..., Any]
 
 
-class CountedOperations(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
+class CountedOperations(UncompiledMode):
     """Inside `with`, `operations` grows by what is computed; `recomputed` and `weights` by those of them that a
     backward computes again, and that make gradients of parameters of linear layers."""
 
     def __init__(self, resting: Sequence[torch.Tensor] = ()) -> None:
         from torch.utils.flop_counter import flop_registry  # loaded only by jobs that count
 
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._registry = flop_registry
         self._resting = {storage_id(one.untyped_storage()) for one in resting if one.layout is torch.strided}
         self._known: dict[Operation, Operation] = {}

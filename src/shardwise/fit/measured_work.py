@@ -99,11 +99,11 @@ class CalledOperators:
         """Copies beside the computation are no part of it."""
 
 
-class _Calls(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
+class _Calls(UncompiledMode):
     """Adds what is computed to `found`."""
 
     def __init__(self, found: list[Call]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

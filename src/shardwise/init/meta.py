@@ -67,7 +67,7 @@ def adopt(model: nn.Module, recorder: Recorder, device: torch.device) -> None:
             other = nn.Parameter(tensor, requires_grad=param.requires_grad)
             other.__class__ = type(param)
             other.__dict__.update(param.__dict__)
-            torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]  # torch's own
+            torch.utils.swap_tensors(param, other)
     replaced: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

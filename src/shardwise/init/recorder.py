@@ -196,11 +196,11 @@ class Recorder:
         return tensor, origin
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class _Operations(TorchDispatchMode):
     """Sees every operation below autograd, and defers it, executes it now, or leaves it alone."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._recorder = recorder
         self.is_paused = False
         self.has_ended = False

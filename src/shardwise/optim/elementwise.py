@@ -57,9 +57,9 @@ class Watch:
             mode.__exit__(*error)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class _Operations(TorchDispatchMode):
     def __init__(self, *, only_random: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._only_random = only_random
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:

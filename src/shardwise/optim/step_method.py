@@ -45,7 +45,7 @@ def replaced_step(member: torch.optim.Optimizer, take: Take) -> types.MethodType
     @functools.wraps(getattr(member.step, "__func__", member.step))
     def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():  # torch.compile(optimizer.step): it communicates, and cannot be traced
-            untraced: Any = torch.compiler.disable(taken)  # type: ignore[no-untyped-call]  # torch's own
+            untraced: Any = torch.compiler.disable(taken)
             return untraced(optimizer, *args, **kwargs)
         return taken(optimizer, *args, **kwargs)
 

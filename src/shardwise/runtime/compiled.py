@@ -192,7 +192,7 @@ class OuterCompile:
     def __init__(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
         self._has_warned = False
         self._num_checks = 2
-        self._warn_untraced = torch.compiler.disable(self._warn, reason=_NOT_ONE_GRAPH)  # type: ignore[no-untyped-call]
+        self._warn_untraced = torch.compiler.disable(self._warn, reason=_NOT_ONE_GRAPH)
         wraps = hasattr(model, "_orig_mod")  # torch.compile(model): the hooks of what is inside end each graph
         calls = [site._compiled_call_impl for site in (model, *sites)]
         if wraps or any(call is not None and not hasattr(call, "compiles_nothing") for call in calls):

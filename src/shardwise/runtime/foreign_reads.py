@@ -27,11 +27,11 @@ from shardwise.system.torch_private import (
 )
 
 
-class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class Reach(TorchDispatchMode):
     """Watches operations and calls `gather(unit)` before one reads a unit that is not gathered."""
 
     def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._units = {storage_id(flat.full.untyped_storage()): (unit, flat) for unit in units for flat in unit.flats}
         self._gather = gather
         self._is_paused = False
@@ -76,7 +76,7 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.GATHERING)]
 
 
-class RehearsedReach(Reach, UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
+class RehearsedReach(Reach, UncompiledMode):
     """The same for a rehearsal, which nothing compiles."""
 
 

@@ -236,13 +236,13 @@ class Hooks:
         self._handles.clear()
         self._root_handles.clear()
 
-    # -- forward ----------------------------------------------------------------------------------------
-
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(NO_COPY)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError(NO_COPY)
+
+    # -- forward ----------------------------------------------------------------------------------------
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
         if is_dynamo_compiling():  # traced, it ends the graph; where the graph must not end, it is what the caller sees
@@ -321,11 +321,10 @@ class Hooks:
         if use.depth > 0:
             return None
         call, use.call = use.call, None
-        if output is None and _is_unwinding(output):
-            end = sys.exc_info()[1]
-            if not isinstance(end, EndOfForward):
+        if output is None and (error := sys.exc_info()[1]) is not None:  # the forward raised
+            if not isinstance(error, EndOfForward):
                 return None
-            output = end.output
+            output = error.output
         if unit.num_writes() != use.num_writes:
             raise changed_inside(unit.name)
         output, given = _apart_from(unit, output), output
@@ -423,7 +422,7 @@ class Hooks:
                 if arrive(index, grad, is_last):
                     self._close_backward(unit)
 
-            handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
+            handle = param.register_post_accumulate_grad_hook(arrived)
             self._handles.append(handle)
 
     def _open_backward(self, unit: Unit) -> None:
@@ -528,11 +527,6 @@ def _apart_from(unit: Unit, output: object) -> object:
     if unit.stays_whole or not any(map(is_view, (output,) if isinstance(output, Tensor) else tensors_in(output))):
         return output
     return tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
-
-
-def _is_unwinding(output: object) -> bool:
-    """Whether a forward hook is called because the forward raised: no output, and an exception being handled."""
-    return output is None and sys.exc_info()[0] is not None
 
 
 def changed_inside(unit: str) -> ModelError:

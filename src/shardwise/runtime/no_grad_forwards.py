@@ -56,7 +56,7 @@ class Inference:
         world: World,
         members: Group | None,
         keep_bytes: int | None,
-    ):
+    ) -> None:
         """`members` are the ranks that have these units, if not all do: then units can be needed in `rounds` only."""
         self._model = model
         self._units = list(units)

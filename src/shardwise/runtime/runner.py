@@ -88,7 +88,10 @@ class Runner:
         # Apart, so that a rank that has ended an evaluation does not meet one that asks for a unit.
         closings, paths = partial(exchange, subject="closings"), partial(exchange, subject="paths")
         self._post_backward = PostBackward(self.passes, self.gathering, self._hooks, self.halves, closings)
-        drops_layers = lambda: model.training and bool(dropped_layers(model))  # noqa: E731
+
+        def drops_layers() -> bool:
+            return model.training and bool(dropped_layers(model))
+
         self._paths = Paths(self.passes, self._evaluation, self._post_backward, self.programs, paths, drops_layers)
         self._paths.may_differ = settings.paths_differ
         self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._paths)

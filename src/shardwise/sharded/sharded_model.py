@@ -223,7 +223,7 @@ class ShardedModel:
         if self._weighs_losses:
             loss = self._weighed(loss, self.progress.weighing.current if weight is None else weight)
         self._has_begun = True
-        self.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's own
+        self.scale(loss).backward()
 
     def weigh(self) -> None:
         """Apply the current weight to what comes next."""
@@ -250,7 +250,7 @@ class ShardedModel:
         if weight == 1.0:
             return loss
         weighed = loss * weight
-        weighed.register_hook(lambda _: self.parts.runner.passes.note_weighed())  # type: ignore[no-untyped-call]  # torch's own
+        weighed.register_hook(lambda _: self.parts.runner.passes.note_weighed())
         return weighed
 
     @property
@@ -267,7 +267,7 @@ class ShardedModel:
         if scaler is None:
             return loss
         scaled = loss * scaler.scale
-        scaled.register_hook(lambda _: self.parts.runner.passes.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
+        scaled.register_hook(lambda _: self.parts.runner.passes.note_scaled())
         return scaled
 
     def step(self, is_last: bool | None = None) -> Norm | None:

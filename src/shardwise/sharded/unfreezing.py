@@ -95,7 +95,7 @@ class Unfreezing:
                 compiled = None
             call: Callable[..., Any] = partial(self._call, module, compiled)
             if "torch._dynamo" in sys.modules:  # a compiler around the model must not trace this
-                call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]  # torch's own
+                call = torch.compiler.disable(call)
             module.__dict__[_CALL if compiled is None else _COMPILED] = call
             self._intercepted.append((module, compiled))
 

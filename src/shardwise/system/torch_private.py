@@ -110,7 +110,7 @@ TENSOR_ATTRIBUTES: Mapping[str, Any] = vars(torch._C.TensorBase)
 at rest, and deferred ones, know them by these."""
 
 
-class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class UncompiledMode(TorchDispatchMode):
     """A mode for code that is never compiled: torch would switch dynamo off and on at each operator, for a fifth of the
     time of a rehearsal."""
 

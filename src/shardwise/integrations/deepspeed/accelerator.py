@@ -180,11 +180,11 @@ class Accelerator:
     def range_push(self, msg: str, domain: object = None, category: object = None) -> None:
         """Begin a range of NVIDIA's profilers; nothing on other devices."""
         if self._name == "cuda":
-            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_push(msg)
 
     def range_pop(self, domain: object = None) -> None:
         if self._name == "cuda":
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return callback()

@@ -285,7 +285,7 @@ class DeepSpeedEngine(nn.Module):
         count = self._config.accumulate if scale_wrt_gas else 1
         own = loss if scale_wrt_gas else loss * self._config.accumulate
         if retain_graph:
-            self.shardwise.scale(own).backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's own
+            self.shardwise.scale(own).backward(retain_graph=True)
         else:
             self.shardwise.backward(own)
         return loss.detach() / count

@@ -471,7 +471,7 @@ def torch_info() -> dict[str, Any]:
         "version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "hip_version": torch.version.hip,
-        "nccl_version": ".".join(map(str, nccl.version())) if has_nccl else None,  # type: ignore[no-untyped-call]
+        "nccl_version": ".".join(map(str, nccl.version())) if has_nccl else None,
     }
     versions = {name: ".".join(map(str, _numbers(text))) if text else "0.0" for name, text in found.items()}
     return {**versions, "bf16_support": get_accelerator().is_bf16_supported()}

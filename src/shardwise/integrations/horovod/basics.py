@@ -231,7 +231,7 @@ def nccl_built() -> int:
     """NCCL's version in Horovod's form, such as 22703; 0 without NCCL."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
         return 0
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version: tuple[int, ...] = torch.cuda.nccl.version()
     return 10000 * version[0] + 100 * version[1] + version[2]
 
 

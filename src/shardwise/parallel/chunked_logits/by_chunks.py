@@ -308,7 +308,7 @@ def _by_chunks(
     if chunk_rows is None:
         chunk_rows = len(rows) or 1
     job = _Job(head, compute, chunk_rows, around, Autocast.now(rows.device), len(per_row))
-    made: tuple[Tensor, ...] = _Chunks.apply(job, rows, *per_row, *head.params)  # type: ignore[no-untyped-call]
+    made: tuple[Tensor, ...] = _Chunks.apply(job, rows, *per_row, *head.params)  # type: ignore[no-untyped-call]  # torch's own
     return made
 
 

@@ -151,7 +151,7 @@ def loaded(twin: nn.Module, load: float) -> Iterator[None]:
 def swap(rows: Tensor, sent: Sequence[int], arriving: Sequence[int], line: Line) -> Tensor:
     """Differentiable all-to-all: `rows` `[sum(sent), width]`, ordered by destination rank; returns the received rows
     `[sum(arriving), width]`, ordered by source rank. Backward: the all-to-all in reverse."""
-    made: Tensor = _Swap.apply(rows, tuple(sent), tuple(arriving), line)  # type: ignore[no-untyped-call]
+    made: Tensor = _Swap.apply(rows, tuple(sent), tuple(arriving), line)  # type: ignore[no-untyped-call]  # torch's own
     return made
 
 

@@ -61,7 +61,7 @@ def fp8_linear(tokens: Tensor, weight: Tensor, recipe: Recipe, split: Split | No
     kernel = None if tokens.device.type == "cpu" else KERNELS.get(recipe.name)
     if kernel is not None:  # its blocks lie within a rank's part
         return kernel(tokens, weight)
-    made: Tensor = _Fp8Product.apply(tokens, weight, recipe, split)  # type: ignore[no-untyped-call]
+    made: Tensor = _Fp8Product.apply(tokens, weight, recipe, split)  # type: ignore[no-untyped-call]  # torch's own
     return made
 
 

@@ -96,7 +96,7 @@ class NotSent(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _OF_SHAPE:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's own
         raise _used(next(one for one in tensors_in((args, dict(kwargs or {}))) if isinstance(one, cls)))
 
 

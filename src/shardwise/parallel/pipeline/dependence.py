@@ -31,14 +31,14 @@ _FINITENESS = (
 """Checks of which Python may read the result: stand-ins pass them, and the stage that has the values checks these."""
 
 
-class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class Dependence(TorchDispatchMode):
     """Follows tensors that were given to `mark`, by their storage. `on_read` is called with their names if Python reads
     a value that depends on them."""
 
     supports_higher_order_operators = True
 
     def __init__(self, on_read: Callable[[Names], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._on_read = on_read
         self._names: dict[int, tuple[StorageWeakRef, Names]] = {}
         """By address of a storage. The weak reference prevents another storage from getting that address."""
@@ -89,7 +89,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return
         if names:
             with DisableTorchFunctionSubclass():
-                kept = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # likewise
+                kept = StorageWeakRef(tensor.untyped_storage())
             self._names[address] = (kept, names)
         else:
             self._names.pop(address, None)

@@ -190,8 +190,8 @@ def refuse_states(module: nn.Module) -> list[RemovableHandle]:
     """Refuse the module's own `state_dict` and `load_state_dict`, because it is not whole on this rank. Until what is
     returned is removed."""
     return [
-        module.register_state_dict_pre_hook(_refuse_state),  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(_refuse_state),
+        module.register_load_state_dict_pre_hook(_refuse_loading),
     ]
 
 

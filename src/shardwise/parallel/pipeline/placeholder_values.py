@@ -213,7 +213,7 @@ class Placeholders:
                 names: Names = frozenset() if Result.of(name) is not None else frozenset({name})
                 Placeholders(stage, pieces, first, None).refuse(names, "uses")
 
-        tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+        tensor.register_hook(refuse)
 
 
 def _module_of(name: str) -> str:

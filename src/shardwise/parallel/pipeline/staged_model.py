@@ -335,7 +335,7 @@ class StagedModel:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._running_stage is None and self.answer is None:
                 return take(module, args, kwargs)
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's own
+            return module._call_impl(*args, **kwargs)
 
         call.compiles_nothing = True  # type: ignore[attr-defined]  # what OuterCompile asks
         return call

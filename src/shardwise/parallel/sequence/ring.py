@@ -37,7 +37,7 @@ def ring_attention(
     `query` is `[batch, heads, local tokens, dim]`; keys and values have as many heads or a divisor of that. With `line`
     None all tokens are on this rank. The output has the query's shape and dtype, with the last dimension of the values.
     """
-    out: Tensor = _RingAttention.apply(query, key, value, layout, line, visibility, weighing)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(query, key, value, layout, line, visibility, weighing)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 

@@ -53,9 +53,9 @@ def ulysses_attention(
     repeats = num_ranks // math.gcd(num_kv_heads, num_ranks)
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    query, key, value = _ToHeads.apply(line, layout, query, key, value)  # type: ignore[no-untyped-call]
+    query, key, value = _ToHeads.apply(line, layout, query, key, value)  # type: ignore[no-untyped-call]  # torch's own
     out = whole_attention(query, key, value, visibility, weighing, dropout)
-    (out,) = _ToTokens.apply(line, layout, out)  # type: ignore[no-untyped-call]
+    (out,) = _ToTokens.apply(line, layout, out)  # type: ignore[no-untyped-call]  # torch's own
     result: Tensor = out
     return result
 

@@ -51,7 +51,7 @@ def join(part: Tensor, line: Line, sample: Sample, dim: int) -> Tensor:
             f"this rank has {sample.layout.num_local} tokens of the batch that was split last. That dimension must be "
             f"this rank's tokens."
         )
-    whole: Tensor = _Join.apply(part, line, sample, dim % part.dim())  # type: ignore[no-untyped-call]
+    whole: Tensor = _Join.apply(part, line, sample, dim % part.dim())  # type: ignore[no-untyped-call]  # torch's own
     return whole
 
 
@@ -70,7 +70,7 @@ def whole_output(
     def change(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:
             is_loss = has_loss and tensor.is_floating_point()
-            mean: Tensor = _Mean.apply(tensor, line) if is_loss else tensor  # type: ignore[no-untyped-call]
+            mean: Tensor = _Mean.apply(tensor, line) if is_loss else tensor  # type: ignore[no-untyped-call]  # torch's own
             return mean
         is_by_token = tensor.dim() > 1 and tensor.shape[1] == sample.layout.num_local
         return join(tensor, line, sample, 1) if is_by_token and tensor.dim() <= most else tensor

@@ -68,7 +68,7 @@ class DeferredParams:
         self.grads = DeferredGrads()
         self.weight: Tensor
         self.bias: Tensor | None
-        self.weight, self.bias = _DeferParamGrads.apply(weight, bias, self.grads)  # type: ignore[no-untyped-call]
+        self.weight, self.bias = _DeferParamGrads.apply(weight, bias, self.grads)  # type: ignore[no-untyped-call]  # torch's own
 
     def product(
         self,

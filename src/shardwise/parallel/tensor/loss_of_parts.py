@@ -38,7 +38,7 @@ def cross_entropy_of_parts(  # noqa: PLR0913  # torch's options
     require_words(wanted, num_words)
     weights = wide.new_ones(num_words) if weight is None else weight.to(wide.dtype)
     of_own = weights[own.as_slice] if label_smoothing else None
-    found: list[Tensor] = list(_Rows.apply(wide, wanted, line, own, of_own))  # type: ignore[no-untyped-call]
+    found: list[Tensor] = list(_Rows.apply(wide, wanted, line, own, of_own))  # type: ignore[no-untyped-call]  # torch's own
     log_sums, logits, *weighted = found
     of_target = weights[wanted]
     losses = (log_sums - logits) * of_target

@@ -169,11 +169,11 @@ class _Results:
         self._by_storage.clear()
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class _Keeping(TorchDispatchMode):
     """Keeps the results of some operators."""
 
     def __init__(self, operators: frozenset[Operator], results: _Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._operators, self._results = operators, results
 
     def __torch_dispatch__(
@@ -191,11 +191,11 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return result
 
 
-class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class _Replaying(TorchDispatchMode):
     """Returns the kept results, in the same order."""
 
     def __init__(self, operators: frozenset[Operator], results: _Results, unit: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._operators, self._left, self._unit = operators, iter(list(results.kept)), unit
 
     def __torch_dispatch__(

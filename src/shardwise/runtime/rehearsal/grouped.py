@@ -31,12 +31,12 @@ ALIGNMENT_BYTES = 16
 """Rows of the output of torch's kernel begin at multiples of this."""
 
 
-class GroupedProducts(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
+class GroupedProducts(UncompiledMode):
     """Above a `FakeTensorMode`: computes shapes of grouped products in all dtypes; torch's own fake kernel has bf16
     only."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.narrow: torch.dtype | None = None
         """The dtype of a product in bf16 or fp16, if there was one."""
         self.has_convolved = False
@@ -45,7 +45,7 @@ class GroupedProducts(UncompiledMode):  # type: ignore[no-untyped-call]  # torch
     def kernel_bytes(self) -> int:
         """The memory of the cached kernels on a CPU: see [Note: cached kernels]. Runs real products, outside of fake
         modes."""
-        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # likewise
+        has_onednn: bool = torch.backends.mkldnn.is_available()
         if not has_onednn:
             return 0
         of_products = 0 if self.narrow is None else num_kept_kernels() * bytes_of_a_kernel(self.narrow)

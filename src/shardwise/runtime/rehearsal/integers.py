@@ -28,14 +28,14 @@ SMALL_NUMEL = 2**22
 memory."""
 
 
-class Integers(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
+class Integers(UncompiledMode):
     """Above a `FakeTensorMode`: runs operations whose inputs and outputs are all small integers.
 
     Random ones are not run, because a rehearsal draws no numbers.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(
         self,

@@ -59,7 +59,7 @@ class OfAccelerators(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's own
         _elsewhere.reset(self._token)
 
     def __torch_function__(

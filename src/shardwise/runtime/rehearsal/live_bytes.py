@@ -25,7 +25,7 @@ DEVICE_BLOCK_BYTES = 512
 c10/cuda/CUDACachingAllocator.h; XPU's is the same)."""
 
 
-class LivingBytes(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's own
+class LivingBytes(UncompiledMode):
     """Inside `with`, counts storages that are allocated by operations of this thread and of its backwards.
 
     Storages of the `apart` tensors, such as parameters, are not counted. Temporary memory inside a kernel is counted
@@ -33,7 +33,7 @@ class LivingBytes(UncompiledMode):  # type: ignore[no-untyped-call]  # torch's o
     """
 
     def __init__(self, apart: Iterable[torch.Tensor], *, on_cpu: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         strided = [tensor for tensor in apart if tensor.layout is torch.strided]
         self._apart = {storage_id(tensor.untyped_storage()): tensor for tensor in strided}
         self._on_cpu = on_cpu

@@ -147,7 +147,7 @@ def _back_and_forth(model: nn.Module, loss: Loss, around: Around, take: Take, _:
                 f"The loss of {type(model).__name__} depends on no trained parameter, so there is no backward to "
                 f"rehearse: all of them are frozen, or the forward detaches what it computes."
             )
-        (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
+        (result if result.numel() == 1 else result.sum()).backward()
 
 
 def rehearse_work(  # noqa: PLR0913  # likewise

@@ -189,7 +189,7 @@ class Whole(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's own
+        return self.clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(

@@ -87,8 +87,8 @@ def use_unsplit_states(model: nn.Module, home_of: Callable[[object], SplitHome |
     for module in model.modules():
         homes = {name: home for name, param in module._parameters.items() if (home := home_of(param))}
         if homes:
-            hooks.append(module.register_state_dict_post_hook(_WholeOnSave(homes)))  # type: ignore[no-untyped-call]
-            hooks.append(module.register_load_state_dict_pre_hook(_PartOnLoad(homes)))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_state_dict_post_hook(_WholeOnSave(homes)))
+            hooks.append(module.register_load_state_dict_pre_hook(_PartOnLoad(homes)))
 
     def remove() -> None:
         for hook in hooks:

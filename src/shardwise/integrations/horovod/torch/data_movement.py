@@ -72,7 +72,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """`allgather` of several tensors together."""
-    return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def broadcast_async(
@@ -119,7 +119,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """`broadcast_async`, blocking and with Horovod's gradient: the average on the root, zero on the other ranks."""
-    received: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    received: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]  # torch's own
     return received
 
 
@@ -182,5 +182,5 @@ def alltoall(
         num_ranks, rows = process_set.size() or 1, tensor.shape[0] if tensor.dim() else 0
         if rows % num_ranks:  # the coordinator raises the error on all ranks
             return alltoall_async(tensor, None, name, process_set).wait()
-        return _AllToAll.apply(tensor, [rows // num_ranks] * num_ranks, name, process_set)[0]  # type: ignore[no-untyped-call]
-    return _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+        return _AllToAll.apply(tensor, [rows // num_ranks] * num_ranks, name, process_set)[0]  # type: ignore[no-untyped-call]  # torch's own
+    return _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]  # torch's own

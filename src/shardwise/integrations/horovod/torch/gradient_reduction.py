@@ -63,7 +63,7 @@ class GradientReduction:
         for param in group:
             self._group_of[param] = index
             self._counts[param] = 0
-            param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(self._on_gradient)
 
     @property
     def is_in_flight(self) -> bool:
