@@ -32,7 +32,7 @@ from shardwise.checkpoint import (
 )
 from shardwise.comm import World
 from shardwise.errors import ConfigError, StateError, TierError
-from shardwise.fit.budget import within_budget
+from shardwise.fit.budget import Fitted, within_budget
 from shardwise.init import check_same_settings
 from shardwise.memory import DiskMemory, Flat, KeptFactors
 from shardwise.optim.precision.auto_precision import settle
@@ -336,19 +336,10 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     _require_same_split(sharded, plan)
     sharded.settle_islands()
     check_plan(sharded.converted, plan)
-    mesh = mesh_for(plan, world.size, world.local_size)
-    updates = dict(sharded.parts.sharding.updates)
-    if sharded.parts.optimizer is not None:
-        updates |= {**sharded.parts.optimizer.added, **sharded.parts.optimizer.changed}
-    ranks = ranks_of(world, plan, sharded.parts.sharding.device)
-    fitted = within_budget(model, plan, mesh, ranks, updates, is_live=True)
-    budget = plan.budget if plan.budget.device is not None else sharded.parts.sharding.budget
-    smaller = sharded.parts.sharding.smaller.of_smaller_meshes()
-    if plan.budget != Budget():
-        smaller = with_fewer_groups(smaller, model, plan, mesh, ranks, updates, world)
-    plan = fitted.plan
-    designed = design(model, plan, world, known=sharded.parts.sharding)
-    check_design(model, designed, sharded.optimizers, updates, sharded.parts.sharding.device)
+    fitted, budget, sharding = _fitted(sharded, plan)
+    plan, updates, device = fitted.plan, sharding.updates, sharding.device
+    designed = design(model, plan, world, known=sharding)
+    check_design(model, designed, sharded.optimizers, updates, device)
     had = sharded.disk
     if had is not None:
         had.require_whole()
@@ -357,14 +348,13 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
             "Gradients are waiting for a step, or are of parameters that no optimizer has; take the step, and call "
             "engine.zero_grad(), before reshard()."
         )
-    disk = designed.open_disk(world, model, sharded.parts.sharding.device, updates, had)
+    disk = designed.open_disk(world, model, device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
-    dealt = dealt_out(model, sharded.parts.sharding.experts, designed)
+    dealt = dealt_out(model, sharding.experts, designed)
     log_fitted(fitted, world)
     try:
-        known = replace(sharded.parts.sharding, updates=updates, smaller=smaller)
-        renewed, fault = _moved(sharded, known, designed, (fitted.summary, budget), disk, progress, dealt)
+        renewed, fault = _moved(sharded, sharding, designed, (fitted.summary, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()
@@ -390,6 +380,24 @@ def _in_one_precision(plan: Plan, sharded: ShardedModel) -> Plan:
     plan = plan.after(sharded.plan)
     check_same_settings(settings_of(plan, sharded.world), "plan", sharded.world)
     return settle(plan, sharded.world, sharded.parts.sharding.device)
+
+
+def _fitted(sharded: ShardedModel, plan: Plan) -> tuple[Fitted, Budget, Sharding]:
+    """What `plan` keeps off the devices to be within its budget; the budget from now on, its own or an earlier one; and
+    the present sharding, with the updates of all parameters that optimizers have by now, and the smaller meshes of
+    `plan`. All ranks call."""
+    sharding, optimizer, world = sharded.parts.sharding, sharded.parts.optimizer, sharded.world
+    mesh = mesh_for(plan, world.size, world.local_size)
+    updates = dict(sharding.updates)
+    if optimizer is not None:
+        updates |= {**optimizer.added, **optimizer.changed}
+    ranks = ranks_of(world, plan, sharding.device)
+    fitted = within_budget(sharded.model, plan, mesh, ranks, updates, is_live=True)
+    smaller = sharding.smaller.of_smaller_meshes()
+    if plan.budget != Budget():
+        smaller = with_fewer_groups(smaller, sharded.model, plan, mesh, ranks, updates, world)
+    budget = plan.budget if plan.budget.device is not None else sharding.budget
+    return fitted, budget, replace(sharding, updates=updates, smaller=smaller)
 
 
 def _lost(renewed: ShardedModel, had: DiskMemory | None, fault: str) -> TierError | None:
