@@ -35,7 +35,7 @@ from shardwise.comm import Collectives, DataGroup, World
 from shardwise.errors import TierError
 from shardwise.memory import ANCHOR, Flat, Rows, torch_dtype
 from shardwise.optim import AdoptedOptimizer
-from shardwise.plan.mesh import STAGE_AXIS, Mesh
+from shardwise.plan.mesh import STAGE_AXIS, Mesh, place_along
 from shardwise.plan.placement import Box, Run, Slot, Span, common_runs
 from shardwise.program import FlatSpec
 
@@ -491,7 +491,7 @@ def _common(old: _Home, former: int, had: Span, new: _Home, taker: int, needed: 
 
 def _model_place(mesh: Mesh, rank: int) -> Place:
     """The place of `rank` along the axes that split layers, which a change of plan does not affect."""
-    return mesh.place(rank, mesh.model_axes)
+    return place_along(mesh, mesh.model_axes, rank)
 
 
 def _islands_of(stands_for: Sequence[Sequence[int]], before: Mesh, mesh: Mesh) -> list[int]:
@@ -503,7 +503,7 @@ def _islands_of(stands_for: Sequence[Sequence[int]], before: Mesh, mesh: Mesh) -
 
 def _parted_place(mesh: Mesh, rank: int) -> Place:
     """The place of `rank` along all axes along which ranks have different parts of the model."""
-    return mesh.place(rank, mesh.parted_axes)
+    return place_along(mesh, mesh.parted_axes, rank)
 
 
 def _stage(mesh: Mesh, place: Place) -> int:

@@ -28,6 +28,7 @@ from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Image
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
 from shardwise.memory import DiskMemory, DiskRows, Flat
+from shardwise.plan.mesh import place_along
 from shardwise.plan.placement import Slot
 from shardwise.plan.replica_groups import is_lone, parts_of_copies
 from shardwise.program import FlatSpec
@@ -294,7 +295,7 @@ class Layout:
         mesh = self.specs[0][0].mesh
         places = [mesh.coordinate(rank) for rank in range(self.size)]
         # a stage that has no experts itself says the same as one that has
-        every: list[list[object]] = [[mesh.place(rank, mesh.parted_axes) for rank in range(self.size)]]
+        every: list[list[object]] = [[place_along(mesh, mesh.parted_axes, rank) for rank in range(self.size)]]
         for spec, _ in self.specs:
             every.append([(spec.part_of(place), spec.layout.span(kept_axes(spec), place)) for place in places])
         return all({*kept} <= {kept[rank] for rank in available} for kept in every)
@@ -306,7 +307,7 @@ class Layout:
         if one is None:
             return False
         axes = parts_of_copies(mesh)
-        return mesh.place(one, axes) == mesh.place(rank, axes)
+        return place_along(mesh, axes, one) == place_along(mesh, axes, rank)
 
     def _sees_rest(self, reader: int, rank: int) -> bool:
         """Whether `reader`, a rank of the present world on the same host, can read all that the lost `rank` had outside

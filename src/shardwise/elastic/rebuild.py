@@ -22,7 +22,7 @@ from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
 from shardwise.parallel.outline import SmallerMeshes, kept_buffer
 from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
 from shardwise.plan import Plan
-from shardwise.plan.mesh import STAGE_AXIS, Mesh
+from shardwise.plan.mesh import STAGE_AXIS, Mesh, place_along
 from shardwise.plan.placement import mesh_for
 from shardwise.plan.replica_groups import axes_of_group, mesh_of
 from shardwise.sharded.sharded_model import ShardedModel
@@ -178,7 +178,7 @@ def _parts_before_and_after(former: Former, plan: Plan, held: Held, mesh: Mesh) 
 def _parts(former: Former, plan: Plan, mesh: Mesh) -> Parts:
     """The flat buffers of each part of the model, which is plain, on `mesh`."""
     sharding = former.sharding
-    places = {mesh.place(rank, mesh.parted_axes): rank for rank in range(mesh.world_size)}
+    places = {place_along(mesh, mesh.parted_axes, rank): rank for rank in range(mesh.world_size)}
     return {
         place: [
             (flat.spec, flat.slots)

@@ -185,11 +185,6 @@ class Mesh:
             rank, coordinate[axis] = divmod(rank, size)
         return {axis: coordinate[axis] for axis in self.axes}
 
-    def place(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The position of `rank` on each of `axes`."""
-        coordinate = self.coordinate(rank)
-        return tuple(coordinate[axis] for axis in axes)
-
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank at `coordinate`; the inverse of `coordinate()`."""
         rank = 0
@@ -249,6 +244,12 @@ class Mesh:
 
     def __str__(self) -> str:
         return _describe(dict(zip(self.axes, self.sizes, strict=True)))
+
+
+def place_along(mesh: Mesh, axes: Iterable[str], rank: int) -> tuple[int, ...]:
+    """The position of `rank` on each of `axes`."""
+    coordinate = mesh.coordinate(rank)
+    return tuple(coordinate[axis] for axis in axes)
 
 
 def _describe(axes: Mapping[str, int]) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, Mesh
+from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, Mesh, place_along
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Regrouped:
         number_of = {place: number for number, place in enumerate(_places(mesh, _data_axes(mesh)))}
         rank_of = {place: number for number, place in enumerate(_places(mesh, axes_of_group(mesh.axes)))}
         return tuple(
-            self.groups[number_of[mesh.place(rank, _data_axes(mesh))]][rank_of[group_place(mesh, rank)]]
+            self.groups[number_of[place_along(mesh, _data_axes(mesh), rank)]][rank_of[group_place(mesh, rank)]]
             for rank in range(mesh.world_size)
         )
 
@@ -65,7 +65,7 @@ def regroup(mesh: Mesh, seats: Sequence[int | None]) -> Regrouped:
     seated: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {at: {} for at in _places(mesh, _data_axes(mesh))}
     for member, seat in enumerate(seats):
         if seat is not None:
-            seated[mesh.place(seat, _data_axes(mesh))][mesh.place(seat, axes)] = member
+            seated[place_along(mesh, _data_axes(mesh), seat)][place_along(mesh, axes, seat)] = member
     whole = {at: group for at, group in seated.items() if len(group) == len(places)}
     broken = {at: group for at, group in seated.items() if at not in whole}
     waiting = [member for member, seat in enumerate(seats) if seat is None]
@@ -125,7 +125,7 @@ def _of_all_parts(mesh: Mesh, seats: Mapping[int, int], num: int) -> tuple[int, 
     """So many of the members with the ranks `seats` of `mesh`, in their order: first one with each part."""
     axes = parts_of_copies(mesh)
     in_order = sorted(seats, key=seats.__getitem__)
-    places = {member: mesh.place(seats[member], axes) for member in in_order}
+    places = {member: place_along(mesh, axes, seats[member]) for member in in_order}
     firsts = {place: member for member, place in reversed(places.items())}
     chosen = [*firsts.values(), *_others(in_order, tuple(firsts.values()))][:num]
     return tuple(member for member in in_order if member in chosen)
@@ -138,7 +138,7 @@ def _in_whole_groups(
     coming = waiting if _data_axes(mesh) else ()  # without such axes there is only one group
     of_group: dict[tuple[int, ...], list[int]] = {}
     for member, seat in seats.items():
-        of_group.setdefault(mesh.place(seat, _data_axes(mesh)), []).append(member)
+        of_group.setdefault(place_along(mesh, _data_axes(mesh), seat), []).append(member)
     size = len(_places(mesh, axes_of_group(mesh.axes)))
     whole = {member for group in of_group.values() if len(group) == size for member in group}
     members = [*(member for member in seats if member in whole), *coming]
@@ -214,7 +214,7 @@ def group_size(axes: Mapping[str, int]) -> int:
 
 def group_place(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """The place of `rank` in its replica group. Ranks of several groups with the same place have the same part."""
-    return mesh.place(rank, axes_of_group(mesh.axes))
+    return place_along(mesh, axes_of_group(mesh.axes), rank)
 
 
 def num_groups(mesh: Mesh) -> int:
