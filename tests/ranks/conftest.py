@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from shardwise.system.heap import Glibc
+
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
@@ -15,6 +17,16 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def the_heap_is_no_ranks_own() -> Iterator[None]:
+    """Threads share it, and after thousands of tests it has so many free blocks that to count them took a tenth of the
+    time of these. Ranks that are processes return what is free, in tests/processes, and tests/pure/test_heap.py says
+    when."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Glibc, "found", lambda: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
