@@ -8,6 +8,7 @@ import contextlib
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from shardwise.comm.watch.status_board import BoardError, board_of
 from shardwise.launch.port import listen
 from shardwise.system.job_token import Seal, new_token
 from shardwise.system.launcher_address import LauncherAddress
-from tests.patience import wait_until
+from tests.patience import PATIENCE
 from tests.thorough import THOROUGH, varies
 
 SEAL = Seal(new_token(), "0")
@@ -203,20 +204,17 @@ def cable(port: int, last: int, num_breaks: int, text: bytes, *, arrives: bool) 
 def run(folder: Path, last: int, num_breaks: int = 0, text: bytes = b"", *, arrives: bool = False) -> int:
     """A job whose first launcher's cable is out after so many blocks, or breaks as `Cable` says; returns how many
     blocks have passed."""
-    first = Launcher()
+    first, deadline = Launcher(), time.monotonic() + PATIENCE
     with cable(first.port, last, num_breaks, text, arrives=arrives) as line:
         LauncherAddress(0, "127.0.0.1", line.port).write(folder)
         rank, launcher = Rank(folder, line.port), first
-
-        def is_done() -> bool:
-            nonlocal launcher
+        while not rank.is_done:
+            assert time.monotonic() < deadline, (last, line.num_passed, rank.heard)
             launcher.look()
             if line.is_out.is_set() and launcher is first:
                 launcher = Launcher(first.channel.memory)
                 LauncherAddress(1, "127.0.0.1", launcher.port).write(folder)
-            return rank.is_done
-
-        wait_until(is_done, lambda: (last, line.num_passed, rank.heard))
+            time.sleep(0.001)  # this loop is the launcher's own: `wait_until` would look ever less often
         assert (rank.error, rank.heard) == (None, ["entering", "formed", "end"]), last
         assert line.num_breaks == (1 if text else num_breaks), last
         return line.num_passed
