@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.collectives import Tensor
+from shardwise.comm.collectives import Tensor, add_to
 from shardwise.comm.group import Group
 from shardwise.comm.host_layout import OnHosts
 from shardwise.comm.small_messages import exchange
@@ -336,7 +336,7 @@ class _Sums:
         ordered.insert(on.number, own)
         self.out.copy_(ordered[0])
         for summand in ordered[1:]:
-            self.out.add_(summand)
+            add_to(self.out, summand)
         for message in leaving:
             message.wait()
 
@@ -351,7 +351,7 @@ class _Sums:
         def add(summands: Sequence[Tensor]) -> None:
             for total, index in zip(sums, indices, strict=True):
                 if is_begun:
-                    total.add_(summands[index])
+                    add_to(total, summands[index])
                 else:
                     total.copy_(summands[index])
 

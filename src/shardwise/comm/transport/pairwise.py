@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives import Lines, Tensor
+from shardwise.comm.collectives import Lines, Tensor, add_to
 from shardwise.comm.group import Group
 from shardwise.comm.shared_buffers import Part
 from shardwise.comm.small_messages import exchange
@@ -257,12 +257,12 @@ class Pairwise:
             if in_place and group.index > 1:  # our summand must not be overwritten before its turn
                 arrived[group.index] = arrived[group.index].clone()
             if in_place and group.index < 2:  # ours is one of the first two, and a sum of two has no order
-                out.add_(arrived[1 - group.index])
+                add_to(out, arrived[1 - group.index])
             else:
                 out.copy_(arrived[0])
-                out.add_(arrived[1])  # for a narrow chunk twice as fast as torch.add(out=)
+                add_to(out, arrived[1])
             for chunk in arrived[2:]:
-                out.add_(chunk)
+                add_to(out, chunk)
             arrived.clear()
             self._staging.give_back(staging)
 
