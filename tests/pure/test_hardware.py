@@ -99,6 +99,20 @@ def test_an_unknown_collective_has_no_price() -> None:
         PLAIN.collective_seconds("scan", 1, range(4))
 
 
+def test_on_processors_a_sum_of_two_hosts_is_one_round_of_messages() -> None:
+    """See [Note: sums of two] in `comm/transport/pairwise.py`: each sends all that it has, and waits once."""
+    assert PLAIN.host is not None
+    host = PLAIN.host.model_copy(update={"link_bytes_per_second": None})
+    processors = PLAIN.model_copy(update={"host": host})
+    two_hosts, one_host, three = range(0, 8, 4), range(2), range(0, 12, 4)
+    assert processors.collective_seconds("all_reduce", 400, two_hosts) == pytest.approx(400 / 5 + 10)
+    assert PLAIN.collective_seconds("all_reduce", 400, two_hosts) == pytest.approx(400 / 5 + 2 * 10)
+    for ranks in (one_host, three):
+        assert processors.collective_seconds("all_reduce", 400, ranks) == PLAIN.collective_seconds(
+            "all_reduce", 400, ranks
+        )
+
+
 @given(st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 10_000))
 def test_a_larger_product_never_takes_less(m: int, n: int, k: int) -> None:
     seconds = H100.product_seconds(m, n, k, "bf16")

@@ -441,6 +441,18 @@ def test_frozen_units_are_gathered_and_never_reduced() -> None:
         assert (held.grad, held.optim) == (0, 0)
 
 
+def test_what_is_frozen_of_a_unit_around_the_model_is_freed_when_the_backward_ends() -> None:
+    """See [Note: blind calls] in `runtime/hooks.py`: nothing tells when it is read for the last time."""
+    table = with_dtypes(PRESETS["zero3"], ONE)
+    around = UnitSpec("a", (flat("a", table, ONE), flat("a:frozen", table, ONE, trainable=False)), spans_model=True)
+    freed: list[list[str]] = []
+    for unit in (around, replace(around, spans_model=False)):
+        program = {str(block.moment): block.actions for block in planned((unit, *units_of("zero3"))).micro_batch}
+        moments = ("after backward a", "after backward")
+        freed += [[action.flat for action in program[at] if action.verb == "free"] for at in moments]
+    assert freed == [["a"], ["a:frozen"], ["a", "a:frozen"], []]
+
+
 def test_a_module_name_may_hold_a_colon() -> None:
     table = with_dtypes(PRESETS["zero3"], ONE)
     units = tuple(

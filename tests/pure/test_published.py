@@ -264,6 +264,28 @@ def test_runs_that_were_not_fitted_are_predicted(changed: dict[str, str], measur
         ({"heads": "many"}, "heads is 'many', which is not a number"),
         ({"pp": "64", "tp": "1"}, "global_batch_seqs 64"),
         ({"gpu": "H100", "precision": ""}, "precision is not given, and the device computes in fp8 as well as in bf16"),
+        ({"gpu": "H100 PCIe 80GB"}, "there is no profile of the device 'h100 pcie 80gb'"),
+        ({"gpu": "H100 NVL"}, "there is no profile of the device 'h100 nvl'"),
+        ({"gpu": "GH200 96GB"}, "there is no profile of the device 'gh200 96gb'"),
+        ({"gpu": "RTX A1000"}, "there is no profile of the device 'rtx a1000'"),
+        ({"gpu": "RTX PRO 6000 Blackwell"}, "there is no profile of the device"),
+        ({"gpu": "32x A100 + 32x V100"}, "gpu is '32x a100 + 32x v100', which names several devices"),
+        ({"gpu": "V100-32GB", "precision": "bf16"}, "precision is 'bf16', in which a V100 does not compute"),
+        ({"precision": "fp32"}, "precision is 'fp32', and prices are for bf16, fp16, fp8 and fp4"),
+        ({"hidden": "1536", "heads": "12"}, "tp 8 does not divide 12 heads"),
+        ({"hidden": "1024", "heads": "4"}, "tp 8 does not divide 4 heads"),
+        ({"model": "Mixtral 8x22B"}, "nothing is known of the experts of 'mixtral 8x22b'"),
+        ({"model": "Qwen3.5 397B-A17B"}, "nothing is known of the experts of"),
+        ({"model": "GLaM 64B/64E"}, "nothing is known of the experts of"),
+        ({"model": "GPT 10B", "ffn": "moe 1408"}, "nothing is known of the experts of 'gpt 10b'"),
+        ({"model": "Mamba2 2.7B"}, "'mamba2 2.7b' is no stack of equal layers of attention"),
+        ({"model": "Nemotron-3 Nano 30B"}, "is no stack of equal layers of attention"),
+        ({"model": "T5-11B"}, "'t5-11b' is no stack of equal layers of attention"),
+        ({"model": "stable-diffusion-v1-4"}, "is no stack of equal layers of attention"),
+        ({"model": "ViT-G/14"}, "is no stack of equal layers of attention"),
+        ({"zero": "HSDP"}, "zero is 'hsdp', which names no stage"),
+        ({"micro_batch": "7"}, "global_batch_seqs 64 is no multiple of dp 1 x micro_batch 7"),
+        ({"seq_len": "1M"}, "seq_len is '1m', which is not a number"),
     ],
 )
 def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reason: str) -> None:
@@ -308,6 +330,35 @@ def test_words_for_links_give_the_rates_that_they_say(words: str, node: int | No
     found = run.node_bandwidth, run.rank_bandwidth
     assert found == tuple(None if rate is None else rate * 1e9 / 8 for rate in (node, rank))
     assert predict(row(interconnect=words)).step_seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "profile", "num_gib"),
+    [
+        ("A100-SXM4-40GB", "a100-40", 40),
+        ("a100_40gb", "a100-40", 40),
+        ("A100 (DGX-A100)", "a100-80", None),
+        ("8xA100-80GB", "a100-80", 80),
+        ("H100-96GB HBM2e 500W", "h100-sxm", 96),
+        ("Blackwell (184 GiB)", "b200", 184),
+        ("GB200", "gb200", None),
+        ("H200 141GB", "h200", 141),
+        ("MI300X", "mi300x", None),
+        ("L40S PCIe", "l40s", None),
+        ("RTX 4090 24GB", "4090", 24),
+    ],
+)
+def test_names_of_devices_have_their_own_profile(words: str, profile: str, num_gib: int | None) -> None:
+    run = read_run(row(gpu=words))
+    assert (run.gpu, run.memory_bytes) == (profile, None if num_gib is None else num_gib * 2**30)
+    assert predict(row(gpu=words)).step_seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"), [("ZeRO-2", 2), ("zero3", 3), ("stage 1", 1), ("stage-3", 3), ("FSDP2", 3)]
+)
+def test_words_for_stages(words: str, stage: int) -> None:
+    assert read_run(row(zero=words, dp="")).job.zero == stage
 
 
 def test_names_stand_for_shapes_and_a_rows_own_figures_win() -> None:

@@ -17,6 +17,7 @@ from shardwise.errors import ProgramError
 from shardwise.plan.placement import PRESETS
 from shardwise.plan.placement import Place as Row
 from shardwise.program import (
+    Action,
     Block,
     Moment,
     Program,
@@ -68,6 +69,28 @@ def counts(program: Program, verb: str) -> Counter[tuple[str, str]]:
     """How often each flat buffer is the object of `verb`, by axis."""
     actions = (action for block in program for action in block.actions if action.verb == verb)
     return Counter((action.flat, action.over) for action in actions)
+
+
+@pytest.mark.parametrize("name", ["zero3", "hpz"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_is_frozen_of_a_unit_around_the_model_is_freed_when_a_backward_ends(schedule: str, name: str) -> None:
+    """See [Note: blind calls] in `runtime/hooks.py`: once for each micro-batch, as often as it is gathered."""
+    _, *others = units_of(name, 2)
+    units = tuple(replace(unit, spans_model=True) for unit in others)
+    row = row_of(schedule, 1)
+    program = plan_step(units, schedule_trace(row, straight_passes(row, {0: units}))).micro_batch
+    freed = [str(block.moment) for block in program for action in block.actions if _frees(action, "h.1:frozen")]
+    backwards = [moment for moment in freed if "forward" not in moment]
+    assert backwards
+    assert all(moment.startswith("after backward #") or moment == "after backward" for moment in backwards)
+    assert len(freed) == counts(program, "gather")["h.1:frozen", "dp" if name == "zero3" else "local"]
+    plain = plan_step(tuple(others), schedule_trace(row, straight_passes(row, {0: tuple(others)}))).micro_batch
+    for verb in ("gather", "slice", "free"):
+        assert counts(program, verb) == counts(plain, verb)
+
+
+def _frees(action: Action, flat: str) -> bool:
+    return (action.verb, action.flat) == ("free", flat)
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), SCHEDULES)

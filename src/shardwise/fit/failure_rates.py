@@ -67,7 +67,7 @@ def failure_rates(source: str) -> FailureRates:
         raise ConfigError(
             f"There are no failure rates {source!r}. {nearest(source, known)} A file ends in .yaml, .toml or .json."
         )
-    return _rates(read_source(path).values, str(path))
+    return _rates(read_source(path, "failure rates").values, str(path))
 
 
 def _rates(values: dict[str, Any], where: str) -> FailureRates:

@@ -327,7 +327,10 @@ class Hardware(_Section):
         between = num_bytes * (num_nodes - 1) / num_nodes / far
         # a flat ring has one step for each rank but one, of which as many as nodes but one go between them (NCCL's
         # src/graph/tuning.cc)
-        ring = rounds * (max(within, between) + self._latency(num_ranks - num_nodes, steps_far))
+        moving, latency = rounds * max(within, between), self._latency(num_ranks - num_nodes, steps_far)
+        if kind == "all_reduce" and self.is_processor and num_ranks == num_nodes == 2:
+            return moving + latency  # one round: [Note: sums of two] in comm/transport/pairwise.py
+        ring = moving + rounds * latency
         if kind != "all_reduce":
             return ring
         # a double binary tree moves as many bytes as a ring, in steps that grow with the logarithm of the nodes, within
@@ -446,7 +449,7 @@ def _profile(name: str) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
-    source = read_source(path)
+    source = read_source(path, "hardware profile")
     origins = {key: f"{path}:{line}" for key, line in source.lines.items()}
     try:
         return Hardware.model_validate(source.values)

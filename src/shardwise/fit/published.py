@@ -62,15 +62,27 @@ GPUS = (
     (r"gb300", "gb300"),
     (r"b300", "b300"),
     (r"gb200", "gb200"),
-    (r"b200|blackwell", "b200"),
-    (r"h200", "h200"),
-    (r"h100", "h100-sxm"),
-    (r"a100.?40", "a100-40"),
-    (r"a100", "a100-80"),
+    (r"b200|^blackwell", "b200"),
+    (r"(?<!g)h200", "h200"),
+    (r"h100(?!.*nvl\b)", "h100-sxm"),
+    (r"a100(?!\d).*(?<!\d)40(?!\d)", "a100-40"),
+    (r"a100(?!\d)", "a100-80"),
     (r"v100", "v100-32"),
+    (r"mi300x", "mi300x"),
+    (r"l40s", "l40s"),
+    (r"(?<!\d)4090(?!\d)", "4090"),
 )
-MODERN = ("gb300", "b300", "gb200", "b200", "h200", "h100-sxm")
+"""What names of devices have, and their profile. Others have the chip, and another rate or memory: GH200, H100 NVL,
+RTX PRO 6000 Blackwell, RTX A1000."""
+MODERN = ("gb300", "b300", "gb200", "b200", "h200", "h100-sxm", "mi300x", "l40s", "4090")
 """Profiles of devices that also compute in fp8."""
+WITH_EXPERTS = r"\bmoe\b|mixtral|dbrx|switch|glam|deepseek-?v\d|llama[-_ ]*4|[-_ ]a\d+(\.\d+)?b\b|\d+x\d+b\b|\d+e\b"
+"""What names of models with experts have: the word, a family, or how many parameters are active."""
+OTHER_MODELS = (
+    r"mamba|rwkv|hyena|jamba|zamba|retnet|nemotron[-_ ]*(?:h\b|3(?!\d))|qwen3[-_ ]next|\b(?:m|by)?t5|bart\b|albert"
+    r"|deberta|electra|whisper|wav2vec|\bvit\b|swin|resnet|unet|diffusion|sdxl|\bdit\b|\bclip\b|llava|[-_ ]vl\b|dlrm"
+)
+"""Names of models that are no stack of equal layers of attention and a multilayer perceptron with one head."""
 NVLINK_DOMAIN = 64
 """GPUs of an NVL72 rack that one job uses, of powers of two."""
 
@@ -225,9 +237,7 @@ def read_run(row: Row) -> Run:
     """
     cells = _Cells(row)
     device = cells.text("gpu")
-    gpu = next((name for pattern, name in GPUS if re.search(pattern, device)), None)
-    if gpu is None:
-        raise UnpricedError(f"there is no profile of the device {device[:40]!r}" if device else "gpu is not given")
+    gpu = _profile(device)
     if re.search("lora", cells.about):
         raise UnpricedError("adapters (LoRA) are not priced: most gradients of weights are left out")
     modern = gpu in MODERN
@@ -239,6 +249,8 @@ def read_run(row: Row) -> Run:
     precision = cells.text("precision")
     if precision and not re.search("bf16|fp16|fp8|float8|fp4", precision):
         raise UnpricedError(f"precision is {precision[:40]!r}, and prices are for bf16, fp16, fp8 and fp4")
+    if gpu == "v100-32" and "bf16" in precision:
+        raise UnpricedError(f"precision is {precision[:40]!r}, in which a V100 does not compute")
     if modern and not precision:
         raise UnpricedError("precision is not given, and the device computes in fp8 as well as in bf16")
     how = Execution(
@@ -293,6 +305,19 @@ def read_run(row: Row) -> Run:
     )
 
 
+def _profile(device: str) -> str:
+    """The profile of `device`. Raises `UnpricedError` without one, for several devices, and for cards whose links are
+    PCIe where the profile's are NVLink."""
+    if not device:
+        raise UnpricedError("gpu is not given")
+    found = [name for pattern, name in GPUS if re.search(pattern, device)]
+    if not found or (re.search("pcie|pci-e", device) and found[0] not in ("l40s", "4090")):
+        raise UnpricedError(f"there is no profile of the device {device[:40]!r}")
+    if len(set(re.findall(r"[abhv]\d00(?!\d)", re.sub(r"\(.*?\)", "", device)))) > 1:
+        raise UnpricedError(f"gpu is {device[:40]!r}, which names several devices")
+    return found[0]
+
+
 class _Cells:
     """A row, read by column, with what is known of its model by name."""
 
@@ -337,6 +362,14 @@ class _Cells:
 
 def _model(cells: _Cells, modern: bool) -> Transformer:
     known, is_gated = cells.known, cells.is_gated
+    if re.search(OTHER_MODELS, cells.family):
+        raise UnpricedError(
+            f"{cells.family[:40]!r} is no stack of equal layers of attention, and others are not priced"
+        )
+    in_words = re.search(WITH_EXPERTS, cells.family) or re.search(r"\d experts\b", cells.about)
+    says_experts = in_words is not None or cells.text("ffn").startswith("moe")
+    if says_experts and not known.get("experts"):
+        raise UnpricedError(f"nothing is known of the experts of {cells.family[:40]!r}")
     layers = cells.needed("layers", cells.shape("layers"))
     hidden = cells.needed("hidden", cells.shape("hidden"))
     seq_len = cells.needed("seq_len", cells.shape("seq_len"))
@@ -344,7 +377,8 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
         raise UnpricedError(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
     heads = cells.shape("heads") or max(1, hidden // 128)
     kv_heads = cells.shape("kv_heads") or heads
-    if not kv_heads <= heads <= hidden or heads % kv_heads:
+    is_uneven = hidden % heads and cells.shape("heads") and not known.get("head_size")
+    if not kv_heads <= heads <= hidden or heads % kv_heads or is_uneven:
         raise UnpricedError(f"{heads} heads, {kv_heads} of keys and values, of width {hidden} are no model")
     in_notes = re.search(r"(\d{1,4})k vocab", cells.about)
     vocab = cells.number("vocab") or (int(in_notes[1]) * 1024 if in_notes else known.get("vocab"))
@@ -418,8 +452,10 @@ class _Sizes:
         dp = gpus // (tp * pp * cp)
         if given_dp is not None and given_dp != dp:
             raise UnpricedError(f"dp {given_dp} x tp {tp} x pp {pp} x cp {cp} is not {gpus} GPUs")
-        if model.num_heads % tp and tp % model.num_heads:
+        if model.num_heads % tp:
             raise UnpricedError(f"tp {tp} does not divide {model.num_heads} heads")
+        if model.ffn % tp:
+            raise UnpricedError(f"tp {tp} does not divide an inner width of {model.ffn}")
         if ep > 1 and model.experts is None:
             raise UnpricedError(f"ep is {ep}, but nothing is known of the model's experts")
         if (dp * tp) % ep:
@@ -444,9 +480,8 @@ def _zero(cells: _Cells, software: Software, modern: bool) -> int:
         return 3
     if given in ("none", "no", "off"):
         return 0
-    named = re.findall(
-        r"(?<![\d.-])[0-3](?![\d.]|e\d)", given or " ".join(re.findall(r"deepspeed zero \d+", cells.about))
-    )
+    said = given or " ".join(re.findall(r"deepspeed zero \d+", cells.about))
+    named = re.findall(r"(?<![\d.-])[0-3](?![\d.]|e\d)", re.sub(r"(zero|stage)-", r"\1 ", said))
     if (given and not named) or given.startswith("?"):
         raise UnpricedError(f"zero is {given[:40]!r}, which names no stage")
     return next(map(int, named), 1 if modern else software.zero)

@@ -35,6 +35,7 @@ from shardwise.fit.hardware import Hardware
 from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import check_num_ranks
 from shardwise.plan.placement import PRESETS
+from shardwise.plan.placement import preset as preset_named
 from shardwise.system.units import format_bytes, format_seconds
 
 Objective = Literal["time", "memory", "cost"]
@@ -199,10 +200,13 @@ def search(
             f"The samples of a step are {subject.num_rows}; give 1 to {MOST_ROWS}. Every way to divide them among "
             f"ranks and micro-batches is looked at."
         )
+    base, space = base or Plan(), space or Space()
+    for name in space.presets or (base.preset,):
+        preset_named(name)  # raises for an unknown one
     if most_evaluated < 1:
         raise ConfigError(f"{most_evaluated} candidates are to be evaluated at most; give at least 1.")
     with _frozen():
-        return _Search(subject, limits, base or Plan(), space or Space(), objective, most_evaluated).run(world_size)
+        return _Search(subject, limits, base, space, objective, most_evaluated).run(world_size)
 
 
 _FROZEN_AT_START = gc.get_freeze_count()
@@ -466,17 +470,9 @@ class _Search:
 
     def _nothing_fits(self, world_size: int, bounded: Sequence[tuple[Candidate, Bound]]) -> ConfigError:
         """By how much, and what would help."""
-        if not bounded:
-            reasons = "; ".join(list(self.refused.values())[:3])
-            why = reasons or (
-                f"the {self.subject.num_rows} samples of a step cannot be divided among the ranks that read different "
-                f"ones"
-            )
-            raise ConfigError(f"No plan is possible on {world_size} ranks: {why}")
         least = self._smallest(bounded)
         if least is None:
-            reasons = "; ".join(list(self.refused.values())[:3])
-            return ConfigError(f"No plan is possible on {world_size} ranks: {reasons}")
+            return ConfigError(f"No plan is possible on {world_size} ranks: {self._why_impossible(world_size)}")
         device, host = least.found.over(self.limits)
         text = f"No plan fits on {world_size} ranks. The smallest is {least.candidate}: it takes "
         text += f"{format_bytes(least.found.device_bytes)} of a device"
@@ -485,6 +481,17 @@ class _Search:
             text += f", and {format_bytes(least.found.host_bytes)} of a host"
             text += f", {format_bytes(host)} too much" if host > 0 else ""
         return ConfigError(f"{text}. What would do: {', '.join(self._cures(world_size, least, device, host))}.")
+
+    def _why_impossible(self, world_size: int) -> str:
+        """Some reasons of the checks; and where ranks that all read different samples would not get equally many, so
+        that only plans which split the model were left, that as well."""
+        reasons = list(self.refused.values())[:3]
+        if not reasons or self.subject.num_rows % world_size:
+            num_rows = self.subject.num_rows
+            reasons.insert(
+                0, f"the {num_rows} samples of a step cannot be divided among the ranks that read different ones"
+            )
+        return "; ".join(reasons)
 
     def _smallest(self, bounded: Sequence[tuple[Candidate, Bound]], most: int = 12) -> Ranked | None:
         """The one that takes least, of those with the least bounds."""

@@ -41,6 +41,8 @@ class UnitChoice:
     params: dict[str, nn.Parameter]
     sites: tuple[nn.Module, ...]
     boxes: Mapping[nn.Parameter, Box] = field(default_factory=dict)
+    spans_model: bool = False
+    """See `UnitSpec`."""
 
     def slots(self, named: Iterable[tuple[str, nn.Parameter]], align: int = ALIGN) -> tuple[Slot, ...]:
         """Consecutive slots in a flat buffer for some of the parameters, at multiples of `align` elements; either all
@@ -82,7 +84,8 @@ def choose_units(model: nn.Module, plan: Plan, known: Mapping[nn.Parameter, Box]
         name = home[0] or type(model).__name__
         paths = [path for unit in home for path in groups.get(unit, (unit,))]
         sites = tuple(site for path in paths for site in _callable(modules[path]))
-        choices.append(UnitChoice(name if len(home) == 1 else f"{name}+", params, sites))
+        spans_model = any(site is model for site in sites)
+        choices.append(UnitChoice(name if len(home) == 1 else f"{name}+", params, sites, spans_model=spans_model))
     if small:
         choices.append(_rest(model, modules, small))
     return choices
@@ -101,7 +104,7 @@ def _rest(model: nn.Module, modules: Mapping[str, nn.Module], small: Mapping[str
     above = next((modules[path] for path in _upwards(".".join(common)) if _has_forward(modules[path])), model)
     named = dict(model.named_parameters())
     sites = [above, *(owner for owner in owners if owner is not above)]
-    return UnitChoice(REST, {name: named[name] for name in small}, tuple(sites))
+    return UnitChoice(REST, {name: named[name] for name in small}, tuple(sites), spans_model=above is model)
 
 
 def _callable(module: nn.Module) -> Iterator[nn.Module]:

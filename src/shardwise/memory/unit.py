@@ -139,7 +139,7 @@ def _unit_spec(
         flats.append(
             FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, may_keep, overlaps, factored)
         )
-    return UnitSpec(choice.name, tuple(flats))
+    return UnitSpec(choice.name, tuple(flats), choice.spans_model)
 
 
 def _factored(slots: Sequence[Slot], table: Table) -> tuple[FactoredMatrix, ...]:

@@ -179,7 +179,7 @@ def drop_due(
     `reductions_due`."""
     if moment.phase != "forward":
         reductions = reductions_due(unit, is_last=is_last) if reduces and moment.leaves_gradients else ()
-        return (*(free_due(unit) if moment.needs_params else ()), *reductions)
+        return (*(freed_behind_backward(unit) if moment.needs_params else ()), *reductions)
     if not training:
         return free_due(unit)
     return drop_to_held(unit)
@@ -288,6 +288,16 @@ def _has_held_buffer(flat: FlatSpec) -> bool:
 def _is_held_as_it_rests(flat: FlatSpec) -> bool:
     """Whether what is held between forward and backward are the resting codes, decoded anew for each."""
     return flat.table.rests_as is not None and flat.table.held == flat.table.param
+
+
+def freed_behind_backward(unit: UnitSpec) -> Actions:
+    """The frees behind a backward of `unit`, after which others may follow before the backward of the model ends."""
+    return tuple(action for action in free_due(unit) if action.flat not in lasting(unit))
+
+
+def lasting(unit: UnitSpec) -> frozenset[str]:
+    """The flat buffers of `unit` that a backward may read until it ends."""
+    return frozenset(flat.name for flat in unit.flats if unit.spans_model and not flat.trainable)
 
 
 def free_due(unit: UnitSpec) -> Actions:

@@ -5,8 +5,10 @@ takes all memory for its gradients when it begins; the runtime takes it when the
 the model's own, and are counted only if a rehearsal has measured them.
 
 The runtime may hold less (in passes that are recorded, which gather nothing ahead and wait for each message; in a
-backward that is open long before its first gradient), and more in one case: where the last use of a frozen parameter is
-not seen ([Note: blind calls] in `runtime/hooks.py`), until the backward ends.
+backward that is open long before its first gradient), and more in two cases, until the backward ends: where the last
+use of a frozen parameter is not seen ([Note: blind calls] in `runtime/hooks.py`), unless the unit is around the whole
+model, as the one of small parameters often is; and where a forward returns tensors that nobody finds, or its own
+parameters.
 """
 
 from __future__ import annotations

@@ -241,6 +241,10 @@ class UnitSpec:
 
     name: str
     flats: tuple[FlatSpec, ...]
+    spans_model: bool = False
+    """Whether the model itself is one of those modules. Its inputs are data and get no gradient, so nothing tells when
+    a backward has read what is frozen of this unit for the last time: that stays whole until the backward ends, see
+    [Note: blind calls] in `runtime/hooks.py`."""
 
     @property
     def trainable(self) -> bool:

@@ -21,6 +21,7 @@ from shardwise.program.build import (
     Needs,
     drop_to_held,
     free_due,
+    lasting,
     reductions_due,
 )
 from shardwise.program.effects import Phase
@@ -82,9 +83,12 @@ def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool = T
     needs = Needs(trace, (unit.name for unit in units if not gathered.is_whole(unit)))
     last = {moment.unit: index for index, moment in enumerate(trace) if _has_left_gradients(moment)}
     blocks = []
+    owed: dict[str, tuple[Action, ...]] = {}
+    """By unit, what is done with it only at the end of the running backward."""
     for index, moment in enumerate(trace):
         if not moment.unit:
-            blocks.append(Block(moment))
+            blocks.append(Block(moment, gathered.drop(action for late in owed.values() for action in late)))
+            owed.clear()
             continue
         unit = by_name[moment.unit]
         due: tuple[Action, ...] = ()
@@ -95,6 +99,10 @@ def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool = T
                 due = free_due(unit)
             elif moment.needs_params and not needs.is_next(index):
                 due = drop_to_held(unit)
+            if moment.phase != "forward":
+                late = lasting(unit)
+                owed[unit.name] = tuple(action for action in due if action.flat in late)
+                due = tuple(action for action in due if action.flat not in late)
             if reduces and _has_left_gradients(moment):
                 due = (*due, *reductions_due(unit, is_last=last[moment.unit] == index))
             due = gathered.drop(due)

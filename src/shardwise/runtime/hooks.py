@@ -55,7 +55,9 @@ from shardwise.system.torch_private import (
     graph_task,
     is_transforming,
     queue_callback,
+    storage_id,
     tree_map_only,
+    wraps_others,
 )
 
 Tensor = torch.Tensor
@@ -329,7 +331,9 @@ class Hooks:
             raise changed_inside(unit.name)
         output, given = _apart_from(unit, output), output
         opening = open_backward if call is None else self._opening(unit, use, call, open_backward)
-        opaque = torch.is_grad_enabled() and not _watch_outputs(output, opening)
+        opaque = torch.is_grad_enabled() and not (
+            _watch_outputs(output, opening) or _has_no_backward(unit, call, output)
+        )
         if opaque and call is not None:  # no hook will report the start of its backward
             call.num_left = call.num_inputs
             use.sent_back.add(call)
@@ -514,6 +518,21 @@ def _watch_outputs(output: object, open_backward: Prehook) -> bool:
     for node in nodes:
         node.register_prehook(open_backward)
     return bool(nodes)
+
+
+def _has_no_backward(unit: Unit, call: _Call | None, output: object) -> bool:
+    """Whether nothing of `unit` can be read after this forward, because no graph has come to it: all of it is frozen,
+    what it was given gets no gradient, and what it returns was made without a graph, in memory of its own. So with a
+    tower of frozen blocks, which would all be whole together until the backward ends, and with an embedding, also where
+    a hook lets its output require a gradient (peft's, for recomputation)."""
+    if call is None or call.num_inputs or unit.trained_grads:
+        return False
+    returned = list(tensors_in(output))
+    if not returned or any(one.grad_fn is not None or one.layout is not torch.strided for one in returned):
+        return False
+    with DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
+        own = {storage_id(flat.full.untyped_storage()) for flat in unit.flats}
+        return not any(wraps_others(one) or storage_id(one.untyped_storage()) in own for one in returned)
 
 
 def _apart_from(unit: Unit, output: object) -> object:
