@@ -13,6 +13,7 @@ Calling blocks one after the other instead would need code for each model that c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,11 @@ class _Slot:
     own: nn.Module | None
     other: nn.Module | None
     absent: PlaceholderModule
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Slot:
+        """In a copy for a rehearsal nobody puts others back. Their buffers have values, which are not to be copied."""
+        holder, own, absent = copy.deepcopy((self.holder, self.own, self.absent), memo)
+        return replace(self, holder=holder, own=own, other=None, absent=absent)
 
 
 class StagedModel:
