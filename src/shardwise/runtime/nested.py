@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
 from torch import Tensor, nn
@@ -39,6 +39,33 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
             yield item
         else:
             yield from tensors_in(item, depth - 1)
+
+
+def with_others(value: object, other: Callable[[Tensor], Tensor], depth: int = 4) -> object:
+    """`value` with `other(tensor)` in place of every tensor that `tensors_in` finds. Lists, dicts and objects stay the
+    same ones, and are changed."""
+    if isinstance(value, Tensor):
+        return other(value)
+    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+        return value
+    if isinstance(value, list):
+        value[:] = [with_others(item, other, depth - 1) for item in value]
+    elif isinstance(value, tuple):
+        items = [with_others(item, other, depth - 1) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif isinstance(value, set):
+        return {with_others(item, other, depth - 1) for item in value}
+    elif isinstance(value, dict):
+        for key, item in list(value.items()):
+            value[key] = with_others(item, other, depth - 1)
+    else:
+        names = [one.name for one in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", {}))
+        for name in names:
+            item = getattr(value, name)
+            changed = with_others(item, other, depth - 1)
+            if changed is not item:
+                object.__setattr__(value, name, changed)  # also of a frozen dataclass
+    return value
 
 
 def argument_tensors(value: object) -> Iterator[Tensor]:
