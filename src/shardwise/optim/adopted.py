@@ -24,10 +24,9 @@ from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
-from shardwise.optim.replaced_methods import ReplacedMethods
 from shardwise.optim.sign_mean import Residual
 from shardwise.optim.states import StatesOfPieces, first_states
-from shardwise.optim.step_method import StepGuard, is_inside_step
+from shardwise.optim.step_method import ReplacedMethods, StepGuard, is_inside_step
 from shardwise.optim.trials import has_modes
 from shardwise.optim.updates import Updates
 from shardwise.plan.placement import Tier
