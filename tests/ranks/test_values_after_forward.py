@@ -294,16 +294,16 @@ class Keeper(nn.Module):
 
 
 class Keepers(nn.Module):
-    """Keeps one of a part's, too."""
+    """Keeps one of a part of a part, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Keeper(), Keeper()
+        self.parts = nn.ModuleList([Keeper(), Keeper()])
 
     def forward(self, x: torch.Tensor) -> list[Parts]:
-        self.of_part = self.second.weight.detach().view(-1)
-        first = self.first(x)
-        return [first, self.second(torch.tanh(first.out))]
+        self.of_part = self.parts[1].weight.detach().view(-1)
+        first = self.parts[0](x)
+        return [first, self.parts[1](torch.tanh(first.out))]
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
@@ -315,7 +315,7 @@ def test_views_of_parameters_that_a_forward_keeps_or_detaches_are_copies(preset:
 
     def kept_by(replica: Any, parts: list[Parts]) -> list[torch.Tensor]:
         found = [replica.of_part, *(one.detached for one in parts)]
-        for keeper in (replica.first, replica.second):
+        for keeper in replica.parts:
             row, (rows,) = keeper.kept_in["list"]
             found += [keeper.turned, keeper.data, row, rows]
         return found

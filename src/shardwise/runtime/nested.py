@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def with_others(value: object, other: Callable[[Tensor], Tensor], depth: int = 4
         value[:] = [with_others(item, other, depth - 1) for item in value]
     elif isinstance(value, tuple):
         items = [with_others(item, other, depth - 1) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     elif isinstance(value, set):
         return {with_others(item, other, depth - 1) for item in value}
@@ -98,7 +101,7 @@ class KeptViews:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = weakref.ref(root)
+        self._root = root
         self.looks = False
         self._storages: dict[str, frozenset[int]] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -144,11 +147,22 @@ class KeptViews:
                     places.append((module, name))
 
     def _modules_around(self, unit: Unit) -> Iterable[nn.Module]:
-        """The modules of the unit, and those that contain it."""
-        root = self._root()
-        inner = dict.fromkeys(module for site in unit.sites for module in site.modules())
-        outer = (module for module in (root.modules() if root is not None else ()) if module not in inner)
-        return [*inner, *(module for module in outer if not inner.keys().isdisjoint(module.children()))]
+        """The modules of the unit, and all those that contain it."""
+        found = dict.fromkeys(module for site in unit.sites for module in site.modules())
+        outer = list(unit.sites)
+        while outer:
+            parents = [one for one in self._parents.get(outer.pop(), ()) if one not in found]
+            found |= dict.fromkeys(parents)
+            outer += parents
+        return found
+
+    @cached_property
+    def _parents(self) -> dict[nn.Module, list[nn.Module]]:
+        parents: dict[nn.Module, list[nn.Module]] = {}
+        for parent in self._root.modules():
+            for child in parent.children():
+                parents.setdefault(child, []).append(parent)
+        return parents
 
 
 _TORCHS = frozenset(nn.Module().__dict__)
