@@ -62,7 +62,8 @@ def with_others(value: object, other: Callable[[Tensor], Tensor], depth: int = 4
         items = [with_others(item, other, depth - 1) for item in value]
         if all(map(operator.is_, items, value)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        kind: Any = type(value)
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     elif isinstance(value, set):
         return {with_others(item, other, depth - 1) for item in value}
     elif isinstance(value, dict):
@@ -117,9 +118,9 @@ class KeptViews:
             self._find(unit, is_view)
         for module, name in self._places.get(unit.name, ()):
             kept = module.__dict__.get(name)
-            if _has_view((kept,), is_view):
+            if _has_view(kept, is_view):
                 module.__dict__[name] = _copied(kept, is_view)
-        return _copied(output, is_view) if _has_view((output,), is_view) else output
+        return _copied(output, is_view) if _has_view(output, is_view) else output
 
     def _is_view_of(self, unit: Unit) -> Callable[[Tensor], bool]:
         storages = self._storages.get(unit.name)
@@ -143,7 +144,7 @@ class KeptViews:
             for name, value in module.__dict__.items():
                 if name in _TORCHS or (module, name) in places:
                     continue
-                if isinstance(value, Tensor | list | tuple | dict) and _has_view((value,), is_view):
+                if isinstance(value, Tensor | list | tuple | dict) and _has_view(value, is_view):
                     places.append((module, name))
 
     def _modules_around(self, unit: Unit) -> Iterable[nn.Module]:
@@ -169,8 +170,8 @@ _TORCHS = frozenset(nn.Module().__dict__)
 """Attributes of every module, as its parameters and hooks."""
 
 
-def _has_view(value: tuple[object], is_view: Callable[[Tensor], bool]) -> bool:
-    return any(map(is_view, value if isinstance(value[0], Tensor) else tensors_in(value[0])))
+def _has_view(value: object, is_view: Callable[[Tensor], bool]) -> bool:
+    return any(map(is_view, (value,) if isinstance(value, Tensor) else tensors_in(value)))
 
 
 def _copied(value: Any, is_view: Callable[[Tensor], bool]) -> object:
