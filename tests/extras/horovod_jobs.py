@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.errors import ConfigError
 from shardwise.integrations.horovod.import_hook import install
 
 GLOBAL_ROWS, STEPS = 8, 4
@@ -156,6 +157,7 @@ def tensorflow_job() -> dict[str, Any]:
     with pytest.raises(ValueError, match="no gradient for op=Max"):
         tape.gradient(y, x)
     tensorflow_gradients(tf, hvd)
+    tensorflow_names(tf, hvd)
 
     weights, unused = tf.Variable(W + rank), tf.Variable(1.0)
     hvd.broadcast_variables([weights], root_rank=0)
@@ -173,6 +175,27 @@ def tensorflow_job() -> dict[str, Any]:
     losses = [float(step(tf.constant(own_rows(x, hvd)))) for x in X]
     hvd.shutdown()
     return {"losses": losses, "weights": weights.numpy().tolist()}
+
+
+def tensorflow_names(tf: Any, hvd: Any) -> None:
+    """Ranks as tensors, broadcasts in place, and arguments that Horovod's functions have and these lack."""
+    rank = hvd.rank()
+    assert [int(op()) for op in (hvd.rank_op, hvd.local_rank_op, hvd.size_op, hvd.local_size_op)] == [rank, rank, 2, 2]
+    assert int(hvd.process_set_included_op()) == 1
+    for wrap in (lambda call: call, tf.function):
+        variables = [tf.Variable([1.0 + rank]), tf.Variable([[3.0 + rank]])]
+        returned = wrap(lambda kept=variables: [one.read_value() for one in hvd.broadcast_(kept, 1)])()
+        assert [one.numpy().item() for one in variables] == [one.numpy().item() for one in returned] == [2, 4]
+    assert hvd.broadcast_object_fn(1, name="fn")({"rank": rank}) == {"rank": 1}
+    assert hvd.broadcast_object({"rank": rank}, 1, session=None) == {"rank": 1}
+    assert hvd.allreduce(tf.constant([rank]), op=hvd.Sum, device_dense="/cpu:0", ignore_name_scope=True).numpy() == [1]
+    for call in (
+        lambda: hvd.reducescatter(tf.ones(2), compression=hvd.Compression.fp16),
+        lambda: hvd.DistributedGradientTape(tf.GradientTape(), gradient_predivide_factor=2.0),
+        lambda: hvd.broadcast_object(1, session=tf),
+    ):
+        with pytest.raises(ConfigError, match="is not supported by shardwise: "):
+            call()
 
 
 def tensorflow_gradients(tf: Any, hvd: Any) -> None:
@@ -225,6 +248,9 @@ def keras_job(backend: str, folder: str) -> dict[str, Any]:
 
     hvd.init()
     rank = hvd.rank()
+    assert hvd.reducescatter(np.array([rank, 1.0]), op=hvd.Sum).tolist() == ([1] if rank == 0 else [2])
+    with pytest.raises(ConfigError, match=r"DistributedOptimizer\(scale_local_gradients=\) is not supported"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), scale_local_gradients=False)
     check_compression(hvd)
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, use_bias=False)])

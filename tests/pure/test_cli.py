@@ -162,6 +162,18 @@ def test_help_imports_nothing_heavy() -> None:
     assert not HEAVY & set(imported.split())
 
 
+def test_help_of_no_command_imports_torch() -> None:
+    probe = (
+        "import sys\n"
+        "from shardwise.cli.bench import OF_THIS_MACHINE\n"
+        "from shardwise.cli.main import COMMANDS, main\n"
+        "for words in [*([name] for name in COMMANDS), *(['bench', name] for name in OF_THIS_MACHINE)]:\n"
+        "    assert main([*words, '--help']) == 0, words\n"
+        "    assert not {'torch', 'numpy', 'transformers'} & sys.modules.keys(), words\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=PATIENCE, check=True)
+
+
 def test_it_runs_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardwise", "nosuch"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=tmp_path)

@@ -34,9 +34,11 @@ either **equal** to the same loop on one process, or refused with an error; noth
   and `vjp(f, p)` ask no tensor whether it can be read, so under `zero3` they are not refused: they find NaN, or, where
   ranks share memory, what another rank may be writing between a step and the next forward. `torch.tensor(p)` warns.
   Give them `p.detach().clone()`; `p.detach()` alone is refused.
-- A view of a parameter that a forward returns (`self.positions[:n]`) is a copy where parameters are gathered. One that
-  it keeps or detaches (`self.kept = self.weight.t()`, `return self.weight.detach()`) is not: once its unit is freed, it
-  has NaN, or, where ranks share memory, what another rank may be writing from the next step on. Keep a `.clone()`.
+- A view of a parameter that a forward returns (`self.positions[:n]`, `self.weight.detach()`), also in a list, a dict or
+  a dataclass, or keeps in an attribute of a module (`self.kept = self.weight.t()`), is a copy where parameters are
+  gathered: it passes gradients on, and does not follow later steps. One that it keeps elsewhere (in a closure, in an
+  object that is no module), or in an attribute only in later passes than those that are recorded, has NaN once its unit
+  is freed, or, where ranks share memory, what another rank may be writing from the next step on. Keep a `.clone()`.
 - `p.detach().numpy()` has the values of that moment, and does not follow the training.
 - Between forward and backward, a write by `p.data` goes through, as in PyTorch, and `p.data = tensor` does not:
   PyTorch's error in the backward says that the parameter was "modified by an inplace operation". Assign before the

@@ -17,7 +17,8 @@ import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import StateError
 from shardwise.integrations.deepspeed import facade, names
 from shardwise.integrations.deepspeed.accelerator import get_accelerator
-from shardwise.integrations.deepspeed.names import NAMES, NameStatus, Row
+from shardwise.integrations.deepspeed.names import NAMES
+from shardwise.integrations.name_table import NameStatus, Row
 from shardwise.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -153,6 +154,20 @@ def test_private_names_say_what_to_use(modules: dict[str, ModuleType], objects: 
         finder.find_spec("deepspeed.utils.groups")
     assert finder.find_spec("deepspeed.zero") is None
     assert finder.find_spec("json") is None
+
+
+def test_no_error_of_a_module_is_bare(modules: dict[str, ModuleType]) -> None:
+    assert modules["deepspeed"].dist is modules["deepspeed.comm"]
+    finder = names.RefusedImports()
+    for name in modules:
+        if name != "deepspeed":
+            with pytest.raises(AttributeError, match=rf"{name}\.ITS_CONSTANT is not supported by shardwise: "):
+                _ = modules[name].ITS_CONSTANT
+            with pytest.raises(ImportError, match="is not supported by shardwise: "):
+                finder.find_spec(f"{name}.ITS_CONSTANT")
+            assert not hasattr(modules[name], "__wrapped__")
+    with pytest.raises(AttributeError, match=r"deepspeed\.comm\.TorchBackend is not supported"):
+        _ = modules["deepspeed.comm"].TorchBackend
 
 
 def test_the_page_is_that_of_the_table() -> None:

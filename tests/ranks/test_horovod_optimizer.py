@@ -208,6 +208,8 @@ def test_fp16_compression_and_a_process_set() -> None:
         optimizer = hvd.DistributedOptimizer(
             sgd(mine.parameters()), mine.named_parameters(), compression=hvd.Compression.fp16, process_set=pair
         )
+        assert (optimizer.op, optimizer.process_set, optimizer.backward_passes_per_step) == (hvd.Average, pair, 1)
+        assert (optimizer.gradient_predivide_factor, optimizer.sparse_as_dense) == (1.0, False)
         loss_of(mine, batches[0, 0, hvd.rank()]).backward()
         optimizer.step()
         hvd.shutdown()
@@ -366,6 +368,7 @@ def test_an_elastic_loop_returns_to_its_commit() -> None:
                     state.commit()
 
         loop(state)
+        assert sampler.processed_num == len(sampler.processed_indices) == 24
         return [param.detach() for param in mine.parameters()], [one for chosen in seen for one in chosen], resets
 
     broken = on_ranks(2, lambda: train(3))

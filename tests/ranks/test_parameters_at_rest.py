@@ -78,6 +78,17 @@ REFUSED: dict[str, tuple[Use, type[Exception], str]] = {
         StateError,
         f"engine.get\\('{NAME}', '(exp_avg|step)'\\)",
     ),
+    "a state dropped": (lambda e, m, o: o.state.pop(param_of(m)), StateError, "by this rank's piece of it"),
+    "a state deleted": (
+        lambda e, m, o: o.state.__delitem__(param_of(m)),
+        StateError,
+        "kept by this rank's piece of it",
+    ),
+    "a state made": (
+        lambda e, m, o: o.state.setdefault(param_of(m), {}),
+        StateError,
+        "kept by this rank's piece of it",
+    ),
     "states by pieces": (lambda e, m, o: list(o.state.values()), StateError, "kept by this rank's piece of each"),
     "a copy of the optimizer": (lambda e, m, o: copy.deepcopy(o), StateError, "kept by this rank's piece of each"),
     "its storage": (lambda e, m, o: param_of(m).untyped_storage(), StateError, "its storage, .* cannot be had"),
@@ -300,8 +311,8 @@ def test_whole_tensors_share_the_memory_of_the_parameter(place: tuple[str, bool]
         step(engine)
         assert not torch.equal(row.clone(), before)
         assert torch.equal(engine.get(NAME)[3], row.clone())
-        assert "sharded" in repr(param)
-        assert "sharded" in repr(row)
+        assert "in an engine's memory" in repr(param)
+        assert "in an engine's memory" in repr(row)
         assert model.to("cpu") is model
         assert isinstance(param, nn.Parameter)
         return True

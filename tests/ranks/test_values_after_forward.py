@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,75 @@ def test_a_view_of_a_parameter_may_be_returned_to_who_uses_it_later(preset: str,
     expected = losses(model, None)
     found = run_ranks(2, lambda world: losses(replicas[world.rank], world), shares_memory=shares_memory)
     assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+@dataclass(frozen=True)
+class Parts:
+    out: torch.Tensor
+    detached: torch.Tensor
+
+
+class Keeper(nn.Module):
+    """Keeps views of its parameter in attributes, and returns one detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
+        self.kept_in: dict[str, Any] = {"list": []}
+
+    def forward(self, x: torch.Tensor) -> Parts:
+        self.turned = self.weight.t()
+        self.data = self.weight.data
+        self.kept_in["list"] = [self.weight.detach()[0], (self.weight[1:3],)]
+        return Parts(x @ self.turned, self.weight.detach())
+
+
+class Keepers(nn.Module):
+    """Keeps one of a part of a part, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Keeper(), Keeper()])
+
+    def forward(self, x: torch.Tensor) -> list[Parts]:
+        self.of_part = self.parts[1].weight.detach().view(-1)
+        first = self.parts[0](x)
+        return [first, self.parts[1](torch.tanh(first.out))]
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("preset", ["zero3", "zero2"])
+def test_views_of_parameters_that_a_forward_keeps_or_detaches_are_copies(preset: str, shares_memory: bool) -> None:
+    """They pass gradients on, and have the values of that moment also after the step, as clones have."""
+    torch.manual_seed(0)
+    model = Keepers()
+
+    def kept_by(replica: Any, parts: list[Parts]) -> list[torch.Tensor]:
+        found = [replica.of_part, *(one.detached for one in parts)]
+        for keeper in replica.parts:
+            row, (rows,) = keeper.kept_in["list"]
+            found += [keeper.turned, keeper.data, row, rows]
+        return found
+
+    def seen(replica: nn.Module, world: sw.World | None) -> list[list[torch.Tensor]]:
+        optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+        if world is not None:
+            sw.shard(replica, {"preset": preset, "units": {"class": "Keeper"}}, optimizer=optimizer, world=world)
+        steps = []
+        for number in range(3):
+            parts = replica(torch.full((3, 4), 1.0 + number))
+            kept = kept_by(replica, parts)
+            steps.append([one.detach().clone() for one in kept])
+            (parts[1].out.square().mean() + sum(one.square().mean() for one in kept)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if world is not None and preset == "zero3":
+                for before, after in zip(steps[-1], kept_by(replica, parts), strict=True):
+                    assert torch.equal(before, after)
+        return steps
+
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    expected = seen(model, None)
+    for found in run_ranks(2, lambda world: seen(replicas[world.rank], world), shares_memory=shares_memory):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)

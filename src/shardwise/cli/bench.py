@@ -11,10 +11,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.errors import LaunchError
+from shardwise.system.calibration import default_path
+from shardwise.system.units import parse_bytes
 
 PEERS_PYTHON = Path(".venv-bench/bin/python")
 """Where `make bench` installs the other libraries, below the checkout."""
-OF_THIS_MACHINE = ("disk", "host", "links")
+OF_THIS_MACHINE = {
+    "disk": "Measure how fast a disk reads and writes, by block size and number of requests in flight.",
+    "host": "Measure how fast memory is copied and AdamW updates parameters in it, by number of threads.",
+    "links": "Measure the links between two ranks of this machine, and between host memory and the first GPU.",
+}
 """Programs that need no checkout."""
 EXAMPLES = """examples:
   shardwise bench disk /scratch    read and write speed of the disk with this folder
@@ -39,13 +45,33 @@ def run(args: argparse.Namespace) -> int:
     """Measure this machine, or run a benchmark, in the environment of `make bench` if there is one. Returns the exit
     status."""
     if args.program in OF_THIS_MACHINE:
-        status: int = importlib.import_module("shardwise.cli.tier_bench").run(args.program, args.arguments)
+        options = _parser_of(args.program).parse_args(args.arguments)  # before torch is imported: it may ask for help
+        status: int = importlib.import_module("shardwise.cli.tier_bench").run(args.program, options)
         return status
     root = find_checkout((Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents))
     paths = [str(root), str(root / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [str(python_of(root)), "-m", "benchmarks", args.program, *args.arguments]
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _parser_of(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"shardwise bench {program}", description=OF_THIS_MACHINE[program])
+    option = parser.add_argument
+    if program == "disk":
+        option("folder", help="any folder on the disk to measure")
+        option("--size", type=_bytes, metavar="BYTES", help="size of the test file, at most (default: 512MiB)")
+    option("--quick", action="store_true", help="measure fewer settings, for a rough result")
+    option("--json", action="store_true", help="print JSON")
+    option("--calibration", type=Path, metavar="FILE", help=f"file to update (default: {default_path()})")
+    return parser
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def find_checkout(folders: Iterable[Path]) -> Path:

@@ -29,14 +29,13 @@ from shardwise.system.calibration import (
     write_calibration,
 )
 from shardwise.system.machine import num_cores
-from shardwise.system.units import format_bytes, format_count, parse_bytes
+from shardwise.system.units import format_bytes, format_count
 
 Rows = Sequence[Any]
 
 
-def run(program: str, arguments: Sequence[str]) -> int:
+def run(program: str, args: argparse.Namespace) -> int:
     """Measure, print, and save the results."""
-    args = _parser(program).parse_args(arguments)
     path = args.calibration or default_path()
     require_writable(path)  # this and a bad file are refused before anything is measured
     before = read_calibration(path)
@@ -168,29 +167,5 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"shardwise bench {program}", description=_SUMMARIES[program])
-    option = parser.add_argument
-    if program == "disk":
-        option("folder", help="any folder on the disk to measure")
-        option("--size", type=_bytes, metavar="BYTES", help="size of the test file, at most (default: 512MiB)")
-    option("--quick", action="store_true", help="measure fewer settings, for a rough result")
-    option("--json", action="store_true", help="print JSON")
-    option("--calibration", type=Path, metavar="FILE", help=f"file to update (default: {default_path()})")
-    return parser
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-_SUMMARIES = {
-    "disk": "Measure how fast a disk reads and writes, by block size and number of requests in flight.",
-    "host": "Measure how fast memory is copied and AdamW updates parameters in it, by number of threads.",
-    "links": "Measure the links between two ranks of this machine, and between host memory and the first GPU.",
-}
 _PROGRAMS = {"disk": _disk, "host": _host, "links": _links}
 _TABLES: dict[str, Callable[[Any], Table]] = {"disk": _disk_table, "host": _host_table, "links": _links_table}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,13 @@ class GroupAdded:
 
 def added_group(
     member: torch.optim.Optimizer,
+    add: Callable[[dict[str, Any]], object],
     param_group: dict[str, Any],
     flats: Sequence[Flat],
     pieces: Sequence[Piece],
     members: Sequence[torch.optim.Optimizer],
 ) -> GroupAdded:
-    """Add a group to `member`, one of `members` with these `pieces`, whose groups list parameters now.
+    """Add a group by `add` to `member`, one of `members` with these `pieces`, whose groups list parameters now.
 
     Raises `ModelError` for parameters that the model does not have or an optimizer has already, and what `updates_of`
     raises; nothing has been changed then.
@@ -40,7 +41,7 @@ def added_group(
     described = _described(param_group)
     homes = {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
     owned = {piece.param for piece in pieces}
-    type(member).add_param_group(member, param_group)
+    add(param_group)
     group = member.param_groups[-1]
     try:
         for param in group["params"]:

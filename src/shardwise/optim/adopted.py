@@ -26,7 +26,7 @@ from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.sign_mean import Residual
 from shardwise.optim.states import StatesOfPieces, first_states
-from shardwise.optim.step_method import StepGuard, is_inside_step
+from shardwise.optim.step_method import ReplacedMethods, StepGuard, is_inside_step
 from shardwise.optim.trials import has_modes
 from shardwise.optim.updates import Updates
 from shardwise.plan.placement import Tier
@@ -38,16 +38,6 @@ CALLED_BY_TORCH = {
     "_before_step": "a step",
 }
 """See `comm/watch/journal.py`."""
-REPLACED_METHODS = (
-    "zero_grad",
-    "add_param_group",
-    "state_dict",
-    "load_state_dict",
-    "register_step_pre_hook",
-    "train",
-    "eval",
-)
-"""Methods of an adopted optimizer that are replaced until it is released."""
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are a single number for any parameter, even for a parameter that is a number."""
 WHOLE_STATES = frozenset({"row_var", "col_var"})
@@ -96,30 +86,26 @@ class AdoptedOptimizer:
         """Parameters whose states were in what was loaded last, and not read because they are frozen."""
         self._handles: list[RemovableHandle] = []
         self._state_hooks: dict[torch.optim.Optimizer, list[RemovableHandle]] = {}
-        self._patches: dict[torch.optim.Optimizer, dict[str, Any]] = {}
-        """Methods that code had replaced in the object before us. A `zero_grad` of its own, or of its class, stays in
-        place: what that does to gradients it may do at rest."""
+        self._replaced = {member: ReplacedMethods.of(member) for member in members}
         self._whole = whole
         self._peers = peers
         peers.meet(self.pieces)
         for member, groups in self._groups.items():
-            self._patches[member] = {key: value for key, value in member.__dict__.items() if key in REPLACED_METHODS}
             self._adopt(member, groups.pieces, peers)
             self._hook(member, after)
             StepGuard.over(member, partial(before, member), self.updates.withdraw_gradients)
             self._hook_states(member)
-            kind: Any = type(member)
-            if "zero_grad" not in self._patches[member] and kind.zero_grad is torch.optim.Optimizer.zero_grad:
-                member.__dict__["zero_grad"] = partial(self._zero_grad, member, forget)
-            member.__dict__.update(  # until release
-                add_param_group=partial(self._add_group, member),
-                state_dict=partial(self._state_dict, member),
-                load_state_dict=partial(self._load, member),
-            )
+            methods = {
+                "add_param_group": self._add_group,
+                "state_dict": self._state_dict,
+                "load_state_dict": self._load,
+            }
+            if self._replaced[member].is_torchs("zero_grad"):  # what another one does to gradients it may do at rest
+                methods["zero_grad"] = partial(self._zero_grad, forget)
             if has_modes(member):
-                member.__dict__.update(  # likewise
-                    train=partial(self._switch, member, "train"), eval=partial(self._switch, member, "eval")
-                )
+                methods |= {name: partial(self._switch, name) for name in ("train", "eval")}
+            for name, method in methods.items():
+                self._replaced[member].replace(name, partial(method, member))
 
     def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], peers: RankPeers) -> None:
         """Cut existing states into pieces."""
@@ -144,23 +130,52 @@ class AdoptedOptimizer:
             hooks_after[other] = hooks_after.pop(other)
         self._handles += [first, last]
 
+        register_step_pre_hook = self._replaced[member].before("register_step_pre_hook")
+
         def register(hook: Any) -> RemovableHandle:
-            handle = type(member).register_step_pre_hook(member, hook)
+            handle: RemovableHandle = register_step_pre_hook(hook)
             hooks_before = member._optimizer_step_pre_hooks
             hooks_before[first.id] = hooks_before.pop(first.id)
             return handle
 
-        member.__dict__["register_step_pre_hook"] = register
+        self._replaced[member].replace("register_step_pre_hook", register)
 
     def _hook_states(self, member: torch.optim.Optimizer) -> None:
         """Make our hooks of `state_dict` and `load_state_dict` the innermost ones, so that other hooks, registered
-        before or since, are given whole states: torch advises them to rename and reorder parameters there."""
+        before or since, are given whole states: torch advises them to rename and reorder parameters there. They find
+        parameters in `param_groups`: around them we list these, and pieces for what the class itself does."""
         for handle in self._state_hooks.get(member, ()):
             handle.remove()
+        groups = self._groups
+
+        def list_params(member: torch.optim.Optimizer, _: object = None) -> None:
+            groups[member].list_params()
+
+        def list_pieces(member: torch.optim.Optimizer, _: object = None) -> None:
+            groups[member].list_pieces()
+
+        def whole(member: torch.optim.Optimizer, _: object) -> dict[str, Any]:
+            found = self._whole(member)
+            list_params(member)
+            return found
+
+        def cut(member: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            list_pieces(member)
+            return self._cut_state_dict(member, state)
+
+        def guard(member: torch.optim.Optimizer) -> None:
+            self._guard_states(member)
+            list_params(member)
+
         self._state_hooks[member] = [
-            member.register_state_dict_post_hook(lambda member, _: self._whole(member), prepend=True),
-            member.register_load_state_dict_pre_hook(self._cut_state_dict),
-            member.register_load_state_dict_post_hook(self._guard_states, prepend=True),
+            member.register_state_dict_pre_hook(list_params, prepend=True),
+            member.register_state_dict_pre_hook(list_pieces),
+            member.register_state_dict_post_hook(whole, prepend=True),
+            member.register_state_dict_post_hook(list_pieces),
+            member.register_load_state_dict_pre_hook(list_params, prepend=True),
+            member.register_load_state_dict_pre_hook(cut),
+            member.register_load_state_dict_post_hook(guard, prepend=True),
+            member.register_load_state_dict_post_hook(list_pieces),
         ]
 
     def _guard_states(self, member: torch.optim.Optimizer) -> None:
@@ -174,30 +189,26 @@ class AdoptedOptimizer:
         with self._groups[member].listed():
             return method(*args, **kwargs)
 
-    def _method(self, member: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
-        """What the call was before we replaced it."""
-        return self._patches[member].get(name) or partial(getattr(type(member), name), member)
-
-    def _switch(self, member: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _switch(self, name: str, member: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Let it move parameters to other points, as schedule-free ones do. All ranks call."""
         with self._rewritten():
-            return self._among_pieces(member, self._method(member, name), *args, **kwargs)
+            return self._among_pieces(member, self._replaced[member].before(name), *args, **kwargs)
 
     def _zero_grad(
-        self, member: torch.optim.Optimizer, forget: Callable[[Sequence[Piece], bool], None], set_to_none: bool = True
+        self, forget: Callable[[Sequence[Piece], bool], None], member: torch.optim.Optimizer, set_to_none: bool = True
     ) -> None:
         forget(self._groups[member].pieces, set_to_none)
 
     def _state_dict(self, member: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._hook_states(member)
-        return self._among_pieces(member, self._method(member, "state_dict"), *args, **kwargs)
+        return self._among_pieces(member, self._replaced[member].before("state_dict"), *args, **kwargs)
 
     def _load(self, member: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         if self.before_load():
-            member.load_state_dict(state_dict)
+            ReplacedMethods.of(member).current("load_state_dict")(state_dict)  # that of whoever has adopted it now
             return
         self._hook_states(member)
-        self._among_pieces(member, self._method(member, "load_state_dict"), state_dict)
+        self._among_pieces(member, self._replaced[member].before("load_state_dict"), state_dict)
         self.find_changed_updates()
 
     def note_loaded(self, pieces: Iterable[tuple[int, Piece]], has_states: Callable[[int, Piece], bool]) -> None:
@@ -209,7 +220,8 @@ class AdoptedOptimizer:
 
     def _add_group(self, member: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         """See [Note: unfrozen later]. Until there is memory, their pieces are empty."""
-        new: GroupAdded = added_group(member, param_group, self._flats, self.pieces, self.members)
+        add = self._replaced[member].before("add_param_group")
+        new: GroupAdded = added_group(member, add, param_group, self._flats, self.pieces, self.members)
         self.pieces += new.pieces
         self._groups[member] = GroupsOfPieces(member, [*self._groups[member].pieces, *new.pieces])
         self._member_of |= {piece.tensor: member for piece in new.pieces}
@@ -409,9 +421,7 @@ class AdoptedOptimizer:
             if isinstance(member, Cooperative):
                 member.peers = Alone()
             StepGuard.release(member)
-            for name in REPLACED_METHODS:
-                member.__dict__.pop(name, None)
-            member.__dict__.update(self._patches[member])
+            self._replaced[member].release()
 
     def give_back(self) -> None:
         """Unhook, and leave the optimizers to others, without their states."""

@@ -58,6 +58,18 @@ class StatesOfPieces(defaultdict[Tensor, Any]):
         self._require_piece(key)
         return super().get(key, default)
 
+    def __delitem__(self, key: Tensor) -> None:
+        self._require_piece(key)
+        super().__delitem__(key)
+
+    def pop(self, key: Tensor, *default: Any) -> Any:
+        self._require_piece(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: Tensor, default: Any = None) -> Any:
+        self._require_piece(key)
+        return super().setdefault(key, default)
+
     def __iter__(self) -> Iterator[Tensor]:
         self._require_piece(None)
         return super().__iter__()

@@ -48,7 +48,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import ModelError, StateError
 from shardwise.memory import Flat, Unit
 from shardwise.runtime.compiled import OuterCompile
-from shardwise.runtime.nested import tensors_in
+from shardwise.runtime.nested import KeptViews, tensors_in
 from shardwise.runtime.split_backward import Halves
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -56,7 +56,6 @@ from shardwise.system.torch_private import (
     is_transforming,
     queue_callback,
     storage_id,
-    tree_map_only,
     wraps_others,
 )
 
@@ -191,6 +190,7 @@ class Hooks:
         self._awaits_end = False
         self._outer_compile = OuterCompile(root, [site for unit in units for site in unit.sites])
         self._root = root
+        self._kept = KeptViews(root)
         self._handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
         for unit in units:
@@ -227,6 +227,10 @@ class Hooks:
             self._root.register_forward_pre_hook(hook(self._enter_root), prepend=True),
             self._root.register_forward_hook(hook(self._leave_root), always_call=True),
         ]
+
+    def look_for_kept_views(self, looks: bool) -> None:
+        """Whether what modules keep of a forward is looked through at the ends of units, from now on."""
+        self._kept.looks = looks
 
     def watch_inputs(self, unit: Unit) -> None:
         """From the next forward on, the unit's backward ends when the gradients of its inputs have been computed."""
@@ -315,7 +319,7 @@ class Hooks:
         output: object,
     ) -> object:
         if graph_task() != -1:
-            output = _apart_from(unit, output)
+            output = self._kept.apart(unit, output)
             call = use.recomputed.pop() if use.recomputed else None
             _watch_outputs(output, self._opening(unit, use, call, open_backward))
             return output
@@ -329,7 +333,7 @@ class Hooks:
             output = error.output
         if unit.num_writes() != use.num_writes:
             raise changed_inside(unit.name)
-        output, given = _apart_from(unit, output), output
+        output, given = self._kept.apart(unit, output), output
         opening = open_backward if call is None else self._opening(unit, use, call, open_backward)
         opaque = torch.is_grad_enabled() and not (
             _watch_outputs(output, opening) or _has_no_backward(unit, call, output)
@@ -533,19 +537,6 @@ def _has_no_backward(unit: Unit, call: _Call | None, output: object) -> bool:
     with DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
         own = {storage_id(flat.full.untyped_storage()) for flat in unit.flats}
         return not any(wraps_others(one) or storage_id(one.untyped_storage()) in own for one in returned)
-
-
-def _apart_from(unit: Unit, output: object) -> object:
-    """`output` with copies of what is a view of the unit's parameters, as the first rows of a table of positions are:
-    their memory comes and goes, and whoever gets the output reads it later."""
-
-    def is_view(tensor: Tensor) -> bool:
-        base = tensor._base
-        return base is not None and any(base is param for param in unit.params)
-
-    if unit.stays_whole or not any(map(is_view, (output,) if isinstance(output, Tensor) else tensors_in(output))):
-        return output
-    return tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
 def changed_inside(unit: str) -> ModelError:

@@ -45,11 +45,13 @@ class Watching:
             watcher = Reach(self._units, self.gather_reached)
             watcher.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             self._gathering.watcher = watcher
+            self._hooks.look_for_kept_views(True)
 
     def pause(self) -> None:
         if self._gathering.watcher is not None:
             self._gathering.watcher.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             self._gathering.watcher = None
+            self._hooks.look_for_kept_views(False)
 
     def require_in_place(self) -> None:
         """Raise `ModelError` if the forward that was watched has given a parameter other memory (`param.data = ...`),

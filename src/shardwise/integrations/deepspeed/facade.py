@@ -80,6 +80,7 @@ def install() -> None:
         parent, _, child = name.rpartition(".")
         if parent and not callable(getattr(sys.modules[parent], child, None)):  # a function may have its module's name
             setattr(sys.modules[parent], child, module)
+    vars(sys.modules["deepspeed"])["dist"] = sys.modules["deepspeed.comm"]
 
 
 def _modules() -> dict[str, dict[str, Any]]:

@@ -16,6 +16,8 @@ from shardwise.integrations.horovod.command_line_hosts import (
     ssh_options,
 )
 
+VERSION = "0.28.1"
+"""The version of Horovod whose API and options these are."""
 _VARIABLES = {
     "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
     "--timeline-filename": "HOROVOD_TIMELINE",
@@ -30,7 +32,7 @@ _NOTHING_TO_TUNE = "there is nothing to tune"
 _NO_HIERARCHY = "ranks of one host always use shared memory"
 _NO_MPI = "MPI is not used"
 _PYTHON_LOGGING = "shardwise uses Python's logging, with the logger `shardwise`"
-_IGNORED = {
+IGNORED = {
     "--gloo": (0, "gloo is always used between hosts"),
     "--cycle-time-ms": (1, _NO_CYCLES),
     "--timeline-mark-cycles": (0, _NO_CYCLES),
@@ -67,9 +69,16 @@ _IGNORED = {
     "--stall-check": (0, "stalled ranks are always reported"),
 }
 """Options without effect: the number of their arguments, and the reason."""
+_OTHER_NAMES = {
+    "--network-interfaces": ("--network-interface",),
+    "--prefix-output-with-timestamp": ("-prefix-timestamp",),
+    "--log-without-timestamp": ("--log-hide-timestamp",),
+    "--log-with-timestamp": ("--no-log-hide-timestamp",),
+}
+"""Older and shorter names of options."""
 _RETRY_WINDOW_SECONDS = 10**9
 """Horovod's `--reset-limit` counts over the whole job."""
-_REFUSED = {
+REFUSED = {
     "--mpi": (0, "MPI is not supported here. To start ranks by MPI, use `mpirun -np N python train.py`."),
     "--mpi-args": (1, "MPI is not supported here. To start ranks by MPI, use `mpirun`."),
     "--jsrun": (0, "jsrun is not supported here. Start the script itself by jsrun, with torchrun's variables set."),
@@ -100,7 +109,8 @@ def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
     option("-np", "--num-proc", type=int, metavar="N", help="ranks to start")
     option("-H", "--hosts", metavar="HOST:N,...", help="hosts and slots: a:4,b:4 (default: this host)")
     option("-hostfile", "--hostfile", type=Path, metavar="FILE", help="a file of hosts, one per line: a slots=4")
-    option("--check-build", action="store_true", help="print the available frameworks and start nothing")
+    option("-v", "--version", action="version", version=f"{VERSION} (by shardwise)")
+    option("-cb", "--check-build", action="store_true", help="print the available frameworks and start nothing")
     option("--output-filename", metavar="DIR", help="also write each rank's stdout and stderr to this folder")
     option("--fusion-threshold-mb", type=float, metavar="MB", help="maximum size of fused all-reduces")
     option("--disable-cache", action="store_true", help="do not cache messages of the negotiation")
@@ -115,21 +125,22 @@ def add_horovodrun_arguments(parser: argparse.ArgumentParser) -> None:
     option("-i", dest="ssh_identity_file", help=argparse.SUPPRESS)
     for name in _VARIABLES:
         option(name, metavar="X")
-    for name, (count, _) in {**_IGNORED, **_REFUSED}.items():
+    for name, (count, _) in {**IGNORED, **REFUSED}.items():
+        names = (name, *_OTHER_NAMES.get(name, ()))
         if count:
-            option(name, nargs=count if count > 1 else None, help=argparse.SUPPRESS)
+            option(*names, nargs=count if count > 1 else None, help=argparse.SUPPRESS)
         else:
-            option(name, action="store_true", help=argparse.SUPPRESS)
+            option(*names, action="store_true", help=argparse.SUPPRESS)
     option("command", nargs=argparse.REMAINDER, metavar="python script.py", help="the script, and its arguments")
 
 
 def launch_command(args: argparse.Namespace) -> LaunchCommand:
     """Translate the command line. Raises `LaunchError` for options that are refused."""
-    for name, (_, why) in _REFUSED.items():
+    for name, (_, why) in REFUSED.items():
         if _value(args, name):
             raise LaunchError(f"{name}: {why}")
     command = _command_for_hosts(args, parse_hosts(args.hosts, args.hostfile))
-    for name, (_, why) in _IGNORED.items():
+    for name, (_, why) in IGNORED.items():
         if _value(args, name) and not (command.uses_ssh and name in SSH_OPTIONS):
             command.notes.append(f"{name} has no effect: {why}")
     if args.output_filename is not None:

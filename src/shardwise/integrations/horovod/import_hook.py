@@ -10,9 +10,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from shardwise.errors import ConfigError
+from shardwise.integrations.horovod.command_line import VERSION
+from shardwise.integrations.horovod.names import attribute_errors, refusal
 
-VERSION = "0.28.1"
-"""The version of Horovod whose API this is."""
 _PACKAGE = "shardwise.integrations.horovod"
 _MODULES = {
     "horovod.common": "",
@@ -33,9 +33,14 @@ _MODULES = {
     "horovod.keras.callbacks": "callbacks",
     "horovod.numpy": "numpy",
     "horovod.tensorflow": "tensorflow",
+    "horovod.tensorflow.compression": "tensorflow_reductions",
+    "horovod.tensorflow.functions": "tensorflow",
     "horovod.tensorflow.keras": "keras",
     "horovod.tensorflow.keras.callbacks": "callbacks",
+    "horovod.tensorflow.mpi_ops": "tensorflow",
 }
+_NAMES = {f"{_PACKAGE}.{ours}": name for name, ours in reversed(_MODULES.items()) if ours}
+"""What scripts call modules of this package."""
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -44,7 +49,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "horovod" or name in _MODULES:
             return ModuleSpec(name, self, is_package=True)
+        owner, _, last = name.rpartition(".")
+        if owner in _NAMES:  # `from horovod.torch import last` asks for a module of this name if there is nothing else
+            name = f"{_NAMES[owner]}.{last}"
+            if message := refusal(name):
+                raise ImportError(message, name=name)
+            return None
         if name.startswith("horovod."):
+            if message := refusal(name):
+                raise ImportError(message, name=name)
             raise ModuleNotFoundError(
                 f"{name} is not supported by shardwise (docs/horovod.md lists what is).", name=name
             )
@@ -55,6 +68,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         replacement = _MODULES.get(name)
         if replacement:
             sys.modules[name] = found = importlib.import_module(f"{_PACKAGE}.{replacement}")
+            found.__dict__.setdefault("__getattr__", attribute_errors(name))
             if not hasattr(found, "__path__"):  # a package in Horovod: Python imports no modules of what is none
                 found.__path__ = []
         elif name == "horovod":

@@ -19,6 +19,7 @@ from shardwise.integrations.horovod import basics, callbacks
 from shardwise.integrations.horovod import numpy as numpy_hvd
 from shardwise.integrations.horovod.basics import *  # noqa: F403
 from shardwise.integrations.horovod.keras_variables import broadcast_variables
+from shardwise.integrations.horovod.names import takes_horovods_arguments
 from shardwise.integrations.horovod.ops import Average, handle_average_backwards_compatibility
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
@@ -35,6 +36,7 @@ __all__ = [
     "broadcast_variables",
     "callbacks",
     "load_model",
+    "reducescatter",
 ]
 __all__ += basics.__all__
 
@@ -56,6 +58,7 @@ class _Distributed:
         return super().apply(_reduced(list(grads), **self._options), trainable_variables)  # type: ignore[misc]
 
 
+@takes_horovods_arguments
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: Any,
     name: str | None = None,
@@ -123,14 +126,22 @@ def _is_sparse(grad: Any) -> bool:
     return hasattr(grad, "dense_shape")
 
 
-def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:
+@takes_horovods_arguments
+def load_model(
+    filepath: Any,
+    custom_objects: dict[str, Any] | None = None,
+    *,
+    compression: Any = Compression.none,
+    **options: Any,
+) -> Any:
     """`keras.models.load_model`, with the saved optimizer wrapped in `DistributedOptimizer`."""
     model = keras.models.load_model(filepath, custom_objects=custom_objects, **options)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer)
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model
 
 
+@takes_horovods_arguments
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -142,6 +153,11 @@ def allreduce(
     """Reduce the ranks' values, numbers or arrays; by default, average them."""
     chosen = handle_average_backwards_compatibility(op, average)
     return numpy_hvd.allreduce(np.asarray(value), name, chosen, prescale_factor, postscale_factor)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> np.ndarray:
+    """Reduce the ranks' values, and return this rank's rows of the result."""
+    return numpy_hvd.reducescatter(np.asarray(value), name, op)
 
 
 def allgather(value: Any, name: str | None = None) -> np.ndarray:

@@ -6,7 +6,7 @@ collectives in the same order, or name them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from shardwise.integrations.horovod import numpy as numpy_hvd
 from shardwise.integrations.horovod.basics import *  # noqa: F403
 from shardwise.integrations.horovod.current_session import current_session
 from shardwise.integrations.horovod.keras import DistributedOptimizer
-from shardwise.integrations.horovod.ops import Average, Reduction
+from shardwise.integrations.horovod.names import takes_horovods_arguments
+from shardwise.integrations.horovod.ops import Average, Reduction, handle_average_backwards_compatibility
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.integrations.horovod.tensorflow_reductions import (
     Compression,
@@ -34,9 +35,11 @@ from shardwise.integrations.horovod.tensorflow_reductions import (
     reducescatter,
     shapes_of_rows,
 )
-from shardwise.integrations.horovod.torch.functions import allgather_object, broadcast_object
+from shardwise.integrations.horovod.torch import functions
 
 Tensor = Any
+allgather_object = takes_horovods_arguments(functions.allgather_object)
+broadcast_object = takes_horovods_arguments(functions.broadcast_object)
 
 __all__ = [
     "Compression",
@@ -47,16 +50,25 @@ __all__ = [
     "allreduce",
     "alltoall",
     "broadcast",
+    "broadcast_",
     "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
     "reducescatter",
+    "size_op",
 ]
 __all__ += basics.__all__
 
 
+@takes_horovods_arguments
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -77,6 +89,7 @@ def broadcast(
     return send(tf.convert_to_tensor(tensor))
 
 
+@takes_horovods_arguments
 def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
@@ -126,6 +139,7 @@ def _eager_array(call: str, tensor: Tensor) -> np.ndarray:
     return array
 
 
+@takes_horovods_arguments
 def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Broadcast `root_rank`'s values of `variables`, which all ranks must list in the same order. Only eagerly."""
     variables = list(variables)
@@ -139,9 +153,55 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: P
         variable.assign(handle.wait())
 
 
+def broadcast_(
+    variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Broadcast `root_rank`'s values of `variables`, and return these. Also within `tf.function`."""
+    variables = list(variables)
+    name = current_session().name_for("broadcast", name)
+    received = [broadcast(one, root_rank, f"{name}.{index}", process_set) for index, one in enumerate(variables)]
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(value)
+    return variables
+
+
+@takes_horovods_arguments
+def broadcast_object_fn(
+    root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """`broadcast_object` with these arguments."""
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+
+
+def rank_op(name: str | None = None) -> Tensor:
+    """This rank, as a tensor."""
+    return tf.constant(basics.rank(), tf.int32, name=name)
+
+
+def local_rank_op(name: str | None = None) -> Tensor:
+    """This rank among those of its host, as a tensor."""
+    return tf.constant(basics.local_rank(), tf.int32, name=name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
+    """The number of ranks in a process set, as a tensor."""
+    return tf.constant(len(current_session().sets[process_set_id]), tf.int32, name=name)
+
+
+def local_size_op(name: str | None = None) -> Tensor:
+    """The number of ranks on this host, as a tensor."""
+    return tf.constant(basics.local_size(), tf.int32, name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
+    """1 if this rank is in a process set, else 0, as a tensor."""
+    return tf.constant(int(basics.rank() in current_session().sets[process_set_id]), tf.int32, name=name)
+
+
 class DistributedGradientTape:
     """Wraps a `tf.GradientTape`: `gradient` averages over the ranks."""
 
+    @takes_horovods_arguments
     def __init__(
         self,
         gradtape: Any,

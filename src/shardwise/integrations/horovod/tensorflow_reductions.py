@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from shardwise.integrations.horovod import numpy as numpy_hvd
 from shardwise.integrations.horovod.current_session import current_session
+from shardwise.integrations.horovod.names import takes_horovods_arguments
 from shardwise.integrations.horovod.ops import Average, Reduction, Sum
 from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set
 
@@ -24,6 +25,7 @@ class Compression:
     bf16 = tf.bfloat16
 
 
+@takes_horovods_arguments
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -42,6 +44,7 @@ def allreduce(
     return all_reduce([tensor], name, compression, reduction)[0]
 
 
+@takes_horovods_arguments
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -117,6 +120,7 @@ def call_on_host(function: Any, sources: list[Tensor], dtypes: list[Any], shapes
     return results
 
 
+@takes_horovods_arguments
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -129,6 +133,7 @@ def reducescatter(
     return grouped_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor)[0]
 
 
+@takes_horovods_arguments
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -159,6 +164,7 @@ def grouped_reducescatter(
     return _listed(scatter(*map(tf.convert_to_tensor, tensors)))
 
 
+@takes_horovods_arguments
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the ranks' tensors along the first axis, whose size may differ between ranks.
 
@@ -167,6 +173,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     return grouped_allgather([tensor], name, process_set)[0]
 
 
+@takes_horovods_arguments
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:

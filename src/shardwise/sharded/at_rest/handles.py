@@ -181,7 +181,7 @@ class Whole(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Involves no other rank, so that debuggers and error messages can show it."""
         about = f"{self.source.name}, {list(self.shape)}, {self.dtype}"
-        return f"<{about}: sharded; .clone() gathers the values, on all ranks>"
+        return f"<{about}, in an engine's memory; .clone(), on all ranks, has the values>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied: Tensor = self.clone()

@@ -346,10 +346,14 @@ class ParamHome:
         )
 
     def refuse(self, what: str) -> NoReturn:
+        if self._flat.spec.resident:
+            why = "what is written through it would change it on this rank alone, and the engine would not know"
+        else:
+            why = "it is whole in memory only while a computation uses it"
         raise StateError(
-            f"{self.name} is sharded, and {what} cannot be had: no rank has all of it between two computations. "
-            f"param.detach().clone() or engine.get({self.name!r}), called by all ranks, gives the values, and "
-            f"engine.state_dict() those of all parameters."
+            f"{self.name} belongs to an engine, and {what} cannot be had: {why}. param.detach().clone() or "
+            f"engine.get({self.name!r}), called by all ranks, gives the values, and engine.state_dict() those of all "
+            f"parameters."
         )
 
 
@@ -400,7 +404,9 @@ class GradSource:
         return self.owner.gradients.norms(self.flat, self.index, norm_type) if norm_type > 0 else None
 
     def refuse(self, what: str) -> NoReturn:
-        raise StateError(f"{self.name} is sharded, and {what} cannot be had; .clone(), on all ranks, gives the values.")
+        raise StateError(
+            f"{self.name} belongs to an engine, and {what} cannot be had; .clone(), on all ranks, gives the values."
+        )
 
     def _require_current(self) -> None:
         gradients = self.owner.gradients
@@ -422,8 +428,8 @@ def _resolve(known: weakref.ref[Owner]) -> Owner:
     owner = known()
     if owner is None:
         raise StateError(
-            "This parameter is sharded, and the engine that held it is gone. Build the model anew, and load a "
-            "state or a checkpoint into it."
+            "The engine that held this parameter is gone. Build the model anew, and load a state or a checkpoint into "
+            "it."
         )
     return owner
 
@@ -452,12 +458,14 @@ def _resting_type(plain: type, owner: Owner) -> type:
     def shown(self: Any) -> str:
         """Involves no other rank, so that debuggers and error messages can show it."""
         slot, dtype = _resolve(known).home_of(self).slot, self.dtype
-        return f"Parameter {slot.name} {list(slot.shape)}, {dtype}: sharded; engine.get({slot.name!r}) has the values"
+        about = f"{slot.name} {list(slot.shape)}, {dtype}"
+        return f"Parameter {about}, in an engine's memory; engine.get({slot.name!r}) has the values"
 
     def refuse_copy(self: Any, *_: object) -> NoReturn:
         raise StateError(
-            f"{_resolve(known).home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. "
-            f"Build another and load engine.state_dict() into it, on all ranks; engine.save(folder) writes checkpoints."
+            f"{_resolve(known).home_of(self).name} is in an engine's memory, so the model cannot be copied or pickled "
+            f"as it is. Build another and load engine.state_dict() into it, on all ranks; engine.save(folder) writes "
+            f"checkpoints."
         )
 
     def refuses(what: str) -> Callable[..., NoReturn]:

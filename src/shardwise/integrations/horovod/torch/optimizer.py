@@ -23,7 +23,15 @@ Parameter = torch.nn.Parameter
 class _Distributed(torch.optim.Optimizer):
     """The methods that `DistributedOptimizer` adds to the wrapped optimizer's class."""
 
+    op: Op
+    process_set: ProcessSet
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
     _reduction: GradientReduction
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._reduction.passes
 
     @property
     def _parameter_names(self) -> dict[Parameter, str]:
@@ -165,6 +173,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapper: Any = object.__new__(wrapper_class)
     # It shares param_groups, state, hooks and options with `optimizer`, but not `step`, which schedulers replace.
     wrapper.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    wrapper.op, wrapper.process_set = options.op, process_set
+    wrapper.gradient_predivide_factor, wrapper.sparse_as_dense = gradient_predivide_factor, sparse_as_dense
     if is_adasum:
         wrapper._names, wrapper._options = names, options
     else:

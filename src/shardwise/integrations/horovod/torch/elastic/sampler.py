@@ -26,6 +26,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_indices: set[int] = set()
         self.reset()
 
+    @property
+    def processed_num(self) -> int:
+        """How many samples of this epoch have been processed."""
+        return len(self.processed_indices)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`: no sample is processed, and the order is a new one."""
         self.epoch = epoch
