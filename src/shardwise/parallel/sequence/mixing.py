@@ -20,7 +20,22 @@ from shardwise.system.torch_functions import dims_of, named
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
-_FIRST = ("mean", "sum", "amax", "amin", "max", "min", "prod", "var", "std", "median", "nanmean", "nansum", "any", "all")
+_FIRST = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "prod",
+    "var",
+    "std",
+    "median",
+    "nanmean",
+    "nansum",
+    "any",
+    "all",
+)
 _DIM_AT: Mapping[Function, tuple[int, int | None]] = {
     **dict.fromkeys(named(*_FIRST, "var_mean", "std_mean", "argmax", "argmin", "flip"), (1, None)),
     **dict.fromkeys(named("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "logsumexp"), (1, None)),

@@ -10,7 +10,8 @@ modules needs a list of them.
 
 [Note: positions] A model that numbers its tokens itself would start at 0 on every rank. It is recognized by an `arange`
 over exactly as many numbers as a rank has tokens, or by a slice of as many rows from the start of a table: a
-parameter, a buffer, or a longer tensor that it keeps otherwise, such as angles. Models of transformers that take `position_ids` are not checked, because splitting adds those.
+parameter, a buffer, or a longer tensor that it keeps otherwise, such as angles. Models of transformers that take
+`position_ids` are not checked, because splitting adds those.
 
 Other functions that mix tokens are refused in models of one's own: [Note: along tokens] in `mixing.py`.
 """
