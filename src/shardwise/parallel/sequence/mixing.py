@@ -1,10 +1,11 @@
 """Functions that mix the tokens of a sample, of which a rank has a part: pooling, shifts, sums over tokens.
 
-[Note: along tokens] Attention alone is computed over all ranks. A mean over the tokens, the first one, or the one before
-would be those of a rank's own part, and no error would follow. They are recognized by what they are called with: a
-tensor whose second dimension has as many entries as a rank has tokens, and that dimension as the one to work along.
+[Note: along tokens] Attention alone is computed over all ranks. A mean over the tokens, the first one, or the one
+before would be those of a rank's own part, and no error would follow. They are recognized by what they are called with:
+a tensor whose second dimension has as many entries as a rank has tokens, and that dimension as the one to work along.
 Tensors of two dimensions count only if they are integers (token ids, masks), since features of whole samples may be as
-many as tokens. Not seen are transposed tensors, other than by convolutions, and products of matrices.
+many as tokens. A convolution that is wider than 1 is refused whatever it is given, as `nn.Conv1d` is. Not seen are
+other functions of transposed tensors, and products of matrices.
 """
 
 from __future__ import annotations
