@@ -30,6 +30,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.sequence.attention import Attention, AttentionCall
 from shardwise.parallel.sequence.mixing import mixes
 from shardwise.runtime import in_backward
+from shardwise.system.torch_functions import is_called_by_us
 
 Tensor = torch.Tensor
 _OTHER_ATTENTION: dict[Any, str] = {
@@ -109,7 +110,7 @@ class Routing(TorchFunctionMode):
     def _check_tokens(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sample = self._attention.sample
         shape = None if sample is None else mixes(func, args, kwargs, sample.layout.num_local)
-        if shape is not None:
+        if shape is not None and not is_called_by_us():
             raise ModelError(
                 f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
                 f"tokens, of which each rank of a split sequence has a part. Shift labels before "

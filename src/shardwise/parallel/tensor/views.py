@@ -17,25 +17,21 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import shardwise.errors
 from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
-from shardwise.system.torch_functions import dims_of, named
+from shardwise.system.torch_functions import dims_of, is_called_by_us, named
 
 if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import Twin
@@ -61,7 +57,6 @@ _REDUCTIONS: Mapping[Callable[..., Any], int] = {
 _CUTS: Mapping[Callable[..., Any], int] = dict.fromkeys(named("chunk", "split", "tensor_split"), 2)
 _PRODUCTS = frozenset({*named("linear", "matmul", "mm"), torch.Tensor.__matmul__, torch.nn.functional.embedding})
 _WATCHED = frozenset({*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__})
-_TORCH, _OURS = (f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, shardwise.errors))
 
 
 @dataclass(frozen=True)
@@ -299,7 +294,7 @@ class _Record(TorchFunctionMode):
         except Exception:
             self.failed_at = self._stack[-1] if self._stack else ""
             raise
-        if func in _WATCHED and not _is_called_by_us():
+        if func in _WATCHED and not is_called_by_us():
             self._found += self._steps(func, args, kwargs or {}, result)
         return result
 
@@ -336,13 +331,6 @@ def _is_last(index: Any) -> bool:
 
 def _is_range(one: Any) -> bool:
     return isinstance(one, slice) and one.step in (None, 1)
-
-
-def _is_called_by_us() -> bool:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_OURS)
 
 
 def _on_meta_device(model: nn.Module) -> nn.Module | None:
