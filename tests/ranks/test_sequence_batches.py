@@ -264,7 +264,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "lengths": (lambda x: sdpa(x, x[:, :, :4], x[:, :, :4]), "Attention of 8 queries to 4 keys"),
     "heads": (lambda x: sdpa(x, x[:, :1], x[:, :1]), "2 heads of queries and 1 of keys without enable_gqa"),
     "none": (lambda x: x * 2, "without any attention that could be split"),
-    "by hand": (lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x, "without any attention that could be split"),
+    "by hand": (
+        lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x,
+        r"calls softmax on a tensor of shape \[2, 2, 8, 8\] and mixes its tokens",
+    ),
     "dtypes": (lambda x: sdpa(x, x.double(), x), "torch.float32 and torch.float64; make them one"),
 }
 
