@@ -511,6 +511,7 @@ OF_EACH_PART: dict[str, Callable[[nn.Parameter], Any]] = {
     "a column": lambda param: param.detach()[:, 0],
     "a copy": lambda param: torch.zeros(param.shape).lerp_(param.detach(), 0.1),
     "transposed": lambda param: param.detach().t(),
+    "a sum in a loss": lambda param: 0 * param.sum(),
 }
 
 

@@ -130,7 +130,8 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
-        _require_part_by_part(func, leaves, form, handles, result)
+        if not (differentiates and func in uses.SUMS):
+            _require_part_by_part(func, leaves, form, handles, result)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
             for handle in handles:
                 if isinstance(handle, Resting):
