@@ -172,6 +172,12 @@ def test_settings_that_make_no_layer_are_refused(settings: dict[str, Any], said:
         MoE(HIDDEN, 12, EXPERTS, **settings)
 
 
+def test_choices_of_tokens_that_are_not_in_rows_are_refused() -> None:
+    experts, hidden = sw.experts.Experts(HIDDEN, 8, EXPERTS), torch.ones(2, 3, HIDDEN)
+    with pytest.raises(ModelError, match=r"choices of shape \[2, 3, 1\], where \[tokens, top_k\] is meant"):
+        experts(hidden, torch.zeros(2, 3, 1, dtype=torch.long))
+
+
 def test_it_trains_and_is_copied_like_any_module() -> None:
     model = mixture(balance_loss=0.1, capacity_factor=1.25)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,34 @@ def test_loops(kind: str, preset: str) -> None:
         for module in frozen:
             module.requires_grad_(False)
     race(model, preset, {"dp": 2, "ep": 2}, **wishes)
+
+
+def test_a_penalty_of_the_loops_own_counts_once_for_experts() -> None:
+    """Each rank along `ep` has that of its own experts, whose gradients are divided by the number of ranks."""
+    data = batches(2, 8)
+
+    def train(model: Any, engine: sw.Engine | None) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with nullcontext() if engine is None else engine:
+            for x, y in data:
+                place, num = (0, 1) if engine is None else engine.data_ranks
+                loss = model(x.chunk(num)[place], y.chunk(num)[place])
+                (loss + 0.1 * torch.stack([param.square().sum() for param in model.parameters()]).sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+    model = mixture()
+    models = [copy.deepcopy(model) for _ in range(4)]
+    plan = {"preset": "zero3", "mesh": {"dp": 2, "ep": 2}}
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        mine = models[world.rank]
+        return train(mine, sw.shard(mine, plan, world=world))
+
+    expected = train(model, None)
+    for state in run_ranks(4, rank):
+        torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-6)
 
 
 OFFLOADED = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}

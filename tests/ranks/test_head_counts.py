@@ -246,6 +246,80 @@ def test_more_ranks_than_key_heads(tmp_path: Path) -> None:
             assert torch.allclose(engine.get(name), param, atol=1e-5), name
 
 
+class Wide(split_models.Block):
+    """A block that computes something of its wide features by code of its own."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.compute = compute
+        self.gain = nn.Parameter(torch.ones(3 * WIDTH))
+        self.middle = nn.LayerNorm(3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        out: Tensor = x + self.down(self.compute(self, self.up(self.norm2(x))))
+        return out
+
+
+def wide(compute: Callable[[Any, Tensor], Tensor]) -> Transformer:
+    torch.manual_seed(0)
+    built = Transformer()
+    built.blocks[0] = Wide(compute)
+    return built
+
+
+def halves(_: Any, y: Tensor) -> Tensor:
+    gate, other = y.chunk(2, -1)
+    return torch.cat([gate.sigmoid() * other, other], -1)
+
+
+OF_ALL_FEATURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "mean": (
+        lambda _, y: y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt(),
+        r"blocks.0 computes mean over \[72\] entries, of which tensor.plan leaves \[36\]",
+    ),
+    "softmax": (lambda _, y: y * y.softmax(-1), r"blocks.0 computes softmax over \[72\]"),
+    "norm": (lambda _, y: functional.normalize(y, dim=-1), r"blocks.0 computes normalize over \[72\]"),
+    "halves": (halves, r"blocks.0 takes 36 of 72 features, .* Declare fused matrices of equal size with parts"),
+    "a slice": (
+        lambda _, y: torch.cat([y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :].neg()], -1),
+        r"blocks.0 takes 36 of 72 features",
+    ),
+    "a foreign weight": (
+        lambda module, y: y + functional.linear(module.norm1(module.down(y)), module.up.weight),
+        r"blocks.0 multiplies with blocks.0.up.weight, \[72, 24\], of which tensor.plan leaves \[36, 24\]",
+    ),
+    "a number for each": (
+        lambda module, y: y * module.gain,
+        r"The forward of blocks.0 fails on the part of the features",
+    ),
+    "a layer norm": (lambda module, y: module.middle(y), r"The forward of blocks.0.middle fails on the part"),
+}
+
+
+@sampled
+@pytest.mark.parametrize("code", OF_ALL_FEATURES)
+def test_code_that_takes_a_part_of_the_features_for_all_of_them_is_refused_at_the_first_batch(code: str) -> None:
+    compute, said = OF_ALL_FEATURES[code]
+    with pytest.raises(ModelError, match=said):
+        run(partial(wide, compute), TENSOR)
+
+
+@sampled
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda _, y: y[..., ::2].repeat_interleave(2, -1) + y.unsqueeze(1).mean(1),
+        lambda _, y: y * y.softmax(1),  # over tokens
+    ],
+    ids=["interleaved", "tokens"],
+)
+def test_code_that_is_right_for_a_part_is_accepted(compute: Callable[[Any, Tensor], Tensor]) -> None:
+    expected, _ = alone(partial(wide, compute))
+    for losses in run(partial(wide, compute), TENSOR):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 class Locked(nn.Sequential):
     """A module with an attribute that cannot be copied."""
 

@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline.loop_calls import most_parts
 from shardwise.runtime.micro_batches import MicroBatch, parts_of
 from shardwise.testing import run_ranks
 from tests import inside
-from tests.models import VOCAB, Decoder
+from tests.models import VOCAB, WIDTH, Decoder
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -164,6 +164,55 @@ def test_plans_of_loops_that_call_the_model(kind: str, changes: dict[str, Any]) 
     model, data = Decoder(tied="pipeline" not in changes), batches(NUM_STEPS, 8)
     twin = plainly(model, data, loss_of)
     for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}, **changes}, data, loss_of):
+        assert_same(told, twin)
+
+
+def squares(model: Any) -> Tensor:
+    module = model.module if isinstance(model, sw.Engine) else model
+    return 0.05 * torch.stack([param.square().sum() for param in module.parameters()]).sum()
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_a_penalty_of_the_loops_own_counts_once_for_what_stages_share(preset: str) -> None:
+    """Embedding and head are one matrix, on two stages, each of which adds the penalty's gradient. The value of the
+    loss is that of a rank's own stages."""
+    torch.manual_seed(0)
+    model, data = Scaled(tied=True), batches(NUM_STEPS, 8)
+
+    def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = model(x, y) + squares(model)
+        return loss
+
+    twin = plainly(model, data, penalized)
+    for told in looped(model, {"preset": preset, "mesh": {"pp": 2}}, data, penalized):
+        torch.testing.assert_close(told.norms, twin.norms, rtol=1e-5, atol=1e-5)
+        for name, value in twin.params.items():
+            torch.testing.assert_close(told.params[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Scaled(Decoder):
+    """Multiplies what each block returns by a parameter from a list, and what it is given by one from a dict."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in self.blocks)
+        self.gains = nn.ParameterDict({str(place): torch.ones(1) for place in range(len(self.blocks))})
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        for place, (block, scale) in enumerate(zip(self.blocks, self.scales, strict=True)):
+            hidden = block(hidden * self.gains[str(place)]) * scale
+        return self.head(self.norm(hidden))
+
+
+LISTED = [["tokens", "blocks.0", "scales"], ["blocks.1", "blocks.2", "blocks.3", "norm", "head"]]
+
+
+@pytest.mark.parametrize("stages", ["auto", LISTED], ids=["auto", "listed"])
+def test_parameters_in_lists_and_dicts_are_used_between_stages(stages: Any) -> None:
+    torch.manual_seed(0)
+    model, data = Scaled(), batches(NUM_STEPS, 8)
+    twin = unsplit(model, data)
+    for told in looped(model, {"preset": "zero3", "mesh": {"pp": 2}, "pipeline": {"stages": stages}}, data):
         assert_same(told, twin)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_ranks_with_other_samples_are_told() -> None:
 
 
 class Positions(nn.Module):
-    """Numbers its tokens by itself, in one of three ways."""
+    """Numbers its tokens by itself, in one of four ways."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -169,6 +170,7 @@ class Positions(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.rows = nn.Parameter(torch.zeros(TOKENS, 8))
         self.register_buffer("kept", torch.zeros(1, TOKENS, 8))
+        self.angles = torch.zeros(TOKENS, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         num_tokens = x.shape[1]
@@ -176,6 +178,8 @@ class Positions(nn.Module):
             x = x + functional.embedding(torch.arange(num_tokens, device=x.device), self.rows)
         elif self.how == "parameter":
             x = x + self.rows[:num_tokens]
+        elif self.how == "angles":
+            x = x + self.angles[:num_tokens]
         else:
             x = x + self.kept[:, :num_tokens]
         heads = self.linear(x)[:, None]
@@ -183,7 +187,8 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("arange", "torch.arange"), ("parameter", "first rows"), ("buffer", "first rows")]
+    ("how", "said"),
+    [("arange", "torch.arange"), ("parameter", "first rows"), ("buffer", "first rows"), ("angles", "first rows")],
 )
 def test_a_model_that_numbers_its_tokens_is_told(how: str, said: str) -> None:
     def work(engine: sw.Engine) -> None:
@@ -193,6 +198,48 @@ def test_a_model_that_numbers_its_tokens_is_told(how: str, said: str) -> None:
     on_two(work, lambda: Positions(how), sequence={"attention": "ring"})
     with pytest.raises(ModelError, match="numbers its tokens by itself"):
         on_two(lambda engine: engine(*engine.split_sequence(2 * (torch.zeros(2, 6, dtype=torch.long),))), Transformer)
+
+
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(1),
+    "greatest": lambda x: x.amax(dim=1),
+    "the first": lambda x: x[:, 0],
+    "the last": lambda x: x[:, -1],
+    "but the last": lambda x: x[:, :-1],
+    "a sum so far": lambda x: torch.cumsum(x, 1),
+    "shifted": lambda x: functional.pad(x, (0, 0, 1, -1)),
+    "rolled": lambda x: x.roll(1, 1),
+    "behind another": lambda x: torch.cat([x.new_zeros(2, 1, 8), x], 1),
+    "neighbours": lambda x: functional.conv1d(functional.pad(x.transpose(1, 2), (2, 0)), torch.ones(8, 1, 3), groups=8),
+    "normalized": lambda x: functional.normalize(x),
+    "lengths": lambda x: (x > 0).any(-1).sum(1),
+    "weights of attention": lambda x: (x[:, None] @ x[:, None].mT).softmax(-1),
+    "halves": lambda x: x.chunk(2, dim=1)[0],
+}
+UNMIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "features": lambda x: x.mean(-1),
+    "samples": lambda x: x.mean(0),
+    "all": lambda x: x.square().mean(),
+    "each": lambda x: x[:, :, 0] + x[..., 1] + x[:, None, :, 2].squeeze(1) + x[:, 0:, 3],
+    "masked": lambda x: x[(x > 0).any(-1)],
+    "features joined": lambda x: torch.cat([x, x], -1),
+    "of samples": lambda x: x.new_zeros(2, 4).sum(1),  # features, not tokens
+}
+
+
+@pytest.mark.parametrize("how", [*MIXED, *UNMIXED])
+def test_tokens_that_are_mixed_outside_of_attention_are_told(how: str) -> None:
+    def compute(x: Tensor) -> Tensor:
+        flat = x.transpose(1, 2).flatten(2)
+        {**MIXED, **UNMIXED}[how](flat)
+        return sdpa(x, x, x, is_causal=True)
+
+    def work(engine: sw.Engine) -> None:
+        told = pytest.raises(ModelError, match="mixes its tokens, of which each rank of a split sequence has a part")
+        with told if how in MIXED else nullcontext():
+            engine(engine.split_sequence(torch.ones(2, 8, 8)))
+
+    on_two(work, lambda: Attends(compute))
 
 
 class Attends(nn.Module):
@@ -217,7 +264,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "lengths": (lambda x: sdpa(x, x[:, :, :4], x[:, :, :4]), "Attention of 8 queries to 4 keys"),
     "heads": (lambda x: sdpa(x, x[:, :1], x[:, :1]), "2 heads of queries and 1 of keys without enable_gqa"),
     "none": (lambda x: x * 2, "without any attention that could be split"),
-    "by hand": (lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x, "without any attention that could be split"),
+    "by hand": (
+        lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x,
+        r"calls softmax on a tensor of shape \[2, 2, 8, 8\] and mixes its tokens",
+    ),
     "dtypes": (lambda x: sdpa(x, x.double(), x), "torch.float32 and torch.float64; make them one"),
 }
 

@@ -496,6 +496,49 @@ def test_initial_values_are_those_of_the_unsplit_model_however_it_is_built(tmp_p
                 assert torch.equal(state[name], value), name
 
 
+OF_A_PART: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm in a loss": lambda param: param.norm(),
+    "norm": lambda param: param.detach().norm(),
+    "mean of the gradient": lambda param: param.grad.mean(),
+    "a row": lambda param: param.detach()[0],
+    "product": lambda param: param.T @ param,
+    "norms of all": lambda param: torch._foreach_norm([param.grad]),
+    "rows": lambda param: param.detach().norm(dim=0),
+}
+OF_EACH_PART: dict[str, Callable[[nn.Parameter], Any]] = {
+    "elementwise": lambda param: param.detach().clamp_(-0.5, 0.5),
+    "columns": lambda param: param.detach().norm(dim=1),
+    "a column": lambda param: param.detach()[:, 0],
+    "a copy": lambda param: torch.zeros(param.shape).lerp_(param.detach(), 0.1),
+    "transposed": lambda param: param.detach().t(),
+    "a sum in a loss": lambda param: 0 * param.sum(),
+}
+
+
+def test_what_is_computed_of_a_part_alone_is_refused() -> None:
+    """Of a matrix that is split by rows: what the unsplit one would not give in parts. A gradient's norm is whole."""
+    plan = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": TENSOR}
+    models = [seeded(Transformer) for _ in range(2)]
+    twin = seeded(Transformer)
+    twin(tokens(0)).backward()
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
+            engine.backward(engine(tokens(0)))
+            weight = model.blocks[0].up.weight
+            for compute in OF_A_PART.values():
+                with pytest.raises(StateError, match=r"blocks.0.up.weight is split .* has \[36, 24\] of \[72, 24\]"):
+                    compute(weight)
+            for compute in OF_EACH_PART.values():
+                compute(weight)
+            assert weight.grad is not None
+            torch.testing.assert_close(weight.grad.norm(), twin.blocks[0].up.weight.grad.norm())
+            assert model.norm.weight.detach().norm().item() > 0  # whole on each rank
+
+    run_ranks(2, rank)
+
+
 def test_whole_tensors_are_read_and_written() -> None:
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
     models = [seeded(Transformer) for _ in range(4)]

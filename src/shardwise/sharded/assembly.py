@@ -194,7 +194,15 @@ class _Assembly:
         runner = self._runner(executor)
         gradients = self._gradients(executor, runner, verdict)
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
-        owner = Owner(sharding.units, runner, executor.agreement, access, gradients, self._steps.before_change)
+        owner = Owner(
+            sharding.units,
+            runner,
+            executor.agreement,
+            access,
+            gradients,
+            self._steps.before_change,
+            sharding.weights_outside,
+        )
         self._hooks.callback(owner.close)
         self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
         self._hooks.callback(Structure(self._model).release)

@@ -126,6 +126,18 @@ class Sharding:
         """The pipeline stages of this rank, if there is a pipeline."""
         return None if self.stage_design is None else self.stage_design.staged
 
+    @property
+    def weights_outside(self) -> dict[str, float]:
+        """How often gradients of these parameters count that do not come through the model, if not once: see [Note:
+        terms outside of the model] in `at_rest/use.py`."""
+        of_experts = frozenset() if self.experts is None else self.experts.params
+        weights: dict[str, float] = {}
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            for slot, param in zip(flat.slots, flat.params, strict=True):
+                weight = float(self.mesh.size(EXPERTS)) if param in of_experts else 1.0
+                weights[slot.name] = weight / (1 if self.staged is None else len(self.staged.holders[slot.name]))
+        return {name: weight for name, weight in weights.items() if weight != 1}
+
     def design_on(self, model: nn.Module, plan: Plan, world: World) -> Design:
         """The design of the same `model` for `plan` on a `world` in which ranks were lost or have joined, and this one
         has the same place in its replica group."""

@@ -9,9 +9,19 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import ModelError
 from shardwise.system.torch_private import FakeTensor
 
 Tensor = torch.Tensor
+
+
+def require_rows(index: Tensor) -> None:
+    """Raise unless the choices `index` have one row for each token."""
+    if index.dim() != 2:
+        raise ModelError(
+            f"Experts are called with choices of shape {list(index.shape)}, where [tokens, top_k] is meant: call them "
+            f"with hidden.flatten(0, -2), and with choices and weights of as many rows; view_as(hidden) undoes it."
+        )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Line
-from shardwise.parallel.experts.assignment import Assignment, assign
+from shardwise.parallel.experts.assignment import Assignment, assign, require_rows
 from shardwise.parallel.experts.layer import Experts
 from shardwise.plan.placement import Span
 from shardwise.runtime import decided
@@ -60,6 +60,7 @@ class DispatchedExperts:
         return assignment.combine(made, top_k_weights)
 
     def _assignment(self, top_k_index: Tensor) -> Assignment:
+        require_rows(top_k_index)
         return assign(decided(lambda: top_k_index), self._num_experts, self._capacity(top_k_index))
 
     def _capacity(self, top_k_index: Tensor) -> int | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.parallel.experts.assignment import assign, capacity_of, dropped_over
+from shardwise.parallel.experts.assignment import assign, capacity_of, dropped_over, require_rows
 from shardwise.parallel.experts.products import grouped_linear
 from shardwise.parallel.experts.router import Router
 from shardwise.runtime import decided
@@ -112,6 +112,7 @@ class Experts(nn.Module):
         `top_k_index` (int64, expert numbers) and `top_k_weights` (`None`: all 1) are `[tokens, top_k]`. With experts
         split along `ep`, all ranks of the axis must call.
         """
+        require_rows(top_k_index)
         num_tokens, top_k = top_k_index.shape
         assignment = assign(
             decided(lambda: top_k_index), self.num_experts, self.capacity(num_tokens, top_k, self.num_experts)

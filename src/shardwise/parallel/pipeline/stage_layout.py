@@ -2,14 +2,15 @@
 changed.
 
 [Note: parameters between modules] A forward may use a parameter between its modules: the model's own, or one of a
-module that has several stages. The model's own forward runs on every stage, so each has such a parameter, as it has
-weights that stages share; those that use it find its gradient, and all of them add it up.
+module that has several stages, also in an `nn.ParameterList` or `nn.ParameterDict` of theirs, which is never called.
+The model's own forward runs on every stage, so each has such a parameter, as it has weights that stages share; those
+that use it find its gradient, and all of them add it up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -31,6 +32,8 @@ _LIBRARIES = frozenset({"shardwise", "torch", "transformers", "accelerate", "pef
 """Their hooks on modules are right in stages, or refused by name."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 """Containers that are not called themselves."""
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+"""Containers of what a forward uses between modules."""
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -196,6 +199,8 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
             )
     _check_cover(model, stages)
     called = tuple(tuple(chain(*(_called(model, name) for name in stage))) for stage in stages)
+    if not all(called):
+        raise ConfigError("pipeline.stages lists a stage of parameters alone; give each at least one module.")
     _check_cover(model, called)
     return StageLayout(called, num_ranks, schedule, any(isinstance(one, _BATCH_NORMS) for one in model.modules()))
 
@@ -314,6 +319,8 @@ def _walk(module: nn.Module, path: str, rows: Sequence[str]) -> list[str]:
         name = f"{path}.{short}" if path else short
         if child is None or not (_numel(child) or (is_row and _has_buffers(child))):
             continue
+        if isinstance(child, _OF_PARAMETERS):
+            continue
         is_above = not is_row and any(row and _is_inside(row, name) for row in rows)
         found += _walk(child, name, rows) if is_above or isinstance(child, _LISTS) else [name]
     if is_row:
@@ -326,8 +333,10 @@ def _walk(module: nn.Module, path: str, rows: Sequence[str]) -> list[str]:
 
 
 def _called(model: nn.Module, name: str) -> list[str]:
-    """The module itself, or if it is a list, those in it."""
+    """The module itself, or if it is a list, those in it; nothing of a list of parameters."""
     module = model.get_submodule(name)
+    if isinstance(module, _OF_PARAMETERS):
+        return []
     return _walk(module, name, ()) if isinstance(module, _LISTS) else [name]
 
 
@@ -391,8 +400,17 @@ def params_between(modules: Mapping[str, nn.Module], pieces: Collection[str]) ->
     for owner in owners:
         if not any(f"{owner}.".startswith(f"{piece}.") for piece in pieces):  # otherwise it has guests
             above = f"{owner}." if owner else ""
-            found |= {above + key: param for key, param in modules[owner].named_parameters(recurse=False)}
+            holders = [("", modules[owner]), *_of_parameters(modules[owner])]
+            for place, holder in holders:
+                found |= {above + place + key: param for key, param in holder.named_parameters(recurse=False)}
     return found
+
+
+def _of_parameters(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The lists and dicts of parameters of `owner`, with their names and a dot."""
+    for name, child in owner.named_children():
+        if isinstance(child, _OF_PARAMETERS):
+            yield f"{name}.", child
 
 
 def _numel(module: nn.Module) -> int:

@@ -165,7 +165,7 @@ class SequenceParallel:
         with ExitStack() as stack:
             stack.callback(lambda: setattr(running, "depth", max(0, running.depth - 1)))
             if running.depth == 1 and not self._is_suspended:
-                stack.enter_context(Routing(self.attention, self._numbering))
+                stack.enter_context(self._routing())
             yield
 
     def rehearsed(self, twin: nn.Module, ledger: Ledger | None = None) -> AbstractContextManager[None]:
@@ -239,7 +239,7 @@ class SequenceParallel:
                 self.attention.num_calls = 0
             if module.training:
                 stack.enter_context(_random_numbers_of(self.line.index, self._device))
-        stack.enter_context(Routing(self.attention, self._numbering))
+        stack.enter_context(self._routing())
 
     def _watch(self, output: object) -> None:
         """Hook the gradients of `output`, so that whatever the backward recomputes for it uses its sample."""
@@ -247,6 +247,9 @@ class SequenceParallel:
         nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
         for node in nodes if sample is not None else ():
             node.register_prehook(lambda _, of=sample: self.attention.note_backward(of))
+
+    def _routing(self) -> Routing:
+        return Routing(self.attention, self._numbering, is_own=not self._is_pretrained)
 
     def check_was_asked(self, stages: Line) -> None:
         """Raise `ModelError` if no stage has called attention; once. All ranks of the pipeline must call."""

@@ -9,8 +9,11 @@ Replacing the function would affect the whole process and miss models that impor
 modules needs a list of them.
 
 [Note: positions] A model that numbers its tokens itself would start at 0 on every rank. It is recognized by an `arange`
-over exactly as many numbers as a rank has tokens, or by a slice of as many rows from the start of a parameter or
-buffer. Models of transformers that take `position_ids` are not checked, because splitting adds those.
+over exactly as many numbers as a rank has tokens, or by a slice of as many rows from the start of a table: a
+parameter, a buffer, or a longer tensor that it keeps otherwise, such as angles. Models of transformers that take
+`position_ids` are not checked, because splitting adds those.
+
+Other functions that mix tokens are refused in models of one's own: [Note: along tokens] in `mixing.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.parallel.sequence.attention import Attention, AttentionCall
+from shardwise.parallel.sequence.mixing import mixes
 from shardwise.runtime import in_backward
+from shardwise.system.torch_functions import is_called_by_us
 
 Tensor = torch.Tensor
 _OTHER_ATTENTION: dict[Any, str] = {
@@ -38,11 +43,13 @@ _OTHER_ATTENTION: dict[Any, str] = {
 class Routing(TorchFunctionMode):
     """A mode in which torch's attention is attention over split sequences."""
 
-    def __init__(self, attention: Attention, numbering: nn.Module | None) -> None:
-        """`numbering` is the model if it might number its tokens itself; see [Note: positions]."""
+    def __init__(self, attention: Attention, numbering: nn.Module | None, *, is_own: bool = False) -> None:
+        """`numbering` is the model if it might number its tokens itself; see [Note: positions]. `is_own`: whether it is
+        no model of transformers."""
         super().__init__()
         self._attention = attention
         self._numbering = numbering
+        self._is_own = is_own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,6 +61,8 @@ class Routing(TorchFunctionMode):
             raise refused_attention(_OTHER_ATTENTION[func])
         if self._numbering is not None and func in (torch.arange, Tensor.__getitem__):
             self._check_positions(self._numbering, func, args)
+        if self._is_own:
+            self._check_tokens(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _attend(
@@ -95,8 +104,19 @@ class Routing(TorchFunctionMode):
             numbers = [value for value in args if isinstance(value, int)]
             if numbers in ([sample.layout.num_local], [0, sample.layout.num_local]):
                 raise _refused_positions("torch.arange over its tokens")
-        elif _begins_at_the_start(args[1], sample.layout.num_local) and _is_kept(args[0], model):
-            raise _refused_positions("the first rows of a parameter or buffer")
+        elif _begins_at_the_start(args[1], sample.layout.num_local) and _is_table(args[0], args[1], model):
+            raise _refused_positions("the first rows of a table")
+
+    def _check_tokens(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sample = self._attention.sample
+        shape = None if sample is None else mixes(func, args, kwargs, sample.layout.num_local)
+        if shape is not None and not is_called_by_us():
+            raise ModelError(
+                f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
+                f"tokens, of which each rank of a split sequence has a part. Shift labels before "
+                f"engine.split_sequence (labels[:, i] is what token i predicts); pool what engine.join_sequence has "
+                f"joined, outside of the model; attend by scaled_dot_product_attention; or leave sp out of the mesh."
+            )
 
 
 def refused_attention(name: str) -> ModelError:
@@ -107,8 +127,10 @@ def refused_attention(name: str) -> ModelError:
     )
 
 
-def _is_kept(tensor: Tensor, model: nn.Module) -> bool:
-    return isinstance(tensor, nn.Parameter) or any(tensor is buffer for buffer in model.buffers())
+def _is_table(tensor: Tensor, index: Any, model: nn.Module) -> bool:
+    if isinstance(tensor, nn.Parameter) or any(tensor is buffer for buffer in model.buffers()):
+        return True
+    return isinstance(index, slice) and len(tensor) > index.stop
 
 
 def _begins_at_the_start(index: Any, num_tokens: int) -> bool:

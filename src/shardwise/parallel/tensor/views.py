@@ -1,4 +1,4 @@
-"""Detects hard-coded numbers of heads in a forward, by its views of split tensors on the first batch.
+"""Detects forwards that take a part of the features for all of them, by their shapes on the first batch.
 
 [Note: views] A forward with a hard-coded number of heads (`x.unflatten(-1, (3, 12, -1))`) also accepts a part of the
 features, and makes the same number of narrower heads from it: shapes fit, but results are wrong. So at the first batch,
@@ -7,30 +7,31 @@ heads, so only the dimension of a view that counts heads (in each fused part) ma
 as tokens or the size of a head, the number of heads is hard-coded.
 
 Shapes of outputs would not show it: heads of half the width make as many features.
+
+The same two forwards show other code that is right for all features alone: a mean or softmax over split ones, a fused
+matrix that is cut in two (`chunk`) without `parts` in the plan, and a product with the weight of another module, such
+as an embedding's as a head. They are recorded in the same list, and compared in order.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import shardwise.errors
 from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
+from shardwise.system.torch_functions import dims_of, is_called_by_us, named
 
 if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import Twin
@@ -47,7 +48,15 @@ _VIEWS = frozenset(
         torch.flatten,
     }
 )
-_TORCH, _OURS = (f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, shardwise.errors))
+_REDUCTIONS: Mapping[Callable[..., Any], int] = {
+    **dict.fromkeys(named("mean", "sum", "amax", "amin", "max", "min", "prod", "var", "std", "median", "argmax"), 1),
+    **dict.fromkeys(named("softmax", "log_softmax", "logsumexp", "cumsum", "cumprod", "sort"), 1),
+    **dict.fromkeys(named("norm", "vector_norm", "topk", "normalize"), 2),
+}
+"""Functions that need all entries of a dimension, with the place of that argument."""
+_CUTS: Mapping[Callable[..., Any], int] = dict.fromkeys(named("chunk", "split", "tensor_split"), 2)
+_PRODUCTS = frozenset({*named("linear", "matmul", "mm"), torch.Tensor.__matmul__, torch.nn.functional.embedding})
+_WATCHED = frozenset({*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__})
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,36 @@ class View:
     path: str
     source: Shape
     target: Shape
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A function of all entries along some dimensions of a tensor, whose sizes are `sizes`."""
+
+    path: str
+    what: str
+    sizes: Shape
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A piece of a dimension of that size."""
+
+    path: str
+    size: int
+    piece: int
+
+
+@dataclass(frozen=True)
+class ForeignWeight:
+    """The weight of another module, with which that at `path` multiplies."""
+
+    path: str
+    name: str
+    shape: Shape
+
+
+Step = View | Reduction | Cut | ForeignWeight
 
 
 class ViewCheck:
@@ -82,8 +121,10 @@ class ViewCheck:
             unsplit.train(module.training)
             problem = ""
             try:
-                expected = _views(unsplit, (), args, kwargs, device, compute)
-                problem = difference(expected, _views(module, units, args, kwargs, device, compute), self._parts)
+                expected = _steps(unsplit, (), args, kwargs, device, compute)
+                problem = difference(expected, _steps(module, units, args, kwargs, device, compute), self._parts)
+            except _FailedError as failed:
+                problem = str(failed)
             except ModelError:  # the model reads values, so it cannot be checked
                 pass
             problems = [message.decode() for message in line.exchange(problem.encode())]
@@ -94,21 +135,52 @@ class ViewCheck:
         return handle.remove
 
 
-def difference(expected: Sequence[View], found: Sequence[View], parts: Collection[int]) -> str:
-    """An error message about the first view of split features that is wrong; "" if there is none, or if the forwards
+def difference(expected: Sequence[Step], found: Sequence[Step], parts: Collection[int]) -> str:
+    """An error message about the first step over split features that is wrong; "" if there is none, or if the forwards
     cannot be compared because they took different paths. `parts` are the numbers of fused matrices."""
-    if [view.path for view in expected] != [view.path for view in found]:
+    if [(type(step), step.path) for step in expected] != [(type(step), step.path) for step in found]:
         return ""
     for whole, part in zip(expected, found, strict=True):
-        if not _is_right(whole, part, parts):
+        if message := _wrong(whole, part, parts):
+            return message
+    return ""
+
+
+def _wrong(whole: Step, part: Step, parts: Collection[int]) -> str:
+    where = whole.path or "The model"
+    match whole, part:
+        case View(), View() if not _is_right(whole, part, parts):
             return (
-                f"{whole.path or 'The model'} views {list(whole.source)} as {list(whole.target)}, and the part of it "
+                f"{where} views {list(whole.source)} as {list(whole.target)}, and the part of it "
                 f"that tensor.plan leaves on a rank along {AXIS}, {list(part.source)}, as {list(part.target)}: its "
                 f"forward has a hard-coded number of heads or features. Derive it from the input, such as "
                 f"x.unflatten(-1, (-1, head_dim)), name the attribute with this number in tensor.divide, or declare "
                 f"fused matrices with parts."
             )
+        case Reduction(), Reduction() if whole.sizes != part.sizes:
+            return (
+                f"{where} computes {whole.what} over {list(whole.sizes)} entries, of which tensor.plan leaves "
+                f"{list(part.sizes)} on a rank along {AXIS}: the result would be that of a part. Compute it where the "
+                f"features are whole (before a column module, behind a row module, or behind column_gathered)."
+            )
+        case Cut(), Cut() if whole.size != part.size and not _is_even(whole, parts):
+            return (
+                f"{where} takes {whole.piece} of {whole.size} features, of which tensor.plan leaves {part.size} on a "
+                f"rank along {AXIS}, so {part.piece} of others would be taken. Declare fused matrices of equal size "
+                f"with parts, or make them modules of their own."
+            )
+        case ForeignWeight(), ForeignWeight() if whole.shape != part.shape:
+            return (
+                f"{where} multiplies with {whole.name}, {list(whole.shape)}, of which tensor.plan leaves "
+                f"{list(part.shape)} on a rank along {AXIS}. Let a module of its own have the weight (such as "
+                f"head.weight = embed.weight, with the style vocabulary), gather it there with "
+                f"sw.tensor.whole_head(module), or leave the module out of tensor.plan."
+            )
     return ""
+
+
+def _is_even(cut: Cut, parts: Collection[int]) -> bool:
+    return cut.size == cut.piece or (cut.size % cut.piece == 0 and cut.size // cut.piece in parts)
 
 
 def _is_right(whole: View, part: View, parts: Collection[int]) -> bool:
@@ -147,30 +219,48 @@ def _groups(source: Shape, target: Shape) -> list[tuple[slice, slice]]:
     return groups
 
 
-def _views(
+def _steps(
     model: nn.Module,
     units: Sequence[Unit],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
     compute: Dtype,
-) -> list[View]:
-    """The views that a forward of `model` takes. Raises `ModelError` if it reads values."""
+) -> list[Step]:
+    """The steps of a forward of `model` that shapes decide on. Raises `ModelError` if it reads values."""
     from shardwise.runtime.micro_batches import MicroBatch
     from shardwise.runtime.rehearsal import rehearse_forward  # only jobs with a plan of their own for tp load it
 
-    found: list[View] = []
+    found: list[Step] = []
 
     def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack: list[str] = []
         for path, module in twin.model.named_modules():
             module.register_forward_pre_hook(_push(stack, path), prepend=True)
             module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True)
-        with _RecordViews(found, stack):
-            twin.model(*args, **kwargs)
+        with _Record(found, stack, twin.model) as record:
+            try:
+                twin.model(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if units and record.failed_at is not None:
+                    raise _failed(record.failed_at, error) from error
+                raise
 
     rehearse_forward(run, model, units, MicroBatch(args, kwargs), device=device, compute=compute)
     return found
+
+
+class _FailedError(ModelError):
+    """The forward of the split model fails where that of the unsplit one does not."""
+
+
+def _failed(path: str, error: Exception) -> _FailedError:
+    return _FailedError(
+        f"The forward of {path or 'the model'} fails on the part of the features that tensor.plan leaves on a rank "
+        f"along {AXIS}: {error}. What it combines with split features has to be split as they are: by a pattern of its "
+        f"own in tensor.plan, by an attribute in tensor.divide, or, for a parameter of one number per feature or head, "
+        f"a slice; or leave the module out of tensor.plan."
+    )
 
 
 def _push(stack: list[str], path: str) -> Callable[..., None]:
@@ -180,13 +270,17 @@ def _push(stack: list[str], path: str) -> Callable[..., None]:
     return enter
 
 
-class _RecordViews(TorchFunctionMode):
-    """Records the views that the model's own code takes, but not those in this library or inside torch."""
+class _Record(TorchFunctionMode):
+    """Records the steps that the model's own code takes, but not those in this library or inside torch."""
 
-    def __init__(self, found: list[View], stack: Sequence[str]) -> None:
+    def __init__(self, found: list[Step], stack: Sequence[str], model: nn.Module) -> None:
         super().__init__()
         self._found = found
         self._stack = stack
+        self._names = {param: name for name, param in model.named_parameters()}
+        self._modules = dict(model.named_modules())
+        self.failed_at: str | None = None
+        """Where a function of torch has raised."""
 
     def __torch_function__(
         self,
@@ -195,19 +289,48 @@ class _RecordViews(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_view = func in _VIEWS and isinstance(result, torch.Tensor) and result.is_floating_point()
-        if is_view and not _is_called_by_us():
-            path = self._stack[-1] if self._stack else ""
-            self._found.append(View(path, tuple(args[0].shape), tuple(result.shape)))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed_at = self._stack[-1] if self._stack else ""
+            raise
+        if func in _WATCHED and not is_called_by_us():
+            self._found += self._steps(func, args, kwargs or {}, result)
         return result
 
+    def _steps(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> Iterator[Step]:
+        path = self._stack[-1] if self._stack else ""
+        given = args[0] if args else None
+        if not isinstance(given, torch.Tensor):
+            return
+        if func in _PRODUCTS:
+            own = self._modules[path]._parameters.values() if path in self._modules else ()
+            for one in args[:2]:
+                if one in self._names and all(one is not param for param in own):
+                    yield ForeignWeight(path, self._names[one], tuple(one.shape))
+        elif not given.is_floating_point():
+            return
+        elif func in _VIEWS and isinstance(result, torch.Tensor):
+            yield View(path, tuple(given.shape), tuple(result.shape))
+        elif func in _REDUCTIONS:
+            if dims := dims_of(given, args, kwargs, _REDUCTIONS[func]):
+                yield Reduction(path, func.__name__, tuple(given.shape[dim] for dim in dims))
+        elif func in _CUTS:
+            (dim,) = dims_of(given, args, kwargs, _CUTS[func]) or (0,)
+            yield Cut(path, given.shape[dim], result[0].shape[dim])
+        elif func is torch.Tensor.__getitem__ and _is_last(args[1]):
+            yield Cut(path, given.shape[-1], result.shape[-1])
 
-def _is_called_by_us() -> bool:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_OURS)
+
+def _is_last(index: Any) -> bool:
+    """Whether an index takes a range of the last dimension: `x[..., :n]`."""
+    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and _is_range(index[1])
+
+
+def _is_range(one: Any) -> bool:
+    return isinstance(one, slice) and one.step in (None, 1)
 
 
 def _on_meta_device(model: nn.Module) -> nn.Module | None:

@@ -42,6 +42,10 @@ class Former:
         return self._version if source is self.before and self.values._version == self._begun_at else None
 
     @property
+    def unsplit_shape(self) -> None:
+        return None
+
+    @property
     def gathers_again(self) -> None:
         return None
 

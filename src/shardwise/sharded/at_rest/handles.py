@@ -38,6 +38,11 @@ class Source(Protocol):
         """The result of `func` when it is called with a handle of this source."""
         ...
 
+    @property
+    def unsplit_shape(self) -> tuple[int, ...] | None:
+        """The shape of the unsplit tensor, of which it yields a part; `None` if it yields all of it."""
+        ...
+
     def opened(self) -> AbstractContextManager[Tensor]:
         """Yields the whole values. All ranks enter."""
         ...
@@ -78,6 +83,11 @@ class Home(Source, Protocol):
     @property
     def is_computing(self) -> bool:
         """Whether the model's forward or a backward is running."""
+        ...
+
+    @property
+    def weight_outside(self) -> float:
+        """How often a gradient counts that does not come through the model."""
         ...
 
     def require_open(self) -> None:

@@ -41,7 +41,11 @@ class Owner:
         access: Access,
         gradients: Gradients,
         before_change: Callable[[], None],
+        weights_outside: Mapping[str, float],
     ) -> None:
+        """`weights_outside`: how often gradients of these parameters count that do not come through the model, if not
+        once; see [Note: terms outside of the model] in `use.py`."""
+        self.weights_outside = weights_outside
         self.runner = runner
         self.agreement = agreement
         self.access = access
@@ -165,6 +169,14 @@ class ParamHome:
     @property
     def is_computing(self) -> bool:
         return self._owner.runner.is_computing
+
+    @property
+    def unsplit_shape(self) -> tuple[int, ...] | None:
+        return self.slot.whole_shape if self.slot.is_split else None
+
+    @property
+    def weight_outside(self) -> float:
+        return self._owner.weights_outside.get(self.name, 1.0)
 
     def require_open(self) -> None:
         if self._owner.is_closed:
@@ -369,6 +381,11 @@ class GradSource:
     @property
     def name(self) -> str:
         return f"the gradient of {self.flat.slots[self.index].name}"
+
+    @property
+    def unsplit_shape(self) -> tuple[int, ...] | None:
+        slot = self.flat.slots[self.index]
+        return slot.whole_shape if slot.is_split else None
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return use(func, args, kwargs)

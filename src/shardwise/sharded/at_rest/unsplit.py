@@ -61,6 +61,10 @@ class UnsplitSource:
     def gathers_again(self) -> None:
         return None
 
+    @property
+    def unsplit_shape(self) -> None:
+        return None
+
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         with self.home.opened() as part:

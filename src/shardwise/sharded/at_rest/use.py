@@ -6,10 +6,17 @@ counter, except for a few functions that do not increment it.
 
 Autograd saves a reference to a parameter at rest, not its values: a term of the loss over all parameters gathers each
 twice, and never holds the whole model.
+
+[Note: terms outside of the model] A loop may add a term of its own over parameters to the loss, such as a penalty on
+their squares. Gradients are averaged over ranks that have different samples, and such a term is the same on all of
+them. Two kinds of parameters have gradients that are combined in other ways: stages of a pipeline add up those of a
+parameter that they share, so each counts a part of the term; and experts get the gradients of all ranks' tokens,
+divided by the number of ranks along `ep`, while only one of these has the term, which so counts as many times more.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -108,7 +115,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             if isinstance(handle, Whole):
                 seen[id(handle)] = handle.seen_in(values)
             else:
-                seen[id(handle)] = handle if differentiates else values  # type: ignore[assignment]
+                seen[id(handle)] = _weighted(handle) if differentiates else values
         args, kwargs = tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
         before = {source: values._version for source, values in opened.items()}
         shapes = [(seen[id(handle)].shape, seen[id(handle)].stride()) for handle in handles]
@@ -123,6 +130,8 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
+        if not (differentiates and func in uses.SUMS):
+            _require_part_by_part(func, leaves, form, handles, result)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
             for handle in handles:
                 if isinstance(handle, Resting):
@@ -139,6 +148,71 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             elif source in written:
                 source.take_over(uncounted(values))
         return _given_back(result, func, leaves, form, handles, seen, opened)
+
+
+def _require_part_by_part(
+    func: Function, leaves: list[Any], form: Any, handles: list[Resting | Whole], result: Any
+) -> None:
+    """Raise if `func` has computed something of this rank's part of a parameter that is not a part of what the unsplit
+    parameter would give: a sum, a row, a product. On the unsplit shape that has the same shape as on the part."""
+    split = next((one for one in handles if _source_of(one).unsplit_shape is not None), None)
+    if split is None:
+        return
+    of = list(plainly(Tensor.size, [split], {}))
+    results = [one.shape for one in tree_leaves(result) if isinstance(one, Tensor)]
+    try:
+        with torch.no_grad():
+            args, kwargs = tree_unflatten([_unsplit(leaf) for leaf in leaves], form)
+            expected = plainly(func, args, kwargs)
+    except NotImplementedError:
+        return  # its result depends on values
+    except (RuntimeError, ValueError, TypeError, IndexError):  # it is given other parts too
+        is_mixing = any(shape.numel() < math.prod(of) for shape in results)
+    else:
+        whole = [one.shape for one in tree_leaves(expected) if isinstance(one, Tensor)]
+        is_mixing = any(one == other for one, other in zip(results, whole, strict=False))
+    if is_mixing:
+        source = _source_of(split)
+        raise StateError(
+            f"{source.name} is split along a model axis: this rank has {of} of {list(source.unsplit_shape or ())}, and "
+            f"{getattr(func, '__name__', func)} would compute with that part alone. engine.get(name), or "
+            f"engine.get(name, 'grad'), called by all ranks, gives the whole tensor, and engine.set(name, value) "
+            f"changes it; engine.clip_grad_norm_ and engine.gradient_norm are of the whole model."
+        )
+
+
+def _source_of(handle: Resting | Whole) -> Source:
+    return handle.source if isinstance(handle, Whole) else handle.home()
+
+
+def _unsplit(leaf: Any) -> Any:
+    """A tensor on the meta device in the place of a tensor, of the unsplit shape if it is a part."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    shape = _source_of(leaf).unsplit_shape if isinstance(leaf, Resting | Whole) else None
+    if shape is None:
+        return torch.empty(plainly(Tensor.size, [leaf], {}), dtype=leaf.dtype, device="meta")
+    whole = torch.empty(shape, dtype=leaf.dtype, device="meta")
+    return leaf.seen_in(whole) if isinstance(leaf, Whole) else whole
+
+
+def _weighted(param: Resting) -> Tensor:
+    """The parameter, for a term of a loss outside of the model; see [Note: terms outside of the model]."""
+    weight = param.home().weight_outside
+    return param if weight == 1 else plainly(_Weighted.apply, (param, weight), {})  # type: ignore[return-value]
+
+
+class _Weighted(torch.autograd.Function):
+    """A tensor as it is, with its gradient times `weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.weight, None
 
 
 def _requires_gradient(tensor: object) -> bool:

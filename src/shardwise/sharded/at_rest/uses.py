@@ -93,6 +93,9 @@ STORAGE: dict[Function, str] = {
 
 NORMS: frozenset[Function] = frozenset({torch.linalg.vector_norm, Tensor.norm, torch.norm})
 
+SUMS: frozenset[Function] = frozenset({torch.sum, Tensor.sum})
+"""In a loss, as in `0 * sum(p.sum() for p in model.parameters())`, that of a part has the gradient of the whole one."""
+
 COLLECTIVES: frozenset[Function] = frozenset(
     getattr(dist, name)
     for name in (

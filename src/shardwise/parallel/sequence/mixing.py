@@ -1,0 +1,130 @@
+"""Functions that mix the tokens of a sample, of which a rank has a part: pooling, shifts, sums over tokens.
+
+[Note: along tokens] Attention alone is computed over all ranks. A mean over the tokens, the first one, or the one
+before would be those of a rank's own part, and no error would follow. They are recognized by what they are called with:
+a tensor whose second dimension has as many entries as a rank has tokens, and that dimension as the one to work along.
+Tensors of two dimensions count only if they are integers (token ids, masks), since features of whole samples may be as
+many as tokens. A convolution that is wider than 1 is refused whatever it is given, as `nn.Conv1d` is. Not seen are
+other functions of transposed tensors, and products of matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from shardwise.system.torch_functions import dims_of, named
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+_FIRST = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "prod",
+    "var",
+    "std",
+    "median",
+    "nanmean",
+    "nansum",
+    "any",
+    "all",
+)
+_DIM_AT: Mapping[Function, tuple[int, int | None]] = {
+    **dict.fromkeys(named(*_FIRST, "var_mean", "std_mean", "argmax", "argmin", "flip"), (1, None)),
+    **dict.fromkeys(named("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "logsumexp"), (1, None)),
+    **dict.fromkeys(named("softmax", "log_softmax", "select", "narrow", "index_select"), (1, None)),
+    **dict.fromkeys(named("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(named("topk"), (2, -1)),
+    **dict.fromkeys(named("norm", "vector_norm", "quantile", "roll"), (2, None)),
+    **dict.fromkeys(named("chunk", "split", "tensor_split"), (2, 0)),
+    **dict.fromkeys(named("unbind"), (1, 0)),
+    **dict.fromkeys(named("normalize", "cosine_similarity"), (2, 1)),
+}
+"""Functions that work along dimensions, with the place of that argument, and its default."""
+_INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+_JOINS = frozenset(named("cat", "concat", "concatenate"))
+_CONVOLUTIONS = frozenset(named("conv1d"))
+_POOLS = frozenset(
+    named("avg_pool1d", "max_pool1d", "lp_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "interpolate")
+)
+"""Both take tokens as the last dimension."""
+_SOFTMAX = frozenset(named("softmax"))
+
+
+def mixes(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> tuple[int, ...] | None:
+    """The shape of the tensor of which `func(*args, **kwargs)` mixes `num_tokens` tokens; `None` if it does not."""
+    if func in _JOINS:
+        return _joined(args, kwargs, num_tokens)
+    given = args[0] if args else kwargs.get("input")
+    if not isinstance(given, Tensor):
+        return None
+    if func in _DIM_AT:
+        is_mixing = _works_along(func, given, args, kwargs, num_tokens)
+    elif func in _INDEXING:
+        is_mixing = _has_tokens(given, num_tokens) and _picks(args[1], given.dim(), num_tokens)
+    elif func is functional.pad:
+        pads = args[1] if len(args) > 1 else kwargs.get("pad", ())
+        start = 2 * (given.dim() - 2)
+        is_mixing = _has_tokens(given, num_tokens) and any(pads[start : start + 2])
+    elif func in _CONVOLUTIONS:
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        is_mixing = weight.shape[-1] > 1
+    elif func in _POOLS:
+        is_mixing = given.dim() == 3 and given.shape[-1] == num_tokens
+    else:
+        return None
+    return tuple(given.shape) if is_mixing else None
+
+
+def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:
+    is_wide = tensor.dim() > 2 or (tensor.dim() == 2 and not tensor.is_floating_point())
+    return is_wide and tensor.shape[1] == num_tokens and not isinstance(tensor, torch.nn.Parameter)
+
+
+def _works_along(
+    func: Function, given: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int
+) -> bool:
+    dims = dims_of(given, args, kwargs, *_DIM_AT[func])
+    if func in _SOFTMAX and given.dim() == 4 and dims == [3]:  # weights of an attention of the model's own
+        return given.shape[-2:] == (num_tokens, num_tokens)
+    return 1 in dims and _has_tokens(given, num_tokens)
+
+
+def _picks(index: Any, num_dims: int, num_tokens: int) -> bool:
+    """Whether an index takes some of the entries of dimension 1."""
+    dim = 0
+    index = index if isinstance(index, tuple) else (index,)
+    taken = sum(_num_taken(one) for one in index)
+    for one in index:
+        if dim == 1 and one is not None and one is not Ellipsis:
+            if isinstance(one, slice):
+                return one.indices(num_tokens) != (0, num_tokens, 1)
+            return True
+        dim += num_dims - taken if one is Ellipsis else _num_taken(one)
+        if dim > 1:
+            return False
+    return False
+
+
+def _num_taken(one: Any) -> int:
+    """How many dimensions an entry of an index is for."""
+    if one is None or one is Ellipsis:
+        return 0
+    return one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
+
+
+def _joined(args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> tuple[int, ...] | None:
+    tensors = args[0] if args else kwargs.get("tensors", ())
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    for one in tensors:
+        if dim in (1, 1 - one.dim()) and _has_tokens(one, num_tokens):
+            return tuple(one.shape)
+    return None
