@@ -458,6 +458,39 @@ def test_rows_without_gradients_stay_and_a_branch_of_one_rank_is_averaged(masked
     assert not torch.equal(branch, Table().branch.weight)
 
 
+class Faint(nn.Module):
+    """A vector of which the last four elements have gradients of rounding's size, as keys in a fused bias have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.register_buffer("strengths", torch.tensor([1.0] * 12 + [1e-7] * 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.vector * self.strengths * x.mean()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_elements_with_next_to_no_gradient_are_not_moved_by_signs(name: str) -> None:
+    """Divided by the root of their variance, a sign would move them by a million rates."""
+    make = {
+        "zero-one": lambda model: ZeroOneAdam(model.parameters(), **{**ZERO_ONE, "var_freeze_step": FREEZE, "eps": 0}),
+        "adam": lambda model: OneBitAdam(model.parameters(), **{**SETTINGS, "weight_decay": 0.0, "eps": 0}),
+        "lamb": lambda model: OneBitLamb(model.parameters(), **{**SETTINGS, "weight_decay": 0.0, "eps": 0}),
+    }[name]
+
+    def work(engine: sw.Engine) -> tuple[Tensor, Tensor]:
+        fed(engine, range(FREEZE))
+        before = params_of(engine)[0]
+        fed(engine, range(FREEZE, FREEZE + 4))
+        return before, params_of(engine)[0]
+
+    before, after = work_on_ranks(2, work, "ddp", Faint, make)[0]
+    assert torch.equal(before[12:], after[12:])
+    moved = (after - before)[:12].abs()
+    assert 0 < moved.min() <= moved.max() < 1
+
+
 def test_plain_loops_and_loaded_states_change_the_program_too() -> None:
     models = [small(), small()]  # here, as threads share the numbers that are drawn
 

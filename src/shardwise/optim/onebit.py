@@ -9,8 +9,10 @@ steps of its warm-up; in the others it averages them, in signs.
 
 None of them corrects the bias of the moments, as in the papers and in DeepSpeed. An element whose variance is zero at
 the end of the warm-up never had a gradient; divided by almost nothing, the sign that is sent for it would move it
-without bound. It keeps a momentum of zero. In DeepSpeed such elements need an `exp_avg_mask`, which a group may have
-here too.
+without bound. So would it where the gradient is nothing but rounding: keys in a fused bias of queries, keys and values,
+which softmax does not see, went 20,000 rates in a step, and 1-bit LAMB to nan. Such elements, `NEXT_TO_NONE` beside the
+mean variance of their parameter, keep a momentum of zero. In DeepSpeed they need an `exp_avg_mask`, which a group may
+have here too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from shardwise.optim.cooperative import Cooperative, Params, evaluated, on_devic
 from shardwise.program import States, Update
 
 Tensor = torch.Tensor
+NEXT_TO_NONE = 1e-8
+"""Of a variance: a sign would move such an element 10,000 times as far as others."""
 
 
 class _OneBit(Cooperative):
@@ -275,7 +279,7 @@ class OneBitLamb(_OneBit):
         fresh = state["exp_avg_sq_fresh"].mul_(beta2)
         fresh.addcmul_(gradient, gradient, value=(1 - beta2) / (1 - beta1) ** 2)
         frozen_root = state["exp_avg_sq"].sqrt().add_(group["eps"])
-        factor = (frozen_root / fresh.sqrt().add_(group["eps"])).max()
+        factor = torch.where(_moves(state), frozen_root / fresh.sqrt().add_(group["eps"]), 1.0).max()
         if group["weight_decay"]:  # the decay does not shrink with the variance
             adaptive = torch.linalg.vector_norm(state["exp_avg"] / frozen_root)
             share = (adaptive / torch.linalg.vector_norm(direction)).clamp(max=1.0)
@@ -292,9 +296,15 @@ def _direction(param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
     return direction.add_(param, alpha=group["weight_decay"]) if group["weight_decay"] else direction
 
 
+def _moves(state: Mapping[str, Any]) -> Tensor:
+    """Which elements are moved by signs: see [Note: after the warm-up]."""
+    variance: Tensor = state["exp_avg_sq"]
+    return variance > NEXT_TO_NONE * variance.mean()
+
+
 def _mask(state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Drop the momenta of elements that have none: see [Note: after the warm-up]."""
-    state["exp_avg"].mul_(state["exp_avg_sq"] > 0)
+    state["exp_avg"].mul_(_moves(state))
     mask = group.get("exp_avg_mask")
     if mask is not None:
         state["exp_avg"].mul_(on_device(mask, state["exp_avg"].device))
