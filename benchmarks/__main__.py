@@ -166,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     learnt.add_argument("--variants", type=_some_of(learning.VARIANTS), metavar="A,B", help="of fp8 and wires (all)")
     learnt.add_argument("--seeds", type=_positive, metavar="N", help="pairs of runs, each of a seed of its own (3)")
     learnt.add_argument("--width", type=_positive, metavar="N", help="of blocks, a multiple of 32 (128)")
+    learnt.add_argument(
+        "--text", type=Path, default=ROOT, metavar="DIR", help="a checkout whose code is learnt (this one)"
+    )
     peers = parser.add_argument_group("peers")
     option = peers.add_argument
     option("--sizes", type=_some_of(SIZES), metavar="A,B", help=f"of {', '.join(SIZES)}")

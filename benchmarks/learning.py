@@ -18,7 +18,6 @@ import json
 import math
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,21 +30,23 @@ from rich.console import Console
 from torch import Tensor
 
 import shardwise as sw
+from benchmarks import fresh
 from benchmarks.fresh import ROOT
+from benchmarks.learning_course import RATE, ROWS, SEQ, Text, averaged, first_model, is_checkpoint, rate_of
 from benchmarks.model import GPT
 from benchmarks.show import show_figures
-from benchmarks.sizes import Size
-from shardwise.optim import OneBitAdam
+from shardwise.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from shardwise.testing import run_ranks
 
-STEPS, WIDTH, SEQ, ROWS, NUM_SEEDS = 1000, 128, 32, 8, 3
-RATE, WARM_UP = 2e-3, 20
-CHECKPOINTS, BETWEEN = 5, 20
-"""The last ones of a run, whose weights are averaged, and the steps from one to the next."""
-UNSEEN_ROWS, UNSEEN_BATCH = 2048, 64
-BLOCK_BYTES = 8192
-"""Of the text, each tenth block of these is not trained on."""
+STEPS, WIDTH, NUM_SEEDS = 1000, 128, 3
+FACTORS, FACTORS_START = (1, 2, 4, 8, 16), 100
+"""Ranks of factors, and the step from which on gradients are sent so: torch advises a tenth of
+all, and not to begin while the rate still rises."""
 FP8_BAR, WIRE_BAR = 0.0025, 0.01
+_BETAS, _NEVER = (0.9, 0.99), 10**9
+"""Of optimizers without bias corrections: with these the first steps are no longer than later ones."""
+_MOST_SECONDS = 3600.0
+"""Of a run."""
 
 Line = dict[str, Any]
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -56,8 +57,16 @@ def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def onebit_adam(params: list[torch.nn.Parameter], freeze_step: int = STEPS // 5) -> torch.optim.Optimizer:
-    """Without bias corrections: with these betas the first steps are no longer than later ones."""
-    return OneBitAdam(params, lr=RATE, betas=(0.9, 0.99), freeze_step=freeze_step)
+    return OneBitAdam(params, lr=RATE, betas=_BETAS, freeze_step=freeze_step)
+
+
+def zero_one_adam(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return ZeroOneAdam(params, lr=RATE, betas=_BETAS, var_freeze_step=STEPS // 5)
+
+
+def onebit_lamb(params: list[torch.nn.Parameter], freeze_step: int = STEPS // 5) -> torch.optim.Optimizer:
+    """Its rate is the share of a matrix's norm that a step changes."""
+    return OneBitLamb(params, lr=10 * RATE, betas=_BETAS, freeze_step=freeze_step)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Variant:
     num_ranks: int = 1
     optimizer: MakeOptimizer = adamw
     nudge: float = 0.0
+    hook_factors: int = 0
+    """The rank of factors, where torch's DDP and its PowerSGD hook train instead."""
     together: float = 0.0
     """The share of all steps in which ranks train as with `zero1` before they follow `plan`."""
 
@@ -97,9 +108,16 @@ VARIANTS = {
     "int8": _wired({"preset": "zero3", "wire": {"param": "int8", "grad": "int8"}}),
     "int8+int4": _wired({"preset": "zero3", "wire": {"param": "int8", "grad": "int4"}}),
     "fp8-wire": _wired({"preset": "zero3", "wire": {"param": "fp8"}}),
-    "powersgd": _wired({"preset": "ddp", "powersgd": {"rank": 2, "start_step": 100}}),
-    "adam": Variant({"preset": "ddp"}, num_ranks=2, optimizer=partial(onebit_adam, freeze_step=10**9)),
+    **{
+        f"powersgd-{rank}": _wired({"preset": "ddp", "powersgd": {"rank": rank, "start_step": FACTORS_START}})
+        for rank in FACTORS
+    },
+    **{f"torch-powersgd-{rank}": Variant(beside="fp32", num_ranks=2, hook_factors=rank) for rank in FACTORS},
+    "adam": Variant({"preset": "ddp"}, num_ranks=2, optimizer=partial(onebit_adam, freeze_step=_NEVER)),
     "onebit-adam": _wired({"preset": "ddp"}, beside="adam", optimizer=onebit_adam),
+    "zero-one-adam": _wired({"preset": "ddp"}, beside="adam", optimizer=zero_one_adam),
+    "lamb": Variant({"preset": "ddp"}, num_ranks=2, optimizer=partial(onebit_lamb, freeze_step=_NEVER)),
+    "onebit-lamb": _wired({"preset": "ddp"}, beside="lamb", optimizer=onebit_lamb),
     "islands": _wired({"mesh": {"island": 2, "dp": -1}, "islands": _ISLANDS}, together=0.5),
 }
 
@@ -109,7 +127,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
     num_seeds, steps = (1, 20) if args.quick else (args.seeds or NUM_SEEDS, args.steps or STEPS)
     asked = args.variants or tuple(VARIANTS)
     needed = dict.fromkeys(name for each in asked for name in (VARIANTS[each].beside, each) if name)
-    text, file = Text.of_the_library(), args.out / "learning.jsonl"
+    text, file = Text.of_the_library(args.text), args.out / "learning.jsonl"
     settings = {"steps": steps, "width": args.width or WIDTH, "rows": ROWS, "seq": SEQ, "text": text.checksum}
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -117,7 +135,8 @@ def main(args: argparse.Namespace, console: Console) -> int:
         there = {(line["seed"], line["variant"]) for line in lines_of(file, settings)}
         for name in needed:
             if (seed, name) not in there:
-                line = {"variant": name, "seed": seed, **settings, **train(VARIANTS[name], text, seed, settings)}
+                run = train(VARIANTS[name], text, seed, settings, args.text)
+                line = {"variant": name, "seed": seed, **settings, **run}
                 with file.open("a") as out:
                     out.write(json.dumps(line) + "\n")
                 console.print(f"{name}, seed {seed}: {line['loss']:.4f}", markup=False)
@@ -130,51 +149,35 @@ def main(args: argparse.Namespace, console: Console) -> int:
 # -- one run -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Text:
-    """Bytes, and those of them that no step sees."""
-
-    seen: Tensor
-    unseen: Tensor
-    checksum: int
-
-    @classmethod
-    def of_the_library(cls) -> Text:
-        files = sorted((ROOT / "src" / "shardwise").rglob("*.py"))
-        whole = b"".join(file.read_bytes() for file in files)
-        *blocks, _ = torch.split(torch.frombuffer(bytearray(whole), dtype=torch.uint8), BLOCK_BYTES)
-        seen = torch.cat([block for place, block in enumerate(blocks) if place % 10 != 9])
-        return cls(seen, torch.cat(blocks[9::10]), zlib.crc32(whole))
-
-    def batch(self, numbers: torch.Generator, rows: int) -> Tensor:
-        return _rows(self.seen, torch.randint(0, len(self.seen) - SEQ, (rows,), generator=numbers))
-
-    def unseen_batches(self) -> Sequence[Tensor]:
-        starts = torch.linspace(0, len(self.unseen) - SEQ - 1, UNSEEN_ROWS).long()
-        rows: Sequence[Tensor] = torch.split(_rows(self.unseen, starts), UNSEEN_BATCH)
-        return rows
-
-
-def _rows(text: Tensor, starts: Tensor) -> Tensor:
-    return text[starts[:, None] + torch.arange(SEQ + 1)].long()
-
-
-def train(variant: Variant, text: Text, seed: int, settings: Mapping[str, int]) -> Line:
-    """The losses of one run, and what it took. Whole batches are divided among ranks, which are threads."""
+def train(variant: Variant, text: Text, seed: int, settings: Mapping[str, int], root: Path = ROOT) -> Line:
+    """The losses of one run, and what it took. Whole batches are divided among ranks, which are threads; those of
+    torch's DDP are processes, which read the text of `root`."""
     start, cpu = time.perf_counter(), time.process_time()
-    torch.manual_seed(seed)
-    size = Size(num_blocks=2, dim=settings["width"], vocab=256, seq=SEQ, micro_batch=ROWS, head_dim=32)
-    first = {name: value.clone() for name, value in GPT(size).state_dict().items()}
+    if variant.hook_factors:
+        line: Line = _hooked(variant, seed, settings, root)
+        return {**line, "seconds": time.perf_counter() - start}
+    width = settings["width"]
+    first = {name: value.clone() for name, value in first_model(seed, width).state_dict().items()}
     if variant.nudge:
         first = {name: value * (1 + variant.nudge * torch.randn(value.shape)) for name, value in first.items()}
-    models = [GPT(size) for _ in range(variant.num_ranks)]
+    models = [first_model(seed, width) for _ in range(variant.num_ranks)]
     for model in models:
         model.load_state_dict(first)
     hosts = [f"host-{rank}" for rank in range(variant.num_ranks)]
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         run = Run(variant, models, text, seed, settings["steps"], Path(folder))
-        losses = run_ranks(variant.num_ranks, run.on_rank, hosts=hosts, timeout_seconds=3600)[0]
+        losses = run_ranks(variant.num_ranks, run.on_rank, hosts=hosts, timeout_seconds=_MOST_SECONDS)[0]
     return {**losses, "seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+
+
+def _hooked(variant: Variant, seed: int, settings: Mapping[str, int], root: Path) -> Line:
+    given = {"factors": variant.hook_factors, "start": FACTORS_START, "seed": seed, "text": root}
+    given |= {name: settings[name] for name in ("width", "steps")}
+    arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    every = fresh.run_ranks(
+        "benchmarks.learning_rank", arguments, num_ranks=variant.num_ranks, timeout_seconds=_MOST_SECONDS
+    )
+    return {**every[0], "cpu_seconds": sum(one["cpu_seconds"] for one in every)}
 
 
 @dataclass(frozen=True)
@@ -201,39 +204,26 @@ class Run:
                     engine.resume(self.folder)
                 for number in steps:
                     losses.append(self._step(engine, optimizer, number, numbers))
-                    if self.steps - number in range(0, CHECKPOINTS * BETWEEN, BETWEEN):
+                    if is_checkpoint(number, self.steps):
                         checkpoints.append(engine.state_dict())
                 if steps[-1] < self.steps:
                     engine.save(self.folder)
                 else:
-                    engine.load_state_dict({name: _mean([one[name] for one in checkpoints]) for name in checkpoints[0]})
-                    unseen, trained = self._unseen_loss(engine), engine.mean(mean(losses[-self.steps // 5 :]))
+                    engine.load_state_dict(averaged(checkpoints))
+                    place, num = world.rank, world.size
+                    unseen = engine.mean(self.text.unseen_loss(engine, place, num))
+                    trained = engine.mean(mean(losses[-self.steps // 5 :]))
         return {"loss": unseen, "loss_in_training": trained}
 
     def _step(
         self, engine: sw.Engine, optimizer: torch.optim.Optimizer, number: int, numbers: torch.Generator
     ) -> float:
         for group in optimizer.param_groups:
-            group["lr"] = rate_of(number, self.steps)
+            group["lr"] = rate_of(number, self.steps, optimizer.defaults["lr"])
         loss = engine(self.text.batch(numbers, ROWS).chunk(engine.world.size)[engine.world.rank])
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
-
-    def _unseen_loss(self, engine: sw.Engine) -> float:
-        share, num_shares = engine.world.rank, engine.world.size
-        with torch.no_grad():
-            batches = (rows.chunk(num_shares)[share] for rows in self.text.unseen_batches())
-            return engine.mean(mean(float(engine(batch)) for batch in batches))
-
-
-def rate_of(number: int, steps: int) -> float:
-    """Of the learning in step `number`, the first of which is 1: up to `RATE`, then down to zero along a cosine."""
-    return RATE * min(1.0, number / WARM_UP) * 0.5 * (1 + math.cos(math.pi * (number - 1) / steps))
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([each.double() for each in tensors]).mean(0).to(tensors[0].dtype)
 
 
 # -- what runs say together ----------------------------------------------------------------------------------

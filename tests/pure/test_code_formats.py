@@ -17,6 +17,7 @@ from shardwise.memory.tables import sent_whole
 from shardwise.parallel.experts import MoE
 from shardwise.plan import load_plan
 from shardwise.plan.placement import Codes, SumOfCodes, Wire, mesh_for, table_for
+from shardwise.plan.placement.wire import Feedback
 from shardwise.program import Action, sent_by_hosts
 from shardwise.runtime.codec import codec_for
 from tests.models import Transformer
@@ -235,18 +236,65 @@ def test_codes_that_rest_are_made_again_to_the_bit(wire: Codes, dtype: torch.dty
     assert bool(((once.float() - values.float()).abs() <= coarse + most * torch.finfo(dtype).eps + 2.0**-20).all())
 
 
-@pytest.mark.parametrize("wire", [INT8, INT4, Codes("fp8", 256)], ids=str)
+FED_BACK = {"feedback": Feedback(0.5, 1024)}
+WAYS: list[dict[str, Any]] = [{}, {"rests": True}, FED_BACK]
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_seen(wire: Codes, value: float) -> None:
-    values = torch.ones(4 * wire.block)
-    values[wire.block + 5] = value
+@pytest.mark.parametrize("more", WAYS, ids=["sent", "rests", "fed back"])
+@pytest.mark.parametrize("wire", [INT8, INT4, Codes("fp8", 256)], ids=str)
+def test_what_is_not_finite_is_seen(wire: Codes, more: dict[str, Any], value: float) -> None:
+    """In each dtype all of its block, and nothing else; a sum has it too, and nothing is kept of it."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = torch.ones(4 * wire.block, dtype=dtype)
+        values[wire.block + 5] = value
+        losses = torch.full((len(values),), 0.25, dtype=torch.bfloat16)
+        codec = codec_for(replace(wire, **more), losses=losses)
+        codes, decoded = torch.empty(codec.num_codes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+        codec.encode(values, codes)
+        codec.decode(codes, decoded)
+        total = torch.ones(4 * wire.block)
+        codec.add(codes, total)
+        for made in (decoded, total):
+            finite = made.view(4, -1).isfinite()
+            assert not finite[1].any()
+            assert finite[[0, 2, 3]].all()
+        assert losses.isfinite().all()
+        assert bool(losses.view(4, -1)[1].any()) == (more != FED_BACK)
+
+
+@pytest.mark.parametrize("wire", [INT8, INT4, Codes("fp8", 256)], ids=str)
+def test_the_largest_numbers_stay_finite_or_are_infinite(wire: Codes) -> None:
+    """A scale is rounded, so the largest may be decoded to infinity; to nothing in between, and with its sign."""
+    values = torch.ones(2 * wire.block)
+    values[0], values[1] = torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max
     codec = codec_for(wire)
     codes, decoded = torch.empty(codec.num_codes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
     codec.encode(values, codes)
     codec.decode(codes, decoded)
-    finite = decoded.view(4, -1).isfinite()
-    assert not finite[1].any()
-    assert finite[[0, 2, 3]].all()
+    assert decoded[0] >= values[0] * (1 - 2**-4)
+    assert decoded[1] == -decoded[0]
+    assert decoded[2:].isfinite().all()
+
+
+def test_fp8_is_decoded_as_torch_converts_it_and_int4_lies_in_halves() -> None:
+    """All bytes. A nan, which only a block with a scale of nan has, may become a number."""
+    every, scale = torch.arange(256, dtype=torch.uint8), torch.tensor([2.0], dtype=torch.bfloat16)
+    message, decoded = torch.cat([every, scale.view(torch.uint8)]), torch.empty(256)
+    codec_for(Codes("fp8", 256)).decode(message, decoded)
+    expected = every.view(torch.float8_e4m3fn).float() * 2
+    is_number = ~expected.isnan()
+    assert torch.equal(decoded[is_number], expected[is_number])
+    assert torch.equal(decoded[is_number].signbit(), expected[is_number].signbit())
+    decoded = torch.empty(512)
+    codec_for(Codes("int4", 512)).decode(message, decoded)
+    assert decoded.view(2, 256).tolist() == [
+        [2.0 * (byte % 16 - 8) for byte in range(256)],
+        [2.0 * (byte // 16 - 8) for byte in range(256)],
+    ]
+    made = torch.empty_like(message)
+    codec_for(Codes("int4", 512)).encode(decoded.clamp(-14, 14), made)
+    assert made[:256].tolist() == [max(byte % 16, 1) + 16 * max(byte // 16, 1) for byte in range(256)]
 
 
 def test_a_plan_with_codes_is_written_down_and_read_again() -> None:

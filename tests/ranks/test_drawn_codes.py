@@ -193,9 +193,8 @@ class Within:
 
     @classmethod
     def by(cls, draw: random.Random, axis: str, disk: Path, seed: int) -> Within:
-        """Hosts have two ranks along `axis`, or with `hsdp` and `hpz` two along `local`, too. Not `hpz` with `ep`,
-        where gradients become codes before they are summed along `ep`: the twin does that after."""
-        preset = draw.choice([name for name in PRESETS if (name, axis) != ("hpz", "ep")])
+        """Hosts have two ranks along `axis`, or with `hsdp` and `hpz` two along `local`, too."""
+        preset = draw.choice(PRESETS)
         data_axes = TWO if preset in TWO_AXES else {"dp": 2}
         mesh = {**data_axes, axis: 2} if axis in ("ep", "dp") else {axis: 2, **data_axes}
         plan = plan_of(preset, mesh, wire=drawn_wire(draw, preset), **draw.choice(SETTINGS))
@@ -205,8 +204,6 @@ class Within:
             plan |= {"tensor": SPLIT}
         elif axis == "ep":
             plan.pop("activations", None)  # its two blocks differ, so that all of it is one unit
-            if preset in TWO_AXES:  # of sums in bf16 along three axes the twin does not know the order
-                plan["wire"] |= {"grad": {"dtype": draw.choice(("int8", "int4")), "block": draw.choice(BLOCKS)}}
         plan |= {"disk": str(disk)} if preset == "infinity" else {}
         torch.manual_seed(seed)
         model: nn.Module = Mixture(num_blocks=2) if axis == "ep" else Decoder()
@@ -236,16 +233,17 @@ class Within:
     def twin(self, data: Sequence[Batch], runs: Sequence[Run], **more: Any) -> Run:
         """In pipelines `ddp` and `zero1` send what micro-batches have added up, once in a step; the others each one's
         gradients. Codes are of the part that a rank has. Ranks along `ep` have tokens of their own, and sum what is not
-        experts among themselves before it becomes codes."""
+        experts among themselves before it becomes codes, with `hpz` afterwards."""
         preset, mesh = self.plan["preset"], self.plan["mesh"]
-        num_dealt = mesh.get("ep", 1)
+        num_dealt, has_ep = mesh.get("ep", 1), "ep" in mesh
         more.setdefault("model", self.model)
         return twin_run(
             data=data,
             num_ranks=math.prod(size for axis, size in mesh.items() if axis not in ("pp", "tp")),
             wire=self.plan["wire"],
-            num_near=mesh.get("local", 1) * num_dealt,
+            num_near=mesh.get("local", 1),
             num_dealt=num_dealt,
+            dealt_last=preset == "hpz",  # its rows are sharded along the others
             accumulate=self.plan.get("accumulate", 1),
             waits_whole=preset in ("ddp", "zero1"),
             sends_frozen=preset not in SENDS_NO_FROZEN,
@@ -253,7 +251,7 @@ class Within:
             reduced=Reduced(
                 {name: place for run in runs for name, place in run.extra["places"].items()},
                 waits=preset == "zero1" or (preset == "ddp" and "pp" in mesh),
-                num_whole={"ddp": 3, "hsdp": 1}.get(preset, 0),
+                num_whole={"ddp": 3, "hsdp": 1 + has_ep, "hpz": has_ep}.get(preset, 0),
             ),
             parts=self.parts(runs),
             **more,

@@ -119,6 +119,44 @@ def _formats(wire: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], 
 
 
 @dataclass(frozen=True)
+class Summands:
+    """One for each rank that sums a gradient, so ordered that those which are summed first are next to each other."""
+
+    summands: Sequence[Tensor]
+    sizes: Sequence[int]
+    """Of the axes along which they are summed, one after the other."""
+    num_near: int
+    """How many in a row are summed before codes are made."""
+    is_of_experts: bool = False
+    """Whether they are of experts along `ep`, where others are summed, too."""
+
+    @classmethod
+    def of(
+        cls, summands: Sequence[Tensor], num_near: int, num_dealt: int, *, dealt_last: bool, is_of_experts: bool
+    ) -> Summands:
+        """Of ranks in the order of the mesh, the last axis of which is `ep`; `num_near` are those of a host along the
+        others. An expert has the tokens of all ranks along `ep`. Others are summed along it after `num_near`, or with
+        `dealt_last` after all others, which are codes then."""
+        num_others = len(summands) // num_dealt
+        sizes = [num_near, num_others // num_near]
+        if is_of_experts:
+            return cls(_sums(summands, num_dealt), _several(sizes), num_near, num_dealt > 1)
+        num_before = num_others if dealt_last else num_near
+        sizes.insert(2 if dealt_last else 1, num_dealt)
+        order = torch.arange(len(summands)).view(-1, num_before, num_dealt).transpose(1, 2).flatten().tolist()
+        near = num_near if dealt_last else num_near * num_dealt
+        return cls([summands[rank] for rank in order], _several(sizes), near)
+
+    def of_hosts(self) -> list[Tensor]:
+        """Those that are made codes."""
+        return _sums(self.summands, self.num_near)
+
+
+def _several(sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size > 1] or [1]
+
+
+@dataclass(frozen=True)
 class Reduced:
     """How ranks sum gradients that are sent in bf16: axis by axis, the inner one first, in fp32 and in their order. Who
     sums an element adds its own summand as it has it."""
@@ -129,26 +167,25 @@ class Reduced:
     """Whether gradients wait as they were computed (`zero1`, and `ddp` in a pipeline), so that they are not rounded
     before the first sum."""
     num_whole: int = 0
-    """Along how many axes, the outer ones, every rank gets all of the sum, which is sent in bf16, too: 1 with `hsdp`,
-    all with `ddp`."""
+    """Along how many axes, the last that are summed, every rank gets all of the sum, which is sent in bf16, too: 1 with
+    `hsdp`, all with `ddp`."""
 
-    def sum(
-        self, name: str, summands: Sequence[Tensor], num_near: int, parts: Sequence[Tensor] | None = None
-    ) -> Tensor:
-        """Of one for each rank, `num_near` of them in a row along the inner axis. Where model axes split the parameter,
-        each of its `parts` has a flat buffer of its own."""
+    def sum(self, name: str, given: Summands, parts: Sequence[Tensor] | None = None) -> Tensor:
+        """Of one for each rank. Where model axes split the parameter, each of its `parts` has a flat buffer of its
+        own."""
+        summands = given.summands
         if parts is None:
-            return self._sum_of_part(name, summands, num_near)
+            return self._sum_of_part(name, summands, given)
         total = torch.zeros_like(summands[0]).flatten()
         for elements in parts:
-            total[elements] = self._sum_of_part(name, [one.flatten()[elements] for one in summands], num_near)
+            total[elements] = self._sum_of_part(name, [one.flatten()[elements] for one in summands], given)
         return total.view_as(summands[0])
 
-    def _sum_of_part(self, name: str, summands: Sequence[Tensor], num_near: int) -> Tensor:
+    def _sum_of_part(self, name: str, summands: Sequence[Tensor], given: Summands) -> Tensor:
         first, length = self.places[name]
         place = torch.arange(first, first + summands[0].numel()).view_as(summands[0])
         summands = summands if self.waits else [_narrow(summand) for summand in summands]
-        sizes = (num_near, len(summands) // num_near) if num_near > 1 else (len(summands),)
+        sizes, num_whole = given.sizes, self.num_whole - given.is_of_experts
         for axis, size in enumerate(sizes):
             length //= size
             owner, place = place // length, place % length
@@ -156,7 +193,7 @@ class Reduced:
                 sum(torch.where(owner == index, one, _narrow(one)) for index, one in enumerate(group))
                 for group in (summands[at : at + size] for at in range(0, len(summands), size))
             ]
-            if len(sizes) - axis <= self.num_whole:
+            if len(sizes) - axis <= num_whole:
                 summands = [_narrow(total) for total in summands]
         (total,) = summands
         return total
@@ -244,13 +281,15 @@ def twin_run(
     optimizer: torch.optim.Optimizer | None = None,
     parts: Parts | None = None,
     num_dealt: int = 1,
+    dealt_last: bool = False,
 ) -> Run:
     """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
     `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do. Frozen
     parameters of fewer elements than `resident_below` stay whole on every rank, so they are never sent. `reduced` is
     needed where gradients in bf16 are rounded more than once, or not by all. With the `optimizer` of an earlier run,
     `model` and it go on from there; both are in `extra` when this one ends. `parts` are codes' own where model axes
-    split parameters. Experts are dealt out to `num_dealt` ranks in a row, each of which has the tokens of all."""
+    split parameters. Experts are dealt out to `num_dealt` ranks in a row, not counted in `num_near`, each of which has
+    the tokens of all; `dealt_last` as in `Summands`."""
     parts = parts or {}
     sent = _Sent(wire, parts)
     trained = _formats(wire.get("param"))
@@ -285,15 +324,14 @@ def twin_run(
             of_batches = [[{name: sum(one[name] for one in of_rank) for name in named} for of_rank in by_rank]]
         for name, param in named.items():
             param.grad = torch.zeros_like(param)
-            own_near = num_near
             for of_ranks in of_batches:
-                summands = [one[name] for one in of_ranks]
-                if "experts" in name:
-                    own_near, summands = max(1, num_near // num_dealt), _sums(summands, num_dealt)
+                of_name = [one[name] for one in of_ranks]
+                is_of_experts = "experts" in name
+                given = Summands.of(of_name, num_near, num_dealt, dealt_last=dealt_last, is_of_experts=is_of_experts)
                 if reduced is not None and sent.is_narrow(name, param):
-                    param.grad += reduced.sum(name, summands, own_near, parts.get(name))
-                    continue
-                param.grad += sum(sent(name, place, one) for place, one in enumerate(_sums(summands, own_near)))
+                    param.grad += reduced.sum(name, given, parts.get(name))
+                else:
+                    param.grad += sum(sent(name, place, one) for place, one in enumerate(given.of_hosts()))
         run.norms.append(math.sqrt(sum(float(param.grad.double().square().sum()) for param in named.values())))
         optimizer.step()
         run.losses.append(sum(losses) / len(losses))

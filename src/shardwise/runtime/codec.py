@@ -27,9 +27,10 @@ Tensor = torch.Tensor
 _CPU = torch.device("cpu")
 _BF16_BITS, _FP16_EXPONENT = 8, -24
 """Digits of a number in bf16, and the exponent of the smallest one in fp16."""
-_SLICE, _SLICE_ON_DEVICE = 2**16, 2**22
-"""Elements that are encoded or decoded at a time. On CPUs the intermediate results of a slice stay in the cache; on
-devices they take 16 or 32 MiB, which is not counted."""
+_SLICE, _SLICE_ON_DEVICE = 2**17, 2**22
+"""Elements that are encoded or decoded at a time. On CPUs the intermediate results of a slice, half a MiB, stay in the
+cache, and calls of operators take little beside them: slices of half the size take a sixth longer. On devices they take
+16 or 32 MiB, which is not counted."""
 
 
 class Codec(Protocol):
@@ -153,9 +154,9 @@ class Blocks:
         scaled.round_()
         if self._bits == 8:
             integers.view(torch.int8).copy_(scaled.view(-1))
-        else:
-            low, high = scaled.chunk(2, dim=1)
-            integers.view_as(low).copy_(low.add_(high, alpha=16).add_(8 * 17))
+        else:  # by int8, which takes a third of the time of a conversion to uint8
+            low, high = scaled.to(torch.int8).view(torch.uint8).chunk(2, dim=1)
+            torch.add(low, high, alpha=16, out=integers.view_as(low)).add_(8 * 17)
 
     def _unpacked(self, integers: Tensor, scratch: Tensor) -> Tensor:
         """The integers as fp32, one row for each block."""
@@ -163,9 +164,9 @@ class Blocks:
         if self._bits == 8:
             return values.copy_(integers.view(torch.int8).view_as(values))
         low, high = values.chunk(2, dim=1)
-        low.copy_(integers.view_as(low))  # as numbers, because arithmetic on bytes is not vectorized
-        torch.div(low, 16, out=high).floor_()
-        low.sub_(high, alpha=16)
+        both = integers.view_as(low)
+        low.copy_(both.bitwise_and(15))
+        high.copy_(both.bitwise_right_shift(4))
         return values.sub_(8)
 
 
@@ -188,8 +189,14 @@ class Fp8Blocks(Blocks):
         integers.view(self._number).copy_(scaled.clamp_(-limit, limit).view(-1))
 
     def _unpacked(self, integers: Tensor, scratch: Tensor) -> Tensor:
+        """On CPUs by way of numbers in fp16 whose exponents are 8 smaller: torch (2.13) converts from E4M3 one element
+        at a time, which takes ten times as long. Nan, which only a block with a scale of nan has, becomes a number."""
         values = scratch[: integers.numel()].view(-1, self._block)
-        return values.copy_(integers.view(self._number).view_as(values))
+        if integers.device.type != "cpu":
+            return values.copy_(integers.view(self._number).view_as(values))
+        bits = integers.view(torch.int8).to(torch.int16).mul_(2**7)  # its sign is in two bits
+        bits.bitwise_and_(~(2**14))
+        return values.copy_(bits.view(torch.float16).view_as(values)).mul_(2**8)
 
 
 class ExactBlocks(Blocks):
