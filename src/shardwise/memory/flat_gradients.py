@@ -12,6 +12,7 @@ from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
 from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due, step_gradients
+from shardwise.system.mixed_sums import add_to
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -87,6 +88,7 @@ class FlatGradients:
         self._added_dtype = torch.promote_types(self._fresh_dtype, torch_dtype(table.grad.dtype))
         are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
         is_as_computed = self._fresh_dtype == torch_dtype(table.compute)
+        self._add: Callable[..., object] = Tensor.add_ if is_as_computed else add_to
         self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
         self._unweighed = 1.0
         for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `split_axes`
@@ -126,14 +128,14 @@ class FlatGradients:
             fresh.views[index] = self._left(grad)
         elif scale == 1.0:
             if self._in_fresh[index]:
-                view.add_(grad)
+                self._add(view, grad)
             else:
                 view.copy_(grad)
         elif scale == 0.0:  # a stand-in's gradient counts for nothing, whatever it is: nan times zero is nan
             if not self._in_fresh[index]:
                 view.zero_()
         elif self._in_fresh[index]:
-            view.add_(grad, alpha=scale)
+            self._add(view, grad, alpha=scale)
         else:
             torch.mul(grad, self._factor, out=view)
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True

@@ -21,6 +21,7 @@ from shardwise.comm import Communicator, Group, Work
 from shardwise.memory import torch_dtype
 from shardwise.plan.placement import Codes, SumOfCodes, Wire
 from shardwise.plan.placement.wire import BITS
+from shardwise.system.mixed_sums import add_to
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -76,7 +77,7 @@ class Cast:
         elements.copy_(codes)
 
     def add(self, codes: Tensor, elements: Tensor) -> None:
-        elements.add_(codes)
+        add_to(elements, codes)
 
 
 class Blocks:

@@ -25,6 +25,7 @@ from shardwise.comm.transport.pairwise import Pairwise, Transport
 from shardwise.comm.transport.shm.neighbours import Neighbours, copy_into
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Pending, Work
+from shardwise.system.mixed_sums import add_to
 
 SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
 
@@ -336,7 +337,7 @@ class _Sums:
         ordered.insert(on.number, own)
         self.out.copy_(ordered[0])
         for summand in ordered[1:]:
-            self.out.add_(summand)
+            add_to(self.out, summand)
         for message in leaving:
             message.wait()
 
@@ -351,7 +352,7 @@ class _Sums:
         def add(summands: Sequence[Tensor]) -> None:
             for total, index in zip(sums, indices, strict=True):
                 if is_begun:
-                    total.add_(summands[index])
+                    add_to(total, summands[index])
                 else:
                     total.copy_(summands[index])
 

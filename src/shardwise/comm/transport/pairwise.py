@@ -21,6 +21,7 @@ from shardwise.comm.transport.staging import StagingPool
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.plan.mesh import Mesh
+from shardwise.system.mixed_sums import add_to
 from shardwise.system.telemetry import Ledger
 
 SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
@@ -257,12 +258,12 @@ class Pairwise:
             if in_place and group.index > 1:  # our summand must not be overwritten before its turn
                 arrived[group.index] = arrived[group.index].clone()
             if in_place and group.index < 2:  # ours is one of the first two, and a sum of two has no order
-                out.add_(arrived[1 - group.index])
+                add_to(out, arrived[1 - group.index])
             else:
                 out.copy_(arrived[0])
-                out.add_(arrived[1])  # for a narrow chunk twice as fast as torch.add(out=)
+                add_to(out, arrived[1])
             for chunk in arrived[2:]:
-                out.add_(chunk)
+                add_to(out, chunk)
             arrived.clear()
             self._staging.give_back(staging)
 

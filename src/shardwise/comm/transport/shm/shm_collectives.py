@@ -20,6 +20,7 @@ from shardwise.comm.transport.shm.neighbours import Neighbours, copy_into
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Done, Work
 from shardwise.plan.mesh import Mesh
+from shardwise.system.mixed_sums import add_to
 from shardwise.system.telemetry import Ledger
 
 SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
@@ -302,9 +303,9 @@ class _Sum:
                 torch.add(own, summand, out=out)
             else:
                 out.copy_(own)
-                out.add_(summand)  # for a narrow summand twice as fast as torch.add(out=)
+                add_to(out, summand)
         elif self._is_begun:
-            out.add_(summand)
+            add_to(out, summand)
         else:
             out.copy_(summand)
         self._is_begun = True
