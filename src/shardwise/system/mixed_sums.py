@@ -18,5 +18,5 @@ def add_to(total: torch.Tensor, summand: torch.Tensor, alpha: float = 1.0) -> No
         total.add_(summand, alpha=alpha)
         return
     num_rows = max(1, _SLICE * len(total) // total.numel())
-    for part, added in zip(total.split(num_rows), summand.split(num_rows), strict=True):
+    for part, added in zip(torch.split(total, num_rows), torch.split(summand, num_rows), strict=True):
         part.add_(added, alpha=alpha)
