@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.fresh import ROOT
 from benchmarks.model import GPT
@@ -49,7 +50,7 @@ class Text:
         rows: Sequence[Tensor] = torch.split(_rows(self.unseen, starts), UNSEEN_BATCH)
         return rows
 
-    def unseen_loss(self, model: nn.Module, share: int, num_shares: int) -> float:
+    def unseen_loss(self, model: Callable[[Tensor], Any], share: int, num_shares: int) -> float:
         """Of the rows of one rank of so many."""
         with torch.no_grad():
             return mean(float(model(rows.chunk(num_shares)[share])) for rows in self.unseen_batches())

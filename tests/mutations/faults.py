@@ -82,7 +82,7 @@ EXECUTOR = _of(
     ),
     (
         "a micro-batch's gradient takes the place of those before it",
-        "view.add_(grad)\n",
+        "self._add(view, grad)\n",
         "view.copy_(grad)\n",
         "pipeline_schedule pipeline",
     ),

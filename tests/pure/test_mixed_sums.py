@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.system.mixed_sums import add_to
+from shardwise.comm import add_to
 
 
 class _Largest(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
-from shardwise.comm.collectives import Buffers, Collectives, Communicator
+from shardwise.comm.collectives import Buffers, Collectives, Communicator, add_to
 from shardwise.comm.data_group import DataGroup, Exchange
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.line import Line, Passing, Started
@@ -47,6 +47,7 @@ __all__ = [
     "Watched",
     "Work",
     "World",
+    "add_to",
     "last_status",
     "link_between",
     "require_same_batch",

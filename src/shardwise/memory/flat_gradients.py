@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from shardwise.comm import add_to
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.fresh import FreshGradients, LooseGradients, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
 from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due, step_gradients
-from shardwise.system.mixed_sums import add_to
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor

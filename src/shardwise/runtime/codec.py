@@ -17,11 +17,10 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm import Communicator, Group, Work
+from shardwise.comm import Communicator, Group, Work, add_to
 from shardwise.memory import torch_dtype
 from shardwise.plan.placement import Codes, SumOfCodes, Wire
 from shardwise.plan.placement.wire import BITS
-from shardwise.system.mixed_sums import add_to
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.collectives import Tensor
+from shardwise.comm.collectives import Tensor, add_to
 from shardwise.comm.group import Group
 from shardwise.comm.host_layout import OnHosts
 from shardwise.comm.small_messages import exchange
@@ -25,7 +25,6 @@ from shardwise.comm.transport.pairwise import Pairwise, Transport
 from shardwise.comm.transport.shm.neighbours import Neighbours, copy_into
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Pending, Work
-from shardwise.system.mixed_sums import add_to
 
 SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
 

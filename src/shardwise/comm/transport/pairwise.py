@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives import Lines, Tensor
+from shardwise.comm.collectives import Lines, Tensor, add_to
 from shardwise.comm.group import Group
 from shardwise.comm.shared_buffers import Part
 from shardwise.comm.small_messages import exchange
@@ -21,7 +21,6 @@ from shardwise.comm.transport.staging import StagingPool
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.plan.mesh import Mesh
-from shardwise.system.mixed_sums import add_to
 from shardwise.system.telemetry import Ledger
 
 SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
