@@ -10,9 +10,8 @@ steps of its warm-up; in the others it averages them, in signs.
 None of them corrects the bias of the moments, as in the papers and in DeepSpeed. An element whose variance is zero at
 the end of the warm-up never had a gradient; divided by almost nothing, the sign that is sent for it would move it
 without bound. So would it where the gradient is nothing but rounding: keys in a fused bias of queries, keys and values,
-which softmax does not see, went 20,000 rates in a step, and 1-bit LAMB to nan. Such elements, `NEXT_TO_NONE` beside the
-mean variance of their parameter, keep a momentum of zero. In DeepSpeed they need an `exp_avg_mask`, which a group may
-have here too.
+which softmax does not see, went 20,000 rates in a step. Such elements, `NEXT_TO_NONE` beside the mean variance of their
+parameter, keep a momentum of zero. In DeepSpeed they need an `exp_avg_mask`, which a group may have here too.
 """
 
 from __future__ import annotations
