@@ -85,7 +85,7 @@ def meshes_of(size: ModelSize, axes: Sequence[str], hardware: Hardware) -> list[
     for mesh in every:
         only = SmallerMeshes((every[0], mesh))  # the first is the whole group, which is foreseen here too
         on_cpu = hardware.is_processor
-        (seconds,) = plain.seconds(batch, plan, whole, only, hardware, on_cpu=on_cpu).values()
+        (seconds,) = plain.seconds(batch, plan, whole, only, hardware, on_cpu=on_cpu)
         found.append((mesh, seconds))
     return found
 

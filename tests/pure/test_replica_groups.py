@@ -18,7 +18,9 @@ from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import (
     Regrouped,
     Smaller,
+    chosen,
     fastest,
+    fastest_of_each_size,
     going_on,
     mesh_of,
     mesh_over,
@@ -268,6 +270,20 @@ def test_the_fastest_smaller_mesh_for_any_number_of_ranks(
 ) -> None:
     found = fastest(OF_EIGHT, seconds)
     assert {num: most_of({"tp": 8}, found, num) for num in by_num_left} == by_num_left
+
+
+def test_of_meshes_of_as_many_ranks_the_fastest() -> None:
+    whole, along_tp, alone, along_pp = ({"pp": pp, "tp": tp} for pp, tp in ((2, 2), (1, 2), (1, 1), (2, 1)))
+    every = (whole, along_tp, alone, along_pp)
+    assert fastest_of_each_size(every, [2.0, 4.0, 1.0]) == ((whole, along_pp, alone), {2: 1.0, 1: 4.0})
+    assert fastest_of_each_size(every, [2.0, 4.0, 2.0]) == ((whole, along_tp, alone), {2: 2.0, 1: 4.0})
+    told = SmallerMeshes(every[:3], "", {}, 0, every[3:]).told()
+    heard = SmallerMeshes.heard(json.loads(json.dumps(told)))
+    assert heard.every == every
+    assert heard.settled((whole, along_pp, alone)).every == (whole, along_pp, alone)
+    assert heard.settled(()).every == every[:3], "nobody could choose"
+    assert chosen(every, (whole, along_pp)) == (whole, along_pp), "whichever is heard first"
+    assert chosen((whole, along_pp), every) == (whole, along_pp)
 
 
 @pytest.mark.parametrize(

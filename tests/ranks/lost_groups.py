@@ -93,6 +93,34 @@ class Deep(Transformer):
         super().__init__(num_blocks=8)
 
 
+class TokenNorm(nn.BatchNorm1d):
+    """Over all tokens of a micro-batch. Its running statistics are buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = super().forward(x.flatten(0, -2))
+        return normed.view_as(x)
+
+
+class Statistics(Deep):
+    """Each block has statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm2 = TokenNorm(self.embed.embedding_dim)
+
+
+class Normed(Layers):
+    """Statistics are those of micro-batches, so the plain model computes these too."""
+
+    def __init__(self) -> None:
+        super().__init__(Statistics)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        losses = [model(micro_batch) for micro_batch in tokens(step, ROWS).chunk(2)]
+        return torch.stack(losses).mean()
+
+
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
 
@@ -296,6 +324,12 @@ SAMPLES = Axis(
     loops=(*LOOPS, "joined"),
     num_calls=150,
 )
+BIASED = {"scores": "sigmoid", "bias_rate": 0.05, "scale": 1.5}
+WITH_BUFFERS: dict[str, Callable[[], Task]] = {
+    "statistics": Normed,
+    "biases": lambda: Experts(partial(Decoder, num_blocks=8, block=lambda _, width: ExpertBlock(width, **BIASED))),
+}
+"""Tasks of which each stage has buffers that change."""
 AXES = {
     "tp": LAYERS,
     "tp alone": Axis(
@@ -309,7 +343,14 @@ AXES = {
     "pp": STAGES,
     "pp alone": Axis(
         mesh={"dp": 1, "pp": 4},
-        ways={way: (partial(Layers, Deep), plan) for way, (_, plan) in STAGES.ways.items()},
+        ways={
+            **{way: (partial(Layers, Deep), plan) for way, (_, plan) in STAGES.ways.items()},
+            **{
+                f"{name}, {way}": (make, STAGES.ways[way][1])
+                for name, make in WITH_BUFFERS.items()
+                for way in ("1f1b", "interleaved", "zb-h1")
+            },
+        },
         points={
             name: point
             for name, point in STAGES.points.items()
@@ -339,7 +380,7 @@ AXES = {
             name: (lambda experts=experts: Experts(partial(Mixture, **experts)), {})
             for name, experts in {
                 "balanced, shared": {"balance_loss": 0.1, "z_loss": 0.01, "shared_size": 16},
-                "biased": {"scores": "sigmoid", "bias_rate": 0.05, "scale": 1.5},
+                "biased": BIASED,
                 "uneven": {"num_experts": 5, "top_k": 3},
                 "not gated": {"gated": False, "activation": "gelu"},
                 # Enough that nothing is dropped: what is depends on the number of ranks.
@@ -392,7 +433,7 @@ IN_GROUPS_OF_FOUR = {
 PAIRS = {
     "pp tp": Axis(
         mesh={"pp": 2, "tp": 2},
-        ways={way: (make, {**plan, "tensor": TENSOR}) for way, (make, plan) in AXES["pp alone"].ways.items()},
+        ways={way: (partial(Layers, Deep), {**plan, "tensor": TENSOR}) for way, (_, plan) in STAGES.ways.items()},
         points={**IN_GROUPS_OF_FOUR, "a forward": ("message of activation 1", 1)},
         frozen=STAGES.frozen,
         settings=AXES["pp alone"].settings,

@@ -13,6 +13,11 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.elastic import mesh_choice
+from shardwise.fit.hardware import hardware
+from shardwise.fit.smaller_meshes import PlainModel
+from shardwise.parallel.outline import SmallerMeshes
+from tests import inside
 from tests.covering import covering
 from tests.ranks.lost_groups import (
     IN_GROUPS_OF_FOUR,
@@ -20,6 +25,7 @@ from tests.ranks.lost_groups import (
     PRESETS,
     STAGES_OF_EXPERTS,
     TENSOR,
+    Deep,
     DiesBefore,
     Layers,
     race,
@@ -52,6 +58,50 @@ def test_a_rank_dies_before(pair: str, way: str, loop: str, point: str, preset: 
     sizes = race(pair, preset, fault, tmp_path, way=way, loop=loop, num_newcomers=rank % 2)
     assert fault.is_dead
     assert {one[-1] for one in sizes.values()} == {4 if rank % 2 else 2}
+
+
+class Seeing(Layers):
+    """It notes on which meshes steps are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(Deep)
+        self.seen: set[str] = set()
+
+    def take_step(
+        self, loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, step: int, place: int, num: int
+    ) -> Tensor:
+        loss = super().take_step(loop, engine, optimizer, step, place, num)
+        self.seen.add(str(inside.sharded(engine).mesh))
+        return loss
+
+
+@sampled
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("step", "point", "mesh"),
+    [
+        (1, "exchange of smaller meshes", "pp=1 x tp=2"),  # not all have heard of the choice
+        (1, "exchange of commit", "pp=2 x tp=1"),
+        (2, "exchange of commit", "pp=2 x tp=1"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_of_meshes_of_as_many_ranks_the_fastest_is_taken(
+    rank: int, step: int, point: str, mesh: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the rank that has chosen is the one that is lost."""
+
+    def seconds(*given: Any, **_: Any) -> list[float]:
+        (smaller,) = (one for one in given if isinstance(one, SmallerMeshes))
+        return [3.0 - one["pp"] for one in smaller.every[1:]]
+
+    monkeypatch.setattr(mesh_choice, "described_hardware", lambda _: hardware("cpu"))
+    monkeypatch.setattr(PlainModel, "seconds", seconds)
+    task, fault = Seeing(), DiesBefore(rank, step, point)
+    sizes = race("pp tp", preset, fault, tmp_path, task=task)
+    assert fault.is_dead
+    assert task.seen - {"pp=2 x tp=2"} == {mesh}
+    assert {one[-1] for one in sizes.values()} == {2}
 
 
 @sampled

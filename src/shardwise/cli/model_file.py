@@ -41,7 +41,7 @@ from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
 from shardwise.parallel.pipeline import has_pipeline, stage_layout
 from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.plan.replica_groups import Smaller, fastest, mesh_of, num_leaving
+from shardwise.plan.replica_groups import Smaller, fastest, fastest_of_each_size, mesh_of, num_leaving
 from shardwise.program import UnitSpec
 from shardwise.runtime.activations import treatments_for
 from shardwise.system.machine import Cgroups, host_memory
@@ -237,9 +237,10 @@ def fastest_of(
     fewer ranks than a group, by their ranks and in words. The batch of `source` is one of `mesh`."""
     whole = joined(batch_from(source), mesh.size(SEQUENCE_AXIS) if SEQUENCE_AXIS in mesh.axes else 1)
     plain = PlainModel(model, updates_of(model, optimizer) if optimizer else None, converted)
-    seconds = plain.seconds(whole, plan, mesh, smaller, hardware, on_cpu=hardware.is_processor)
-    found = fastest(smaller.meshes, seconds)
-    return found, seconds, in_words(smaller.meshes[1:], found, seconds)
+    every = plain.seconds(whole, plan, mesh, smaller, hardware, on_cpu=hardware.is_processor)
+    of_each_size, seconds = fastest_of_each_size(smaller.every, every)
+    found = fastest(of_each_size, seconds)
+    return found, seconds, in_words(smaller.every[1:], found, every)
 
 
 def batch_from(source: str) -> object:

@@ -24,6 +24,7 @@ from shardwise.checkpoint.json_codec import decode, dtype_of
 from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.regroup_reports import IMAGES, Report
+from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuffers, StageBuffers
 from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Image
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
@@ -111,7 +112,8 @@ class Layout:
         if any(keeper is not None for keeper in kept_by):
             names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
             copies = Copies(world, kept_by, own, names, meter, sharded.disk)
-        survival = Survival(flats, sharded.parts.optimizer, own, _file_name(label, world.rank), copies, is_lone=lone)
+        name, buffers = _file_name(label, world.rank), StageBuffers.of(sharded)
+        survival = Survival(flats, sharded.parts.optimizer, own, name, copies, is_lone=lone, buffers=buffers)
         if sharded.disk is not None:
             sharded.disk.outlives_rank, sharded.disk.on_failure = True, survival.give_up
         still = {
@@ -363,6 +365,22 @@ class Layout:
                 held.tensors[rank, name, PARAM] = tensor
         return held
 
+    def buffers(
+        self, me: int, readers: Mapping[int, int], images: Mapping[int, list[Image]], step: int
+    ) -> list[RanksBuffers]:
+        """Those of stages, likewise; of this rank itself the present ones."""
+        own = self.survival.buffers if self.survival is not None else None
+        if own is None:
+            return []
+        found = []
+        for rank in self.stands_for(readers)[me]:
+            if rank == self.ranks[me]:
+                found.append(RanksBuffers.living(rank, own))
+            else:
+                image = next(image for image in images[rank] if image.shadow_step == step)
+                found.append(RanksBuffers.read(rank, image, step))
+        return found
+
     def give_up_silent(self, images: Mapping[int, list[Image]]) -> None:
         """Nobody else of this host is to wait for disks of lost ranks that have answered nothing."""
         for image in (one for of_rank in images.values() for one in of_rank):
@@ -434,7 +452,7 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
             held.tensors[rank, cell.name, cell.kind] = tensor.reshape(-1)
             if not cell.is_still:
                 held.trained.add(cell.name)
-        elif cell.kind not in (BLOCK, AT):
+        elif cell.kind not in (BLOCK, AT, COMMITTED, BEGUN, BEGUN_AT):
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
 
 

@@ -91,7 +91,7 @@ class LoopState:
         taken = _Snapshot(
             iteration,
             (random.getstate(), np.random.get_state(), torch.get_rng_state()),
-            [(buffer, buffer.detach().clone()) for buffer in self._sharded.model.buffers()],
+            self._buffers(),
             scaler.state_dict() if scaler is not None else None,
             self.loads.now(),
             self.settings() if keeps_last else None,
@@ -120,13 +120,32 @@ class LoopState:
         random.setstate(taken.random[0])
         np.random.set_state(taken.random[1])
         torch.set_rng_state(taken.random[2])
+        self._put_back(taken)
+        scaler = self._sharded.progress.scaler
+        if scaler is not None and taken.scale is not None:
+            scaler.load_state_dict(taken.scale)
+
+    def return_to(self, void_after: int) -> None:
+        """Buffers, and what routers have counted, as they were when the first iteration after that one began."""
+        taken = next((one for one in self._snapshots if one.iteration > void_after), None)
+        if taken is not None:
+            self._put_back(taken)
+
+    def note_again(self, void_after: int) -> None:
+        """The present ones are those with which the iterations after that one began: some are of stages that this rank
+        did not have."""
+        for taken in self._snapshots:
+            if taken.iteration > void_after:
+                taken.buffers, taken.loads = self._buffers(), self.loads.now()
+
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(buffer, buffer.detach().clone()) for buffer in self._sharded.model.buffers()]
+
+    def _put_back(self, taken: _Snapshot) -> None:
         with torch.no_grad():
             for buffer, value in taken.buffers:
                 buffer.copy_(value)
         self.loads.restore(taken.loads)
-        scaler = self._sharded.progress.scaler
-        if scaler is not None and taken.scale is not None:
-            scaler.load_state_dict(taken.scale)
 
     def groups(self) -> list[dict[str, Any]]:
         """The settings of the optimizers' groups: as noted for a repeated iteration, else the present ones."""

@@ -6,6 +6,10 @@ and tells the launcher which of them are worth having: those than which none wit
 decides who goes on, as before, and so with how many ranks. Until it has heard of a choice, and where none is made, the
 largest mesh is taken: where the hardware is not known (neither `shardwise calibrate` nor a profile of the device), or
 the model cannot be rehearsed. With a single smaller mesh there is nothing to choose.
+
+[Note: meshes of as many ranks] Of two, such as `{pp: 2, tp: 1}` and `{pp: 1, tp: 2}`, ranks have to know which: rank 0
+tells all in the first commit, before it. Who has heard it has not ended that step alone, so it holds from the version
+that the step makes, if the ranks ever return to that or a later one (`Recovery.commit`).
 """
 
 from __future__ import annotations
@@ -18,34 +22,36 @@ import torch
 from shardwise.fit.hardware_here import described_hardware, with_ranks_of
 from shardwise.fit.smaller_meshes import PlainModel, in_words, joined
 from shardwise.plan.mesh import SEQUENCE_AXIS
-from shardwise.plan.replica_groups import Smaller, fastest
+from shardwise.plan.replica_groups import Smaller, fastest, fastest_of_each_size
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.sharded.sharded_model import ShardedModel
 
 _log = logging.getLogger("shardwise")
 
 
-def meshes_to_have(sharded: ShardedModel, plain: PlainModel, called: MicroBatch) -> Smaller:
-    """Those of the job's smaller meshes that are `fastest`, by what a step would take of which this rank's first
-    micro-batch is `called`. All, if that is not known."""
+def choose_meshes(sharded: ShardedModel, plain: PlainModel, called: MicroBatch) -> tuple[Smaller, Smaller]:
+    """Of the job's smaller meshes one for each number of ranks, and those of them that are worth having (`fastest`), by
+    what a step would take of which this rank's first micro-batch is `called`. The first of all, if that is not known.
+    """
     mesh, sharding, sequence = sharded.mesh, sharded.parts.sharding, sharded.parts.sequence
-    world, smaller, hardware = sharded.world, sharding.smaller.meshes, described_hardware(sharded.world)
-    if hardware is None or len(smaller) < 3:  # the first is of one whole group
-        return smaller
+    world, smaller, hardware = sharded.world, sharding.smaller, described_hardware(sharded.world)
+    if hardware is None or len(smaller.every) < 3:  # the first is of one whole group
+        return smaller.meshes, smaller.meshes
     hardware = with_ranks_of(hardware, world)
     is_part = sequence is not None and not sequence.splits(called.args, called.kwargs)
     begun, on_cpu = time.perf_counter(), sharding.device.type == "cpu"
     try:
         batch = joined(called, mesh.size(SEQUENCE_AXIS)) if is_part else called
         with torch.random.fork_rng([]), world.journal.unobserved():
-            seconds = plain.seconds(batch, sharded.plan, mesh, sharding.smaller, hardware, on_cpu=on_cpu)
+            every = plain.seconds(batch, sharded.plan, mesh, smaller, hardware, on_cpu=on_cpu)
     except Exception as error:  # never into a loop that would train without it
         _log.info("If no replica group is whole, the others take the largest mesh: no step is foreseen: %s", error)
-        return smaller
-    found = fastest(smaller, seconds)
+        return smaller.meshes, smaller.meshes
+    meshes, seconds = fastest_of_each_size(smaller.every, every)
+    found = fastest(meshes, seconds)
     _log.info(
         "If no replica group is whole, a step is foreseen to take %s. That was counted in %.1f s.",
-        in_words(smaller[1:], found, seconds),
+        in_words(smaller.every[1:], found, every),
         time.perf_counter() - begun,
     )
-    return found
+    return meshes, found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -13,13 +13,14 @@ from torch import nn
 
 from shardwise.checkpoint import Held, Parts, TrainingState
 from shardwise.comm import World
-from shardwise.errors import ConfigError, StateError
+from shardwise.elastic.stage_buffers import RanksBuffers, share_buffers
+from shardwise.errors import ConfigError
 from shardwise.memory import DiskMemory, Unit, choose_units, make_unit, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts import expert_split
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
-from shardwise.parallel.outline import SmallerMeshes, kept_buffer
+from shardwise.parallel.outline import SmallerMeshes
 from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
@@ -69,8 +70,9 @@ def _unstage(former: Former) -> None:
         former.sharding.staged.undo()
 
 
-def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
-    """The model of `former`, taken down, sharded by `plan` on `world` and filled from `held`. All ranks call.
+def rebuilt(former: Former, plan: Plan, held: Held, world: World, buffers: Sequence[RanksBuffers] = ()) -> ShardedModel:
+    """The model of `former`, taken down, sharded by `plan` on `world` and filled from `held`, and where ranks get other
+    stages from `buffers`. All ranks call.
 
     The world consists of whole replica groups, in the order of the mesh (`Membership.needs_groups`), and each rank that
     was there before has its place in its group. Or it is a smaller mesh, or one that was smaller before: then the model
@@ -86,7 +88,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
             if former.sharding.split is not None:
                 former.sharding.split.undo()  # it communicates in the former world
         elif has_pipeline(before) or has_pipeline(mesh):
-            return _in_other_stages(former, plan, held, world, undoing)
+            return _in_other_stages(former, plan, held, world, buffers, undoing)
         else:
             _unsplit(former.sharding)
             former = replace(former, sharding=replace(former.sharding, split=None, experts=None, boxes={}))
@@ -96,16 +98,14 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World) -> ShardedMode
             return _moved(former, designed, held, world, undoing)
 
 
-def _in_other_stages(former: Former, plan: Plan, held: Held, world: World, undoing: ExitStack) -> ShardedModel:
+def _in_other_stages(
+    former: Former, plan: Plan, held: Held, world: World, buffers: Sequence[RanksBuffers], undoing: ExitStack
+) -> ShardedModel:
     """Where ranks get other pipeline stages than they had. What was trained of those that others had, they say."""
     model, optimizers = former.model, former.optimizers
     _unsplit(former.sharding)
     _unstage(former)
-    if kept := kept_buffer(model):  # the mesh has as many stages as before, else it would not be one of the smaller
-        raise StateError(
-            f"Ranks would get other pipeline stages, and {kept} is a buffer of a stage, of which nobody else has a "
-            f"copy. Start again from the last checkpoint."
-        )
+    share_buffers(model, buffers, world)
     planned, now = _trained(former, held, world)
     params = dict(model.named_parameters())
     undoing.callback(_set_trained, params, {name: param.requires_grad for name, param in params.items()})

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.elastic.quiet_mode import QuietMode
 from shardwise.elastic.rebuild import make_plain, rebuilt, take_down, with_group_sizes
 from shardwise.elastic.regroup_reports import Report, check_agreement
+from shardwise.elastic.stage_buffers import RanksBuffers
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import (
@@ -139,6 +141,10 @@ class Recovery:
         self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, sharded.mesh)
         self._smaller = sharded.parts.sharding.smaller
         self._told_least = 0 if arrival is None else self._smaller.least
+        self._chosen: Smaller = ()
+        """One mesh for each number of ranks, on the rank that chooses."""
+        self._heard: tuple[int, Smaller] | None = None
+        """What all have heard of it, and from which version on it holds: see [Note: meshes of as many ranks]."""
         self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
@@ -168,7 +174,7 @@ class Recovery:
         self._complete_label = self._num_layouts
         self.survival.begin(self.iterations.version)
         if arrival is None:
-            self.tell_of_groups(self._smaller.meshes)
+            self.tell_of_groups(self._smaller.every)
             self.loop_state.loads.begin()
 
     @property
@@ -211,6 +217,8 @@ class Recovery:
         if awaits_updates or self.survival.copies is None:
             self._sharded.parts.runner.gathering.await_updates()
         self.survival.await_copies()
+        if self._smaller.others and self._heard is None:
+            self._hear_choice()
         self.loop_state.loads.add_up()  # before a rank has the new version, to which all may return
         iterations.next_version(iterations.begun, num_steps)
         images = self.survival.image
@@ -223,6 +231,31 @@ class Recovery:
         if self.world.rank == 0 and (pace := self._pace_meter.step(self.world.generation)) is not None:
             self._membership.tell_pace(self.world.size, pace.step_seconds, pace.error)
 
+    def iteration_begins(self) -> None:
+        """See [Note: when buffers change] in `stage_buffers.py`."""
+        self.survival.iteration_begins(self.iterations.version)
+
+    def go_on_with(self, meshes: Smaller, worth_having: Smaller) -> None:
+        """On the first rank, before the first step: on which of `meshes`, one for each number of ranks, the job goes
+        on where no replica group is whole."""
+        self._chosen = meshes
+        self.tell_of_groups(worth_having)
+
+    def _hear_choice(self) -> None:
+        """See [Note: meshes of as many ranks] in `mesh_choice.py`. All ranks call."""
+        received = self.world.exchange(json.dumps(list(map(dict, self._chosen))).encode(), "smaller meshes")
+        chosen: Smaller = next((found for one in received if (found := json.loads(one))), ())
+        self._heard = self.iterations.version + 1, chosen
+
+    def _settle_choice(self, version: int) -> None:
+        if self._heard is None:
+            return
+        holds_from, meshes = self._heard
+        if version >= holds_from:
+            self._smaller = self._smaller.settled(meshes)
+        else:
+            self._heard = None
+
     def take_edits(self) -> None:
         """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
         if not self.is_edited:
@@ -232,7 +265,7 @@ class Recovery:
             self.survival.await_copies()
             if self.survival.copies is not None:
                 iterations.next_version(iterations.made[iterations.version], self._sharded.progress.num_steps)
-            self.survival.begin(iterations.version)
+            self.survival.begin(iterations.version, has_begun=True)
         except CommError as error:
             self.recover(error)
         self.is_edited = False
@@ -335,6 +368,7 @@ class Recovery:
         self.between_steps = BetweenSteps()
         self.is_edited = False
         self._num_layouts = arrival.label
+        self._smaller, self._chosen, self._heard = sharded.parts.sharding.smaller, (), None
         self._loop.wrap(sharded)
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version)
@@ -363,6 +397,7 @@ class Recovery:
         layout, version, readers = choose(layouts, reports, self.world)
         told = [one for one in reports if one is not None]
         self.iterations.return_to(version, told)
+        self._settle_choice(version)
         self.between_steps.hear(told)
         self._leave_out_what_failed(self.iterations.num_steps[version])
         assert layout.survival is not None
@@ -374,8 +409,11 @@ class Recovery:
         self._check_agreement(layout, version, readers)
         self.iterations.version = version
         self._sharded.progress.num_steps = self.iterations.num_steps[version]
+        if layout.survival.buffers is not None:
+            self.loop_state.return_to(self.iterations.void_after)
         try:
-            self._lay_out(layout, layout.held(self.world.rank, readers, images, version), version)
+            held = layout.held(self.world.rank, readers, images, version)
+            self._lay_out(layout, held, layout.buffers(self.world.rank, readers, images, version), version)
         except TierError:
             layout.give_up_silent(images)
             raise
@@ -463,25 +501,28 @@ class Recovery:
             "loop": self._host.state_for_newcomers(num_steps),
         }
 
-    def _lay_out(self, layout: Layout, held: Held, version: int) -> None:
+    def _lay_out(self, layout: Layout, held: Held, buffers: Sequence[RanksBuffers], version: int) -> None:
         """Shard the model for the new world, with images. Until all have done so, `layout` is kept to return to."""
         if self._layout is not layout:
             self._layout.remove(is_last=False)  # of an attempt that not all ranks completed
         self._former, layout.flats = layout, []
-        former = self._former_model = self._model_of(layout)
+        former = self._model_of(layout)
+        former = self._former_model = replace(former, sharding=replace(former.sharding, smaller=self._smaller))
         take_down(self._sharded)
         self._loop.unwrap()
-        self._sharded = sharded = rebuilt(former, self._plan, held, self.world)
+        self._sharded = sharded = rebuilt(former, self._plan, held, self.world, buffers)
         is_mixed = None in layout.ranks or num_groups(layout.specs[0][0].mesh) > 1
         if is_mixed and held.changes_parts(sharded.mesh):
             self._loop.seed_anew()
         self._loop.wrap(sharded)
         self._former_model = self._replanned = None
         self._make_layout(sharded)
-        self.survival.begin(version)
+        self.survival.begin(version, has_begun=self.iterations.is_open)
         self._complete_label = self._layout.label
         self._host.take_over(self.world, sharded)
         self.loop_state.follow(sharded)
+        if self.survival.buffers is not None:
+            self.loop_state.note_again(self.iterations.void_after)
         self._share_change_wishes("recovered")
         self._let_former_go()
         self.quiet.enter(self._sharded)
@@ -494,11 +535,11 @@ class Recovery:
         self._sharded, self._plan = sharded, with_group_sizes(sharded.plan, sharded.mesh)
         self._smaller = sharded.parts.sharding.smaller
         self._make_layout(sharded)
-        self.survival.begin(self.iterations.version)
+        self.survival.begin(self.iterations.version, has_begun=self.iterations.is_open)
         self.loop_state.follow(sharded)
         self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
-        self.tell_of_groups(self._smaller.meshes)
+        self.tell_of_groups(self._smaller.every)
         self.world.exchange(b"", "images")
         self._let_former_go()
 

@@ -356,10 +356,10 @@ class ElasticSession(Session):
         """Of the first step: see [Note: chosen beforehand] in `mesh_choice.py`."""
         if self._plain is None or self._iterations.is_void():
             return
-        from shardwise.elastic.mesh_choice import meshes_to_have  # only jobs that have a choice load it
+        from shardwise.elastic.mesh_choice import choose_meshes  # only jobs that have a choice load it
 
         plain, self._plain = self._plain, None
-        self.recovery.tell_of_groups(meshes_to_have(self.sharded, plain, parts[0]))
+        self.recovery.go_on_with(*choose_meshes(self.sharded, plain, parts[0]))
 
     def evaluate(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
         """With pipeline stages an exchange between steps, which all ranks repeat."""
@@ -544,6 +544,7 @@ class ElasticSession(Session):
             return
         if self._quiet.is_on and iterations.begun > iterations.void_until:
             self._quiet.leave()
+        recovery.iteration_begins()
         if not self._quiet.is_on and self.sharded.parts.unfreezing.can_plan:
             recovery.plan_again()
         iterations.num_steps[iterations.version] = self.sharded.progress.num_steps

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from shardwise.checkpoint import encode
 from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.image_space import NoSpaceError
+from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, StageBuffers, mark_in
 from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Cell, Image, Plot, RowsOnDisk
 from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat
@@ -42,6 +43,10 @@ class Survival:
     rank. Until then, a lost rank's state after the step is its live region, with the parameters as others have them.
     Where no other rank has them, they must be in the live region too, or the ranks would have no step in common: the
     others may have given up the step before.
+
+    [Note: buffers in images] `buffers` are those of pipeline stages, if the model has any: in the live region as of the
+    step, and as of the beginning of the next iteration, since loops change some between the two (see [Note: when
+    buffers change] in `stage_buffers.py`). So the copy begins there, and not with the end of the step.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Survival:
         copies: Copies | None = None,
         *,
         is_lone: bool = False,
+        buffers: StageBuffers | None = None,
     ) -> None:
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
         self._has_all = len(self._flats) == len(flats)
@@ -72,6 +78,13 @@ class Survival:
         self._numbers: tuple[Cell, Image] | None = None
         self._num_states = 0
         self._former: Image | None = None
+        self.buffers = buffers
+        self._buffers_in: dict[str, Tensor] = {}
+        """What the image was made for. See [Note: buffers in images]."""
+        self._cells_of_buffers: list[Cell] = []
+        """The mark is the last one."""
+        self._to_follow: int | None = None
+        """The step of which the copy begins with the next iteration."""
         self.image = self._make()
 
     @property
@@ -79,10 +92,17 @@ class Survival:
         """The images that may contain a whole state."""
         return [self.image] if self._former is None else [self._former, self.image]
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, has_begun: bool = False) -> None:
         """The state of `step` is complete: copy it now. With copies on other hosts all ranks call, and return when
-        those are complete; raises `CommError`."""
+        those are complete; raises `CommError`. `has_begun`: the iteration after it, whose buffers these are."""
+        self._to_follow = None
+        if self._has_other_buffers():
+            self._renew_image()
+            self._write_numbers()
         self._write_files(self.image)
+        self._write_buffers(COMMITTED)
+        if has_begun:
+            self._write_begun(step)
         self.image.live_step = step
         self._copy(step)
         if self.copies is not None:
@@ -92,17 +112,18 @@ class Survival:
 
     def before_change(self) -> None:
         """An update begins. Blocks until the state before it has been copied, here and to other hosts."""
+        self._follow_what_waits()
         self.await_copies()
         self.image.live_step = TORN
 
     def complete(self, step: int) -> None:
         """The update is done on this rank."""
         self.await_copies()
-        if self._has_new_states():
-            self._former, self._outside_live, self._shadows = self.image, [], []
-            self.image = self._make()
+        if self._has_new_states() or self._has_other_buffers():
+            self._renew_image()
         self._write_numbers()
         self._write_files(self.image)
+        self._write_buffers(COMMITTED)
         self.image.live_step = step
 
     @property
@@ -122,7 +143,32 @@ class Survival:
         return former + (self.copies.kept_bytes_on_disk if self.copies is not None else 0)
 
     def follow(self, step: int) -> None:
-        """The update is done on all ranks: start copying it, to run during the next step."""
+        """The update is done on all ranks: start copying it, to run during the next step. With buffers, see
+        `iteration_begins`."""
+        if self.buffers is None:
+            self._start_following(step)
+        else:
+            self._to_follow = step
+
+    def iteration_begins(self, step: int) -> None:
+        """An iteration begins with the state of `step`: see [Note: buffers in images]."""
+        if self.buffers is None:
+            return
+        if self._has_other_buffers():
+            self._renew_image()
+            self._write_numbers()
+            self._write_files(self.image)
+            self._write_buffers(COMMITTED)
+            self.image.live_step = step
+        self._write_begun(step)
+        self._follow_what_waits()
+
+    def _follow_what_waits(self) -> None:
+        step, self._to_follow = self._to_follow, None
+        if step is not None:
+            self._start_following(step)
+
+    def _start_following(self, step: int) -> None:
         self._start(partial(self._follow, step, self._outgoing() if self.copies is not None else None))
 
     def await_copies(self) -> None:
@@ -139,7 +185,7 @@ class Survival:
 
     def end_copies(self) -> None:
         """Return once nothing is being copied, after a fault: what was being sent to other hosts may be lost."""
-        self._is_sending = False
+        self._is_sending, self._to_follow = False, None
         self._copier.end()
 
     def bring(self, step: int) -> None:
@@ -170,6 +216,15 @@ class Survival:
             self.copies.remove()
 
     # -- the file -----------------------------------------------------------------------------------------
+
+    def _renew_image(self) -> None:
+        """One with other cells. The last one that was copied stays until this one is."""
+        superseded, self._outside_live, self._shadows = self.image, [], []
+        self.image = self._make()
+        if self._former is None:
+            self._former = superseded
+        else:
+            superseded.remove()
 
     def _make(self) -> Image:
         """A new image of the whole state; the optimizer updates its live cells from now on."""
@@ -204,6 +259,13 @@ class Survival:
                 torch.zeros(len(numbers) * _NUMBERS_GROWTH, dtype=torch.uint8, device="cpu"),
                 is_live=True,
             )
+        if self.buffers is not None:
+            self._buffers_in = self.buffers.now()
+            for kind in (COMMITTED, BEGUN):
+                for name, buffer in self._buffers_in.items():
+                    plot.add(name, kind, buffer, is_live=True, is_piece=False)
+            mark = torch.zeros(2, dtype=torch.int64, device="cpu")
+            plot.add(BEGUN_AT, BEGUN_AT, mark, is_live=True, is_piece=False)
         directory = replace(plot.directory(), is_all=self._has_all)
         path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
         self._num_images += 1
@@ -241,6 +303,7 @@ class Survival:
             view.copy_(value)
             self._raw(piece)[key] = view
         self._num_states = len(states)
+        self._cells_of_buffers = [one for one in cells.values() if one.kind in (COMMITTED, BEGUN, BEGUN_AT)]
         numbers = cells.get((NUMBERS, NUMBERS))
         self._numbers = (numbers, image) if numbers is not None else None
         self._write_files(image)
@@ -323,6 +386,34 @@ class Survival:
             image.files(is_live=True).copy_(
                 torch.tensor([rows.at for rows in self.rows], dtype=torch.uint8, device="cpu")
             )
+
+    # -- buffers of stages --------------------------------------------------------------------------------
+
+    def _has_other_buffers(self) -> bool:
+        """Whether there are others than the image was made for, or some have another shape or dtype."""
+        if self.buffers is None:
+            return False
+        return _forms(self.buffers.now()) != _forms(self._buffers_in)
+
+    def _write_buffers(self, kind: str, *, is_live: bool = True) -> None:
+        if self.buffers is None:
+            return
+        values, view = self.buffers.now(), self.image.live if is_live else self.image.shadow
+        for cell in self._cells_of_buffers:
+            if cell.kind == kind:
+                view(cell).copy_(values[cell.name])
+
+    def _write_begun(self, step: int) -> None:
+        """If this rank is killed meanwhile, the mark is of no step, and the buffers as of the step count. Where no copy
+        follows, because there is one already, they are written there too."""
+        if self.buffers is None:
+            return
+        is_copied = self._to_follow is None and self.image.shadow_step == step
+        for is_live in (True, False) if is_copied else (True,):
+            mark = (self.image.live if is_live else self.image.shadow)(self._cells_of_buffers[-1])
+            mark_in(mark, TORN)
+            self._write_buffers(BEGUN, is_live=is_live)
+            mark_in(mark, step)
 
     # -- copying ------------------------------------------------------------------------------------------
 
@@ -410,6 +501,10 @@ class _Background:
             finally:
                 self._job = None
                 self._done.set()
+
+
+def _forms(buffers: Mapping[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, buffer.shape, buffer.dtype) for name, buffer in buffers.items()]
 
 
 def _block_of(flat: Flat) -> tuple[str, Tensor, list[tuple[str, str, Tensor]]]:

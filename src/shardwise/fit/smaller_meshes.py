@@ -4,7 +4,7 @@ prices it. The mesh with the shortest step has the most tokens per second."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +44,8 @@ class PlainModel:
 
     def seconds(
         self, batch: object, plan: Plan, mesh: Mesh, smaller: SmallerMeshes, hardware: Hardware, *, on_cpu: bool
-    ) -> dict[int, float]:
-        """Of a step on each of the `smaller` meshes that have fewer ranks than a group, by their ranks.
+    ) -> list[float]:
+        """Of a step on `every` one of the `smaller` meshes but the first, which is one of a whole group.
 
         `batch` is a micro-batch of one data rank of `mesh`, whole along `sp`. `hardware` has as many ranks on a node as
         the job has now, of which `Hardware.with_ranks_left` takes those that stay.
@@ -53,15 +53,15 @@ class PlainModel:
         Raises `ModelError` for a model that cannot be rehearsed.
         """
         rows, num_data_ranks = rows_of(batch), mesh.data_place(0)[1]
-        found = {}
-        for axes in smaller.meshes[1:]:
+        found = []
+        for axes in smaller.every[1:]:
             size = math.prod(axes.values())
             there = smaller.plan_on(plan.model_copy(update={"mesh": dict(axes)}), size)
             on, parts = Mesh.of(axes, size), axes.get(SEQUENCE_AXIS, 1)
             part = with_rows(batch, rows * num_data_ranks // on.data_place(0)[1], rows, parts)
             programs = self.programs(part, there, on, on_cpu=on_cpu)
             left = hardware.with_ranks_left(min(size, hardware.ranks_per_node))
-            found[size] = time_ranks(programs, left, on, num_micro_batches=plan.accumulate).step_seconds
+            found.append(time_ranks(programs, left, on, num_micro_batches=plan.accumulate).step_seconds)
         return found
 
     def programs(self, part: object, plan: Plan, mesh: Mesh, *, on_cpu: bool) -> list[RankProgram]:
@@ -87,11 +87,10 @@ def joined(batch: object, num_parts: int) -> object:
     return tree_map_only(torch.Tensor, repeated, batch)
 
 
-def in_words(meshes: Smaller, chosen: Smaller, seconds: Mapping[int, float]) -> str:
+def in_words(meshes: Smaller, chosen: Smaller, seconds: Sequence[float]) -> str:
     """How long a step takes on each, and which of them were not `chosen`."""
     words = []
-    for axes in meshes:
-        size = math.prod(axes.values())
+    for axes, taken in sorted(zip(meshes, seconds, strict=True), key=lambda one: -math.prod(one[0].values())):
         left_out = "" if axes in chosen else " (left out)"
-        words.append(f"{format_seconds(seconds[size])} on {Mesh.of(axes, size)}{left_out}")
+        words.append(f"{format_seconds(taken)} on {Mesh.of(axes, math.prod(axes.values()))}{left_out}")
     return "; ".join(words)

@@ -123,6 +123,16 @@ class SmallerMeshes:
     holds more of the model, and so has to keep more off its device."""
     least: int = 0
     """The fewest ranks that keep to the plan's budget, if not all fewer ones do: the job needs as many."""
+    others: Smaller = ()
+    """Those with as many ranks as one of `meshes`, on which a step may be shorter. None where the plan has a budget."""
+
+    @property
+    def every(self) -> Smaller:
+        return (*self.meshes, *self.others)
+
+    def settled(self, meshes: Smaller) -> SmallerMeshes:
+        """With these, one for each number of ranks, and no others; if there are none, with those of `meshes`."""
+        return replace(self, meshes=tuple(meshes or self.meshes), others=())
 
     def plan_on(self, plan: Plan, num_ranks: int) -> Plan:
         """`plan`, of whichever mesh, with what `num_ranks` keep off their devices if that is one of these."""
@@ -138,28 +148,26 @@ class SmallerMeshes:
     def told(self) -> dict[str, Any]:
         """All of it for a rank that joins, as JSON has it."""
         off_device = [[size, one.offload.model_dump(), one.disk] for size, one in self.off_device.items()]
-        return {"meshes": list(map(dict, self.meshes)), "off_device": off_device, "least": self.least}
+        meshes, others = list(map(dict, self.meshes)), list(map(dict, self.others))
+        return {"meshes": meshes, "others": others, "off_device": off_device, "least": self.least}
 
     @classmethod
     def heard(cls, told: Mapping[str, Any]) -> SmallerMeshes:
         off_device = {size: OffDevice(Offload(**offload), disk) for size, offload, disk in told["off_device"]}
-        return cls(tuple(told["meshes"]), "", off_device, told["least"])
+        return cls(tuple(told["meshes"]), "", off_device, told["least"], tuple(told["others"]))
 
 
 def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, fit: Fit) -> SmallerMeshes:
     """For a plain `model`: those with fewer ranks along the axes of a replica group, as far as it can be split so, and
-    there is room for it by `fit`; of those with as many ranks the first. `plan` still has its budget."""
+    there is room for it by `fit`. `plan` still has its budget: then of those with as many ranks the first alone."""
     of_group, *fewer = with_fewer_ranks(mesh) or [{}]
     if not fewer:
         return SmallerMeshes()
-    found, whys, off_device = [of_group], list[str](), dict[int, OffDevice]()
-    kept = kept_buffer(model) if of_group.get(STAGES, 1) > 1 else ""
+    found, others, whys, off_device = [of_group], list[dict[str, int]](), list[str](), dict[int, OffDevice]()
     for axes_of in fewer:
-        if kept:
-            whys.append(f"{kept} is a buffer that one stage has and may change, of which nobody else has a copy")
-            break
         on = Mesh.of(axes_of, math.prod(axes_of.values()))
-        if any(on.world_size == math.prod(one.values()) for one in found):
+        is_other = any(on.world_size == math.prod(one.values()) for one in found)
+        if is_other and plan.budget != Budget():
             continue
         try:
             there = fit(plan.model_copy(update={"mesh": axes_of}), on)
@@ -167,15 +175,16 @@ def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, fit: Fit) -> Smalle
         except (ConfigError, ModelError) as error:
             whys.append(f"on {on}: {str(error).removesuffix('.')}")
         else:
-            found.append(axes_of)
+            (others if is_other else found).append(axes_of)
             if plan.budget != Budget():
                 off_device[on.world_size] = OffDevice(there.offload, there.disk)
     if len(found) == 1 and num_groups(mesh) == 1:
         return SmallerMeshes((), whys[0])
-    return SmallerMeshes(tuple(found), "", off_device)
+    return SmallerMeshes(tuple(found), "", off_device, others=tuple(others))
 
 
-def kept_buffer(model: nn.Module) -> str:
-    """The first buffer of `model` that checkpoints have; empty if there is none."""
-    kept = model.state_dict(keep_vars=True).keys()
-    return next((name for name, _ in model.named_buffers() if name in kept), "")
+def kept_buffers(model: nn.Module) -> list[str]:
+    """The names of the buffers of `model` that checkpoints have."""
+    names = [name for name, _ in model.named_buffers()]
+    kept = model.state_dict(keep_vars=True).keys() if names else ()
+    return [name for name in names if name in kept]

@@ -194,6 +194,19 @@ def fastest(smaller: Smaller, seconds: Mapping[int, float]) -> Smaller:
     ]
 
 
+def fastest_of_each_size(smaller: Smaller, seconds: Sequence[float]) -> tuple[Smaller, dict[int, float]]:
+    """Of `smaller` meshes, of which the first is one group and a step on the others takes so many `seconds`: for each
+    number of ranks the one with the shortest step, of equals the first; and how long that is, by ranks."""
+    first, *others = smaller
+    best: dict[int, tuple[float, Mapping[str, int]]] = {}
+    for mesh, taken in zip(others, seconds, strict=True):
+        size = math.prod(mesh.values())
+        if size not in best or taken < best[size][0]:
+            best[size] = taken, mesh
+    in_order = sorted(best, reverse=True)
+    return (first, *(best[size][1] for size in in_order)), {size: best[size][0] for size in in_order}
+
+
 def chosen(before: Smaller, told: Smaller) -> Smaller:
     """Of what members tell of the smaller meshes of one plan: all know which there are, and one which of these are
     `fastest`, whichever is heard first."""

@@ -160,13 +160,19 @@ def update_biases(model: nn.Module) -> None:
     """Move the bias of each router of `model` that has one: up for experts that got fewer tokens than the mean since
     the last call, down for those that got more. All ranks must call it, after each step (arXiv:2408.15664)."""
     for router in routers_of(model).values():
-        if router.bias is None:
-            continue
-        if router.counts is None:
-            counts = router.total(take_load(router))
-        else:
-            counts, router.counts = router.counts, torch.zeros_like(router.counts)
-        router.bias += router.bias_rate * torch.sign(counts.mean() - counts)
+        if router.bias is not None:
+            move_bias(router)
+
+
+@torch.no_grad()
+def move_bias(router: Router) -> None:
+    """`update_biases` of one router, which has a bias."""
+    assert router.bias is not None
+    if router.counts is None:
+        counts = router.total(take_load(router))
+    else:
+        counts, router.counts = router.counts, torch.zeros_like(router.counts)
+    router.bias += router.bias_rate * torch.sign(counts.mean() - counts)
 
 
 def take_load(router: Router) -> Tensor:
