@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shardwise.sharded.engine_report import MemoryReport
-from shardwise.system.heap import FREE_SHARE, LEAST_BYTES, FreeHeap
+from shardwise.system.heap import FREE_SHARE, LEAST_BYTES, LIMIT, FreeHeap, Glibc, heap_to_keep_small
 from tests.patience import PATIENCE
 
 MIB = 1 << 20
@@ -89,6 +89,15 @@ def test_a_report_says_how_often_and_how_much() -> None:
     assert str(report).splitlines()[-1].split("  ")[0] == "free heap, returned 3 times"
     assert "12.0 MiB" in str(report)
     assert "heap" not in str(MemoryReport(kinds, kinds, kinds))
+
+
+@pytest.mark.skipif(Glibc.found() is None, reason="not Linux with glibc 2.33")
+def test_free_pages_stay_where_glibc_may_keep_what_is_freed() -> None:
+    """By its defaults nearly all of a heap is free at some time of a step, and comes back page by page."""
+    limited = {LIMIT: "4000000"}
+    assert heap_to_keep_small(has_budget=False, environ={}) is None
+    assert heap_to_keep_small(has_budget=False, environ=limited) is not None
+    assert heap_to_keep_small(has_budget=True, environ={}) is not None
 
 
 OF_A_PROCESS = """

@@ -41,7 +41,7 @@ from shardwise.sharded.at_rest import Owner, Structure, use_unsplit_states
 from shardwise.sharded.gradients import Gradients
 from shardwise.sharded.sharding import Sharding
 from shardwise.sharded.unfreezing import Unfreezing
-from shardwise.system.heap import FREE_SHARE, FreeHeap, Glibc
+from shardwise.system.heap import heap_to_keep_small
 from shardwise.system.telemetry import Ledger, Timeline
 
 if TYPE_CHECKING:
@@ -345,15 +345,9 @@ class _Assembly:
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
         settings = Settings(prefetch_bytes, plan.compile, paths_differ=plan.paths == "by_rank")
         exchange = self._data_group.exchange
-        heap = self._heap()
+        has_budget = sharding.budget.device is not None
+        heap = heap_to_keep_small(has_budget=has_budget) if on_host(sharding.device) else None
         return Runner(self._model, sharding.units, executor, exchange, sharding.shared_buffers, settings, heap)
-
-    def _heap(self) -> FreeHeap | None:
-        """Where memory is short by the plan's own word, no more than the least is left free in it."""
-        heap = Glibc.found() if on_host(self._sharding.device) else None
-        if heap is None:
-            return None
-        return FreeHeap(heap, share=FREE_SHARE if self._sharding.budget.device is None else 0.0)
 
     def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:
         among_all, among_peers, among_data = (
