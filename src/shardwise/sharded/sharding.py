@@ -49,7 +49,7 @@ from shardwise.parallel.model_axes import (
 from shardwise.parallel.outline import Outline, SmallerMeshes, outline, smaller_meshes
 from shardwise.parallel.pipeline import AXIS as STAGES
 from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_warnings
-from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, ViewCheck, draws
+from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, draws
 from shardwise.plan import Budget, Offload, Plan, flatten
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
@@ -65,6 +65,7 @@ from shardwise.system.telemetry import ByteMeter
 if TYPE_CHECKING:
     from shardwise.fit.fewer_groups import FewerGroups
     from shardwise.fit.smaller_meshes import PlainModel
+    from shardwise.parallel.tensor.views import ViewCheck
 
 _log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
@@ -433,6 +434,8 @@ def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
     asked = designed.plan.tensor.plan
     if designed.split is None or asked is None or designed.stages is not None:
         return None
+    from shardwise.parallel.tensor.views import ViewCheck  # only plans for tp of a user's own need it
+
     return ViewCheck(model, {1 if isinstance(rule, str) else int(rule.get("parts", 1)) for rule in asked.values()})
 
 

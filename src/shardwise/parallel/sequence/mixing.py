@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from shardwise.system.torch_functions import dims_of, named
+from shardwise.errors import ModelError
+from shardwise.system.torch_functions import dims_of, is_called_by_us, named
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -57,6 +58,18 @@ _POOLS = frozenset(
 )
 """Both take tokens as the last dimension."""
 _SOFTMAX = frozenset(named("softmax"))
+
+
+def refuse_mixing(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> None:
+    """Raises `ModelError` if a forward's own call, in the mode that handles it, mixes a rank's `num_tokens` tokens."""
+    shape = mixes(func, args, kwargs, num_tokens)
+    if shape is not None and not is_called_by_us():
+        raise ModelError(
+            f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
+            f"tokens, of which each rank of a split sequence has a part. Shift labels before "
+            f"engine.split_sequence (labels[:, i] is what token i predicts); pool what engine.join_sequence has "
+            f"joined, outside of the model; attend by scaled_dot_product_attention; or leave sp out of the mesh."
+        )
 
 
 def mixes(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> tuple[int, ...] | None:

@@ -28,9 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.parallel.sequence.attention import Attention, AttentionCall
-from shardwise.parallel.sequence.mixing import mixes
 from shardwise.runtime import in_backward
-from shardwise.system.torch_functions import is_called_by_us
 
 Tensor = torch.Tensor
 _OTHER_ATTENTION: dict[Any, str] = {
@@ -49,7 +47,11 @@ class Routing(TorchFunctionMode):
         super().__init__()
         self._attention = attention
         self._numbering = numbering
-        self._is_own = is_own
+        self._refuse_mixing: Callable[..., None] | None = None
+        if is_own:
+            from shardwise.parallel.sequence.mixing import refuse_mixing  # few jobs need it
+
+            self._refuse_mixing = refuse_mixing
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,8 +63,8 @@ class Routing(TorchFunctionMode):
             raise refused_attention(_OTHER_ATTENTION[func])
         if self._numbering is not None and func in (torch.arange, Tensor.__getitem__):
             self._check_positions(self._numbering, func, args)
-        if self._is_own:
-            self._check_tokens(func, args, kwargs)
+        if self._refuse_mixing is not None and self._attention.sample is not None:
+            self._refuse_mixing(func, args, kwargs, self._attention.sample.layout.num_local)
         return func(*args, **kwargs)
 
     def _attend(
@@ -106,17 +108,6 @@ class Routing(TorchFunctionMode):
                 raise _refused_positions("torch.arange over its tokens")
         elif _begins_at_the_start(args[1], sample.layout.num_local) and _is_table(args[0], args[1], model):
             raise _refused_positions("the first rows of a table")
-
-    def _check_tokens(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sample = self._attention.sample
-        shape = None if sample is None else mixes(func, args, kwargs, sample.layout.num_local)
-        if shape is not None and not is_called_by_us():
-            raise ModelError(
-                f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
-                f"tokens, of which each rank of a split sequence has a part. Shift labels before "
-                f"engine.split_sequence (labels[:, i] is what token i predicts); pool what engine.join_sequence has "
-                f"joined, outside of the model; attend by scaled_dot_product_attention; or leave sp out of the mesh."
-            )
 
 
 def refused_attention(name: str) -> ModelError:

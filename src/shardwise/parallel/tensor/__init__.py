@@ -19,7 +19,6 @@ from shardwise.parallel.tensor.partition import AXIS
 from shardwise.parallel.tensor.regions import Regions
 from shardwise.parallel.tensor.splitting import begin_stages, split_for
 from shardwise.parallel.tensor.verify import Verifier
-from shardwise.parallel.tensor.views import ViewCheck
 
 if TYPE_CHECKING:
     from shardwise.parallel.tensor.loss import cross_entropy
@@ -31,7 +30,6 @@ __all__ = [
     "ModelSplit",
     "Regions",
     "Verifier",
-    "ViewCheck",
     "begin_stages",
     "copy_to",
     "cross_entropy",
