@@ -740,8 +740,8 @@ ELASTIC = _of(
     ),
     (
         "states that are no tensors are not written to the image",
-        "        self._write_numbers()\n        self._write_files(self.image)",
-        "        self._write_files(self.image)",
+        "def _write_image(self, step: int) -> None:\n        self._write_numbers()",
+        "def _write_image(self, step: int) -> None:",
         "lost_ranks_states",
     ),
     (

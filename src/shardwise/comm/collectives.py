@@ -154,7 +154,7 @@ _ADDED_AT_A_TIME = 2**17
 """Elements of a sum of two dtypes."""
 
 
-def add_to(total: Tensor, summand: Tensor, alpha: float = 1.0) -> None:
+def add_to(total: Tensor, summand: Tensor, alpha: float = 1) -> None:  # 1.0 would not do for integers
     """`total.add_(summand, alpha=alpha)`, to the bit.
 
     On CPUs torch (2.13) first copies the narrower of two dtypes to the wider one: as much memory as the sum takes, and

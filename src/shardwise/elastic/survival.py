@@ -121,6 +121,9 @@ class Survival:
         self.await_copies()
         if self._has_new_states() or self._has_other_buffers():
             self._renew_image()
+        self._write_image(step)
+
+    def _write_image(self, step: int) -> None:
         self._write_numbers()
         self._write_files(self.image)
         self._write_buffers(COMMITTED)
@@ -156,10 +159,7 @@ class Survival:
             return
         if self._has_other_buffers():
             self._renew_image()
-            self._write_numbers()
-            self._write_files(self.image)
-            self._write_buffers(COMMITTED)
-            self.image.live_step = step
+            self._write_image(step)
         self._write_begun(step)
         self._follow_what_waits()
 
