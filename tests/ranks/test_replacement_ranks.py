@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.checkpoint import Held
 from shardwise.comm import World
 from shardwise.elastic import recovery
+from shardwise.elastic.stage_buffers import RanksBuffers
 from shardwise.errors import FaultError
 from shardwise.observe import read_record
 from shardwise.optim.precision import auto_precision
@@ -187,11 +188,11 @@ def test_one_comes_after_a_death_while_another_was_let_in(
     """The model is not sharded when the next newcomer gets the learning rates."""
     rebuilt, ranks = recovery.rebuilt, list[int]()
 
-    def or_die(former: Former, plan: Plan, held: Held, world: World) -> ShardedModel:
+    def or_die(former: Former, plan: Plan, held: Held, world: World, buffers: Sequence[RanksBuffers]) -> ShardedModel:
         ranks.append(world.rank)
         if world.rank == 0 and ranks.count(0) == 2:  # in the world that has let a newcomer in
             raise Killed
-        return rebuilt(former, plan, held, world)
+        return rebuilt(former, plan, held, world, buffers)
 
     def at(engine: sw.Engine, member: int, step: int, now: str) -> None:
         if (member, step, now) == (1, 2, "begin"):

@@ -32,6 +32,7 @@ from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
 from shardwise.system.torch_functions import dims_of, is_called_by_us, named
+from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
 if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import Twin
@@ -241,6 +242,8 @@ def _steps(
         with _Record(found, stack, twin.model) as record:
             try:
                 twin.model(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                raise  # a rehearsal has no values to read, however many features there are
             except (RuntimeError, ValueError, IndexError) as error:
                 if units and record.failed_at is not None:
                     raise _failed(record.failed_at, error) from error
