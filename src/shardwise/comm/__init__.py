@@ -1,9 +1,10 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
-from shardwise.comm.collectives import Buffers, Collectives, Communicator, add_to
+from shardwise.comm.collectives import Buffers, Collectives, Communicator
 from shardwise.comm.data_group import DataGroup, Exchange
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.line import Line, Passing, Started
+from shardwise.comm.mixed_sums import add_to
 from shardwise.comm.same_batch import BatchCheck, require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small_messages import sum_small

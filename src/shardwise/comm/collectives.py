@@ -1,4 +1,4 @@
-"""The communication interface of the library: verbs, memory to send from, start and end of a communicator; and a sum.
+"""The communication interface of the library: verbs, memory to send from, and start and end of a communicator.
 
 Most code needs only the verbs, and takes `Collectives`. Code that lays out memory takes `Buffers`. The world, which
 creates and closes communicators, has a `Communicator`, which is all of it.
@@ -148,21 +148,3 @@ class Communicator(Collectives, Buffers, Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-_ADDED_AT_A_TIME = 2**17
-"""Elements of a sum of two dtypes."""
-
-
-def add_to(total: Tensor, summand: Tensor, alpha: float = 1) -> None:  # 1.0 would not do for integers
-    """`total.add_(summand, alpha=alpha)`, to the bit.
-
-    On CPUs torch (2.13) first copies the narrower of two dtypes to the wider one: as much memory as the sum takes, and
-    from 32 MiB on, which malloc maps anew each time, 2.1 ns for an element. In slices it is 0.4.
-    """
-    if total.dtype == summand.dtype or total.numel() <= _ADDED_AT_A_TIME or total.device.type != "cpu":
-        total.add_(summand, alpha=alpha)
-        return
-    num_rows = max(1, _ADDED_AT_A_TIME * len(total) // total.numel())
-    for part, added in zip(torch.split(total, num_rows), torch.split(summand, num_rows), strict=True):
-        part.add_(added, alpha=alpha)

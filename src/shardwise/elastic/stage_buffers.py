@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.checkpoint import encode
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
-from shardwise.elastic.state_image import TORN, Image
+from shardwise.elastic.state_image import TORN, Image, read_mark
 from shardwise.parallel.experts.router import Router, move_bias, routers_of
 from shardwise.parallel.outline import kept_buffers
 from shardwise.parallel.pipeline import AXIS
@@ -89,24 +89,13 @@ class RanksBuffers:
         begun = TORN
         for cell in image.directory.cells:
             if cell.kind == BEGUN_AT:
-                begun = marked_in(image.shadow(cell))
+                begun = read_mark(image.shadow(cell), 0)
         kind = BEGUN if begun == step else COMMITTED
         cells = (cell for cell in image.directory.cells if cell.kind == kind)
         return cls(rank, begun != step, {cell.name: image.shadow(cell).clone() for cell in cells})
 
     def told(self) -> dict[str, object]:
         return {"rank": self.rank, "is_committed_only": self.is_committed_only, "values": encode(self.values)}
-
-
-def mark_in(cell: Tensor, step: int) -> None:
-    """As images mark their regions."""
-    cell[0] = step
-    cell[1] = ~step
-
-
-def marked_in(cell: Tensor) -> int:
-    step, check = int(cell[0]), int(cell[1])
-    return step if check == ~step else TORN
 
 
 def share_buffers(model: nn.Module, known: Sequence[RanksBuffers], world: World) -> None:

@@ -221,7 +221,7 @@ class Image:
         marks = np.frombuffer(memoryview(mapped), np.int64, 8)
         marks[_LIVE_AT], marks[_SHADOW_AT], marks[_NUM_BYTES] = live_at, shadow_at, num_bytes
         for at in (_LIVE, _SHADOW):
-            _mark(marks, at, TORN)
+            write_mark(marks, at, TORN)
         mapped[_HEAD : _HEAD + len(text)] = text
         marks[_DIRECTORY] = len(text)
         return cls(mapped, path)
@@ -237,19 +237,19 @@ class Image:
     @property
     def live_step(self) -> int:
         """The step whose state is in the live region, or `TORN`."""
-        return _marked(self._marks, _LIVE)
+        return read_mark(self._marks, _LIVE)
 
     @live_step.setter
     def live_step(self, step: int) -> None:
-        _mark(self._marks, _LIVE, step)
+        write_mark(self._marks, _LIVE, step)
 
     @property
     def shadow_step(self) -> int:
-        return _marked(self._marks, _SHADOW)
+        return read_mark(self._marks, _SHADOW)
 
     @shadow_step.setter
     def shadow_step(self, step: int) -> None:
-        _mark(self._marks, _SHADOW, step)
+        write_mark(self._marks, _SHADOW, step)
 
     @property
     def steps(self) -> set[int]:
@@ -308,11 +308,13 @@ def _mapped(path: Path | None, num_bytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _mark(marks: np.ndarray, at: int, step: int) -> None:
+def write_mark(marks: np.ndarray | Tensor, at: int, step: int) -> None:
+    """Write `step` and its complement: torn, they do not fit."""
     marks[at] = step
     marks[at + 1] = ~step
 
 
-def _marked(marks: np.ndarray, at: int) -> int:
+def read_mark(marks: np.ndarray | Tensor, at: int) -> int:
+    """The step; `TORN` if a mark was being written."""
     step, check = int(marks[at]), int(marks[at + 1])
     return step if check == ~step else TORN

@@ -18,8 +18,8 @@ from shardwise.checkpoint import encode
 from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.image_space import NoSpaceError
-from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, StageBuffers, mark_in
-from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Cell, Image, Plot, RowsOnDisk
+from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, StageBuffers
+from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Cell, Image, Plot, RowsOnDisk, write_mark
 from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer, Piece
@@ -411,9 +411,9 @@ class Survival:
         is_copied = self._to_follow is None and self.image.shadow_step == step
         for is_live in (True, False) if is_copied else (True,):
             mark = (self.image.live if is_live else self.image.shadow)(self._cells_of_buffers[-1])
-            mark_in(mark, TORN)
+            write_mark(mark, 0, TORN)
             self._write_buffers(BEGUN, is_live=is_live)
-            mark_in(mark, step)
+            write_mark(mark, 0, step)
 
     # -- copying ------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from shardwise.system.machine import num_cores
 # threshold by itself (up to 32 MiB) as blocks are freed, and from then on keeps them. With the
 # threshold fixed at 1 MB the same sharded run peaked at 811 MiB instead of 1,214 MiB. Setting the
 # trim threshold too keeps freed memory at the end of the heap from staying with the process. The price
-# is that large blocks come as fresh pages each time, which is a tenth to a sixth of a step where pages are dear
-# (docs/launching.md has figures by threshold); asking for large pages makes that cheaper for blocks of many MiB only,
-# because those of glibc are not aligned. What plans promise is modelled on 1 MB.
+# is that large blocks come as fresh pages each time, a tenth of a step where pages are dear (docs/launching.md
+# has figures by threshold); asking for large pages makes that cheaper for blocks of many MiB only, because those
+# of glibc are not aligned. What plans promise is modelled on 1 MB.
 MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "1000000",
     "MALLOC_TRIM_THRESHOLD_": "1000000",

@@ -48,7 +48,8 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import ModelError, StateError
 from shardwise.memory import Flat, Unit
 from shardwise.runtime.compiled import OuterCompile
-from shardwise.runtime.nested import KeptViews, tensors_in
+from shardwise.runtime.kept_views import KeptViews
+from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.split_backward import Halves
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,

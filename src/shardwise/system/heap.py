@@ -18,8 +18,9 @@ docs/planner-accuracy.md has what came of it.
 
 By glibc's defaults the heap has most blocks of up to 32 MiB, and nearly all of it is free at some time of a step. There
 37,000 page faults a step where 14,000 had been took 7 % of the processor time of `zero2` (GPT of 34 M parameters), and
-saved nothing: 917 MB at the peak beside 905. So it is left alone there. With the launcher's settings the time was the
-same with and without, within 1 %, and the peak of `zero3` 698 MB beside 741.
+saved nothing: 917 MB at the peak beside 905, with a load of 8. So it is left alone there. With the launcher's settings
+that model has nothing to return: `zero2` and `zero3` took as long with and without, within 5 % that change from run to
+run, and as much memory. With thresholds of 4 MB the peak of `zero3` was 698 MB beside 741.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.collectives import Tensor, add_to
+from shardwise.comm.collectives import Tensor
 from shardwise.comm.group import Group
 from shardwise.comm.host_layout import OnHosts
+from shardwise.comm.mixed_sums import add_to
 from shardwise.comm.small_messages import exchange
 from shardwise.comm.transport.background import Background
 from shardwise.comm.transport.pairwise import Pairwise, Transport

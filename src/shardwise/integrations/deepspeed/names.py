@@ -201,7 +201,6 @@ _MODULES: dict[str, Row] = {
 }
 """Modules, and names in them."""
 
-_OWN_STEP = "use engine.backward and engine.step, or shardwise's own engine"
 _ENGINE: dict[str, Row] = {
     **no_effect("parameters are freed after their last use", "engine", "empty_partition_cache"),
     **no_effect("`backward` or `step` reduces the gradients", "engine", "allreduce_gradients"),

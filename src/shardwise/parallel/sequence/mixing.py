@@ -22,24 +22,10 @@ from shardwise.system.torch_functions import dims_of, is_called_by_us, named
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 
-_FIRST = (
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "prod",
-    "var",
-    "std",
-    "median",
-    "nanmean",
-    "nansum",
-    "any",
-    "all",
-)
 _DIM_AT: Mapping[Function, tuple[int, int | None]] = {
-    **dict.fromkeys(named(*_FIRST, "var_mean", "std_mean", "argmax", "argmin", "flip"), (1, None)),
+    **dict.fromkeys(named("mean", "sum", "prod", "nanmean", "nansum", "any", "all", "flip"), (1, None)),
+    **dict.fromkeys(named("amax", "amin", "max", "min", "argmax", "argmin", "median"), (1, None)),
+    **dict.fromkeys(named("var", "std", "var_mean", "std_mean"), (1, None)),
     **dict.fromkeys(named("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "logsumexp"), (1, None)),
     **dict.fromkeys(named("softmax", "log_softmax", "select", "narrow", "index_select"), (1, None)),
     **dict.fromkeys(named("sort", "argsort"), (1, -1)),

@@ -104,10 +104,16 @@ class Routing(TorchFunctionMode):
             return
         if func is torch.arange:
             numbers = [value for value in args if isinstance(value, int)]
-            if numbers in ([sample.layout.num_local], [0, sample.layout.num_local]):
-                raise _refused_positions("torch.arange over its tokens")
-        elif _begins_at_the_start(args[1], sample.layout.num_local) and _is_table(args[0], args[1], model):
-            raise _refused_positions("the first rows of a table")
+            how = "torch.arange over its tokens"
+            is_numbering = numbers in ([sample.layout.num_local], [0, sample.layout.num_local])
+        else:
+            how = "the first rows of a table"
+            is_numbering = _begins_at_the_start(args[1], sample.layout.num_local) and _is_table(args[0], args[1], model)
+        if is_numbering:
+            from shardwise.system.torch_functions import is_called_by_us  # few jobs need it
+
+            if not is_called_by_us():  # as collectives in a forward, which slice buffers, too
+                raise _refused_positions(how)
 
 
 def refused_attention(name: str) -> ModelError:

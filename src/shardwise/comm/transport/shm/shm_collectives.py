@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from shardwise.comm.collectives import Lines, Tensor, add_to
+from shardwise.comm.collectives import Lines, Tensor
 from shardwise.comm.group import Group
+from shardwise.comm.mixed_sums import add_to
 from shardwise.comm.shared_buffers import Part
 from shardwise.comm.small_messages import exchange
 from shardwise.comm.transport.pairwise import Pairwise
