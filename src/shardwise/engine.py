@@ -340,6 +340,13 @@ class Engine:
         state = "open" if self._is_open else "closed"
         return f"<Engine: {type(self.module).__name__}, {self.plan.preset} on {self.mesh}, {state}>"
 
+    if not TYPE_CHECKING:  # with it, a type checker would take any name for one of the engine's
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say where it is, if it is the model's: a wrapper such as DistributedDataParallel is a module itself."""
+            where = f". It is the model's: engine.module.{name}" if hasattr(self.__dict__.get("module"), name) else ""
+            raise AttributeError(f"The engine has no attribute {name!r}{where}.", name=name, obj=self)
+
     # -- a training loop ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -191,6 +191,16 @@ def test_a_model_that_another_library_has_spread() -> None:
     assert "Parameter weight is a DTensor" in refused(1, lambda world: sw.shard(model, world=world), ModelError)
 
 
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_model_in_the_wrapper_of_another_library(is_root: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wrapped: nn.Module = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    model = wrapped if is_root else nn.Sequential(nn.Linear(2, 2), wrapped)
+    message = refused(1, lambda world: sw.shard(model, world=world), ModelError)
+    assert f"{'The model' if is_root else 'Module 1'} is a DistributedDataParallel" in message
+    assert "shard the plain model" in message
+
+
 def test_parameters_on_different_devices() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     message = refused(1, lambda world: sw.shard(model, world=world), ModelError)
@@ -272,6 +282,11 @@ def test_calls_that_make_no_sense() -> None:
         engine.backward(engine(x, y).item())
     with pytest.raises(ModelError, match=r"has tokens\.weight on the meta device"):
         engine.load_state_dict({name: value.to("meta") for name, value in engine.state_dict().items()})
+    places = {"parameters": r"engine\.module\.parameters", "head": r"engine\.module\.head", "blok": "'blok'"}
+    for name, where in places.items():
+        with pytest.raises(AttributeError, match=where):
+            getattr(engine, name)
+    assert not hasattr(engine, "require_backward_grad_sync")
     with pytest.raises(ConfigError, match=r"remember\(loader=...\): a list has no state_dict"):
         engine.remember(loader=[])
     engine.close()

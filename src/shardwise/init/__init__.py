@@ -4,6 +4,7 @@ Files are read by `pread`, not mapped: pages of a mapping count as the process's
 """
 
 from shardwise.init.deferred import is_deferred
+from shardwise.init.different_values import Overwritten, what_is_overwritten
 from shardwise.init.first_values import FirstValues, Wishes, device_for
 from shardwise.init.loading import Building, materialize
 from shardwise.init.meta import Init
@@ -14,6 +15,7 @@ __all__ = [
     "Building",
     "FirstValues",
     "Init",
+    "Overwritten",
     "Wishes",
     "check_model",
     "check_same_everywhere",
@@ -23,4 +25,5 @@ __all__ = [
     "end_recording",
     "is_deferred",
     "materialize",
+    "what_is_overwritten",
 ]

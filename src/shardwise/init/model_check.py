@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
@@ -23,6 +24,7 @@ def check_model(model: nn.Module) -> torch.device:
     sharded."""
     _refuse_scripts(model)
     _refuse_lazy(model)
+    _refuse_wrappers(model)
     by_device: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         by_device.setdefault(param.device, name)
@@ -107,6 +109,19 @@ def _refuse_scripts(model: nn.Module) -> None:
             )
 
 
+def _refuse_wrappers(model: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whose import would take a second
+    wrappers = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            what = f"Module {name}" if name else "The model"
+            raise ModelError(
+                f"{what} is a {type(module).__name__}, which spreads a model over ranks by itself, with gradients and "
+                f"parameters of its own. Leave that wrapper out, and shard the plain model (what it has as .module, "
+                f"before it was wrapped)."
+            )
+
+
 def _refuse_lazy(model: nn.Module) -> None:
     for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
         for name, tensor in named:
@@ -159,6 +174,7 @@ def _first_difference(first: list[list[object]], other: list[list[object]], rank
         if one != two:
             return (
                 f"rank {ranks[0]} has {one[0]} {one[1]} {one[2]} where rank {ranks[1]} has {two[0]} {two[1]} {two[2]}. "
-                f"Build the model from the same configuration on all ranks."
+                f"Build the model from the same configuration on all ranks: layers whole, which the plan splits (mesh: "
+                f"{{tp: 2}}, {{pp: 2}}, {{ep: 2}}), not a part on each rank."
             )
     return f"rank {ranks[0]} has {len(first)} parameters and buffers, rank {ranks[1]} has {len(other)}."

@@ -28,12 +28,19 @@ from shardwise.system.torch_private import (
 
 
 class Reach(TorchDispatchMode):
-    """Watches operations and calls `gather(unit)` before one reads a unit that is not gathered."""
+    """Watches operations and calls `gather(unit)` before one reads a unit that is not gathered, and `hear_collective()`
+    at each of torch.distributed's collectives."""
 
-    def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gather: Callable[[Unit], None],
+        hear_collective: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._units = {storage_id(flat.full.untyped_storage()): (unit, flat) for unit in units for flat in unit.flats}
         self._gather = gather
+        self._hear_collective = hear_collective
         self._is_paused = False
 
     @contextmanager
@@ -54,6 +61,8 @@ class Reach(TorchDispatchMode):
     ) -> Any:
         if asks_device(func, args):
             return args[0].device
+        if self._hear_collective is not None and "c10d" in func.namespace and not self._is_paused:
+            self._hear_collective()
         for unit in () if self._is_paused else self._missing((args, kwargs)):
             with self.paused():
                 self._gather(unit)

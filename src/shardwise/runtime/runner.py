@@ -50,6 +50,8 @@ class Settings:
     compile_backend: str | None = None
     paths_differ: bool = False
     """Whether ranks call different modules; see [Note: different paths] in `paths.py`."""
+    if_forward_communicates: str = ""
+    """A warning for the first forward that calls collectives of torch's."""
 
 
 class Runner:
@@ -94,7 +96,8 @@ class Runner:
 
         self._paths = Paths(self.passes, self._evaluation, self._post_backward, self.programs, paths, drops_layers)
         self._paths.may_differ = settings.paths_differ
-        self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._paths)
+        to_say = settings.if_forward_communicates
+        self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._paths, to_say)
         self.step = Step(
             executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers, heap
         )

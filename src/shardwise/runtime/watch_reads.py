@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,12 +15,23 @@ from shardwise.runtime.hooks import Hooks, changed_inside
 from shardwise.runtime.passes import Passes
 from shardwise.runtime.paths import Paths
 
+_log = logging.getLogger("shardwise")
+
 
 class Watching:
     """Watches every operation of a forward until all that it reads is known."""
 
-    def __init__(self, model: nn.Module, gathering: Gathering, hooks: Hooks, passes: Passes, paths: Paths) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        gathering: Gathering,
+        hooks: Hooks,
+        passes: Passes,
+        paths: Paths,
+        if_forward_communicates: str,
+    ) -> None:
         self._model = model
+        self._if_forward_communicates = if_forward_communicates
         self._units: Sequence[Unit] = gathering.units
         self._gathering = gathering
         self._hooks = hooks
@@ -42,7 +54,8 @@ class Watching:
         if self._callers is None:
             self._callers = Callers(self._model)
         if self._gathering.watcher is None:
-            watcher = Reach(self._units, self.gather_reached)
+            heard = self._hear_collective if self._if_forward_communicates else None
+            watcher = Reach(self._units, self.gather_reached, heard)
             watcher.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             self._gathering.watcher = watcher
             self._hooks.look_for_kept_views(True)
@@ -80,6 +93,11 @@ class Watching:
             self._add_site(unit, self._callers)
         self._paths.need(unit, training=torch.is_grad_enabled())
         self._gathering.open(unit)
+
+    def _hear_collective(self) -> None:
+        if self._if_forward_communicates:
+            _log.warning("%s", self._if_forward_communicates)
+            self._if_forward_communicates = ""
 
     def _add_site(self, unit: Unit, callers: Callers) -> None:
         caller = callers.innermost()

@@ -343,7 +343,8 @@ class _Assembly:
     def _runner(self, executor: Executor) -> Runner:
         plan, sharding = self._plan, self._sharding
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
-        settings = Settings(prefetch_bytes, plan.compile, paths_differ=plan.paths == "by_rank")
+        to_say = sharding.if_forward_communicates
+        settings = Settings(prefetch_bytes, plan.compile, plan.paths == "by_rank", to_say)
         exchange = self._data_group.exchange
         has_budget = sharding.budget.device is not None
         heap = heap_to_keep_small(has_budget=has_budget) if on_host(sharding.device) else None

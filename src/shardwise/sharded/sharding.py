@@ -14,7 +14,16 @@ from torch import nn
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, within_budget
-from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings, device_for
+from shardwise.init import (
+    FirstValues,
+    Overwritten,
+    Wishes,
+    check_model,
+    check_same_everywhere,
+    check_same_settings,
+    device_for,
+    what_is_overwritten,
+)
 from shardwise.memory import (
     DiskMemory,
     Flat,
@@ -106,6 +115,8 @@ class Sharding:
     """Where an elastic job goes on without a whole replica group, and what fewer ranks keep off their devices."""
     plain: PlainModel | None = None
     """To time a step there, or in a pipeline, on the rank that does."""
+    if_forward_communicates: str = ""
+    """What this rank says when the model's forward calls collectives of torch's: [Note: layers split by hand]."""
 
     @property
     def flats(self) -> list[Flat]:
@@ -376,7 +387,11 @@ def _lay_converted(
     plan = settle(plan, world, device)
     table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
     updates: Updates = vet(optimizers, model)
-    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else everyone)
+    alike = DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else everyone
+    check_same_everywhere(model, alike)
+    overwritten = Overwritten() if wishes.weights is not None else what_is_overwritten(model, alike)
+    if overwritten.now and world.rank == 0:
+        _log.warning("%s", overwritten.now)
     plan = in_own_precision(plan, model)
     may_shrink = world.membership is not None and (len(with_fewer_ranks(mesh)) > 1 or num_groups(mesh) > 1)
     ranks = ranks_of(world, plan, device, says_memory=may_shrink)
@@ -403,6 +418,8 @@ def _lay_converted(
     try:
         sharding = designed.carry_out(world, device, updates, disk)
         sharding = replace(sharding, split=designed.split, fitted=fitted.summary, budget=budget, smaller=smaller)
+        if world.rank == 0 and not mesh.model_axes:  # with these, forwards have collectives of our own
+            sharding = replace(sharding, if_forward_communicates=overwritten.if_forward_communicates)
         values.apply(sharding.units)
         if designed.staged is not None:
             designed.staged.free_others(device)
