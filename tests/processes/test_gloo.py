@@ -30,6 +30,46 @@ def test_collectives_on_devices_over_torchs_own_groups() -> None:
     assert run.stdout.count(": same") == 5
 
 
+BY_HAND = """
+import inspect, torch, torch.distributed as dist, shardwise as sw
+from torch import nn
+
+def reduced(grad):
+    dist.reduce(grad, 0)
+    dist.broadcast(grad, 0)
+
+def reduced_by_name(grad):
+    dist.reduce(tensor=grad, dst=1)
+    dist.broadcast(tensor=grad, src=1)
+
+dist.init_process_group("gloo")
+ways = [dist.all_reduce, lambda grad: dist.all_reduce(tensor=grad)]
+if "has_torch_function" in inspect.getsource(inspect.unwrap(dist.reduce)):  # not in torch 2.11, where it is refused
+    ways += [reduced, reduced_by_name]
+for preset in ("ddp", "zero3"):
+    model = nn.Linear(3, 2)
+    world = sw.World.join()
+    engine = sw.shard(model, preset, world=world)
+    (model.weight * (world.rank + 1) * torch.arange(3.0)).sum().backward()
+    for way in ways:  # averages already, of which a sum over the ranks is twice as much
+        way(model.weight.grad)
+        model.weight.grad /= 2
+        assert torch.equal(model.weight.grad.clone(), 1.5 * torch.arange(3.0).expand(2, 3)), (preset, way)
+    engine.close()
+    world.close()
+print("averages")
+"""
+
+
+def test_gradients_that_are_averaged_by_hand_are_averages(tmp_path: Path) -> None:
+    """By `reduce` and `broadcast`, too, and where tensors are given by name."""
+    script = tmp_path / "train.py"
+    script.write_text(BY_HAND)
+    run = launch(script, 2)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("averages") == 2
+
+
 FAILS = """
 import os, signal, sys
 import torch, shardwise as sw

@@ -7,6 +7,7 @@ import copy
 import csv
 import json
 import math
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -592,12 +593,17 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def losses_of(model: nn.Module, steps: Tensor) -> list[float]:
+def losses_of(
+    model: nn.Module,
+    steps: Tensor,
+    loss_fn: Callable[[Tensor, Any], Tensor] = cross_entropy,
+    pair: Callable[[Tensor], tuple[Any, Any]] = lambda tokens: (tokens, tokens.roll(1, 1)),
+) -> list[float]:
     """The loss of each step of plain training, the mean over its micro-batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in steps:
-        loss = torch.stack([cross_entropy(model(tokens), tokens.roll(1, 1)) for tokens in step]).mean()
+        loss = torch.stack([loss_fn(model(inputs), labels) for inputs, labels in map(pair, step)]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -803,25 +809,47 @@ def test_a_plain_model_is_trained_in_the_stages_of_the_config(tmp_path: Path) ->
     run_ranks(1, alone)
 
 
+class FirstOfTwo(First):
+    """Is given tokens and a mask, as `train_batch` reads them."""
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        tokens, mask = given
+        return self.tokens(tokens), self.tokens(tokens + 1), mask
+
+
+def counted_cross_entropy(logits: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
+    labels, counted = given
+    return (nn.functional.cross_entropy(logits.mT, labels, reduction="none") * counted).mean()
+
+
+@pytest.mark.parametrize("kind", [tuple, list, None])
 @pytest.mark.parametrize("interval", [0, 2])
-def test_layers_may_pass_tuples_between_stages(interval: int) -> None:
+def test_layers_may_pass_tuples_between_stages(interval: int, kind: type[Any] | None) -> None:
+    """With `kind`, inputs and labels are such things too, which are one argument of the first layer and of the loss."""
     torch.manual_seed(1)
-    layers = [First(), *(Gated(mark) for mark in (0.5, 0.7, 0.9, 1.1)), Last(16, VOCAB)]
-    model = deepspeed.PipelineModule(
-        layers, num_stages=2, loss_fn=cross_entropy, activation_checkpoint_interval=interval
-    )
+    first, loss_fn = (First(), cross_entropy) if kind is None else (FirstOfTwo(), counted_cross_entropy)
+    layers = [first, *(Gated(mark) for mark in (0.5, 0.7, 0.9, 1.1)), Last(16, VOCAB)]
+    model = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss_fn, activation_checkpoint_interval=interval)
     twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
     steps = torch.randint(VOCAB - 1, (3, GAS, 2, LENGTH), generator=torch.Generator().manual_seed(3))
-    wanted = losses_of(twin, steps)
     config = {"gradient_accumulation_steps": GAS, "gradient_clipping": 0, "zero_optimization": {"stage": 1}}
 
-    def rank_of(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
-        engine, *_ = deepspeed.initialize(model=models[world.rank], optimizer=sgd, config=config, world=world)
-        pairs = [[(tokens, tokens.roll(1, 1)) for tokens in step] for step in steps]
-        return [engine.train_batch(iter(step)).item() for step in pairs], engine.module_state_dict()
+    def pair(tokens: Tensor) -> tuple[Any, Any]:
+        labels = tokens.roll(1, 1)
+        return (tokens, labels) if kind is None else (kind((tokens, tokens % 2 == 0)), kind((labels, labels % 3 > 0)))
 
-    for losses, state in run_ranks(2, rank_of):
+    wanted = losses_of(twin, steps, loss_fn, pair)
+
+    def rank_of(world: sw.World) -> tuple[list[float], float, dict[str, Tensor]]:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], optimizer=sgd, config=config, world=world)
+        losses = [engine.train_batch(map(pair, step)).item() for step in steps]
+        return losses, engine.eval_batch(map(pair, steps[0])).item(), engine.module_state_dict()
+
+    with torch.no_grad():
+        evaluated = torch.stack([loss_fn(twin(inputs), labels) for inputs, labels in map(pair, steps[0])]).mean().item()
+    for losses, found, state in run_ranks(2, rank_of):
         assert losses == pytest.approx(wanted, rel=1e-5)
+        assert found == pytest.approx(evaluated, rel=1e-5)
         for name, value in twin.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
 

@@ -64,7 +64,7 @@ def sharded(build: Build, num_ranks: int) -> None:
         (lambda rank: net(parts=rank // 2), 4, True),
         (fresh_head, 2, True),
         (lambda rank: net(seed=rank), 2, False),
-        (lambda rank: net(mark="tensor_model_parallel"), 2, False),  # noqa: ARG005
+        (lambda rank: net(mark="tensor_model_parallel"), 2, False),
         (drawn_by_one, 3, False),
         (without_values, 2, False),
     ],

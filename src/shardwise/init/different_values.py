@@ -103,8 +103,8 @@ def _one_alone_differs(ranks: Sequence[Sequence[_Told]]) -> bool:
 def _part_refused(name: str, mark: str) -> ModelError:
     return ModelError(
         f"Parameter {name} is marked as a part of a layer that is split over ranks ({mark}), and the ranks have "
-        f"different values of it. shard() takes the parameters that it is given for whole ones, and would give all ranks "
-        f"the part of the first. Leave the splitting out: {_CURE}."
+        f"different values of it. shard() takes the parameters that it is given for whole ones, and would give all "
+        f"ranks the part of the first. Leave the splitting out: {_CURE}."
     )
 
 

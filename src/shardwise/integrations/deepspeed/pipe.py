@@ -290,6 +290,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self.shardwise.mesh.coordinate(self.global_rank)["pp"] if self.module.num_stages > 1 else 0
 
     def _pairs(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
+        """The inputs of the next micro-batches, each as the one argument of a `PipelineModule`, and their labels."""
         source = self._data if data_iter is None else data_iter
         if source is None:
             raise DataError("train_batch() has no data. Pass it an iterator, or pass training_data to initialize().")
@@ -301,7 +302,7 @@ class PipelineEngine(DeepSpeedEngine):
             )
         if self._batch_fn is not None:
             pairs = [self._batch_fn(pair) for pair in pairs]
-        return [_to(pair[0], self.device) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
+        return [(_to(pair[0], self.device),) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
 
 
 def _num_stages(given: int | None, topology: ProcessTopology | None) -> int:

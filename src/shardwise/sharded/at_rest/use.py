@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
@@ -57,6 +58,9 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             return _computed(func, args, kwargs, homes)
     if func in uses.IN_BACKGROUND or (func in uses.COLLECTIVES and kwargs.get("async_op")):
         _refuse(handles[0], "its memory, for a collective that goes on in the background,")
+    if func is uses.REDUCE:
+        func, args, kwargs = _to_all(*args, **kwargs)
+        return use(func, args, kwargs)
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
@@ -448,6 +452,17 @@ def _storage(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def _refuse(handle: Resting | Whole, what: str) -> NoReturn:
     (handle.home() if isinstance(handle, Resting) else handle.source).refuse(what)
+
+
+def _to_all(
+    tensor: Tensor,
+    dst: int | None = None,  # noqa: ARG001  # as all others
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    **_: Any,
+) -> tuple[Function, tuple[Any, ...], dict[str, Any]]:
+    """A call of torch's `all_reduce` for one of its `reduce`, whose arguments these are: see `uses.REDUCE`."""
+    return dist.all_reduce, (tensor, op, group), {}
 
 
 def _requires_grad(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

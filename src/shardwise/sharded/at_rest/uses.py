@@ -110,9 +110,11 @@ COLLECTIVES: frozenset[Function] = frozenset(
 IN_BACKGROUND: frozenset[Function] = frozenset({dist.isend, dist.irecv}) if dist.is_available() else frozenset()
 """Those of them that always go on after they have returned; others do with `async_op=True`."""
 
+REDUCE: Function | None = getattr(dist, "reduce", None)
+"""It leaves undefined what other ranks than one have then, while a tensor of a sharded model is the same on all."""
+
 _WRITES_FIRST: frozenset[Function] = frozenset(
     {
-        *COLLECTIVES,
         *(torch._amp_foreach_non_finite_check_and_unscale_, Tensor.apply_, Tensor.map_, Tensor.map2_),
         *(torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_),
     }
@@ -131,6 +133,8 @@ _BATCH_NORM = inspect.signature(functional.batch_norm)
 def written_uncounted(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that `func` writes to without incrementing their versions. Operators of other libraries need not
     count, so all that an operator's schema names is among them: to take over a write twice does no harm."""
+    if func in COLLECTIVES:  # what is given by name may be what is written to
+        return [*args[:1], *kwargs.values()]
     if func in _WRITES_FIRST:
         return list(args[:1])
     if func is functional.batch_norm:
