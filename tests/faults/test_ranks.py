@@ -291,6 +291,7 @@ def test_a_rank_that_stalls_for_longer_than_the_timeout() -> None:
     error = the_letter(outcomes)
     assert (error.kind, error.ranks) == ("timeout", (1,))
     assert "Timeout of 0.8 s: rank 1 computes, last seen at 'after backward'" in str(error)
+    assert "a forward of one rank is for engine.inference()" in str(error)
 
 
 def test_a_rank_that_ends_too_early() -> None:

@@ -70,6 +70,30 @@ def test_gradients_that_are_averaged_by_hand_are_averages(tmp_path: Path) -> Non
     assert run.stdout.count("averages") == 2
 
 
+ALONE = """
+import torch.distributed as dist, shardwise as sw
+from shardwise.comm import bootstrap
+
+bootstrap.LATER_SECONDS = 0
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    try:
+        sw.World.join(timeout_seconds=0.5)
+    except sw.errors.CommError as error:
+        print(error)
+dist.barrier()
+"""
+
+
+@thorough_only("slow; waits for a timeout in processes")
+def test_some_ranks_of_a_process_group_do_not_wait_for_the_others_for_ever(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    run = launch(script, 2)
+    assert run.returncode == 0, run.stderr
+    assert "Not all 2 ranks of the existing process group have come to World.join()" in run.stdout
+
+
 FAILS = """
 import os, signal, sys
 import torch, shardwise as sw

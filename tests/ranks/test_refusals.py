@@ -191,6 +191,20 @@ def test_a_model_that_another_library_has_spread() -> None:
     assert "Parameter weight is a DTensor" in refused(1, lambda world: sw.shard(model, world=world), ModelError)
 
 
+def test_a_model_that_another_library_spreads_after_shard() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(2, 2)
+
+    def spread_twice(world: sw.World) -> None:
+        engine = sw.shard(model, "zero3", world=world)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        engine(torch.ones(1, 2))
+
+    assert "Another library has spread the model over ranks after shard()" in refused(1, spread_twice, ModelError)
+
+
 @pytest.mark.parametrize("is_root", [True, False])
 def test_a_model_in_the_wrapper_of_another_library(is_root: bool) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -250,13 +250,21 @@ def open_groups(
     if device.type == "cuda":
         leave_errors_to_the_watch()
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend_of(device.type)}", device_id=device, **settings)
-    return (open_mpi(), None) if by_mpi else open_beside()
+    return (open_mpi(), None) if by_mpi else open_beside(timeout.total_seconds())
 
 
-def open_beside() -> tuple[JoinedTransport, dist.ProcessGroup]:
-    """Open a gloo group of our own beside the existing process group; a fault may break it."""
-    with opened_inside() as sockets:
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+def open_beside(timeout_seconds: float) -> tuple[JoinedTransport, dist.ProcessGroup]:
+    """Open a gloo group of our own beside the existing process group; a fault may break it. Raises `CommError` if not
+    all ranks of the existing one come within `timeout_seconds`."""
+    timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
+    try:
+        with opened_inside() as sockets:
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        raise CommError(
+            f"Not all {dist.get_world_size()} ranks of the existing process group have come to World.join(), or to "
+            f"shard(). All must call it; for a model of some of them, let the process group be of these. ({error})"
+        ) from error
     return GlooTransport(group, sockets), group
 
 

@@ -204,7 +204,7 @@ class World:
                 return cls(0, 1, Nobody(), device=device_of(process))
             opened = open_process_group(process, env, timeout_seconds, patience_seconds, by_mpi=by_mpi)
         else:
-            transport_there, beside = (open_mpi(), None) if by_mpi else open_beside()
+            transport_there, beside = (open_mpi(), None) if by_mpi else open_beside(timeout_seconds)
             opened = Opened(transport_there, device_of(process), beside=beside, seal=Seal.of(env))
         board = board_of(dist.get_world_size(), opened.seal, timeout_seconds, opened.number)
         world = cls(

@@ -8,7 +8,7 @@ from shardwise.init.different_values import Overwritten, what_is_overwritten
 from shardwise.init.first_values import FirstValues, Wishes, device_for
 from shardwise.init.loading import Building, materialize
 from shardwise.init.meta import Init
-from shardwise.init.model_check import check_model, check_same_everywhere, check_same_settings
+from shardwise.init.model_check import check_model, check_same_everywhere, check_same_settings, is_distributed
 from shardwise.init.recorder import deferred_init, end_recording
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "device_for",
     "end_recording",
     "is_deferred",
+    "is_distributed",
     "materialize",
     "what_is_overwritten",
 ]

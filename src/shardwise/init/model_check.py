@@ -33,7 +33,7 @@ def check_model(model: nn.Module) -> torch.device:
                 f"Parameter {name} is sharded by an engine already. Use that engine, change its plan with "
                 f"engine.reshard(plan), or build a new model."
             )
-        if _is_distributed(param):
+        if is_distributed(param):
             raise ModelError(
                 f"Parameter {name} is a DTensor: another library has spread the model over ranks already "
                 f"(fully_shard, parallelize_module). Leave that call out, and shard the plain model."
@@ -94,7 +94,8 @@ def buffer_refused(name: str, buffer: torch.Tensor) -> ModelError:
     )
 
 
-def _is_distributed(param: nn.Parameter) -> bool:
+def is_distributed(param: nn.Parameter) -> bool:
+    """Whether it is a DTensor."""
     known = sys.modules.get("torch.distributed.tensor")  # whose import would take a second
     return known is not None and isinstance(param, known.DTensor)
 

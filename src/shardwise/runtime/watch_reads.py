@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from shardwise.errors import ModelError
+from shardwise.init import is_distributed
 from shardwise.memory import Unit
 from shardwise.runtime.foreign_reads import Callers, Reach
 from shardwise.runtime.gathering import Gathering
@@ -54,6 +57,7 @@ class Watching:
         if self._callers is None:
             self._callers = Callers(self._model)
         if self._gathering.watcher is None:
+            self._require_own_params()
             heard = self._hear_collective if self._if_forward_communicates else None
             watcher = Reach(self._units, self.gather_reached, heard)
             watcher.__enter__()  # type: ignore[no-untyped-call]  # torch's own
@@ -93,6 +97,19 @@ class Watching:
             self._add_site(unit, self._callers)
         self._paths.need(unit, training=torch.is_grad_enabled())
         self._gathering.open(unit)
+
+    def _require_own_params(self) -> None:
+        """`fully_shard` and `parallelize_module` put their parameters where modules keep them, past what `nn.Module`
+        asks; those of the former are plain ones while it has gathered them."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        spread = [name for name, param in self._model.named_parameters() if is_distributed(param)]
+        if fsdp is not None:
+            spread += [name for name, module in self._model.named_modules() if isinstance(module, fsdp.FSDPModule)]
+        if spread:
+            raise ModelError(
+                f"Another library has spread {spread[0] or 'the model'} over ranks after shard() (fully_shard, "
+                f"parallelize_module), and the engine would train what the model does not use. Leave that call out."
+            )
 
     def _hear_collective(self) -> None:
         if self._if_forward_communicates:

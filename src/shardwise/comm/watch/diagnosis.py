@@ -39,6 +39,10 @@ _ENDED = (
     "Its loop ended before the others': give all ranks equally many batches (drop_last=True, or a sampler that divides "
     "evenly), or let all stop together, once engine.any_rank(is_at_its_end) is true."
 )
+_ALONE = (
+    "If it waits in a barrier of torch's, which is not seen from here, others do alone what all must call: a forward "
+    "of one rank is for engine.inference(), and what one saves is given by engine.state_dict(rank_0_only=True)."
+)
 _SAME = "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
 
 
@@ -55,6 +59,10 @@ class Lateness:
         late = self.status
         is_moving = late is not None and late.on_disk and late.seconds <= timeout_seconds
         return is_moving and silent_seconds <= SILENT_SECONDS
+
+    def is_elsewhere(self, silent_seconds: float) -> bool:
+        """Whether the rank lives and does something that is not ours."""
+        return self.status is not None and silent_seconds <= SILENT_SECONDS and not self.status.on_disk
 
     def text(self, silent_seconds: float) -> str:
         """One line. `silent_seconds`: how long the rank has not reported."""
@@ -373,7 +381,8 @@ def overdue(
         text = str(mine)
     ranks = host.ranks if host is not None else (late.rank,) if late is not None else ()
     blamed = late.status if late is not None and late.status is not None else mine
-    return _fault("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {text}.", blamed)
+    cure = f"\n{_ALONE}" if late is not None and late.is_elsewhere(silent_seconds) else ""
+    return _fault("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {text}.{cure}", blamed)
 
 
 def _fault(kind: str, ranks: tuple[int, ...], text: str, blamed: Status) -> Fault:
