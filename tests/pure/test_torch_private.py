@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -33,6 +34,16 @@ SEAMS = ("system/torch_private.py", "comm/compat.py", "comm/transport/gloo_abort
 def hooked() -> torch.Tensor:
     param = nn.Parameter(torch.ones(1))
     param.register_post_accumulate_grad_hook(lambda _: None)
+    return param
+
+
+def stepped_in_backward() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it imports is scripted
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    param = nn.Parameter(torch.ones(1))
+    _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 1.0})
     return param
 
 
@@ -89,6 +100,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
         "tensors without memory of their own: split logits, parameters at rest, weights in codes",
     ),
     "_post_accumulate_grad_hooks": (hooked, "hooks of the user's that would run on gradients that are not there"),
+    "_in_backward_optimizers": (stepped_in_backward, "optimizers that would step on gradients of one rank alone"),
     "_has_compatible_shallow_copy_type": (torch, "module.to() asks it of parameters; it needs no values"),
     # operators
     "_to_copy": (torch.ops.aten, "a move or a conversion of a weight in codes, which stays one"),

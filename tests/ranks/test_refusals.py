@@ -183,6 +183,16 @@ def test_what_is_no_model(model: Any, words: str) -> None:
     assert words in refused(2, lambda world: sw.shard(model, world=world), ModelError)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_an_optimizer_in_the_backward() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = nn.Linear(2, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    told = refused(1, lambda world: sw.shard(model, world=world), ModelError)
+    assert "Parameter weight has an optimizer that steps inside the backward" in told
+
+
 def test_a_model_that_another_library_has_spread() -> None:
     from torch.distributed.fsdp import fully_shard
 

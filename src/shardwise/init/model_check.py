@@ -49,6 +49,11 @@ def check_model(model: nn.Module) -> torch.device:
                 f"it is averaged, and could not change what the step uses. Remove it; between backward and step "
                 f"param.grad is the averaged gradient."
             )
+        if getattr(param, "_in_backward_optimizers", None):  # torch.distributed.optim._apply_optimizer_in_backward
+            raise ModelError(
+                f"Parameter {name} has an optimizer that steps inside the backward, where its gradient is this rank's "
+                f"alone. Make one optimizer of model.parameters(), and give it to shard()."
+            )
         if param.is_complex():
             raise ModelError(
                 f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded. Keep "
