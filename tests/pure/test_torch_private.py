@@ -40,7 +40,7 @@ def hooked() -> torch.Tensor:
 def stepped_in_backward() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it imports is scripted
-        from torch.distributed.optim import _apply_optimizer_in_backward
+        from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
     param = nn.Parameter(torch.ones(1))
     _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 1.0})

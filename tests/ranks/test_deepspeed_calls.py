@@ -827,8 +827,12 @@ def counted_cross_entropy(logits: Tensor, given: tuple[Tensor, Tensor]) -> Tenso
 def test_layers_may_pass_tuples_between_stages(interval: int, kind: type[Any] | None) -> None:
     """With `kind`, inputs and labels are such things too, which are one argument of the first layer and of the loss."""
     torch.manual_seed(1)
-    first, loss_fn = (First(), cross_entropy) if kind is None else (FirstOfTwo(), counted_cross_entropy)
-    layers = [first, *(Gated(mark) for mark in (0.5, 0.7, 0.9, 1.1)), Last(16, VOCAB)]
+    loss_fn: Callable[[Tensor, Any], Tensor] = cross_entropy if kind is None else counted_cross_entropy
+    layers = [
+        First() if kind is None else FirstOfTwo(),
+        *(Gated(mark) for mark in (0.5, 0.7, 0.9, 1.1)),
+        Last(16, VOCAB),
+    ]
     model = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss_fn, activation_checkpoint_interval=interval)
     twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]
     steps = torch.randint(VOCAB - 1, (3, GAS, 2, LENGTH), generator=torch.Generator().manual_seed(3))

@@ -17,7 +17,7 @@ from shardwise.testing import run_ranks
 Build = Callable[[int], nn.Module]
 
 
-def net(*, parts: int | None = None, mark: str = "", seed: int = 0) -> nn.Module:
+def net(*, parts: int | None = None, mark: str = "", seed: int = 0) -> nn.Sequential:
     """Of the second of two layers a rank has the part `parts` of four, as in a script that splits layers itself."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2))

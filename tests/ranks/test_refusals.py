@@ -185,7 +185,7 @@ def test_what_is_no_model(model: Any, words: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_an_optimizer_in_the_backward() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
     model = nn.Linear(2, 2)
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
