@@ -88,10 +88,11 @@ def _has_no_values(model: nn.Module) -> bool:
 
 def _told(param: nn.Parameter) -> _Told:
     elements = param.detach().reshape(-1)
-    some = elements[:: max(1, elements.numel() // _MOST_COMPARED)].cpu()
-    is_constant = not some.numel() or bool((some == some[0]).all())
+    some = bytes(tensor_bytes(elements[:: max(1, elements.numel() // _MOST_COMPARED)]))
+    first = some[: param.element_size()]
+    is_constant = some == first * (len(some) // max(1, len(first)))
     mark = next((mark for mark in _MARKS if getattr(param, mark, False)), "")
-    return _Told(hashlib.sha256(tensor_bytes(some)).hexdigest()[:16], is_constant, mark)
+    return _Told(hashlib.sha256(some).hexdigest()[:16], is_constant, mark)
 
 
 def _one_alone_differs(ranks: Sequence[Sequence[_Told]]) -> bool:
