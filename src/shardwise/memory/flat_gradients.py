@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from shardwise.comm import add_to
+from shardwise.comm import add_to, put_scaled
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.fresh import FreshGradients, LooseGradients, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
@@ -109,7 +110,13 @@ class FlatGradients:
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that come from here on; see [Note: weights] in `comm/weighing.py`."""
         self._scale = self._unweighed * weight
-        self._factor = _factor(self._scale, torch_dtype(self.spec.table.compute))
+        computed = torch_dtype(self.spec.table.compute)
+        factor = _factor(self._scale, computed)
+        self._put: Callable[[Tensor, Tensor], object] = lambda view, grad: torch.mul(grad, factor, out=view)
+        if self._device.type == "cpu" and computed != self._fresh_dtype == torch.promote_types(
+            self._fresh_dtype, computed
+        ):
+            self._put = partial(put_scaled, scale=self._scale)
 
     # -- what a backward leaves -------------------------------------------------------------------------
 
@@ -137,7 +144,7 @@ class FlatGradients:
         elif self._in_fresh[index]:
             self._add(view, grad, alpha=scale)
         else:
-            torch.mul(grad, self._factor, out=view)
+            self._put(view, grad)
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
         if is_last and not self._has_come[index]:
             self._has_come[index] = True
