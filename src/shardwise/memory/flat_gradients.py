@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -88,7 +87,10 @@ class FlatGradients:
         self._fresh_dtype = torch_dtype(table.grad.dtype if self._waits_as_fresh else spec.fresh.dtype)
         self._added_dtype = torch.promote_types(self._fresh_dtype, torch_dtype(table.grad.dtype))
         are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
-        is_as_computed = self._fresh_dtype == torch_dtype(table.compute)
+        computed = torch_dtype(table.compute)
+        is_as_computed = self._fresh_dtype == computed
+        is_wide = self._fresh_dtype == torch.promote_types(self._fresh_dtype, computed)
+        self._is_widened = self._device.type == "cpu" and is_wide and not is_as_computed
         self._add: Callable[..., object] = Tensor.add_ if is_as_computed else add_to
         self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
         self._unweighed = 1.0
@@ -110,13 +112,7 @@ class FlatGradients:
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that come from here on; see [Note: weights] in `comm/weighing.py`."""
         self._scale = self._unweighed * weight
-        computed = torch_dtype(self.spec.table.compute)
-        factor = _factor(self._scale, computed)
-        self._put: Callable[[Tensor, Tensor], object] = lambda view, grad: torch.mul(grad, factor, out=view)
-        if self._device.type == "cpu" and computed != self._fresh_dtype == torch.promote_types(
-            self._fresh_dtype, computed
-        ):
-            self._put = partial(put_scaled, scale=self._scale)
+        self._factor = _factor(self._scale, torch_dtype(self.spec.table.compute))
 
     # -- what a backward leaves -------------------------------------------------------------------------
 
@@ -143,8 +139,10 @@ class FlatGradients:
                 view.zero_()
         elif self._in_fresh[index]:
             self._add(view, grad, alpha=scale)
+        elif self._is_widened:
+            put_scaled(view, grad, scale)
         else:
-            self._put(view, grad)
+            torch.mul(grad, self._factor, out=view)
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
         if is_last and not self._has_come[index]:
             self._has_come[index] = True
