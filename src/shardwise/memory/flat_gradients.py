@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardwise.comm import add_to
+from shardwise.comm import add_to, put_scaled
 from shardwise.memory.dtypes import torch_dtype
 from shardwise.memory.fresh import FreshGradients, LooseGradients, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
@@ -87,7 +87,10 @@ class FlatGradients:
         self._fresh_dtype = torch_dtype(table.grad.dtype if self._waits_as_fresh else spec.fresh.dtype)
         self._added_dtype = torch.promote_types(self._fresh_dtype, torch_dtype(table.grad.dtype))
         are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
-        is_as_computed = self._fresh_dtype == torch_dtype(table.compute)
+        computed = torch_dtype(table.compute)
+        is_as_computed = self._fresh_dtype == computed
+        is_wide = self._fresh_dtype == torch.promote_types(self._fresh_dtype, computed)
+        self._is_widened = self._device.type == "cpu" and is_wide and not is_as_computed
         self._add: Callable[..., object] = Tensor.add_ if is_as_computed else add_to
         self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
         self._unweighed = 1.0
@@ -136,6 +139,8 @@ class FlatGradients:
                 view.zero_()
         elif self._in_fresh[index]:
             self._add(view, grad, alpha=scale)
+        elif self._is_widened:
+            put_scaled(view, grad, scale)
         else:
             torch.mul(grad, self._factor, out=view)
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
