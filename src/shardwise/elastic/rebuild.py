@@ -21,7 +21,7 @@ from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts import expert_split
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
 from shardwise.parallel.outline import SmallerMeshes
-from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
+from shardwise.parallel.pipeline import holders_of, stage_boxes, stage_layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import STAGE_AXIS, Mesh, place_along
 from shardwise.plan.placement import mesh_for
@@ -86,7 +86,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World, buffers: Seque
         if not held.changes_parts(mesh):
             if former.sharding.split is not None:
                 former.sharding.split.undo()  # it communicates in the former world
-        elif has_pipeline(before) or has_pipeline(mesh):
+        elif before.has_stages or mesh.has_stages:
             return _in_other_stages(former, plan, held, world, buffers, undoing)
         else:
             _unsplit(former.sharding)
@@ -195,7 +195,7 @@ def _units_on(
     """The units and flat buffers that `rank` of `mesh` has of `model`, which is plain; they allocate no memory."""
     rows, boxes = rows_for(model, plan, mesh, expert_split(model, plan, mesh, rank)), boxes_on(model, plan, mesh, rank)
     chosen = choose_units(model, plan)
-    if has_pipeline(mesh):
+    if mesh.has_stages:
         holders, place = holders_of(model, stage_layout(model, plan, mesh)), mesh.coordinate(rank)[STAGE_AXIS]
         chosen = units_of_stages(chosen, holders, place)
         boxes = stage_boxes(dict(model.named_parameters()), holders, place, boxes)

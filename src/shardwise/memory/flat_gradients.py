@@ -8,7 +8,7 @@ import torch
 
 from shardwise.comm import add_to, put_scaled
 from shardwise.memory.dtypes import torch_dtype
-from shardwise.memory.fresh import FreshGradients, LooseGradients, place
+from shardwise.memory.fresh import FreshGradients, LooseGradients, OwnChunk, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
@@ -75,6 +75,10 @@ class FlatGradients:
         [Note: norms of summands] in `program/spec.py`."""
         self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
         """The range of each parameter in `due`."""
+        self._due_pieces: dict[int, Tensor] = {}
+        """These views of `due`, once one of them was asked for."""
+        self._mine = [index for index, span in enumerate(self._due_spans) if span.numel]
+        self._cuts = _cuts([self._due_spans[index] for index in self._mine], self._due_span.numel)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -105,6 +109,8 @@ class FlatGradients:
         self._places = [place(slot) for slot in self._slots]
         self._gaps = _gaps(self._slots, spec.numel)
         self._in_fresh = [False] * len(self._slots)
+        self.own_span: Span | None = None
+        """The chunk that lies where its sum is made, if one does: see [Note: own chunks] in `fresh.py`."""
         self._kept_fresh: FreshGradients | None = None
         self._used_fresh: FreshGradients | None = None
         """One with freed bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
@@ -128,7 +134,10 @@ class FlatGradients:
         fresh, scale = self.fresh or self._opened_fresh(), self._scale
         view = fresh.views[index]
         if view is None:
-            fresh.views[index] = self._left(grad)
+            if isinstance(fresh, LooseGradients):
+                fresh.views[index] = self._left(grad)
+            else:
+                self._take_in_parts(fresh, index, grad)
         elif scale == 1.0:
             if self._in_fresh[index]:
                 self._add(view, grad)
@@ -148,6 +157,18 @@ class FlatGradients:
             self._has_come[index] = True
             self.num_to_come -= 1
         return not self.num_to_come
+
+    def _take_in_parts(self, fresh: FreshGradients, index: int, grad: Tensor) -> None:
+        """Store the gradient of a parameter that lies in two chunks; see [Note: own chunks] in `fresh.py`."""
+        parts = fresh.parts(index)
+        for view, part in zip(parts, grad.reshape(-1).split_with_sizes([len(one) for one in parts]), strict=True):
+            if self._scale == 0.0:
+                if not self._in_fresh[index]:
+                    view.zero_()
+            elif self._in_fresh[index]:
+                self._add(view, part, alpha=self._scale)
+            else:
+                torch.mul(part, self._factor, out=view)
 
     def _left(self, grad: Tensor) -> Tensor:
         """`grad` itself, as [Note: gradients that stay] has it, unless it has to be another one."""
@@ -185,7 +206,10 @@ class FlatGradients:
             used.allocate()
             return used
         memory = self.own_memory if self._waits_as_fresh else memory
-        return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places)
+        own = None
+        if self.own_span is not None and dtype == self._fresh_dtype == self._wire:
+            own = OwnChunk(self.own_span, self.sum_memory(self.own_span.numel, dtype))
+        return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places, own)
 
     def take_back(self, fresh: FreshGradients) -> None:
         """`fresh` has been summed elsewhere and is no longer read: a later backward uses its memory again."""
@@ -213,8 +237,8 @@ class FlatGradients:
         """What has come of a backward that has not been reduced, by parameter."""
         if self.fresh is None:
             return []
-        views = zip(self._slots, self.fresh.views, self._in_fresh, strict=True)
-        return [(slot, view) for slot, view, has_come in views if has_come and view is not None]
+        fresh = [(slot, self.fresh.gradient(index)) for index, slot in enumerate(self._slots) if self._in_fresh[index]]
+        return [(slot, gradient) for slot, gradient in fresh if gradient is not None]
 
     def close_fresh(self) -> FreshGradients | LooseGradients | None:
         """What the backward left, with zeros for parameters that it did not reach."""
@@ -383,7 +407,11 @@ class FlatGradients:
         if isinstance(due, LooseGradients):
             own = due.views[index]
             return due.made(index).view(-1) if own is None else own.view(-1)
-        return None if due is None else due[self._due_spans[index].as_slice]
+        if due is None:
+            return None
+        if not self._due_pieces:  # all in one call: a slice takes as long as many of them
+            self._due_pieces = dict(zip(self._mine, due.split_with_sizes(self._cuts)[1::2], strict=True))
+        return self._due_pieces[index] if index in self._due_pieces else due[:0]
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
@@ -401,6 +429,7 @@ class FlatGradients:
             self._drop("due", self._kind_of_due, self._due)
             self._give_back("due", self._due)
         self._due = None
+        self._due_pieces = {}
         self._squares = None
         if self._grad_buffer is not None:
             self._grad_buffer.leave()
@@ -424,6 +453,14 @@ def _copies_of(copies_of_slots: Sequence[float], slots: Sequence[Slot], due: Spa
         elif mine.numel:
             found.append((mine, copies))
     return tuple(found)
+
+
+def _cuts(spans: Sequence[Span], numel: int) -> list[int]:
+    """The sizes of `spans`, which follow each other in `numel` elements, each after that of what lies before it; and
+    of what comes last."""
+    ends = [0, *(span.stop for span in spans)]
+    sizes = [size for end, span in zip(ends, spans, strict=False) for size in (span.start - end, span.numel)]
+    return [*sizes, numel - ends[-1]]
 
 
 def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:

@@ -81,9 +81,13 @@ class Updates:
     def count_writes(self, member: torch.optim.Optimizer) -> None:
         """Let torch refuse a backward through a forward of before this step, as where an optimizer writes to parameters
         in place."""
-        for piece in self._groups[member].pieces:
-            if piece.flat.spec.trainable and piece.flat.grads.touched_anywhere[piece.index]:
-                torch.autograd.graph.increment_version(piece.param)
+        torch.autograd.graph.increment_version(
+            [
+                piece.param
+                for piece in self._groups[member].pieces
+                if piece.flat.spec.trainable and piece.flat.grads.touched_anywhere[piece.index]
+            ]
+        )
 
     def close(self) -> None:
         self._host_adam.close()
