@@ -73,7 +73,8 @@ class FlatGradients:
         self.copies_of_due = _copies_of(self._copies, self._slots, self._due_span)
         """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements. Of summands, see
         [Note: norms of summands] in `program/spec.py`."""
-        self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
+        due_spans = (slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots)
+        self._due_slices = [span.as_slice for span in due_spans]
         """The range of each parameter in `due`."""
         self._prepare()
 
@@ -98,6 +99,8 @@ class FlatGradients:
         self._grad_buffer = (
             GradBuffer(self.grad_span.numel, grad_dtype, self._meter) if spec.keeps_grad_buffer else None
         )
+        self._kind_of_due = "grad" if self._grad_buffer is None else "working"
+        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
         self._fills_grad = fills_grad(spec)
         self._places = [place(slot) for slot in self._slots]
         self._gaps = _gaps(self._slots, spec.numel)
@@ -239,7 +242,9 @@ class FlatGradients:
 
     def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
         """The bytes of `tensor` that are not in the gradient buffer."""
-        return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
+        kept = self._grad_buffer
+        is_in_it = kept is not None and tensor.untyped_storage().data_ptr() == kept.address
+        return 0 if is_in_it else tensor.nbytes
 
     def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
         """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,
@@ -308,11 +313,6 @@ class FlatGradients:
                 ranges.setdefault(copies, []).append(own)
         return [(tensors, copies) for copies, tensors in ranges.items()]
 
-    @property
-    def _kind_of_due(self) -> str:
-        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
-        return "grad" if self._grad_buffer is None else "working"
-
     def keep_due(self, due: Tensor) -> None:
         """Store what the update will read; a second one before the update is added to the first."""
         if self._due is None:
@@ -344,7 +344,7 @@ class FlatGradients:
     def make_due(self) -> None:
         """Make a gradient of zeros for the update to read."""
         dtype, numel = torch_dtype(self.spec.table.due.dtype), self._due_span.numel
-        if self._is_below("due"):
+        if "due" in self._below:
             self.keep_due(self.require_host().buffer(numel, dtype).zero_())
         else:
             self.keep_due(torch.zeros(numel, dtype=dtype, device=self._device))
@@ -354,21 +354,18 @@ class FlatGradients:
         assert self.host is not None
         return self.host
 
-    def _is_below(self, buffer: Buffer) -> bool:
-        return buffer in self._below
-
     def _hold(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
         """Count what lies on the device; `HostMemory` counts its own."""
-        if not self._is_below(buffer):
-            self._meter.hold(kind, self.bytes_beside_grad_buffer(tensor))
+        if buffer not in self._below and (num_bytes := self.bytes_beside_grad_buffer(tensor)):
+            self._meter.hold(kind, num_bytes)
 
     def _drop(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
-        if not self._is_below(buffer):
-            self._meter.drop(kind, self.bytes_beside_grad_buffer(tensor))
+        if buffer not in self._below and (num_bytes := self.bytes_beside_grad_buffer(tensor)):
+            self._meter.drop(kind, num_bytes)
 
     def _give_back(self, buffer: Buffer, tensor: Tensor) -> None:
         """`tensor` is no longer read."""
-        if self._is_below(buffer):
+        if buffer in self._below:
             self.require_host().give_back(tensor)
 
     def due_piece(self, index: int) -> Tensor | None:
@@ -378,7 +375,18 @@ class FlatGradients:
         if isinstance(due, LooseGradients):
             own = due.views[index]
             return due.made(index).view(-1) if own is None else own.view(-1)
-        return None if due is None else due[self._due_spans[index].as_slice]
+        return None if due is None else due[self._due_slices[index]]
+
+    def due_pieces(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """The same for several, each of which has a gradient on some rank: see [Note: once for each gradient]. Where it
+        is others alone that a backward has reached, this rank's summands are zeros."""
+        if self._due is None:
+            self.make_due()
+        due = self._due
+        if isinstance(due, LooseGradients) or due is None:
+            return [self.due_piece(index) for index in indices]
+        slices = self._due_slices
+        return [due[slices[index]] for index in indices]
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
