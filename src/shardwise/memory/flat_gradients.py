@@ -166,6 +166,8 @@ class FlatGradients:
 
     def _bytes_of(self, fresh: FreshGradients | LooseGradients) -> int:
         """Those that are not in the gradient buffer."""
+        if fresh is self._kept_fresh:
+            return 0
         return fresh.nbytes if isinstance(fresh, LooseGradients) else self.bytes_beside_grad_buffer(fresh.memory)
 
     def _new_fresh(self) -> FreshGradients | LooseGradients:
