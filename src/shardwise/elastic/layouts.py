@@ -28,7 +28,7 @@ from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuf
 from shardwise.elastic.state_image import AT, BLOCK, CODES, PARAM, TORN, Cell, Image
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
-from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, Rows, torch_dtype
+from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, torch_dtype
 from shardwise.plan.mesh import place_along
 from shardwise.plan.placement import Codes, Slot
 from shardwise.plan.replica_groups import is_lone, parts_of_copies
@@ -97,7 +97,7 @@ class Layout:
     """The flat buffers, until the model is taken down."""
     disk: DiskMemory | None = None
     """Through which rows on a disk are read."""
-    still: dict[str, tuple[Tensor, Rows | None]] = field(default_factory=dict)
+    still: dict[str, tuple[Tensor, CodedRows | None]] = field(default_factory=dict)
     """Tensors that every rank has whole and that never change, by parameter; the rows, if they lie as codes."""
 
     @classmethod
