@@ -73,12 +73,11 @@ class FlatGradients:
         self.copies_of_due = _copies_of(self._copies, self._slots, self._due_span)
         """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements. Of summands, see
         [Note: norms of summands] in `program/spec.py`."""
-        self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
-        """The range of each parameter in `due`."""
+        due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
         self._due_pieces: dict[int, Tensor] = {}
-        """These views of `due`, once one of them was asked for."""
-        self._mine = [index for index, span in enumerate(self._due_spans) if span.numel]
-        self._cuts = _cuts([self._due_spans[index] for index in self._mine], self._due_span.numel)
+        """Views of `due`, the part of each parameter, once one of them was asked for."""
+        self._mine = [index for index, span in enumerate(due_spans) if span.numel]
+        self._cuts = _cuts([due_spans[index] for index in self._mine], self._due_span.numel)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -105,6 +104,8 @@ class FlatGradients:
         self._grad_buffer = (
             GradBuffer(self.grad_span.numel, grad_dtype, self._meter) if spec.keeps_grad_buffer else None
         )
+        self._kind_of_due = "grad" if self._grad_buffer is None else "working"
+        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
         self._fills_grad = fills_grad(spec)
         self._places = [place(slot) for slot in self._slots]
         self._gaps = _gaps(self._slots, spec.numel)
@@ -189,6 +190,8 @@ class FlatGradients:
 
     def _bytes_of(self, fresh: FreshGradients | LooseGradients) -> int:
         """Those that are not in the gradient buffer."""
+        if fresh is self._kept_fresh:
+            return 0
         return fresh.nbytes if isinstance(fresh, LooseGradients) else self.bytes_beside_grad_buffer(fresh.memory)
 
     def _new_fresh(self) -> FreshGradients | LooseGradients:
@@ -268,7 +271,9 @@ class FlatGradients:
 
     def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
         """The bytes of `tensor` that are not in the gradient buffer."""
-        return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
+        kept = self._grad_buffer
+        is_in_it = kept is not None and kept.has(tensor)
+        return 0 if is_in_it else tensor.nbytes
 
     def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
         """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,
@@ -337,11 +342,6 @@ class FlatGradients:
                 ranges.setdefault(copies, []).append(own)
         return [(tensors, copies) for copies, tensors in ranges.items()]
 
-    @property
-    def _kind_of_due(self) -> str:
-        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
-        return "grad" if self._grad_buffer is None else "working"
-
     def keep_due(self, due: Tensor) -> None:
         """Store what the update will read; a second one before the update is added to the first."""
         if self._due is None:
@@ -373,7 +373,7 @@ class FlatGradients:
     def make_due(self) -> None:
         """Make a gradient of zeros for the update to read."""
         dtype, numel = torch_dtype(self.spec.table.due.dtype), self._due_span.numel
-        if self._is_below("due"):
+        if "due" in self._below:
             self.keep_due(self.require_host().buffer(numel, dtype).zero_())
         else:
             self.keep_due(torch.zeros(numel, dtype=dtype, device=self._device))
@@ -383,21 +383,18 @@ class FlatGradients:
         assert self.host is not None
         return self.host
 
-    def _is_below(self, buffer: Buffer) -> bool:
-        return buffer in self._below
-
     def _hold(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
         """Count what lies on the device; `HostMemory` counts its own."""
-        if not self._is_below(buffer):
-            self._meter.hold(kind, self.bytes_beside_grad_buffer(tensor))
+        if buffer not in self._below and (num_bytes := self.bytes_beside_grad_buffer(tensor)):
+            self._meter.hold(kind, num_bytes)
 
     def _drop(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
-        if not self._is_below(buffer):
-            self._meter.drop(kind, self.bytes_beside_grad_buffer(tensor))
+        if buffer not in self._below and (num_bytes := self.bytes_beside_grad_buffer(tensor)):
+            self._meter.drop(kind, num_bytes)
 
     def _give_back(self, buffer: Buffer, tensor: Tensor) -> None:
         """`tensor` is no longer read."""
-        if self._is_below(buffer):
+        if buffer in self._below:
             self.require_host().give_back(tensor)
 
     def due_piece(self, index: int) -> Tensor | None:
@@ -407,11 +404,24 @@ class FlatGradients:
         if isinstance(due, LooseGradients):
             own = due.views[index]
             return due.made(index).view(-1) if own is None else own.view(-1)
-        if due is None:
-            return None
+        return None if due is None else self._pieces_of(due)[index]
+
+    def due_pieces(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """The same for several, each of which has a gradient on some rank: see [Note: once for each gradient]. Where it
+        is others alone that a backward has reached, this rank's summands are zeros."""
+        if self._due is None:
+            self.make_due()
+        due = self._due
+        if isinstance(due, LooseGradients) or due is None:
+            return [self.due_piece(index) for index in indices]
+        pieces = self._pieces_of(due)
+        return [pieces[index] for index in indices]
+
+    def _pieces_of(self, due: Tensor) -> dict[int, Tensor]:
         if not self._due_pieces:  # all in one call: a slice takes as long as many of them
-            self._due_pieces = dict(zip(self._mine, due.split_with_sizes(self._cuts)[1::2], strict=True))
-        return self._due_pieces[index] if index in self._due_pieces else due[:0]
+            self._due_pieces = dict.fromkeys(range(len(self._slots)), due[:0])
+            self._due_pieces.update(zip(self._mine, due.split_with_sizes(self._cuts)[1::2], strict=True))
+        return self._due_pieces
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""

@@ -54,7 +54,6 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.plan.replica_groups import num_groups, with_fewer_ranks
 from shardwise.program import Update
-from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
 from shardwise.runtime.codec import codec_for
 from shardwise.system.calibration import readable_calibration
@@ -393,7 +392,6 @@ def _lay_converted(
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, everyone, device)
     check_design(model, designed, optimizers, updates, device)
-    require_same_ranks(updates, plan, world)
     verifier = _verifier(model, designed, plan)
     disk = designed.open_disk(world, model, device, updates)
     log_fitted(fitted, world)
@@ -490,13 +488,6 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
                 f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
                 f"{_CURES['matrix' if update.matrix else 'sums']}"
             )
-
-
-def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
-    """Raise `ModelError` for an optimizer, and `ConfigError` for a plan, that cannot go on when ranks are lost or
-    join."""
-    if world.membership is not None and (why := why_not_elastic(plan, updates.values())):
-        raise ConfigError(why) if why_not_elastic(plan) else ModelError(why)
 
 
 def _not_whole(designed: Design, param: nn.Parameter, sends_signs: bool) -> str:
