@@ -135,7 +135,7 @@ def test_the_others_cut_codes_anew(preset: str, rank: int, point: str, tmp_path:
 
 
 @sampled
-@pytest.mark.parametrize("death", range(12, 40, 4))
+@pytest.mark.parametrize("death", range(8, 21, 4))
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_two_ranks_die_one_after_the_other(preset: str, death: int, tmp_path: Path) -> None:
     deaths = DiesAt({0: death, 2: death + 9})

@@ -439,7 +439,7 @@ def test_the_fastest_mesh_is_taken_and_not_the_largest(
     [
         (0, 1, "exchange of smaller meshes", False, 2),  # nobody else has heard of the choice
         (3, 1, "exchange of smaller meshes", True, 2),  # but those who decide on members have not
-        (3, 1, "all_reduce of activations", True, 2),
+        (3, 0, "all_reduce of activations", True, 2),
         *((rank, 1, "exchange of commit", True, 2) for rank in (0, 3)),
         *((rank, 2, "exchange of commit", True, 1) for rank in (0, 3)),
     ],

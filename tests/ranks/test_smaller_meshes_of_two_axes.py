@@ -87,8 +87,8 @@ class Seeing(Layers):
     [
         (0, 1, "exchange of smaller meshes", "pp=1 x tp=2"),  # nobody else has heard of the choice
         (3, 1, "exchange of smaller meshes", "pp=2 x tp=1"),
-        (0, 1, "message of gradient 0", "pp=1 x tp=2"),
-        (3, 1, "broadcast of loss", "pp=2 x tp=1"),
+        (0, 0, "message of gradient 0", "pp=1 x tp=2"),
+        (3, 0, "broadcast of loss", "pp=2 x tp=1"),
         *((rank, step, "exchange of commit", "pp=2 x tp=1") for rank in (0, 3) for step in (1, 2)),
     ],
 )
