@@ -65,7 +65,8 @@ class Kept:
 
     @classmethod
     def from_json(cls, told: Sequence[Any]) -> Kept:
-        return cls(*(None if axes is None else tuple(axes) for axes in told))
+        shard, split, at_rest = told
+        return cls(tuple(shard), tuple(split), None if at_rest is None else tuple(at_rest))
 
 
 KeptByRank = Sequence[Collection[Kept]]
