@@ -85,8 +85,8 @@ def _lost(change: Change) -> Iterator[str]:
         yield f"{whole if host else ranks_in_words(ranks, text)}."
     yield from (f"Last status: {words}." for words in change.last_status.values() if words)
     if change.ended:
-        ranks = ranks_in_words(list(change.ended), "ended with exit status 0")
-        yield f"{ranks}, as at the end of a script, while others train: so no rank joins any more."
+        who = ranks_in_words(list(change.ended), "ended with exit status 0")
+        yield f"{who}, as at the end of a script, while others train: so no rank joins any more."
     elif not (change.losses or change.num_left or change.num_new):
         yield "the ranks have formed a new group."
 
