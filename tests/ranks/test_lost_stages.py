@@ -169,7 +169,7 @@ def test_stages_that_are_sharded_along_different_axes(preset: str, point: str, r
 
 
 @sampled
-@pytest.mark.parametrize("death", range(40, 120, 8))
+@pytest.mark.parametrize("death", range(40, 90, 8))
 @pytest.mark.parametrize(("hosts", "doomed"), [("aabb", 3), ("aabb", 0), ("abab", 2)])
 @pytest.mark.parametrize("preset", WHOLE)
 def test_a_host_of_such_stages_is_lost(preset: str, hosts: str, doomed: int, death: int, tmp_path: Path) -> None:
