@@ -1233,6 +1233,8 @@ class Engine:
             if self._run_log is not None:
                 self._run_log.close(error)
             self._session.close(error)
+            if self.world.membership is not None:
+                self.world.membership.num_engines -= 1
             self._sharded.unhook()
             self._sharded.converted.undo()
             if self._sharded.disk is not None:
@@ -1384,7 +1386,10 @@ def _session_for(host: EngineHost, sharded: ShardedModel, arrival: Arrival | Non
         return Session(sharded)
     from shardwise.elastic.survivable import survives
 
-    if not survives(sharded, membership) or membership is None:
+    goes_on = survives(sharded, membership)
+    if membership is not None:
+        membership.num_engines += 1
+    if not goes_on or membership is None:
         return Session(sharded)
     from shardwise.elastic.session import ElasticSession
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).with_name("campaign_rank.py")
 NUM_RANKS = 4
 SITUATIONS = {"anywhere": 6, "rank 0": 3, "recovering": 4, "stopped": 1, "joining": 4, "saving": 3}
 """What kills are drawn from, and how often. `recovering` and `stopped` take two ranks."""
+ONE_AT_A_TIME = {"anywhere": 6, "rank 0": 3, "joining": 4, "saving": 3}
 _MANY_STEPS = 3
 _QUIET_SECONDS = 60
 """So long without a step, and the job hangs."""
@@ -44,12 +45,14 @@ class Campaign:
         num_kills: int,
         seed: int,
         seconds: float = float("inf"),
+        situations: Mapping[str, int] = SITUATIONS,
     ) -> None:
         self.out = out
         self.draw = random.Random(f"{plan} {loop} {num_steps} {num_kills} {seed}")
         self.num_steps, self.num_kills, self.seconds = num_steps, num_kills, seconds
         self.dead: set[int] = set()
         self.situations: Counter[str] = Counter()
+        self.drawn_from = situations
         self.allow(1)
         self.said = (out / "said").open("w+")
         launch = ["launch", "--nproc", str(NUM_RANKS), "--elastic", f"1:{NUM_RANKS}", "--retries", "100000:100000"]
@@ -121,7 +124,7 @@ class Campaign:
 
     def kill_in_some_situation(self, step: int) -> None:
         """One or two kills, when `step` steps have been taken and others would go on."""
-        situation = self.draw.choices(list(SITUATIONS), list(SITUATIONS.values()))[0]
+        situation = self.draw.choices(list(self.drawn_from), list(self.drawn_from.values()))[0]
         if situation in ("recovering", "stopped") and self.num_kills - len(self.dead) < 2:
             situation = "anywhere"
         least = {"recovering": 3, "stopped": 3}.get(situation, self.draw.choice([2, 2, 3, 4]))

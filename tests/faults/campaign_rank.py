@@ -77,13 +77,14 @@ class Trained:
             time.sleep(0.005)
 
     def take(self, batch: dict[str, Tensor]) -> None:
-        engine, before = self.engine, self.engine.num_steps
+        engine, before, void = self.engine, self.engine.num_steps, self.engine.num_void
         loss = self.stepped(batch)
-        if engine.num_steps == before:
-            return  # void
+        if engine.num_steps == before or engine.num_void > void:  # one that was a spare is where the others are
+            return
         samples = batch["index"].tolist()
         line: dict[str, Any] = {"step": before, "generation": engine.world.generation, "samples": samples, "loss": loss}
-        self.note({**line, "ranks": engine.data_ranks[1]})
+        place, num = engine.data_ranks
+        self.note({**line, "place": place, "ranks": num})
         self.publish("taken", str(before))
         self.note({"step": before, "mean": engine.mean(loss)})
         if engine.num_steps % READ_EVERY == 0:

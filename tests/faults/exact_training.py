@@ -41,10 +41,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(WIDTH))
-        self.more = nn.Parameter(torch.zeros(3, WIDTH))
+        self.more = nn.Linear(WIDTH, 4, bias=False)
+        nn.init.zeros_(self.more.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + (x @ self.more.t()).sum(-1)
+        summed: Tensor = x @ self.weight + self.more(x).sum(-1)
+        return summed
 
 
 class Model(nn.Module):

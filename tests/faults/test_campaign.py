@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint import checkpoints_in
 from shardwise.testing import run_ranks
-from tests.faults.campaign import Campaign, is_alive
+from tests.faults.campaign import ONE_AT_A_TIME, Campaign, is_alive
 from tests.faults.campaign_rank import READ_EVERY
 from tests.faults.exact_training import LEARNING_RATE, MULTIPLE, NUM_BLOCKS, Model, Samples, alone, loader, optimizer_of
 from tests.patience import wait_until
@@ -23,6 +23,13 @@ MOST = 2**24
 """Whole numbers that fp32 has."""
 HPZ = '{"preset": "hpz", "mesh": {"node": 2, "local": 2}}'
 FEW = [("zero3", "engine", 60, 6), ("zero1", "plain", 60, 6)]
+SPLIT = '"tensor": {"plan": {"seen": "vocabulary", "blocks.*.more": "column_gathered"}}'
+GROUPS = [
+    (f'{{"preset": "zero1", "mesh": {{"dp": 2, "tp": 2}}, {SPLIT}}}', "engine"),
+    (f'{{"preset": "zero3", "mesh": {{"tp": 2, "dp": 2}}, {SPLIT}}}', "plain"),
+    (f'{{"preset": "zero2", "mesh": {{"tp": 4}}, {SPLIT}}}', "train_step"),
+]
+"""Plans whose ranks share the work in replica groups, or are a single one."""
 MANY = [
     ("zero2", "train_step", 500, 20),
     ("ddp", "plain", 500, 20),
@@ -54,9 +61,9 @@ class Oracle:
         x = torch.stack([row["x"] for row in rows]).double()
         outputs, sums = params["seen.weight"][samples, 0], params["seen.weight"][samples, 0].abs()
         for number in range(NUM_BLOCKS):
-            all_of_block = params[f"blocks.{number}.weight"] + params[f"blocks.{number}.more"].sum(0)
+            all_of_block = params[f"blocks.{number}.weight"] + params[f"blocks.{number}.more.weight"].sum(0)
             outputs = outputs + x.roll(number, -1) @ all_of_block
-            sizes = params[f"blocks.{number}.weight"].abs() + params[f"blocks.{number}.more"].abs().sum(0)
+            sizes = params[f"blocks.{number}.weight"].abs() + params[f"blocks.{number}.more.weight"].abs().sum(0)
             sums = sums + x.roll(number, -1).abs() @ sizes
         weights = torch.stack([row["weight"] for row in rows]).double() * MULTIPLE
         return (outputs * weights).mean().item(), (sums * weights.abs()).mean().item()
@@ -81,6 +88,8 @@ def check(campaign: Campaign, said: str, num_steps: int) -> None:
 def check_steps(oracle: Oracle, notes: dict[int, list[dict[str, object]]], campaign: Campaign) -> None:
     """What each member had in each step, of the dead ones too."""
     had: dict[int, dict[int, set[int]]] = {}
+    """By step and place along the data axes: ranks of one replica group have the same samples."""
+    noted: dict[int, set[int]] = {}
     num_ranks: dict[int, int] = {}
     wrong_means: set[int] = set()
     for member, lines in notes.items():
@@ -93,20 +102,23 @@ def check_steps(oracle: Oracle, notes: dict[int, list[dict[str, object]]], campa
                 if not is_mean_of(line["mean"], oracle, step, sorted(oracle.batches[step])):
                     wrong_means.add(step)
             else:
-                ranks = line["ranks"]
+                ranks, place = line["ranks"], line["place"]
                 assert isinstance(samples, list)
                 assert isinstance(ranks, int)
+                assert isinstance(place, int)
                 assert not samples or is_mean_of(line["loss"], oracle, step, samples), (member, line)
-                had.setdefault(step, {})[member] = set(samples)
+                noted.setdefault(step, set()).add(member)
+                same = had.setdefault(step, {}).setdefault(place, set(samples))
+                assert same == set(samples), f"a replica group had different samples in step {step}"
                 assert num_ranks.setdefault(step, ranks) == ranks, f"step {step} in two worlds"
     for step, shares in had.items():
         for (one, some), (other, others) in combinations(shares.items(), 2):
-            assert not some & others, f"members {one} and {other} both had some samples in step {step}"
+            assert not some & others, f"{one} and {other} of the data ranks both had some samples in step {step}"
         together = set().union(*shares.values())
         assert together <= oracle.batches[step], f"samples of another step in step {step}"
         if together != oracle.batches[step]:
             silent = num_ranks[step] - len(shares)
-            assert 0 < silent <= len(campaign.dead - set(shares)), f"samples are missing in step {step}"
+            assert 0 < silent <= len(campaign.dead - noted[step]), f"samples are missing in step {step}"
     assert sorted(had) == list(range(len(oracle.batches)))
     assert len(wrong_means) <= campaign.num_kills, f"a mean is short only of a rank that was lost in it: {wrong_means}"
     assert any("read" in line for lines in notes.values() for line in lines) or max(had) < READ_EVERY
@@ -153,6 +165,18 @@ def test_ranks_are_killed_whatever_they_do(
     campaign = Campaign(tmp_path, plan, loop, num_steps, num_kills, seed=0)
     said = campaign.run()
     check(campaign, said, num_steps)
+
+
+@soak("kills many processes at any moment")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("plan", "loop"), GROUPS)
+def test_ranks_of_groups_are_killed_one_after_the_other(plan: str, loop: str, tmp_path: Path) -> None:
+    """Of two at once, all that have some part of the model may be lost before its images have the last step: then all
+    ranks restart."""
+    steps, kills = (500, 50) if EXHAUSTIVE else (60, 6)
+    campaign = Campaign(tmp_path, plan, loop, steps, kills, seed=0, situations=ONE_AT_A_TIME)
+    said = campaign.run()
+    check(campaign, said, steps)
 
 
 @soak("kills processes at any moment for half an hour")

@@ -764,7 +764,7 @@ ELASTIC = _of(
     ),
     (
         "a state counts as whole though a rank's part is gone",
-        "return all({*kept} <= {kept[rank] for rank in available} for kept in every)",
+        "return all({*parts.values()} <= {parts[rank] for rank in available if rank in parts} for parts in every)",
         "return True",
         "lost_states",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +15,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import table_for
 from shardwise.program import FlatSpec
-from shardwise.program.buddies import buddies, copy_bytes, keepers
+from shardwise.program.buddies import Kept, buddies, copy_bytes, keepers
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=2, max_size=14).filter(lambda hosts: len(set(hosts)) > 1)
 
@@ -116,3 +117,14 @@ def test_ranks_of_a_group_alone_that_share_samples_have_the_same_parameters(
     preset: str, mesh: dict[str, int], hosts: str, expected: tuple[int | None, ...]
 ) -> None:
     assert keepers([spec(preset, mesh)], hosts) == expected
+
+
+STAGES = {"dp": 2, "pp": 2}
+
+
+def test_stages_that_are_sharded_differently_have_the_keepers_that_each_needs() -> None:
+    """Whichever stage a rank has itself, it finds the same."""
+    kept = [{Kept.of(spec(preset, STAGES))} for preset in ("ddp", "zero1", "ddp", "zero1")]
+    for preset in ("ddp", "zero1"):
+        assert keepers([spec(preset, STAGES)], "aabb", kept) == (None, 3, None, 1)
+    assert [{Kept.from_json(json.loads(json.dumps(one.as_json()))) for one in of_rank} for of_rank in kept] == kept

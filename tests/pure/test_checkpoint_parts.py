@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -114,8 +115,6 @@ def holder(tmp_path: Path, **changes: Any) -> None:
 
 
 def test_a_living_process_keeps_its_folder(tmp_path: Path) -> None:
-    import psutil
-
     holder(tmp_path, began=psutil.Process(os.getppid()).create_time())
     with pytest.raises(CheckpointError, match=f"is being written to by process {os.getppid()} on"):
         FolderLock(tmp_path).acquire()
@@ -134,6 +133,25 @@ def test_who_is_gone_is_followed(tmp_path: Path, changes: dict[str, Any]) -> Non
         lock.check()
     lock.release()  # leaves the other's
     assert Holder(**json.loads((tmp_path / LOCK).read_text())).pid == 7
+
+
+def test_a_rank_of_the_same_job_takes_over_from_one_that_lives_and_is_not_the_first_any_more(tmp_path: Path) -> None:
+    """Its replica group has lost a rank, and it waits as a spare."""
+    began = psutil.Process(os.getppid()).create_time()
+    spare = {"pid": os.getppid(), "began": began, "job": "/dev/shm/job"}
+    holder(tmp_path, **spare)
+    for job in ("", "/dev/shm/other"):
+        with pytest.raises(CheckpointError, match="is being written to by process"):
+            FolderLock(tmp_path, job).acquire()
+    lock = FolderLock(tmp_path, "/dev/shm/job")
+    assert lock.acquire()
+    lock.check()
+    holder(tmp_path, **spare)  # and then the first of others again
+    assert lock.is_passed_on()
+    with pytest.raises(CheckpointError, match=r"is written to by process .* the first of the ranks of this job"):
+        lock.check()
+    lock.release()
+    assert FolderLock(tmp_path, "/dev/shm/job").acquire()
 
 
 def test_a_lock_that_was_cut_off_holds_nobody_up(tmp_path: Path) -> None:

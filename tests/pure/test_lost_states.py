@@ -13,6 +13,7 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import table_for
 from shardwise.program import FlatSpec
+from shardwise.program.buddies import Kept
 from shardwise.system.disk import Removals
 
 WHOLE = Source(live_step=5, shadow_step=4, is_live_whole=True, sees_update=False, is_all=False)
@@ -64,3 +65,20 @@ def test_a_part_of_the_model_that_nobody_left_had_is_read_from_images_with_all_o
 def test_who_can_read_divides_what_there_is_to_read() -> None:
     both = {2: [WHOLE], 3: [WHOLE]}
     assert newest((0, 1), [both, both]) == (5, {2: 0, 3: 1})
+
+
+@pytest.mark.parametrize("seen_by", ["ddp", "zero1"])
+def test_what_ranks_of_other_stages_keep_is_known_to_all(seen_by: str) -> None:
+    """Ranks 0 and 2 have copies of the first stage, and 1 and 3 have a half each of the other."""
+    mesh = {"dp": 2, "pp": 2}
+
+    def of(preset: str) -> Kept:
+        return Kept.of(layout(preset, (), mesh).specs[0][0])
+
+    def left(*ranks: int) -> Layout:
+        return replace(layout(seen_by, ranks, mesh), kept=[{of("ddp")}, {of("zero1")}] * 2)
+
+    assert left(0, 1, 3).newest([{4, 5}] * 3, [{}] * 3) == (5, {}), "rank 0 has all that was lost"
+    with pytest.raises(StateError, match="Rank 3 is gone, and no whole state is left"):
+        left(0, 1, 2).newest([{4, 5}] * 3, [{}] * 3)
+    assert left(0, 1, 2).newest([{4, 5}] * 3, [{}, {3: [WHOLE]}, {}]) == (5, {3: 1})

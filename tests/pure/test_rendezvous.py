@@ -123,6 +123,17 @@ def test_survivors_keep_their_order_and_replacements_are_last() -> None:
     assert next(one for one in job.announcements if one.members == (0, 2, 3, 4)).before == (0, 2, 3)
 
 
+def test_a_member_that_ends_in_the_middle_of_the_others_training_is_named() -> None:
+    job = Job(3, 2, 3)
+    job.begin()
+    job.alive.discard(1)
+    job.rendezvous.finished(1, job.now)
+    job.collect()
+    job.say(0, "ready", 0, "Rank 1 is gone without a word")
+    job.settle()
+    assert (job.rendezvous.members, job.rendezvous.ended, job.rendezvous.losses) == ((0, 2), (1,), [])
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_all_who_live_enter_the_same_generation_whoever_dies_whenever(seed: int) -> None:
     """Deaths between any two letters: what the living have entered last is one list, and it has nobody dead."""
@@ -557,6 +568,11 @@ def test_one_report_says_which_ranks_died_and_which_continue() -> None:
         Change(losses[:1], {}, 0, 0, 2, 120, 0.05, num_starting=1, budget="2 of 3 within 600 s", least=3)
     )
     assert "2 ranks wait after step 120, 0.05 s later, for more: the job needs 3 (--elastic)." in few
+    ended = change_report(Change((), {}, 0, 0, 2, 120, 0.0, 0, "0 of 3 within 600 s", ended=(1,)))
+    assert ended == (
+        "rank 1 ended with exit status 0, as at the end of a script, while others train: so no rank joins any more. 2 "
+        "ranks continue after step 120."
+    )
     alone = Change(losses[:1], {}, 0, 0, 2, 120, 0.05, 1, "2 of 3 within 600 s", num_spares=1)
     assert "2 ranks continue after step 120, 0.05 s later. 1 rank waits as a spare until" in change_report(alone)
     assert change_report(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
@@ -767,18 +783,43 @@ def test_a_group_goes_on_as_a_smaller_one_and_grows_again() -> None:
     assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0, 2, 3, 4))
 
 
-@pytest.mark.parametrize("first", [0, 3])
-def test_one_member_says_which_smaller_groups_are_worth_having(first: int) -> None:
-    """Whether the last of the others, which only know which there are, is heard before it or after it."""
+EVERY, PREFERRED = '[{"tp": 4}, {"tp": 4}, {"tp": 2}, {"tp": 1}]', '[{"tp": 4}, {"tp": 4}, {"tp": 1}, {"tp": 2}]'
+
+
+@pytest.mark.parametrize("first", ["groups", "prefers"])
+def test_members_say_which_smaller_groups_they_prefer(first: str) -> None:
+    """Whether the last of the others, which says which there are, is heard before it or after it."""
     job = OneGroup(4, 1, 4)
     job.begin()
-    every, chosen = '[{"tp": 4}, {"tp": 4}, {"tp": 2}, {"tp": 1}]', '[{"tp": 4}, {"tp": 4}, {"tp": 1}]'
-    for number in (first, 3 - first):
-        job.say(number, "groups", text=every if number else chosen)
+    for number, kind in enumerate((first, "prefers" if first == "groups" else "groups")):
+        job.say(number, kind, text=EVERY if kind == "groups" else PREFERRED)
     job.lets_in = False
     job.kill(1)
     job.settle()
     assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0,))
+
+
+def test_members_that_prefer_another_mesh_than_they_are_on_go_on_from_it() -> None:
+    """A rank was lost before the launcher had heard it."""
+    axes = '{"tp": 8}, {"tp": 8}, {"tp": 2}, {"tp": 1}, {"tp": 4}'
+    job = OneGroup(8, 1, 8)
+    Job.begin(job)
+    job.say(0, "groups", text='[{"tp": 8}, {"tp": 8}, {"tp": 4}, {"tp": 2}, {"tp": 1}]')
+    job.lets_in = False
+    job.kill(7)
+    job.settle()
+    assert job.rendezvous.members == (0, 1, 2, 3)
+    job.say(0, "prefers", text=f"[{axes}]")
+    job.kill(0)
+    job.settle()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (1, 2))
+
+
+def test_what_is_preferred_of_another_plan_counts_no_more() -> None:
+    job = OneGroup(4, 1, 4)
+    job.begin()
+    job.say(0, "prefers", text='[{"pp": 4}, {"pp": 4}, {"pp": 1}, {"pp": 2}]')
+    assert [*job.rendezvous.smaller] == [{"tp": 4}, {"tp": 2}, {"tp": 1}]
 
 
 def test_with_a_smaller_group_too_small_for_the_job_it_waits_for_others() -> None:

@@ -18,10 +18,10 @@ from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import (
     Regrouped,
     Smaller,
-    chosen,
     fastest,
     fastest_of_each_size,
     going_on,
+    in_order,
     mesh_of,
     mesh_over,
     most_of,
@@ -270,6 +270,9 @@ def test_the_fastest_smaller_mesh_for_any_number_of_ranks(
 ) -> None:
     found = fastest(OF_EIGHT, seconds)
     assert {num: most_of({"tp": 8}, found, num) for num in by_num_left} == by_num_left
+    preferred = in_order(OF_EIGHT, found)
+    assert {num: most_of({"tp": 8}, preferred, num) for num in by_num_left} == by_num_left
+    assert {str(mesh_of({"tp": 8}, preferred, num)) for num in (8, 4, 2, 1)} == {f"tp={num}" for num in (8, 4, 2, 1)}
 
 
 def test_of_meshes_of_as_many_ranks_the_fastest() -> None:
@@ -282,8 +285,9 @@ def test_of_meshes_of_as_many_ranks_the_fastest() -> None:
     assert heard.every == every
     assert heard.settled((whole, along_pp, alone)).every == (whole, along_pp, alone)
     assert heard.settled(()).every == every[:3], "nobody could choose"
-    assert chosen(every, (whole, along_pp)) == (whole, along_pp), "whichever is heard first"
-    assert chosen((whole, along_pp), every) == (whole, along_pp)
+    assert heard.is_open
+    assert not SmallerMeshes.heard(json.loads(json.dumps(heard.settled(()).told()))).is_open
+    assert not SmallerMeshes((whole, alone)).is_open, "there is nothing to choose"
 
 
 @pytest.mark.parametrize(

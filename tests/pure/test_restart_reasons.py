@@ -14,7 +14,7 @@ SOURCE = ROOT / "src/shardwise"
 TITLE = "### What restarts, and what is refused\n"
 RETURNED = {
     "program/image_bytes.py": ["why_no_images"],
-    "elastic/survivable.py": ["_why_not", "_of_optimizer"],
+    "elastic/survivable.py": ["_why_not"],
     "elastic/layouts.py": ["_why_lost"],
     "cli/explanation.py": ["why_restarted"],
     "launch/elastic/mirror.py": ["_cut_off"],
@@ -26,7 +26,6 @@ RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "im
 CONSTANTS = {
     "program/image_bytes.py": ["ON_ACCELERATOR"],
     "elastic/session.py": ["_CANNOT_SKIP"],
-    "elastic/survivable.py": ["_STAGES_DIFFER"],
 }
 
 

@@ -85,6 +85,7 @@ class Left:
     """A membership that only notes that its rank asks to leave."""
 
     folder = None
+    num_engines, has_several = 0, False
 
     def __init__(self, least: int) -> None:
         self.num_asked, self.least = 0, least

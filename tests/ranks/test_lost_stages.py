@@ -17,10 +17,11 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.comm.regrouping import Regrouped
 from shardwise.elastic.layouts import Layout
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from tests.patience import PATIENCE
 from tests.ranks.lost_groups import AXES, NUM_STEPS, PRESETS, ROWS, DiesBefore, Layers, race, trained_alone
+from tests.ranks.test_buddies import HostDiesAt
 from tests.ranks.test_lost_ranks import adamw, assert_same_values
 from tests.ranks.threads_as_members import ThreadMembership, run_members
 from tests.thorough import sampled
@@ -135,27 +136,48 @@ def test_a_rank_dies_in_an_evaluation(point: str, preset: str, tmp_path: Path) -
         assert all(abs(one) < 5e-5 or (math.isnan(one) and member >= 3) for one in found)
 
 
-def test_stages_that_are_sharded_along_different_axes_are_refused(tmp_path: Path) -> None:
-    """One stage's states have copies on all ranks, and the other's have not: the ranks would not agree on what is
-    lost."""
-    rule = {"params": ["embed*", "positions*"], "rows": {"grad": {"partial": []}, "optim": {"shard": []}}}
-    plan = {
-        **plan_of("zero1"),
-        "survive": "host",
-        "rules": {"first": rule},
-        "pipeline": {"stages": [["embed", "positions"], ["blocks.*", "norm", "head"]]},
-    }
+WHOLE = {
+    "zero1": {"grad": {"partial": []}, "optim": {"shard": []}},
+    "zero3": {kind: {"shard": []} for kind in ("param", "held", "grad", "optim")},
+}
+"""Rows with which every rank has a copy of everything."""
 
-    def work(world: World, _: int) -> str:
-        own = Transformer(tied=False)
-        with pytest.raises(ConfigError) as caught:
-            sw.shard(own, plan, optimizer=adamw(own), world=world)
-        return str(caught.value)
 
-    refusals = run_members(4, work, tmp_path)
-    assert len(refusals) == 4
-    for one in refusals.values():
-        assert "survive: host is not possible: pipeline stages are sharded differently" in one
+class Untied(Transformer):
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+
+def different(preset: str) -> dict[str, Any]:
+    """The states of the first stage have copies on all ranks, and those of the other have not."""
+    rule = {"params": ["embed*", "positions*"], "rows": WHOLE[preset]}
+    stages = [["embed", "positions"], ["blocks.*", "norm", "head"]]
+    return {"pipeline": {"stages": stages}, "rules": {"first": rule}}
+
+
+@sampled
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("point", ["exchange of commit", "message of gradient 0", "agree * verdict *"])
+@pytest.mark.parametrize("preset", WHOLE)
+def test_stages_that_are_sharded_along_different_axes(preset: str, point: str, rank: int, tmp_path: Path) -> None:
+    """All agree on what is lost with a rank of either, and a new one forms a group with the spare."""
+    fault = DiesBefore(rank, 2, point)
+    more: Any = {"num_newcomers": rank % 2, "least": 2 + 2 * (rank % 2)}
+    sizes = race("pp", preset, fault, tmp_path, settings=different(preset), task=Layers(Untied), **more)
+    assert fault.is_dead
+    assert {one[-1] for one in sizes.values()} == {2 + 2 * (rank % 2)}
+
+
+@sampled
+@pytest.mark.parametrize("death", range(40, 90, 8))
+@pytest.mark.parametrize(("hosts", "doomed"), [("aabb", 3), ("aabb", 0), ("abab", 2)])
+@pytest.mark.parametrize("preset", WHOLE)
+def test_a_host_of_such_stages_is_lost(preset: str, hosts: str, doomed: int, death: int, tmp_path: Path) -> None:
+    """Of `abab`, each host has a stage of both groups, so a rank is lost and no host."""
+    fault = HostDiesAt({doomed: death}, as_host=hosts != "abab")
+    more: Any = {"hosts": hosts, "most_wrong": 2}
+    sizes = race("pp", preset, fault, tmp_path, settings=different(preset), task=Layers(Untied), **more)
+    assert {one[-1] for one in sizes.values()} == {2}
 
 
 def test_calls_of_the_model_are_refused_and_name_whole_steps(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from shardwise.elastic import mesh_choice
 from shardwise.errors import ConfigError, SpareError, StateError
 from shardwise.fit.budget import Ranks, fit_on_fewer
 from shardwise.fit.hardware import hardware
+from shardwise.fit.smaller_meshes import PlainModel
 from shardwise.optim import vet
 from shardwise.parallel.outline import Fit, smaller_meshes
 from shardwise.plan import Offload, Plan, load_plan
@@ -50,7 +51,7 @@ from tests.ranks.lost_groups import (
 )
 from tests.ranks.test_lost_ranks import DiesAt, adamw, assert_same_values, update
 from tests.ranks.test_lost_ranks_table import DiesCopying
-from tests.ranks.threads_as_members import Crowd, run_members
+from tests.ranks.threads_as_members import Crowd, ThreadMembership, run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -430,3 +431,42 @@ def test_the_fastest_mesh_is_taken_and_not_the_largest(
     found = {size for one in sizes.values() for size in one}
     assert 2 not in found
     assert 1 in found
+
+
+@sampled
+@pytest.mark.parametrize(
+    ("rank", "step", "point", "is_known", "size"),
+    [
+        (0, 1, "exchange of smaller meshes", False, 2),  # nobody else has heard of the choice
+        (3, 1, "exchange of smaller meshes", True, 2),  # but those who decide on members have not
+        (3, 0, "all_reduce of activations", True, 2),
+        *((rank, 1, "exchange of commit", True, 2) for rank in (0, 3)),
+        *((rank, 2, "exchange of commit", True, 1) for rank in (0, 3)),
+    ],
+)
+@pytest.mark.parametrize("budget", [None, {"device": 120_000}], ids=["", "budget"])
+def test_ranks_and_launcher_have_the_same_choice_whoever_dies_before_it_is_known(
+    budget: dict[str, int] | None,
+    rank: int,
+    step: int,
+    point: str,
+    is_known: bool,
+    size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_choice, "described_hardware", lambda _: hardware("cpu"))
+    monkeypatch.setattr(PlainModel, "seconds", lambda *_, **__: [2.0, 1.0])
+    crowds: list[Crowd] = []
+    fault = DiesBefore(rank, step, point)
+
+    def plant(engine: sw.Engine, member: int) -> None:
+        fault(engine, member)
+        assert isinstance(engine.world.membership, ThreadMembership)
+        crowds.append(engine.world.membership.crowd)
+
+    settings = {} if budget is None else {"budget": budget}
+    sizes = race("tp alone", "zero1", plant, tmp_path, settings=settings)
+    assert fault.is_dead
+    assert {one[-1] for one in sizes.values()} == {size}
+    assert [*crowds[0].smaller] == [{"dp": 1, "tp": num} for num in ((4, 1, 2) if is_known else (4, 2, 1))]

@@ -17,6 +17,7 @@ from shardwise.elastic import mesh_choice
 from shardwise.fit.hardware import hardware
 from shardwise.fit.smaller_meshes import PlainModel
 from shardwise.parallel.outline import SmallerMeshes
+from shardwise.plan.replica_groups import mesh_of
 from tests import inside
 from tests.covering import covering
 from tests.ranks.lost_groups import (
@@ -34,6 +35,7 @@ from tests.ranks.lost_groups import (
 )
 from tests.ranks.test_lost_ranks import DiesAt
 from tests.ranks.test_lost_ranks_table import DiesCopying
+from tests.ranks.threads_as_members import ThreadMembership
 from tests.thorough import drawn, sampled, soak, thorough_only
 
 Tensor = torch.Tensor
@@ -61,7 +63,7 @@ def test_a_rank_dies_before(pair: str, way: str, loop: str, point: str, preset: 
 
 
 class Seeing(Layers):
-    """It notes on which meshes steps are taken."""
+    """It notes on which meshes steps are taken, which is where who decides on members takes them to be."""
 
     def __init__(self) -> None:
         super().__init__(Deep)
@@ -71,21 +73,25 @@ class Seeing(Layers):
         self, loop: str, engine: sw.Engine, optimizer: torch.optim.Optimizer, step: int, place: int, num: int
     ) -> Tensor:
         loss = super().take_step(loop, engine, optimizer, step, place, num)
-        self.seen.add(str(inside.sharded(engine).mesh))
+        mesh, membership = inside.sharded(engine).mesh, engine.world.membership
+        self.seen.add(str(mesh))
+        assert isinstance(membership, ThreadMembership)
+        assert mesh_of(membership.crowd.axes, membership.crowd.smaller, mesh.world_size) == mesh
         return loss
 
 
 @sampled
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(
-    ("step", "point", "mesh"),
+    ("rank", "step", "point", "mesh"),
     [
-        (1, "exchange of smaller meshes", "pp=1 x tp=2"),  # not all have heard of the choice
-        (1, "exchange of commit", "pp=2 x tp=1"),
-        (2, "exchange of commit", "pp=2 x tp=1"),
+        (0, 1, "exchange of smaller meshes", "pp=1 x tp=2"),  # nobody else has heard of the choice
+        (3, 1, "exchange of smaller meshes", "pp=2 x tp=1"),
+        (0, 0, "message of gradient 0", "pp=1 x tp=2"),
+        (3, 0, "broadcast of loss", "pp=2 x tp=1"),
+        *((rank, step, "exchange of commit", "pp=2 x tp=1") for rank in (0, 3) for step in (1, 2)),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 3])
 def test_of_meshes_of_as_many_ranks_the_fastest_is_taken(
     rank: int, step: int, point: str, mesh: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

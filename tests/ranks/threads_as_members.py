@@ -13,7 +13,7 @@ from typing import TypeVar
 from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 from shardwise.comm.regrouping import Regrouped
 from shardwise.errors import SpareError, TurnedAwayError
-from shardwise.plan.replica_groups import GoingOn, Smaller, chosen, going_on, group_size
+from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
 from shardwise.testing import prepare_operators
 from tests.patience import PATIENCE
 
@@ -176,7 +176,8 @@ class ThreadMembership:
     """The `Membership` of one thread."""
 
     arrival: Regrouped | None = None
-    step = 0
+    step = num_engines = 0
+    has_several = False
     least = 1
     most = 0
     predicted: Mapping[int, float] = {}
@@ -220,11 +221,15 @@ class ThreadMembership:
         raise NotImplementedError
 
     def needs_all(self) -> None:
-        raise AssertionError("nobody starts threads again")
+        assert self.has_several, "nobody starts threads again"
 
     def needs_groups(self, axes: Mapping[str, int], smaller: Smaller = ()) -> None:
-        crowd = self.crowd
-        crowd.axes, crowd.smaller = dict(axes), chosen(crowd.smaller if axes == crowd.axes else (), smaller)
+        if axes != self.crowd.axes:
+            self.crowd.axes, self.crowd.smaller = dict(axes), smaller
+
+    def prefers(self, axes: Mapping[str, int], smaller: Smaller) -> None:
+        if axes == self.crowd.axes:
+            self.crowd.smaller = smaller
 
     def needs_ranks(self, least: int) -> None:
         self.crowd.need(least)

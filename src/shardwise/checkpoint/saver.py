@@ -256,8 +256,8 @@ class Saver:
         """Make sure that `folder` exists and that this process holds its lock."""
         folder.mkdir(parents=True, exist_ok=True)
         lock = self._locks.get(folder)
-        if lock is None:
-            lock = FolderLock(folder)
+        if lock is None or lock.is_passed_on():
+            lock = FolderLock(folder, _job_of(self._world))
             if lock.acquire():
                 folders.tidy(folder)
             self._locks[folder] = lock
@@ -378,6 +378,12 @@ class Saver:
                 f"The checkpoint {request.target} is written, but older ones that keep= does not ask for could not "
                 f"be removed: {error}."
             ) from error
+
+
+def _job_of(world: World) -> str:
+    """See `FolderLock`: the folder in memory that the ranks of an elastic job have on this host."""
+    folder = None if world.membership is None else world.membership.folder
+    return "" if folder is None else str(folder)
 
 
 def _check_steps(steps: list[int]) -> None:

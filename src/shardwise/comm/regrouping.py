@@ -89,6 +89,12 @@ class Membership(Protocol[W]):
     predicted: Mapping[int, float]
     """Seconds of a step by the number of ranks, as far as they are predicted, for the launcher. Set by the run log."""
 
+    num_engines: int
+    """Of this process, that are open. Set by them."""
+    has_several: bool
+    """Whether there has been more than one at a time: then no rank goes on when another is lost, because each engine
+    would have to, and to the same step."""
+
     def changes_wanted(self) -> bool:
         """Whether a process waits to join or a member asks to leave. Sends nothing, and may differ between ranks for a
         moment: ranks must agree on it, in a step's verdict, so that all call `regroup` at the same step boundary."""
@@ -111,6 +117,11 @@ class Membership(Protocol[W]):
         """Declare that ranks train in replica groups, on the mesh of a plan's `axes`: a group that loses a rank leaves
         as a whole, and members are ranks in the order of that mesh. If none is left, they train on a `smaller` one
         (`plan.replica_groups.Smaller`)."""
+        ...
+
+    def prefers(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]]) -> None:
+        """Declare which of the smaller meshes of `needs_groups` are taken, one for each number of ranks, and in which
+        order. All members do, once all know it."""
         ...
 
     def needs_ranks(self, least: int) -> None:

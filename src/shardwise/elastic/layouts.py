@@ -33,7 +33,7 @@ from shardwise.plan.mesh import place_along
 from shardwise.plan.placement import Codes, Slot
 from shardwise.plan.replica_groups import is_lone, parts_of_copies
 from shardwise.program import FlatSpec
-from shardwise.program.buddies import Keepers, keepers, kept_axes
+from shardwise.program.buddies import Keepers, Kept, KeptByRank, keepers, kept_alike
 from shardwise.runtime.codec import codec_for
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.disk import Removals, remove_files_beside
@@ -97,19 +97,31 @@ class Layout:
     """The flat buffers, until the model is taken down."""
     disk: DiskMemory | None = None
     """Through which rows on a disk are read."""
+    kept: KeptByRank = ()
+    """By rank, what it keeps; empty if all keep what `specs` say."""
     still: dict[str, tuple[Tensor, CodedRows | None]] = field(default_factory=dict)
     """Tensors that every rank has whole and that never change, by parameter; the rows, if they lie as codes."""
 
     @classmethod
-    def of(cls, sharded: ShardedModel, label: int, folder: Path | None, meter: CopyMeter, removals: Removals) -> Layout:
+    def of(
+        cls,
+        sharded: ShardedModel,
+        label: int,
+        folder: Path | None,
+        meter: CopyMeter,
+        removals: Removals,
+        kept: KeptByRank = (),
+    ) -> Layout:
         """The layout of a sharded model, with images, which are empty before `survival.begin`."""
         flats, world = sharded.parts.flats, sharded.world
         specs = [(flat.spec, flat.slots) for flat in flats]
         lone = is_lone(sharded.mesh)
-        own = folder if lone or sharded.disk is not None or any(kept_axes(spec) for spec, _ in specs) else None
+        kept = kept or kept_alike([flat.spec for flat in flats], world.size)
+        shards = any(one.shard for of_rank in kept for one in of_rank)
+        own = folder if lone or sharded.disk is not None or shards else None
         kept_by: Keepers = ()
         if sharded.plan.survive != "host":
-            kept_by = keepers([spec for spec, _ in specs], world.hosts)
+            kept_by = keepers([spec for spec, _ in specs], world.hosts, kept)
         copies = None
         if any(keeper is not None for keeper in kept_by):
             names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
@@ -126,7 +138,8 @@ class Layout:
         }
         ranks = tuple(range(world.size))
         disk = sharded.disk
-        return cls(label, world.size, specs, ranks, own, removals, kept_by, world.hosts, survival, flats, disk, still)
+        given = (label, world.size, specs, ranks, own, removals, kept_by, world.hosts)
+        return cls(*given, survival, flats, disk, kept, still)
 
     def regrouped(self, origins: Sequence[int | None]) -> Layout:
         """The same layout for the ranks of another world."""
@@ -296,12 +309,17 @@ class Layout:
     def _is_whole(self, available: set[int]) -> bool:
         """Whether the parts of the `available` ranks make up the whole state."""
         mesh = self.specs[0][0].mesh
-        places = [mesh.coordinate(rank) for rank in range(self.size)]
-        # a stage that has no experts itself says the same as one that has
-        every: list[list[object]] = [[place_along(mesh, mesh.parted_axes, rank) for rank in range(self.size)]]
-        for spec, _ in self.specs:
-            every.append([(spec.part_of(place), spec.layout.span(kept_axes(spec), place)) for place in places])
-        return all({*kept} <= {kept[rank] for rank in available} for kept in every)
+        places = {rank: place_along(mesh, mesh.parted_axes, rank) for rank in range(self.size)}
+        every = [places]  # a stage that has no experts itself says the same as one that has
+        for one in {one for of_rank in self._kept for one in of_rank}:
+            axes = (*mesh.model_axes, *one.split, *one.shard)
+            having = [rank for rank, of_rank in enumerate(self._kept) if one in of_rank]
+            every.append({rank: place_along(mesh, axes, rank) for rank in having})
+        return all({*parts.values()} <= {parts[rank] for rank in available if rank in parts} for parts in every)
+
+    @property
+    def _kept(self) -> KeptByRank:
+        return self.kept or kept_alike([spec for spec, _ in self.specs], self.size)
 
     def _has_same_part(self, reader: int, rank: int) -> bool:
         """Whether `reader`, a rank of the present world, had the same parts as the lost `rank` of all parameters that
@@ -315,9 +333,9 @@ class Layout:
     def _sees_rest(self, reader: int, rank: int) -> bool:
         """Whether `reader`, a rank of the present world on the same host, can read all that the lost `rank` had outside
         its live region: parameters in memory that they shared, or that the reader has whole."""
-        wanted = {spec.table.param.shard for spec, _ in self.specs if spec.trainable and spec.master_is_param}
+        wanted = {kept.at_rest for kept in self._kept[rank] if kept.at_rest}
         mesh, one = self.specs[0][0].mesh, self.ranks[reader]
-        return one is not None and all(not axes or one in mesh.among(rank, axes) for axes in wanted)
+        return one is not None and all(one in mesh.among(rank, axes) for axes in wanted)
 
     def is_first_of_list(self, rank: int) -> bool:
         """Whether `rank` of the present world is the first that was part of this layout with its list of parameters, on
@@ -402,6 +420,15 @@ class Layout:
         return [disk.rows_of_other(rows.name, [Path(path) for path in rows.paths], rows.num_bytes) for rows in every]
 
 
+def kept_by_rank(sharded: ShardedModel) -> KeptByRank:
+    """What each rank keeps. All ranks call: those of other pipeline stages have other parameters."""
+    own = {Kept.of(flat.spec) for flat in sharded.parts.flats}
+    if sharded.parts.pipeline is None:
+        return [own] * sharded.world.size
+    told = json.dumps([one.as_json() for one in own]).encode()
+    return [frozenset(map(Kept.from_json, json.loads(one))) for one in sharded.world.exchange(told, "what is kept")]
+
+
 def choose(
     layouts: Sequence[Layout], reports: Sequence[Report | None], world: World
 ) -> tuple[Layout, int, dict[int, int]]:
@@ -442,8 +469,13 @@ def _all_sources(layouts: Sequence[Layout], world: World) -> list[dict[int, dict
 
 def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None:
     files = image.files(is_live=False).tolist() if rows else []
+    scales = image.directory.scales()
     for cell in image.directory.cells:
-        if cell.rows is None:
+        if (cell.name, cell.kind) in scales:
+            continue
+        if cell.coded is not None:
+            tensor = cell.coded.read(image.shadow(cell), image.shadow(scales[cell.name, cell.coded.scales]))
+        elif cell.rows is None:
             tensor = image.shadow(cell)
         else:
             tensor = rows[cell.rows].part(files[cell.rows], cell.offset, cell.shape, dtype_of(cell.dtype))

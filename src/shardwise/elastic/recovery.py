@@ -29,7 +29,7 @@ from shardwise.elastic.between_steps import BetweenSteps
 from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
 from shardwise.elastic.iterations import Iterations
-from shardwise.elastic.layouts import Layout, choose
+from shardwise.elastic.layouts import Layout, choose, kept_by_rank
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.elastic.quiet_mode import QuietMode
@@ -142,10 +142,9 @@ class Recovery:
         self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, sharded.mesh)
         self._smaller = sharded.parts.sharding.smaller
         self._told_least = 0 if arrival is None else self._smaller.least
-        self._chosen: Smaller = ()
-        """One mesh for each number of ranks, on the rank that chooses."""
-        self._heard: tuple[int, Smaller] | None = None
-        """What all have heard of it, and from which version on it holds: see [Note: meshes of as many ranks]."""
+        self._choice: Smaller | None = None
+        """Which of these are taken, in order, as far as this rank has heard: see [Note: agreed before it is used] in
+        `mesh_choice.py`."""
         self.seconds: list[float] = []
         """Duration of each recovery, from this rank's first notice of the fault."""
         self.iterations = Iterations.of(sharded.progress.num_steps, arrival)
@@ -175,7 +174,7 @@ class Recovery:
         self._complete_label = self._num_layouts
         self.survival.begin(self.iterations.version)
         if arrival is None:
-            self.tell_of_groups(self._smaller.every)
+            self._tell_of_groups()
             self.loop_state.loads.begin()
 
     @property
@@ -218,13 +217,14 @@ class Recovery:
         if awaits_updates or self.survival.copies is None:
             self._sharded.parts.runner.gathering.await_updates()
         self.survival.await_copies()
-        if self._smaller.others and self._heard is None:
+        if self._smaller.is_open:
             self._hear_choice()
         self.loop_state.loads.add_up()  # before a rank has the new version, to which all may return
         iterations.next_version(iterations.begun, num_steps)
         images = self.survival.image
         refusal = why_no_space(lambda: self.survival.complete(iterations.version))
         self._share_change_wishes("commit", refusal)
+        self._settle(self._choice)
         if self.survival.image is not images:
             warn_if_scarce(self._layout.folder, self.world)
         self.survival.follow(iterations.version)
@@ -236,26 +236,24 @@ class Recovery:
         """See [Note: when buffers change] in `stage_buffers.py`."""
         self.survival.iteration_begins(self.iterations.version)
 
-    def go_on_with(self, meshes: Smaller, worth_having: Smaller) -> None:
-        """On the first rank, before the first step: on which of `meshes`, one for each number of ranks, the job goes
-        on where no replica group is whole."""
-        self._chosen = meshes
-        self.tell_of_groups(worth_having)
+    def propose(self, meshes: Smaller) -> None:
+        """On the first rank, before the first step: on which `meshes`, one for each number of ranks, the job is to go
+        on where no replica group is whole. None if that is not known."""
+        if self._smaller.is_open:
+            self._choice = meshes
 
     def _hear_choice(self) -> None:
-        """See [Note: meshes of as many ranks] in `mesh_choice.py`. All ranks call."""
-        received = self.world.exchange(json.dumps(list(map(dict, self._chosen))).encode(), "smaller meshes")
-        chosen: Smaller = next((found for one in received if (found := json.loads(one))), ())
-        self._heard = self.iterations.version + 1, chosen
+        """See [Note: agreed before it is used] in `mesh_choice.py`. All ranks call."""
+        received = self.world.exchange(json.dumps(list(map(dict, self._choice or ()))).encode(), "smaller meshes")
+        self._choice = next((found for one in received if (found := json.loads(one))), ())
 
-    def _settle_choice(self, version: int) -> None:
-        if self._heard is None:
+    def _settle(self, choice: Smaller | None) -> None:
+        """All ranks know of this choice; `None` if of none."""
+        if choice is None or not self._smaller.is_open:
             return
-        holds_from, meshes = self._heard
-        if version >= holds_from:
-            self._smaller = self._smaller.settled(meshes)
-        else:
-            self._heard = None
+        self._choice, self._smaller = choice, self._smaller.settled(choice)
+        if choice and self._plan.mesh is not None:
+            self._membership.prefers(self._plan.mesh, choice)
 
     def take_edits(self) -> None:
         """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
@@ -304,7 +302,8 @@ class Recovery:
         lets_in = error is None
         self._host.wait_for_copy()  # memory that a layout lets go reads as zeros
         while True:
-            if isinstance(error, TurnedAwayError) or (isinstance(error, FaultError) and error.kind in _CODE_FAULTS):
+            is_code = isinstance(error, FaultError) and error.kind in _CODE_FAULTS
+            if error is not None and (isinstance(error, TurnedAwayError) or is_code or self._membership.has_several):
                 self.is_left = True
                 if isinstance(error, TurnedAwayError):
                     self._host.turned_away()
@@ -371,7 +370,7 @@ class Recovery:
         self.between_steps = BetweenSteps()
         self.is_edited = False
         self._num_layouts = arrival.label
-        self._smaller, self._chosen, self._heard = sharded.parts.sharding.smaller, (), None
+        self._smaller, self._choice = sharded.parts.sharding.smaller, None
         self._loop.wrap(sharded)
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version)
@@ -400,7 +399,7 @@ class Recovery:
         layout, version, readers = choose(layouts, reports, self.world)
         told = [one for one in reports if one is not None]
         self.iterations.return_to(version, told)
-        self._settle_choice(version)
+        self._settle(next((one.choice for one in told if one.choice is not None), None))
         self.between_steps.hear(told)
         self._leave_out_what_failed(self.iterations.num_steps[version])
         assert layout.survival is not None
@@ -455,7 +454,8 @@ class Recovery:
         }
         own = self.iterations
         begun, results = own.begun + own.is_prepared, self.between_steps.results
-        report = Report(begun, own.ended, own.made, self._complete_label, steps, results, self._num_layouts)
+        choice = None if self._choice is None else list(map(dict, self._choice))
+        report = Report(begun, own.ended, own.made, self._complete_label, steps, results, self._num_layouts, choice)
         regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)
         self.world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)
@@ -537,13 +537,14 @@ class Recovery:
         self._former.flats = []
         self._num_layouts += 1
         self._sharded, self._plan = sharded, with_group_sizes(sharded.plan, sharded.mesh)
-        self._smaller = sharded.parts.sharding.smaller
+        smaller, is_open = sharded.parts.sharding.smaller, self._smaller.is_open
+        self._smaller = smaller if is_open else smaller.settled(self._choice or ())
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version, has_begun=self.iterations.is_open)
         self.loop_state.follow(sharded)
         self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
-        self.tell_of_groups(self._smaller.every)
+        self._tell_of_groups()
         self.world.exchange(b"", "images")
         self._let_former_go()
 
@@ -566,29 +567,31 @@ class Recovery:
             return self._replanned.model
         return Former.of(self._sharded)
 
-    def tell_of_groups(self, smaller: Smaller) -> None:
-        """Let the launcher know which ranks leave together, on which `smaller` meshes the others may go on, and how
-        many the plan's budget needs."""
+    def _tell_of_groups(self) -> None:
+        """Let the launcher know which ranks leave together, on which smaller meshes the others may go on, and how many
+        the plan's budget needs."""
         if self._smaller.least != self._told_least:
             self._told_least = self._smaller.least
             self._membership.needs_ranks(self._told_least)
         mesh = self._plan.mesh
         if mesh is not None and group_size(mesh) > 1:
-            self._membership.needs_groups(mesh, smaller)
+            self._membership.needs_groups(mesh, self._smaller.every)
 
     def _make_layout(self, sharded: ShardedModel) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call."""
+        kept = kept_by_rank(sharded)
 
         def make() -> None:
             folder = self._membership.folder
-            self._layout = Layout.of(sharded, self._num_layouts, folder, self.copy_meter, self._removals)
+            self._layout = Layout.of(sharded, self._num_layouts, folder, self.copy_meter, self._removals, kept)
 
         make_images(self.world, make)
 
     def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,
         and that none has a `refusal`, which all raise."""
-        self.changes_wanted = share_wishes(self.world, subject, refusal, wants=self._membership.changes_wanted())
+        wants = self._membership.changes_wanted() and not self._membership.has_several
+        self.changes_wanted = share_wishes(self.world, subject, refusal, wants=wants)
 
 
 def _left_out(folder: Path | None) -> list[int]:

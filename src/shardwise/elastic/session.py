@@ -359,7 +359,7 @@ class ElasticSession(Session):
         from shardwise.elastic.mesh_choice import choose_meshes  # only jobs that have a choice load it
 
         plain, self._plain = self._plain, None
-        self.recovery.go_on_with(*choose_meshes(self.sharded, plain, parts[0]))
+        self.recovery.propose(choose_meshes(self.sharded, plain, parts[0]))
 
     def evaluate(self, batch: Any, target: Any, loss_fn: LossFunction | None) -> torch.Tensor:
         """With pipeline stages an exchange between steps, which all ranks repeat."""

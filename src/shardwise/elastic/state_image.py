@@ -18,6 +18,10 @@ which there are two (see [Note: two versions] in `memory/disk_rows.py`). A small
 is. It is in the live region and in the shadow, like what it points to. A flat buffer that never changes has one file.
 In a copy on another host, what comes into the live region comes into the first file, and else into the second.
 
+[Note: codes in an image] States that an optimizer keeps as codes are in it as they are, with their scales in a cell of
+their own. Whoever reads an image reads them as numbers: blocks of codes are counted from the first element of a
+parameter, and another mesh cuts them elsewhere.
+
 A mark is two numbers, the second the complement of the first. If they do not match, because the rank was killed between
 the two writes, the region counts as torn.
 """
@@ -38,6 +42,7 @@ import torch
 
 from shardwise.checkpoint.json_codec import dtype_name, dtype_of
 from shardwise.errors import StateError
+from shardwise.optim.quantize import Coded
 from shardwise.plan.placement import Dtype
 from shardwise.plan.placement.wire import CodeDtype
 from shardwise.system.even_parts import round_up
@@ -84,7 +89,9 @@ class Cell:
     rows: int | None = None
     """If it lies on a disk: the number of its flat buffer in `Directory.rows`; `offset` is its place in the file."""
     codes_of: CodesOf | None = None
-    """If these are codes, of what."""
+    """If these are codes of a parameter that rests as such: of what."""
+    coded: Coded | None = None
+    """How it is read, if it has codes of a state: see [Note: codes in an image]."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Directory:
     @classmethod
     def read(cls, text: bytes) -> Directory:
         fields = json.loads(text)
-        cells = tuple(map(_cell, fields.pop("cells")))
+        cells = tuple(map(_cell_of, fields.pop("cells")))
         rows = tuple(RowsOnDisk(one["name"], tuple(one["paths"]), one["num_bytes"]) for one in fields.pop("rows"))
         return cls(cells, rows=rows, **fields)
 
@@ -136,6 +143,12 @@ class Directory:
         cells = tuple(replace(cell, is_live=not cell.is_still) for cell in self.cells)
         rows = tuple(replace(one, paths=tuple(own)) for one, own in zip(self.rows, paths, strict=True))
         return replace(self, cells=cells, live_bytes=self.changing_bytes, rows=rows)
+
+    def scales(self) -> dict[tuple[str, str], Cell]:
+        """The cells with the scales of codes, by their names and kinds."""
+        every = {(cell.name, cell.kind): cell for cell in self.cells}
+        keys = ((cell.name, cell.coded.scales) for cell in self.cells if cell.coded is not None)
+        return {key: every[key] for key in keys}
 
     @property
     def num_bytes(self) -> int:
@@ -158,8 +171,18 @@ class Plot:
         self._in_rows: list[Cell] = []
         self._rows: list[RowsOnDisk] = []
 
-    def add(self, name: str, kind: str, tensor: Tensor, *, is_live: bool, is_piece: bool = True) -> None:
-        self._put(name, kind, tensor, self._room(tensor.nbytes, is_live=is_live), is_live=is_live, is_piece=is_piece)
+    def add(
+        self,
+        name: str,
+        kind: str,
+        tensor: Tensor,
+        *,
+        is_live: bool,
+        is_piece: bool = True,
+        coded: Coded | None = None,
+    ) -> None:
+        at = self._room(tensor.nbytes, is_live=is_live)
+        self._put(name, kind, tensor, at, is_live=is_live, is_piece=is_piece, coded=coded)
 
     def add_block(self, name: str, block: Tensor, cells: Sequence[tuple[str, str, Tensor]], *, is_live: bool) -> None:
         """Add `cells`, views of `block`. If they are live, `block` is a cell too and they are placed inside it."""
@@ -204,8 +227,19 @@ class Plot:
         self._ends[region] = round_up(start + num_bytes, _ALIGNED)
         return start
 
-    def _put(self, name: str, kind: str, tensor: Tensor, offset: int, *, is_live: bool, is_piece: bool) -> None:
-        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes, is_live, is_piece)
+    def _put(
+        self,
+        name: str,
+        kind: str,
+        tensor: Tensor,
+        offset: int,
+        *,
+        is_live: bool,
+        is_piece: bool,
+        coded: Coded | None = None,
+    ) -> None:
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        cell = Cell(name, kind, dtype, shape, offset, tensor.nbytes, is_live, is_piece, coded=coded)
         (self._live if is_live else self._other).append(cell)
 
 
@@ -308,10 +342,14 @@ class Image:
             self.path.unlink(missing_ok=True)
 
 
-def _cell(fields: dict[str, Any]) -> Cell:
-    codes_of = fields.pop("codes_of")
-    shape = tuple(fields.pop("shape"))
-    return Cell(**fields, shape=shape, codes_of=None if codes_of is None else CodesOf(**codes_of))
+def _cell_of(fields: dict[str, Any]) -> Cell:
+    shape, codes_of, coded = (fields.pop(name) for name in ("shape", "codes_of", "coded"))
+    return Cell(
+        **fields,
+        shape=tuple(shape),
+        codes_of=None if codes_of is None else CodesOf(**codes_of),
+        coded=None if coded is None else Coded(**coded),
+    )
 
 
 def _view(memory: Tensor, start: int, cell: Cell) -> Tensor:

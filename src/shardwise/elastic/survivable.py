@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 from shardwise.comm import World
 from shardwise.comm.regrouping import Membership
 from shardwise.errors import ConfigError
 from shardwise.fit.loss_price import loss_prices
-from shardwise.optim import Cooperative
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import copy_bytes, kept_axes
 from shardwise.program.image_bytes import ON_ACCELERATOR, image_bytes, why_no_images
@@ -17,7 +15,6 @@ from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.units import format_bytes, format_seconds
 
 _log = logging.getLogger("shardwise")
-_STAGES_DIFFER = "pipeline stages are sharded differently"
 _RESTART = "If a rank is lost, this job restarts from its last checkpoint instead."
 
 
@@ -38,6 +35,8 @@ def survives(sharded: ShardedModel, membership: Membership[World] | None) -> boo
 
 def _goes_on(sharded: ShardedModel, membership: Membership[World] | None) -> bool:
     wish = sharded.plan.survive
+    if membership is not None and membership.num_engines:
+        membership.has_several = True
     if sharded.plan.bad_batch == "skip" and (membership is None or wish == "checkpoint" or not membership.folder):
         raise ConfigError(
             "bad_batch: skip needs a job whose ranks survive a lost one, and memory that outlives a rank (/dev/shm). "
@@ -124,6 +123,8 @@ def _num_states(sharded: ShardedModel) -> int:
 
 def _why_not(sharded: ShardedModel, membership: Membership[World]) -> str:
     """Why the others could not continue; empty if they can."""
+    if membership.has_several:
+        return "this process has several engines, and each would have to go on from the same step"
     smaller = sharded.parts.sharding.smaller
     if why := why_no_images(sharded.mesh, smaller.meshes, smaller.why_none):
         return why
@@ -133,22 +134,11 @@ def _why_not(sharded: ShardedModel, membership: Membership[World]) -> str:
     several = len(set(sharded.world.hosts)) > 1
     if shards and membership.folder is None and (not several or sharded.plan.survive == "host"):
         return "there is no memory that outlives a rank (/dev/shm)"
-    return _of_optimizer(sharded)
+    if sharded.parts.optimizer is None:
+        return "there is no optimizer"
+    return ""
 
 
 def _why_not_any(sharded: ShardedModel, why: str) -> str:
     """The first reason that any pipeline stage has: they have different parameters. All ranks call."""
-    kept = sorted({axes for spec in _specs(sharded) if (axes := kept_axes(spec))})
-    told = [json.loads(one) for one in sharded.world.exchange(json.dumps([why, kept]).encode(), "survival")]
-    differ = any(axes != told[0][1] for _, axes in told)
-    return next((reason for reason, _ in told if reason), _STAGES_DIFFER if differ else "")
-
-
-def _of_optimizer(sharded: ShardedModel) -> str:
-    if sharded.parts.optimizer is None:
-        return "there is no optimizer"
-    for member in sharded.parts.optimizer.members:
-        kinds = {group.get("state_dtype", "fp32") for group in member.param_groups}
-        if isinstance(member, Cooperative) and "int8" in kinds:
-            return "the optimizer keeps its states in int8, as codes that other ranks would cut into other blocks"
-    return ""
+    return next((reason.decode() for reason in sharded.world.exchange(why.encode(), "survival") if reason), "")

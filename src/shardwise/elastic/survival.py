@@ -35,6 +35,7 @@ from shardwise.elastic.state_image import (
 from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer, Piece
+from shardwise.optim.quantize import Coded
 
 Tensor = torch.Tensor
 NUMBERS = "#numbers"
@@ -263,7 +264,8 @@ class Survival:
                 plot.add_in_rows(piece.name, key, value, self.rows.index(own), own.place(value))
                 continue
             is_piece = value.shape == piece.tensor.shape and piece.span.numel > 0
-            plot.add(piece.name, key, value, is_live=True, is_piece=is_piece)
+            coded = self._coded(piece).get(key)
+            plot.add(piece.name, key, value, is_live=True, is_piece=is_piece, coded=coded)
         numbers = self._numbers_now()
         if numbers:
             plot.add(
@@ -351,6 +353,10 @@ class Survival:
     def _raw(self, piece: Piece) -> dict[str, Any]:
         assert self._optimizer is not None
         return self._optimizer.raw_state_of(piece)
+
+    def _coded(self, piece: Piece) -> Mapping[str, Coded]:
+        assert self._optimizer is not None
+        return self._optimizer.coded_keys_of(piece)
 
     def _states(self) -> list[tuple[Piece, str, Tensor]]:
         pieces = self._optimizer.pieces if self._optimizer is not None else []

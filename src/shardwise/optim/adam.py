@@ -7,8 +7,8 @@ memory; Kahan summation would take two more bytes per parameter (both: arXiv:201
 0.9, is rounded to nearest. The random bits are a hash of parameter, element and step, so that copies of a state stay
 equal, a resumed run continues identically, and a sharded run rounds like a plain one. 8-bit states: see `quantize.py`.
 
-Narrow states leave a rank in fp32 (checkpoints, changes of plan): another mesh would cut the blocks of 8-bit codes, and
-no other software could read them.
+Narrow states leave a rank in fp32 (checkpoints, changes of plan, ranks that are lost): another mesh would cut the
+blocks of 8-bit codes, and no other software could read them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 
 from shardwise.errors import ConfigError
 from shardwise.optim.cooperative import Alone, Cooperative, Params, evaluated
-from shardwise.optim.quantize import SIGNED, UNSIGNED, decode, encode
+from shardwise.optim.quantize import SIGNED, UNSIGNED, Coded, decode, encode
 from shardwise.program import BLOCK, SMALL_NUMEL, Update, state_of
 
 Tensor = torch.Tensor
@@ -129,6 +129,12 @@ class AdamW(Cooperative):
     def narrow_keys(self, param: nn.Parameter) -> frozenset[str]:
         """8-bit states are not among them: a code means nothing without the scale of its block."""
         return frozenset(MOMENTS) if self._kind(param, self._group_of(param)) == "bf16" else frozenset()
+
+    def coded_keys(self, param: nn.Parameter) -> Mapping[str, Coded]:
+        if self._kind(param, self._group_of(param)) != "int8":
+            return {}
+        start = self.peers.start_of(param)
+        return {name: Coded(scales_of(name), levels is SIGNED, start) for name, levels in MOMENTS.items()}
 
     def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Load states in fp32, flat or shaped; `None` for zeros."""
@@ -240,7 +246,7 @@ class _MomentStates:
             self._state[name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
             if self._kind == "int8":
                 num_blocks = -(-(self._start + param.numel()) // BLOCK) - self._start // BLOCK if param.numel() else 0
-                self._state[f"{name}_scale"] = torch.zeros(num_blocks, device=param.device)
+                self._state[scales_of(name)] = torch.zeros(num_blocks, device=param.device)
 
     def slices(self, numel: int) -> list[tuple[int, int]]:
         """Ranges of this rank's elements. States that are not narrow are not sliced."""
@@ -273,8 +279,13 @@ class _MomentStates:
     def _scales(self, name: str, start: int, stop: int) -> Tensor:
         first = self._start // BLOCK
         blocks = slice((self._start + start) // BLOCK - first, -(-(self._start + stop) // BLOCK) - first)
-        scales: Tensor = self._state[f"{name}_scale"][blocks]
+        scales: Tensor = self._state[scales_of(name)][blocks]
         return scales
+
+
+def scales_of(name: str) -> str:
+    """The name of the state with the scales of another."""
+    return f"{name}_scale"
 
 
 def round_stochastically(values: Tensor, start: int, seed: int) -> Tensor:

@@ -23,6 +23,7 @@ from shardwise.optim.added_groups import GroupAdded, added_group
 from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
+from shardwise.optim.quantize import Coded
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.sign_mean import Residual
 from shardwise.optim.states import StatesOfPieces, first_states
@@ -339,6 +340,14 @@ class AdoptedOptimizer:
         member = self._member_of[piece.tensor]
         with self._groups[member].listed():
             return member.narrow_keys(piece.tensor) if isinstance(member, Cooperative) else frozenset()
+
+    def coded_keys_of(self, piece: Piece) -> Mapping[str, Coded]:
+        """States that this optimizer keeps as codes."""
+        member = self._member_of[piece.tensor]
+        if not isinstance(member, Cooperative):
+            return {}
+        with self._groups[member].listed():
+            return member.coded_keys(piece.tensor)
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Load what `state_of` returns. Tensors of the whole parameter's shape are cut to the piece."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardwise.optim.quantize import Coded
 from shardwise.program import Update
 
 Tensor = torch.Tensor
@@ -137,6 +138,10 @@ class Cooperative(torch.optim.Optimizer):
     def narrow_keys(self, param: nn.Parameter) -> frozenset[str]:  # noqa: ARG002
         """States of `param` that are stored narrower than in the plain optimizer, element by element."""
         return frozenset()
+
+    def coded_keys(self, param: nn.Parameter) -> Mapping[str, Coded]:  # noqa: ARG002
+        """States of `param` that are stored as codes, which mean nothing by themselves."""
+        return {}
 
     def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Load what `dense_state` returns."""

@@ -53,6 +53,21 @@ class Levels:
 SIGNED, UNSIGNED = Levels.dynamic(signed=True), Levels.dynamic(signed=False)
 
 
+@dataclass(frozen=True)
+class Coded:
+    """How codes are read by whoever finds them without their optimizer, such as after a rank is lost."""
+
+    scales: str
+    """The name of the state with their scales."""
+    is_signed: bool
+    start: int
+    """The number of the first element in its parameter."""
+
+    def read(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The values, flat, in fp32."""
+        return decode(codes.reshape(-1), scales, self.start, SIGNED if self.is_signed else UNSIGNED)
+
+
 def encode(values: Tensor, start: int, levels: Levels) -> tuple[Tensor, Tensor]:
     """Codes (uint8, one per element of `values`, which is flat and in fp32) and scales (fp32, one per block touched).
 

@@ -134,14 +134,21 @@ class SmallerMeshes:
     """The fewest ranks that keep to the plan's budget, if not all fewer ones do: the job needs as many."""
     others: Smaller = ()
     """Those with as many ranks as one of `meshes`, on which a step may be shorter. None where the plan has a budget."""
+    is_settled: bool = False
+    """Whether all ranks know which of them are taken, and in which order."""
 
     @property
     def every(self) -> Smaller:
         return (*self.meshes, *self.others)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks have to agree on which of them are taken: the first is of one whole group."""
+        return len(self.every) > 2 and not self.is_settled
+
     def settled(self, meshes: Smaller) -> SmallerMeshes:
         """With these, one for each number of ranks, and no others; if there are none, with those of `meshes`."""
-        return replace(self, meshes=tuple(meshes or self.meshes), others=())
+        return replace(self, meshes=tuple(meshes or self.meshes), others=(), is_settled=True)
 
     def plan_on(self, plan: Plan, num_ranks: int) -> Plan:
         """`plan`, of whichever mesh, with what `num_ranks` keep off their devices if that is one of these."""
@@ -158,12 +165,14 @@ class SmallerMeshes:
         """All of it for a rank that joins, as JSON has it."""
         off_device = [[size, one.offload.model_dump(), one.disk] for size, one in self.off_device.items()]
         meshes, others = list(map(dict, self.meshes)), list(map(dict, self.others))
-        return {"meshes": meshes, "others": others, "off_device": off_device, "least": self.least}
+        numbers = {"least": self.least, "is_settled": self.is_settled}
+        return {"meshes": meshes, "others": others, "off_device": off_device, **numbers}
 
     @classmethod
     def heard(cls, told: Mapping[str, Any]) -> SmallerMeshes:
         off_device = {size: OffDevice(Offload(**offload), disk) for size, offload, disk in told["off_device"]}
-        return cls(tuple(told["meshes"]), "", off_device, told["least"], tuple(told["others"]))
+        meshes, others = tuple(told["meshes"]), tuple(told["others"])
+        return cls(meshes, "", off_device, told["least"], others, told["is_settled"])
 
 
 def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, fit: Fit) -> SmallerMeshes:

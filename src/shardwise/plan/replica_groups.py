@@ -163,8 +163,9 @@ def _others(members: Sequence[int], without: Sequence[int]) -> tuple[int, ...]:
 
 
 Smaller = Sequence[Mapping[str, int]]
-"""Axes of the meshes on which a job goes on without a whole replica group, the largest first; the first is of one
-group, the others of fewer ranks. Empty if it does not."""
+"""Axes of the meshes on which a job goes on without a whole replica group; the first is of one group, the others of
+fewer ranks. In the order in which they are taken, the largest first until the `fastest` are known: the first for which
+there are enough ranks. Empty if it does not go on."""
 
 
 def most_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> int:
@@ -192,6 +193,12 @@ def fastest(smaller: Smaller, seconds: Mapping[int, float]) -> Smaller:
     ]
 
 
+def in_order(smaller: Smaller, worth_having: Smaller) -> Smaller:
+    """All of the `smaller` meshes, those that are not `worth_having` last: then none of these is ever taken, since one
+    of fewer ranks comes first. Ranks that train on one already, because the order was not known yet, go on from it."""
+    return (*worth_having, *(mesh for mesh in smaller if mesh not in worth_having))
+
+
 def fastest_of_each_size(smaller: Smaller, seconds: Sequence[float]) -> tuple[Smaller, dict[int, float]]:
     """Of `smaller` meshes, of which the first is one group and a step on the others takes so many `seconds`: for each
     number of ranks the one with the shortest step, of equals the first; and how long that is, by ranks."""
@@ -203,12 +210,6 @@ def fastest_of_each_size(smaller: Smaller, seconds: Sequence[float]) -> tuple[Sm
             best[size] = taken, mesh
     in_order = sorted(best, reverse=True)
     return (first, *(best[size][1] for size in in_order)), {size: best[size][0] for size in in_order}
-
-
-def chosen(before: Smaller, told: Smaller) -> Smaller:
-    """Of what members tell of the smaller meshes of one plan: all know which there are, and one which of these are
-    `fastest`, whichever is heard first."""
-    return before if before and len(before) <= len(told) else told
 
 
 def mesh_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> Mesh:

@@ -6,10 +6,12 @@ Known from in-memory checkpoints to peers: Gemini (Wang et al., SOSP 2023) and t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.plan.mesh import Mesh
+from shardwise.plan.placement import Axes
 from shardwise.plan.replica_groups import copy_axes, group_place, is_lone, shrinks
 from shardwise.program.host_bytes import lines_on_hosts
 from shardwise.program.image_bytes import image_bytes, rows_bytes
@@ -42,10 +44,46 @@ def buddies(hosts: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(found[rank] for rank in range(len(hosts)))
 
 
-def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable]) -> Keepers:
+@dataclass(frozen=True)
+class Kept:
+    """How ranks keep some of their parameters between steps."""
+
+    shard: Axes
+    """See `kept_axes`."""
+    split: Axes
+    """See `FlatSpec.split_axes`."""
+    at_rest: Axes | None
+    """Along which axes the parameters themselves are sharded, if they are their own master weights."""
+
+    @classmethod
+    def of(cls, flat: FlatSpec) -> Kept:
+        is_own = flat.trainable and flat.master_is_param
+        return cls(kept_axes(flat), flat.split_axes, flat.table.param.shard if is_own else None)
+
+    def as_json(self) -> list[Any]:
+        return [self.shard, self.split, self.at_rest]
+
+    @classmethod
+    def from_json(cls, told: Sequence[Any]) -> Kept:
+        shard, split, at_rest = told
+        return cls(tuple(shard), tuple(split), None if at_rest is None else tuple(at_rest))
+
+
+KeptByRank = Sequence[Collection[Kept]]
+"""By rank: how it keeps what it has. The ranks of different pipeline stages have different parameters, and a plan's
+rules may shard those along different axes."""
+
+
+def kept_alike(flats: Sequence[FlatSpec], num_ranks: int) -> KeptByRank:
+    """Where all ranks have the parameters of `flats`."""
+    return [frozenset(map(Kept.of, flats))] * num_ranks
+
+
+def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable], kept: KeptByRank = ()) -> Keepers:
     """Who keeps a copy of which rank's state: of those alone that have something of which their host has all copies.
 
-    `hosts` has the host of each rank; without any, all are on one. If one rank of a replica group is lost, the others
+    `hosts` has the host of each rank; without any, all are on one. `flats` are those of all ranks, unless `kept` says
+    what each has. If one rank of a replica group is lost, the others
     do not go on either. So what they have does not count as a copy, and keepers are in other groups, at the same place:
     they read what they keep for ranks with the same part of the model. Where all ranks with one place are on one host,
     there is no group without it, and they have no keepers. Where there is one group only, and those that are left go on
@@ -54,7 +92,7 @@ def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable]) -> Keepers:
     size = flats[0].mesh.world_size if flats else len(hosts)
     if len(set(hosts)) < 2:
         return (None,) * size
-    sharded = {(*shard, *flat.split_axes): flat.mesh for flat in flats if (shard := kept_axes(flat))}
+    every = kept or kept_alike(flats, size)
     found: dict[int, int] = {}
     is_one_group = bool(flats) and shrinks(flats[0].mesh)
     for ranks in [list(range(size))] if is_one_group else _with_one_place(flats[0].mesh) if flats else ():
@@ -63,7 +101,7 @@ def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable]) -> Keepers:
     return tuple(
         found.get(rank)
         if (flats and is_lone(flats[0].mesh))
-        or any(_is_alone(rank, shard, mesh, hosts) for shard, mesh in sharded.items())
+        or any(_is_alone(rank, (*one.shard, *one.split), flats[0].mesh, hosts) for one in every[rank] if one.shard)
         else None
         for rank in range(size)
     )

@@ -19,7 +19,7 @@ from shardwise.comm.members.pace import Pace
 from shardwise.system import plain_data
 
 MemberMessageKind = Literal[
-    "here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "least", "pace", "done", "raised"
+    "here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "prefers", "least", "pace", "done", "raised"
 ]
 AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "spare", "out", "bye", "end"]
 
@@ -58,8 +58,9 @@ class MemberMessage:
     - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
     - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh,
-      and of the smaller ones on which ranks go on where none is whole. One member says it again, without those that
-      are slower than others of fewer ranks.
+      and of the smaller ones on which ranks go on where none is whole.
+    - `prefers`: which of these are taken, one for each number of ranks, and in which order. Members say it once all of
+      them know it, so that it never contradicts what they would do.
     - `least`: fewer ranks than `text` says do not keep to the plan's budget.
     - `pace`: how fast the ranks of `generation` train, from the first of them. `text` has a `Pace`.
     - `done`, `raised`: has finished its part of the job, or raised `text`.
@@ -85,7 +86,7 @@ class MemberMessage:
     def from_json(cls, text: str | bytes) -> MemberMessage:
         """Raises `ValueError` for anything else."""
         plain = _read(text, _MEMBER_MESSAGE, get_args(MemberMessageKind))
-        if plain["kind"] == "groups":
+        if plain["kind"] in ("groups", "prefers"):
             meshes_of_text(plain["text"])
         if plain["kind"] == "least" and not re.fullmatch(r"\d{1,9}", plain["text"]):
             raise ValueError("not a number of ranks")

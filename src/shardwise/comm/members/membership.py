@@ -80,6 +80,7 @@ class StoreMembership(Generic[W]):
         Raises `ConfigError` if a process with this number has sent a message before.
         """
         self.step = 0
+        self.num_engines, self.has_several = 0, False
         self.predicted: Mapping[int, float] = {}
         self.folder = folder
         self.least, self.most = least, most
@@ -142,6 +143,10 @@ class StoreMembership(Generic[W]):
     def needs_groups(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]] = ()) -> None:
         """See `Membership`."""
         self._send("groups", meshes_as_text(axes, smaller))
+
+    def prefers(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]]) -> None:
+        """See `Membership`."""
+        self._send("prefers", meshes_as_text(axes, smaller))
 
     def needs_ranks(self, least: int) -> None:
         """See `Membership`."""

@@ -40,6 +40,8 @@ class Change:
     """Whether processes will be started as soon as a host has free slots."""
     why_least: str = "--elastic"
     """What needs that many."""
+    ended: tuple[int, ...] = ()
+    """Ranks that have come to the end of their script, though the others train."""
 
 
 def change_of(
@@ -62,6 +64,7 @@ def change_of(
         excluded,
         num_spares=num_spares,
         why_least=rendezvous.why_needed,
+        ended=rendezvous.ended,
         can_come=slots.can_come(now),
     )
 
@@ -81,7 +84,10 @@ def _lost(change: Change) -> Iterator[str]:
         whole = f"host {host} is gone: {ranks_in_words(ranks, '').strip()} ({text})"
         yield f"{whole if host else ranks_in_words(ranks, text)}."
     yield from (f"Last status: {words}." for words in change.last_status.values() if words)
-    if not (change.losses or change.num_left or change.num_new):
+    if change.ended:
+        who = ranks_in_words(list(change.ended), "ended with exit status 0")
+        yield f"{who}, as at the end of a script, while others train: so no rank joins any more."
+    elif not (change.losses or change.num_left or change.num_new):
         yield "the ranks have formed a new group."
 
 

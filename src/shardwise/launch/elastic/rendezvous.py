@@ -26,7 +26,7 @@ from typing import Literal
 from shardwise.comm.members import TAKEN_FOR_LOST, Announcement, MemberMessage, meshes_of_text
 from shardwise.launch.elastic.processes import Loss, Process, all_ended_well, by_host
 from shardwise.launch.job_report import ranks_in_words
-from shardwise.plan.replica_groups import GoingOn, Smaller, chosen, going_on, group_size
+from shardwise.plan.replica_groups import GoingOn, Smaller, going_on, group_size
 
 State = Literal["gathering", "entering", "formed", "lost"]
 _MAX_IN_VAIN = 5
@@ -99,6 +99,8 @@ class Rendezvous:
     """Members lost since the last generation was formed."""
     num_left: int = 0
     """Members that have left since then, because they had asked to."""
+    ended: tuple[int, ...] = ()
+    """Ranks of the generation before that had come to the end of their script, though the others train."""
     num_new: int = 0
     """Members of the generation announced last that were not in the one before it."""
     why_lost: str = ""
@@ -190,7 +192,12 @@ class Rendezvous:
                 self.needs_all = True
             case "groups":
                 axes, smaller = meshes_of_text(message.text)
-                self.axes, self.smaller = axes, chosen(self.smaller if axes == self.axes else (), smaller)
+                if axes != self.axes:  # else it is known, and perhaps already which of them are preferred
+                    self.axes, self.smaller = axes, smaller
+            case "prefers":
+                axes, smaller = meshes_of_text(message.text)
+                if axes == self.axes:  # else it was said before another plan
+                    self.smaller = smaller
             case "least":
                 self.fitting = int(message.text)
             case "pace":
@@ -419,6 +426,7 @@ class Rendezvous:
             is_spare = process.number in spares or (process.is_spare and process.number not in members)
             process.is_member, process.is_spare, process.ready = process.number in members, is_spare, None
         self.num_new = sum(number not in self.former for number in members)
+        self.ended = tuple(rank for rank, number in enumerate(self.former) if self.processes[number].is_done)
         self.generation, self.members = self.generation + 1, members
         self.state, self._since = "entering", now
         hosts = tuple(self.processes[number].host for number in members)
