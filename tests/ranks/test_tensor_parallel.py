@@ -504,6 +504,17 @@ OF_A_PART: dict[str, Callable[[nn.Parameter], Any]] = {
     "product": lambda param: param.T @ param,
     "norms of all": lambda param: torch._foreach_norm([param.grad]),
     "rows": lambda param: param.detach().norm(dim=0),
+    "a sum of squares": lambda param: param.detach().pow(2).sum(),
+    "a sum of squares of .data": lambda param: (param.data**2).sum().sqrt(),
+    "a mean of the gradient's squares": lambda param: param.grad.square().mean(),
+    "a copy's norm": lambda param: param.detach().clone().norm(),
+    "a wider norm": lambda param: param.grad.double().norm(),
+    "the largest element": lambda param: param.grad.abs().max(),
+    "whether one is no number": lambda param: torch.isnan(param.grad).any(),
+    "a row of what is derived": lambda param: param.detach().abs()[3],
+    "a ratio": lambda param: (param.grad / (param.detach().abs() + 1)).std(),
+    "a dot product": lambda param: torch.dot(param.detach().flatten(), param.grad.flatten()),
+    "a norm in a loss, in steps": lambda param: param.pow(2).mean(),
 }
 OF_EACH_PART: dict[str, Callable[[nn.Parameter], Any]] = {
     "elementwise": lambda param: param.detach().clamp_(-0.5, 0.5),
@@ -512,6 +523,9 @@ OF_EACH_PART: dict[str, Callable[[nn.Parameter], Any]] = {
     "a copy": lambda param: torch.zeros(param.shape).lerp_(param.detach(), 0.1),
     "transposed": lambda param: param.detach().t(),
     "a sum in a loss": lambda param: 0 * param.sum(),
+    "a sum of squares in a loss": lambda param: 0 * param.pow(2).sum(),
+    "an average of many steps": lambda param: param.detach().clone().mul_(0.9).add_(param.detach(), alpha=0.1),
+    "sums along whole dimensions": lambda param: param.detach().square().sum(1),
 }
 
 
@@ -528,7 +542,7 @@ def test_what_is_computed_of_a_part_alone_is_refused() -> None:
             engine.backward(engine(tokens(0)))
             weight = model.blocks[0].up.weight
             for compute in OF_A_PART.values():
-                with pytest.raises(StateError, match=r"blocks.0.up.weight is split .* has \[36, 24\] of \[72, 24\]"):
+                with pytest.raises(StateError, match=r"blocks.0.up.weight is split .* has \[.*\] of \[.*\]"):
                     compute(weight)
             for compute in OF_EACH_PART.values():
                 compute(weight)
@@ -731,5 +745,30 @@ def test_scripts_and_pickles_are_refused_by_name() -> None:
                 torch.jit.script(model)
             with pytest.raises(StateError, match="cannot be copied or pickled"):
                 pickle.dumps(model)
+
+    run_ranks(2, rank)
+
+
+SEEN: dict[tuple[str, int], Tensor] = {}
+
+
+def test_hooks_collect_what_forwards_return_and_not_what_the_check_of_a_plan_does() -> None:
+    """The first forward is compared with the unsplit one on fake tensors, which hooks must not keep."""
+    models = [seeded(Transformer) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model, kept = models[world.rank], list[Tensor]()
+        model.blocks[0].down.register_forward_hook(lambda _, __, output: kept.append(output))
+
+        def note(_: nn.Module, __: object, output: Tensor) -> None:
+            SEEN["norm", world.rank] = output
+
+        model.norm.register_forward_hook(note)
+        plan = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": TENSOR}
+        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
+            loss = engine(tokens(0))
+            assert [type(one) for one in (*kept, SEEN["norm", world.rank])] == [Tensor, Tensor]
+            engine.backward(loss + kept[0].square().mean())
+            engine.step()
 
     run_ranks(2, rank)

@@ -176,6 +176,27 @@ def parts_of(whole: MicroBatch, most_for: Callable[[int], int]) -> tuple[list[Mi
     return [replace(whole, args=args, kwargs=kwargs) for args, kwargs in shares], list(sizes)
 
 
+def side_inputs(whole: MicroBatch, rows: int, part_rows: int) -> dict[str, Tensor]:
+    """The tensors, by name, that have as many rows as `whole` has samples, and may be every sample's all the same:
+    those that have as many entries in another dimension too, such as a mask `[tokens, tokens]`; in parts of one row,
+    which torch broadcasts to any number, also others beside the first that are no integers."""
+    given = {**{_name(whole, place): one for place, one in enumerate(whole.args)}, **whole.kwargs}
+    tensors = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.dim() and len(one) == rows}
+    if len(tensors) < 2:
+        return {}
+    first = next(iter(tensors))
+    return {
+        name: one
+        for name, one in tensors.items()
+        if rows in one.shape[1:]
+        or (part_rows == 1 and name != first and (one.is_floating_point() or one.dtype == torch.bool))
+    }
+
+
+def _name(part: MicroBatch, place: int) -> str:
+    return part.names[place] if place < len(part.names) else f"argument {place}"
+
+
 def _has_list_of(rows: int, value: Any) -> bool:
     """Whether `value` has a list or tuple of so many things other than tensors."""
     if isinstance(value, Mapping):

@@ -224,6 +224,8 @@ class _Assembly:
         sequence = self._sequence(progress)
         if pipeline is not None:
             self._survey_with(pipeline, sequence)
+        elif sequence is not None:
+            self._tell_tokens_apart(sequence)
         treatment = ExitStack()
         self._hooks.callback(treatment.close)
         treatment.callback(_treat_activations(self._model, sharding, self._world, sequence))
@@ -401,14 +403,18 @@ class _Assembly:
         """Let a pipeline find out which results stages read."""
         from shardwise.parallel.pipeline.survey import Surveyor  # only ranks with a pipeline load it
 
-        @contextmanager
-        def around(twin: nn.Module) -> Iterator[None]:
-            with loaded(twin, EXPERT_LOAD), nullcontext() if sequence is None else sequence.rehearsed(twin):
-                yield
-
         sharding, compute = self._sharding, self._sharding.table.compute
         pipeline.surveyor = Surveyor(
-            pipeline.staged, sharding.units, sharding.device, compute, around, pipeline.exchange
+            pipeline.staged, sharding.units, sharding.device, compute, _around(sequence), pipeline.exchange
+        )
+
+    def _tell_tokens_apart(self, sequence: SequenceParallel) -> None:
+        """Let a split sequence's forwards find out whether what is as many as a rank's tokens is the tokens."""
+        from shardwise.parallel.sequence.coincidences import Coincidences  # only ranks with sequences load it
+
+        sharding, compute = self._sharding, self._sharding.table.compute
+        sequence.coincidences = Coincidences(
+            self._model, sharding.units, sharding.device, compute, _around(sequence), 2 if sequence.is_ring else 1
         )
 
     def _sequence(self, progress: Training) -> SequenceParallel | None:
@@ -431,6 +437,17 @@ class _Assembly:
         progress.split_batches = sequence.batches
         self._hooks.callback(sequence.close)
         return sequence
+
+
+def _around(sequence: SequenceParallel | None) -> Callable[[nn.Module], AbstractContextManager[None]]:
+    """What is around a copy of the model while it is rehearsed."""
+
+    @contextmanager
+    def around(twin: nn.Module) -> Iterator[None]:
+        with loaded(twin, EXPERT_LOAD), nullcontext() if sequence is None else sequence.rehearsed(twin):
+            yield
+
+    return around
 
 
 def _treat_activations(

@@ -4,7 +4,7 @@ update. Evaluation and inference, which have no update."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from shardwise.errors import StateError
 from shardwise.optim.precision import Norm
 from shardwise.plan.mesh import TENSOR_AXIS
-from shardwise.runtime import keeps_all
+from shardwise.runtime import argument_tensors, keeps_all
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
 from shardwise.sharded.sharded_model import ShardedModel
 
@@ -41,6 +41,8 @@ class Session:
     def __init__(self, sharded: ShardedModel) -> None:
         self.sharded = sharded
         """The model under its present plan, in the present world."""
+        self._batches_seen: set[Hashable] = set()
+        """The sizes of batches that were split into micro-batches."""
         self._answer_calls()
 
     def _answer_calls(self) -> None:
@@ -97,6 +99,7 @@ class Session:
         sharded = self.sharded
         _require_whole_step(sharded)
         parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+        self._require_by_samples(batch, parts)
         if compute is not None:
             _require_computable(sharded)
             parts = [replace(part, compute=compute) for part in parts]
@@ -114,6 +117,18 @@ class Session:
             losses = [self._trained(part, loss_fn) for part in parts]
         sharded.progress.micro_steps.are_all_run = True
         return self._mean(losses, parts)
+
+    def _require_by_samples(self, batch: Any, parts: Sequence[MicroBatch]) -> None:
+        """Raise `ConfigError` if `parts` have cut what is every sample's."""
+        rows = [one.shape[0] for one in argument_tensors(batch) if one.dim()]
+        if len(parts) < 2 or isinstance(batch, list | Iterator) or len(rows) < 2:
+            return
+        form = tuple((tuple(one.shape), one.dtype) for one in argument_tensors(batch))
+        if form not in self._batches_seen:
+            self._batches_seen.add(form)
+            from shardwise.sharded.side_inputs import require_by_samples  # only batches of several tensors ask
+
+            require_by_samples(self.sharded, batch, rows[0], rows[0] // len(parts))
 
     def _verify_gradients(self, first: MicroBatch, loss_fn: LossFunction | None) -> None:
         from shardwise.sharded.recomputation import verify_gradients  # only plans that say so load it

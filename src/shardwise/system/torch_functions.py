@@ -35,11 +35,13 @@ def dims_of(
 
 
 def is_called_by_us() -> bool:
-    """Whether the call that a mode's `__torch_function__` is handling is this library's, maybe through torch's own."""
+    """Whether the call that a mode's `__torch_function__` is handling is this library's, maybe through torch's own.
+    Other modes, through which it came, do not count."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
-    frame = frame and frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_TORCH)
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OURS)

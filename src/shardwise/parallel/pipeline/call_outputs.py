@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from shardwise.runtime import tensors_in
 from shardwise.system.torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 Tensor = torch.Tensor
+_CLASS = "class of these fields"
 _COLLECTED = ("output_hidden_states", "output_attentions")
 
 
@@ -24,6 +28,10 @@ def describe(
 ) -> dict[str, Any]:
     """An output as plain data, apart from its tensors, which are appended to `tensors`; or why it is refused. Of those
     that `stays` says so, only the shape and dtype are told."""
+    try:
+        output = _opened(output)
+    except ModelError as error:
+        return {"refused": f"{model} returns {error}"}
     leaves, spec = tree_flatten(output, is_leaf=is_cache)
     plain: list[Any] = []
     for leaf in leaves:
@@ -48,7 +56,7 @@ def describe(
 def _refused(model: str, what: str) -> dict[str, Any]:
     return {
         "refused": f"{model} returns {what}, which the last pipeline stage cannot send to the others. Let it return "
-        f"tensors, in tuples, lists or dicts; with transformers, try use_cache=False."
+        f"tensors, in tuples, lists, dicts, namedtuples or dataclasses; with transformers, try use_cache=False."
     }
 
 
@@ -69,7 +77,61 @@ def rebuilt(described: Mapping[str, Any], cache: Any, tensors: Sequence[Tensor])
             leaves.append(NotSent.of(Layout.of_plain(one["stays"])))
         else:
             leaves.append(cache if "cache" in one else one["plain"])
-    return tree_unflatten(leaves, treespec_loads(described["shape"]))
+    return _closed(tree_unflatten(leaves, treespec_loads(described["shape"])))
+
+
+def _opened(value: Any) -> Any:
+    """`value` with namedtuples and dataclasses, at any depth, as dicts that name their class, for `_closed`."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_opened, value))
+    if type(value) is dict:
+        return {key: _opened(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        named = dict(zip(value._fields, value, strict=True))
+    elif is_dataclass(value) and not isinstance(value, type | Mapping):  # transformers' outputs are mappings
+        named = {one.name: getattr(value, one.name) for one in fields(value)}
+    else:
+        return value
+    kind = type(value)
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    if _class_at(place) is not kind:
+        raise ModelError(
+            f"a {kind.__name__}, a class that other ranks cannot find by its name. Define it at the top level of a "
+            f"module, outside of functions."
+        )
+    return {_CLASS: place, **{name: _opened(item) for name, item in named.items()}}
+
+
+def _closed(value: Any) -> Any:
+    """What `_opened` was given."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_closed, value))
+    if type(value) is not dict:
+        return value
+    items = {key: _closed(item) for key, item in value.items() if key != _CLASS}
+    if _CLASS not in value:
+        return items
+    kind: Any = _class_at(value[_CLASS])
+    if kind is None:
+        raise ModelError(
+            f"The model returns a {value[_CLASS]}, which this rank has not imported. Import it on all ranks."
+        )
+    if hasattr(kind, "_fields"):
+        return kind(**items)
+    made = object.__new__(kind)
+    for name, item in items.items():
+        object.__setattr__(made, name, item)  # as they were, also of a frozen one
+    return made
+
+
+def _class_at(place: str) -> type | None:
+    """The namedtuple or dataclass of that module and name; `None` if this process has none. Nothing is imported."""
+    module, _, name = place.partition(":")
+    try:
+        found = attrgetter(name)(sys.modules.get(module))
+    except AttributeError:
+        return None
+    return found if isinstance(found, type) and (is_dataclass(found) or hasattr(found, "_fields")) else None
 
 
 def refuse_collected(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

@@ -147,7 +147,7 @@ class LoopCalls:
         self._timeline = timeline
         self._sends_all = sends_all
         self._last = pipeline.layout.num_stages - 1
-        self._has_told = False
+        self._has_told = self._has_told_mixing = False
         self._blocks, self._tail = self._staged.spans_of_last() if self._last in self._staged.stages else (None, (0, 0))
 
     def answer(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,7 +170,7 @@ class LoopCalls:
                 "model is called with: let the model compute it, or call with tensor.detach()."
             )
         pipeline.check_same_batch([whole])
-        parts, rows = parts_of_call(whole, pipeline.layout, in_training=staged.model.training)
+        parts, rows = self._parts_of(whole, called)
         self._trainer.note_parts(whole, parts, rows)
         kinds = [(staged.wholes.index(called), pipeline.kind_of(part)) for part in parts]
         form = len(parts) > 1, whole.form
@@ -187,6 +187,19 @@ class LoopCalls:
         except BaseException:
             self._trainer.fail()
             raise
+
+    def _parts_of(self, whole: MicroBatch, called: nn.Module) -> tuple[list[MicroBatch], list[int]]:
+        """The parts of a call, and how many samples each has: one, if blocks mix samples."""
+        parts, rows = parts_of_call(whole, self._pipeline.layout, in_training=self._staged.model.training)
+        if len(parts) == 1 or not (mixing := self._pipeline.mixing_in(whole, rows, called)):
+            return parts, rows
+        if not self._has_told_mixing:
+            self._has_told_mixing = True
+            _log.warning(
+                "A call of the model is not split along its samples, and pipeline stages wait for each other, because "
+                "blocks mix them: %s. In engine.train_step they mix those of a micro-batch.", mixing,
+            )  # fmt: skip
+        return [whole], [sum(rows)]
 
     # -- forward ----------------------------------------------------------------------------------------
 

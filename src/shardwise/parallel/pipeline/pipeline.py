@@ -24,7 +24,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.program.schedule import Op
 from shardwise.runtime import named_tensors, tensors_in
 from shardwise.runtime.dropped_layers import refuse_dropped_layers
-from shardwise.runtime.micro_batches import LossFunction, MicroBatch
+from shardwise.runtime.micro_batches import LossFunction, MicroBatch, side_inputs
 from shardwise.system.telemetry import STAGES, Timeline
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ class Pipeline:
         self.surveyor: Surveyor | None = None
         """Finds what stages read; without it, each gets the arguments of its first module alone."""
         self._carried: dict[Hashable, Carried] = {}
+        self._mixing: dict[Hashable, str] = {}
+        """By kind of call, how it mixes samples."""
         self._row = self.layout.schedule.rows[self.pp_rank]
         is_halved = any(op.kind == "I" for op in self._row)
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
@@ -275,6 +277,34 @@ class Pipeline:
                 refuse_dropped_layers(self.staged.model, "a pipeline stage needs those with which it begins")
             self._carried[form] = self.surveyor.survey(part, loss_fn, shares, called, is_whole=is_whole)
         return self._carried[form]
+
+    def mixing_in(self, whole: MicroBatch, rows: Sequence[int], called: nn.Module) -> str:
+        """Why a call of `called` cannot be split into parts with so many samples each: how its blocks mix samples, or
+        which of its tensors is every sample's; "" if it can, or if that cannot be seen. All ranks of the pipeline
+        call."""
+        form = (called, torch.is_grad_enabled(), self.staged.model.training, whole.form)
+        if self.surveyor is not None and form not in self._mixing:
+            self._mixing[form] = self._mixing_seen(self.surveyor, whole, rows, called)
+        return self._mixing.get(form, "")
+
+    def _mixing_seen(self, surveyor: Surveyor, whole: MicroBatch, rows: Sequence[int], called: nn.Module) -> str:
+        from shardwise.runtime.rehearsal import resized, unlikely_size  # only loops of one's own load it
+
+        given = whole.args, whole.kwargs
+        other = unlikely_size(given)
+        shares = self.layout.shares(self.staged.extents[called], is_split=True)
+
+        def surveyed(*kept: Tensor) -> Carried:
+            args, kwargs = resized(given, 0, sum(rows), other, kept=set(map(id, kept)))
+            part = replace(whole, args=args, kwargs=kwargs)
+            return surveyor.survey(part, None, shares, called, is_whole=True, num_samples=other)
+
+        found = surveyed()
+        if found.why_unknown:
+            for name, tensor in side_inputs(whole, sum(rows), min(rows)).items():
+                if not surveyed(tensor).why_unknown:
+                    return f"{name}, {list(tensor.shape)}, is that of all samples, of which there are as many"
+        return found.mixing
 
     # -- one op -----------------------------------------------------------------------------------------
 

@@ -146,7 +146,8 @@ class Placeholders:
             raise ModelError(
                 f"{where} {does} the values of {_listed(params)} of another stage (a penalty on weights, say), which "
                 f"this one does not have. Leave such a penalty to the optimizer (weight_decay), or let the module "
-                f"itself add it to a tensor that the blocks after it take and return."
+                f"itself add it to a tensor that the blocks after it take and return. To multiply with a weight (an "
+                f"embedding's, as a head), give it to a module of its own (head.weight = embed.weight)."
             )
         known = [name for name in self._pieces if name in names]
         what = f"what {_listed(known)} returned" if known else "what modules of earlier stages returned"

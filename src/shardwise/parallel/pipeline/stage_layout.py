@@ -123,7 +123,8 @@ class StageLayout:
 
 def stage_warnings(model: nn.Module, layout: StageLayout) -> list[str]:
     """What is likely to be a mistake in stages that can be trained."""
-    return list(filter(None, (_few_micro_batches(layout.schedule), _hooks_in_stages(model, layout))))
+    found = _few_micro_batches(layout.schedule), _batch_norms(model, layout), _hooks_in_stages(model, layout)
+    return list(filter(None, found))
 
 
 def _few_micro_batches(schedule: Schedule) -> str:
@@ -134,6 +135,17 @@ def _few_micro_batches(schedule: Schedule) -> str:
         f"engine.train_step runs {schedule.num_micro_batches} micro-batches for {schedule.num_ranks} pipeline ranks, "
         f"which wait {timed(schedule).bubble:.0%} of the time. Set accumulate (DeepSpeed's "
         f"gradient_accumulation_steps) to {4 * schedule.num_ranks} or so. Calls of the model split their batch."
+    )
+
+
+def _batch_norms(model: nn.Module, layout: StageLayout) -> str:
+    """A warning about modules that normalize the samples of micro-batches by each other. "" if there are none."""
+    norms = [name for name, one in model.named_modules() if isinstance(one, _BATCH_NORMS)]
+    if not norms or layout.schedule.num_micro_batches == 1:
+        return ""
+    return (
+        f"{_short(norms)} normalize samples by each other: in engine.train_step those of one micro-batch, as in any "
+        f"pipeline. Use norms within a sample (GroupNorm, LayerNorm), or call the model, whose batch is then not split."
     )
 
 

@@ -67,10 +67,12 @@ class _Adapters(Protocol):
 @dataclass(frozen=True)
 class Carried:
     """The results that later stages read: for each the number of the module that returns it, and of the first module
-    of the last stage that reads it. `why_unknown`: the survey that finds them was impossible."""
+    of the last stage that reads it. `why_unknown`: the survey that finds them was impossible. `mixing`: see
+    `Found.mixing`."""
 
     readers: Mapping[Result, tuple[int, int]] = field(default_factory=dict)
     why_unknown: str = ""
+    mixing: str = field(default="", compare=False)
 
     def past(self, last: int) -> list[Result]:
         """Those that what ends with module `last` passes on."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
+from shardwise.parallel.pipeline.mixed_samples import MixedSamples
 from shardwise.parallel.pipeline.stage_layout import Span, StageLayout
 from shardwise.parallel.pipeline.stage_messages import Result, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import Carried, Passing, StagedModel
@@ -40,11 +41,13 @@ class Found:
 
     handed_over: StageMessageLayout | None
     wanted: frozenset[str]
+    mixing: str = ""
+    """The function by which it mixes samples, if that was asked for and one was seen."""
 
     def encoded(self) -> bytes:
         """As a message."""
         layout = None if self.handed_over is None else self.handed_over.encoded().decode()
-        return json.dumps({"layout": layout, "wanted": sorted(self.wanted)}).encode()
+        return json.dumps({"layout": layout, "wanted": sorted(self.wanted), "mixing": self.mixing}).encode()
 
     @classmethod
     def of_encoded(cls, message: bytes) -> Found:
@@ -54,7 +57,9 @@ class Found:
             raise ModelError(told["error"])
         layout = told["layout"]
         return cls(
-            None if layout is None else StageMessageLayout.of_encoded(layout.encode()), frozenset(told["wanted"])
+            None if layout is None else StageMessageLayout.of_encoded(layout.encode()),
+            frozenset(told["wanted"]),
+            told["mixing"],
         )
 
 
@@ -71,18 +76,28 @@ class Surveyor:
     exchange: Exchange
 
     def survey(
-        self, part: MicroBatch, loss_fn: LossFunction | None, shares: Shares, called: nn.Module, *, is_whole: bool
+        self,
+        part: MicroBatch,
+        loss_fn: LossFunction | None,
+        shares: Shares,
+        called: nn.Module,
+        *,
+        is_whole: bool,
+        num_samples: int | None = None,
     ) -> Carried:
         """The results that later stages read in a forward of `called` on `part`. All ranks of the pipeline call.
 
-        `is_whole`: all that the model returns is wanted, and not its loss alone.
+        `is_whole`: all that the model returns is wanted, and not its loss alone. With `num_samples`, those of `part`,
+        it is also found out whether a share before the last one mixes them.
         """
 
         def find(stage: int, span: Span, arrived: StageMessageLayout | None) -> Found:
             if stage not in self.staged.stages:
                 return Found.of_encoded(self.exchange(b"{}")[self.staged.layout.pp_rank_of(stage)])
             try:
-                found = self._found(part, loss_fn, stage, span, arrived, called, is_whole=is_whole)
+                found = self._found(
+                    part, loss_fn, stage, span, arrived, called, is_whole=is_whole, num_samples=num_samples
+                )
             except ModelError as error:
                 self.exchange(json.dumps({"error": str(error)}).encode())
                 raise
@@ -101,8 +116,10 @@ class Surveyor:
         called: nn.Module,
         *,
         is_whole: bool,
+        num_samples: int | None,
     ) -> Found:
         """What a forward of one stage on fake tensors hands over and reads."""
+        mixed = None if num_samples is None else MixedSamples(num_samples)
         wanted: set[str] = set()
         layouts: list[StageMessageLayout] = []
         is_last = self.staged.ends(called, span[1])
@@ -118,6 +135,7 @@ class Surveyor:
                 self.around(twin.model),
                 staged.catching(model),
                 staged.running(stage, message, is_watched=True, called=model, span=span, passing=passing),
+                nullcontext() if mixed is None else mixed,
             ):
                 takes_loss = is_last and not is_whole
                 staged.require_own(copied.loss_by(model, loss_fn) if takes_loss else model(*given, **kwargs))
@@ -133,7 +151,7 @@ class Surveyor:
                 device=self.device,
                 compute=self.compute,
             )
-        return Found(None if is_last else layouts[0], frozenset(wanted))
+        return Found(None if is_last else layouts[0], frozenset(wanted), "" if mixed is None else mixed.found)
 
 
 def carried(
@@ -143,7 +161,8 @@ def carried(
     numbers = {name: number for number, name in enumerate(layout.pieces)}
     readers: dict[Result, tuple[int, int]] = {}
     arrived: StageMessageLayout | None = None
-    for stage, span in shares:
+    mixing = ""
+    for place, (stage, span) in enumerate(shares):
         try:
             found = find(stage, span, arrived)
         except ModelError as error:
@@ -151,7 +170,9 @@ def carried(
         arrived = found.handed_over
         for result in sorted(filter(None, map(Result.of, found.wanted))):
             readers[result] = numbers[result.module], span[0]
-    return Carried(readers)
+        if found.mixing and not mixing and place + 1 < len(shares):
+            mixing = f"{found.mixing} in stage {stage} ({', '.join(layout.pieces[span[0] : span[1] + 1])})"
+    return Carried(readers, mixing=mixing)
 
 
 def empty(layout: StageMessageLayout, device: torch.device) -> StageMessage:

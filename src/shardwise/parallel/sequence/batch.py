@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.sequence import hugging_face
 from shardwise.parallel.sequence.attention import Sample
 from shardwise.parallel.sequence.hugging_face import pretrained_in, takes_shifted_labels
+from shardwise.parallel.sequence.parts import mark_cut
 from shardwise.parallel.sequence.token_layout import Layout
 
 Tensor = torch.Tensor
@@ -92,7 +93,7 @@ class Splitter:
         self._require_no_padding(num_tokens, ", ".join(named))
         layout = Layout(num_tokens, self._line.num_ranks, self._is_zigzag)
         sample = Sample(layout, _checked_documents(documents, tensors[0]))
-        return [layout.take(tensor, self._line.index) for tensor in tensors], sample
+        return [mark_cut(layout.take(tensor, self._line.index), tensor, layout) for tensor in tensors], sample
 
     # -- tensors by name --------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class Splitter:
 
     def _own_part(self, value: Any, layout: Layout) -> Any:
         is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == layout.num_tokens
-        return layout.take(value, self._line.index) if is_by_token else value
+        return mark_cut(layout.take(value, self._line.index), value, layout) if is_by_token else value
 
     def _kept(self, mask: Any, first: Tensor, num_tokens: int) -> Tensor | None:
         """Which tokens are not padding according to the batch; `None` if all are."""

@@ -3,6 +3,7 @@
 [Note: along tokens] Attention alone is computed over all ranks. A mean over the tokens, the first one, or the one
 before would be those of a rank's own part, and no error would follow. They are recognized by what they are called with:
 a tensor whose second dimension has as many entries as a rank has tokens, and that dimension as the one to work along.
+Others that are as long by chance are told apart by `coincidences.py`.
 Tensors of two dimensions count only if they are integers (token ids, masks), since features of whole samples may be as
 many as tokens. A convolution that is wider than 1 is refused whatever it is given, as `nn.Conv1d` is. Not seen are
 other functions of transposed tensors, and products of matrices.
@@ -27,9 +28,11 @@ _DIM_AT: Mapping[Function, tuple[int, int | None]] = {
     **dict.fromkeys(named("amax", "amin", "max", "min", "argmax", "argmin", "median"), (1, None)),
     **dict.fromkeys(named("var", "std", "var_mean", "std_mean"), (1, None)),
     **dict.fromkeys(named("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "logsumexp"), (1, None)),
-    **dict.fromkeys(named("softmax", "log_softmax", "select", "narrow", "index_select"), (1, None)),
+    **dict.fromkeys(named("softmax", "log_softmax", "select", "narrow", "index_select", "gather"), (1, None)),
     **dict.fromkeys(named("sort", "argsort"), (1, -1)),
-    **dict.fromkeys(named("topk"), (2, -1)),
+    **dict.fromkeys(named("count_nonzero"), (1, None)),
+    **dict.fromkeys(named("topk", "kthvalue", "diff"), (2, -1)),
+    Tensor.unfold: (1, None),
     **dict.fromkeys(named("norm", "vector_norm", "quantile", "roll"), (2, None)),
     **dict.fromkeys(named("chunk", "split", "tensor_split"), (2, 0)),
     **dict.fromkeys(named("unbind"), (1, 0)),
@@ -37,42 +40,65 @@ _DIM_AT: Mapping[Function, tuple[int, int | None]] = {
 }
 """Functions that work along dimensions, with the place of that argument, and its default."""
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
-_JOINS = frozenset(named("cat", "concat", "concatenate"))
+JOINS = frozenset(named("cat", "concat", "concatenate"))
 _CONVOLUTIONS = frozenset(named("conv1d"))
 _POOLS = frozenset(
     named("avg_pool1d", "max_pool1d", "lp_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "interpolate")
 )
 """Both take tokens as the last dimension."""
 _SOFTMAX = frozenset(named("softmax"))
+CURE = (
+    "Shift labels before engine.split_sequence (labels[:, i] is what token i predicts); pool what engine.join_sequence "
+    "has joined, outside of the model."
+)
+HasTokens = Callable[[Tensor], bool]
+"""Whether dimension 1 of a tensor is a rank's tokens."""
 
 
-def refuse_mixing(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> None:
-    """Raises `ModelError` if a forward's own call, in the mode that handles it, mixes a rank's `num_tokens` tokens."""
+def refuse_mixing(
+    func: Function,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_tokens: int,
+    is_coincidence: Callable[[Function], bool],
+) -> None:
+    """Raises `ModelError` if a forward's own call, in the mode that handles it, mixes a rank's `num_tokens` tokens.
+    `is_coincidence` tells whether another dimension only has as many entries where this function is called."""
     shape = mixes(func, args, kwargs, num_tokens)
-    if shape is not None and not is_called_by_us():
+    if shape is not None and not is_called_by_us() and not is_coincidence(func):
         raise ModelError(
             f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
-            f"tokens, of which each rank of a split sequence has a part. Shift labels before "
-            f"engine.split_sequence (labels[:, i] is what token i predicts); pool what engine.join_sequence has "
-            f"joined, outside of the model; attend by scaled_dot_product_attention; or leave sp out of the mesh."
+            f"tokens, of which each rank of a split sequence has a part. {CURE} Attend by "
+            f"scaled_dot_product_attention, or leave sp out of the mesh."
         )
 
 
-def mixes(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> tuple[int, ...] | None:
-    """The shape of the tensor of which `func(*args, **kwargs)` mixes `num_tokens` tokens; `None` if it does not."""
-    if func in _JOINS:
-        return _joined(args, kwargs, num_tokens)
+def mixes(
+    func: Function,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_tokens: int,
+    has_tokens: HasTokens | None = None,
+    dim: int = 1,
+) -> tuple[int, ...] | None:
+    """The shape of the tensor of which `func(*args, **kwargs)` mixes `num_tokens` tokens; `None` if it does not.
+
+    Tensors with tokens in dimension `dim` are recognized by their shape, unless `has_tokens` knows them.
+    """
+    has_tokens = has_tokens or (lambda tensor: _has_tokens(tensor, num_tokens))
+    if func in JOINS:
+        return _joined(args, kwargs, has_tokens, dim)
     given = args[0] if args else kwargs.get("input")
     if not isinstance(given, Tensor):
         return None
     if func in _DIM_AT:
-        is_mixing = _works_along(func, given, args, kwargs, num_tokens)
+        is_mixing = _works_along(func, given, args, kwargs, num_tokens, has_tokens, dim)
     elif func in _INDEXING:
-        is_mixing = _has_tokens(given, num_tokens) and _picks(args[1], given.dim(), num_tokens)
+        is_mixing = has_tokens(given) and _picks(args[1], given.dim(), num_tokens, dim)
     elif func is functional.pad:
         pads = args[1] if len(args) > 1 else kwargs.get("pad", ())
-        start = 2 * (given.dim() - 2)
-        is_mixing = _has_tokens(given, num_tokens) and any(pads[start : start + 2])
+        start = 2 * (given.dim() - 1 - dim)
+        is_mixing = has_tokens(given) and any(pads[start : start + 2])
     elif func in _CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         is_mixing = weight.shape[-1] > 1
@@ -89,26 +115,32 @@ def _has_tokens(tensor: Tensor, num_tokens: int) -> bool:
 
 
 def _works_along(
-    func: Function, given: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int
+    func: Function,
+    given: Tensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_tokens: int,
+    has_tokens: HasTokens,
+    dim: int,
 ) -> bool:
     dims = dims_of(given, args, kwargs, *_DIM_AT[func])
     if func in _SOFTMAX and given.dim() == 4 and dims == [3]:  # weights of an attention of the model's own
         return given.shape[-2:] == (num_tokens, num_tokens)
-    return 1 in dims and _has_tokens(given, num_tokens)
+    return dim in dims and has_tokens(given)
 
 
-def _picks(index: Any, num_dims: int, num_tokens: int) -> bool:
-    """Whether an index takes some of the entries of dimension 1."""
+def _picks(index: Any, num_dims: int, num_tokens: int, of_tokens: int) -> bool:
+    """Whether an index takes some of the entries of dimension `of_tokens`."""
     dim = 0
     index = index if isinstance(index, tuple) else (index,)
     taken = sum(_num_taken(one) for one in index)
     for one in index:
-        if dim == 1 and one is not None and one is not Ellipsis:
+        if dim == of_tokens and one is not None and one is not Ellipsis:
             if isinstance(one, slice):
                 return one.indices(num_tokens) != (0, num_tokens, 1)
             return True
         dim += num_dims - taken if one is Ellipsis else _num_taken(one)
-        if dim > 1:
+        if dim > of_tokens:
             return False
     return False
 
@@ -120,10 +152,12 @@ def _num_taken(one: Any) -> int:
     return one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
 
 
-def _joined(args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> tuple[int, ...] | None:
+def _joined(
+    args: Sequence[Any], kwargs: Mapping[str, Any], has_tokens: HasTokens, of_tokens: int
+) -> tuple[int, ...] | None:
     tensors = args[0] if args else kwargs.get("tensors", ())
     dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
     for one in tensors:
-        if dim in (1, 1 - one.dim()) and _has_tokens(one, num_tokens):
+        if dim in (of_tokens, of_tokens - one.dim()) and has_tokens(one):
             return tuple(one.shape)
     return None

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,16 +24,20 @@ from shardwise.parallel.sequence import hugging_face
 from shardwise.parallel.sequence.attention import Attention, Sample
 from shardwise.parallel.sequence.batch import Splitter
 from shardwise.parallel.sequence.outliving import SplitBatches, WholeOutputs
+from shardwise.parallel.sequence.parts import mark_output, unmarked
 from shardwise.parallel.sequence.refusals import is_ring
 from shardwise.parallel.sequence.rehearsed import rehearsed
 from shardwise.parallel.sequence.routing import Routing
-from shardwise.parallel.sequence.whole_outputs import join, whole_output
+from shardwise.parallel.sequence.whole_outputs import changed, join, whole_output
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime import in_backward
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.nested import tensors_in
 from shardwise.system.telemetry import Ledger
+
+if TYPE_CHECKING:
+    from shardwise.parallel.sequence.coincidences import Coincidences
 
 Tensor = torch.Tensor
 
@@ -74,6 +78,10 @@ class SequenceParallel:
         self._whole_outputs = whole_outputs
         self._split_call: dict[str, Any] | None = None
         """The whole batch of the current forward, if the forward has split it by itself."""
+        self._called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """What the model is called with, while its forward runs."""
+        self.coincidences: Coincidences | None = None
+        """Tells tokens from what is as many; without it, what looks like tokens is taken for them."""
         self._ends_here = ends_here
         self._is_checked = False
         """Whether it has been checked that some stage calls attention."""
@@ -106,6 +114,11 @@ class SequenceParallel:
         finally:
             self.close()
 
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys and values circulate, and a rank has two parts of each sample, equally long."""
+        return self.attention.is_ring
+
     def divides_like(self, other: SequenceParallel) -> bool:
         """Whether ranks get as many tokens, in the same order, as by `other`."""
         return (self.line.num_ranks, self.attention.is_ring) == (other.line.num_ranks, other.attention.is_ring)
@@ -113,6 +126,9 @@ class SequenceParallel:
     def split(self, batch: Any, documents: Tensor | None) -> Any:
         """See `Engine.split_sequence`."""
         part, sample = self._splitter.split(batch, documents)
+        return self._noted(part, batch, sample)
+
+    def _noted(self, part: Any, batch: Any, sample: Sample) -> Any:
         self.batches.note(part, batch, sample)
         self._use(sample)
         return part
@@ -197,16 +213,27 @@ class SequenceParallel:
         if self._is_suspended or in_backward():
             return None
         self._split_call = None
+        self._called = self._own_part(args, kwargs)
+        return self._called
+
+    def _own_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sample = self.batches.sample_of((args, kwargs))
         if sample is not None:
             self._use(sample)
-            return None
+            return unmarked(args), unmarked(kwargs)
         called = self._splitter.whole_call(args, kwargs) if self._is_pretrained else None
         if called is not None:
             self._split_call = called
-            return (), self.split(called, None)
+            part, sample = self._splitter.split(called, None)
+            return (), self._noted(unmarked(part), called, sample)
         self.batches.require_one()
-        return None
+        return unmarked(args), unmarked(kwargs)
+
+    def _is_coincidence(self, func: Callable[..., Any]) -> bool:
+        sample = self.attention.sample
+        if self.coincidences is None or sample is None:
+            return False
+        return self.coincidences.is_one(func, self._called, sample.layout.num_local)
 
     def _after(self, module: nn.Module, args: object, output: object) -> object:  # noqa: ARG002  # of a hook
         running = self._running
@@ -217,12 +244,21 @@ class SequenceParallel:
         stack.close()
         if not in_backward():
             self._watch(output)
+            self._called = None
         if module is not self._model or output is None or in_backward():
             return None
-        if self._ends_here is None:
-            self._require_attention(self.attention.num_calls)
-            return self._joined(output)
-        return self._joined(output) if self._ends_here() else None
+        if self._ends_here is not None:
+            return self._joined(output) if self._ends_here() else None
+        self._require_attention(self.attention.num_calls)
+        joined = self._joined(output)
+        return self._marked(output if joined is None else joined)
+
+    def _marked(self, output: object) -> object:
+        """The output for a loop: see [Note: parts of a sequence]."""
+        sample = self.attention.sample
+        if sample is None or self.line.is_silent:
+            return output
+        return changed(output, lambda tensor: mark_output(tensor, sample.layout))
 
     def _joined(self, output: object) -> object:
         """The output for the whole batch, if this forward has split the batch by itself and whole outputs are
@@ -250,7 +286,12 @@ class SequenceParallel:
             node.register_prehook(lambda _, of=sample: self.attention.note_backward(of))
 
     def _routing(self) -> Routing:
-        return Routing(self.attention, self._numbering, is_own=not self._is_pretrained)
+        return Routing(
+            self.attention,
+            self._numbering,
+            is_own=not self._is_pretrained,
+            is_coincidence=self._is_coincidence,
+        )
 
     def check_was_asked(self, stages: Line) -> None:
         """Raise `ModelError` if no stage has called attention; once. All ranks of the pipeline must call."""

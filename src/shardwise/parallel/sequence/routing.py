@@ -41,12 +41,20 @@ _OTHER_ATTENTION: dict[Any, str] = {
 class Routing(TorchFunctionMode):
     """A mode in which torch's attention is attention over split sequences."""
 
-    def __init__(self, attention: Attention, numbering: nn.Module | None, *, is_own: bool = False) -> None:
+    def __init__(
+        self,
+        attention: Attention,
+        numbering: nn.Module | None,
+        *,
+        is_own: bool = False,
+        is_coincidence: Callable[[Callable[..., Any]], bool] = lambda _: False,
+    ) -> None:
         """`numbering` is the model if it might number its tokens itself; see [Note: positions]. `is_own`: whether it is
-        no model of transformers."""
+        no model of transformers. `is_coincidence`: see `refuse_mixing`."""
         super().__init__()
         self._attention = attention
         self._numbering = numbering
+        self._is_coincidence = is_coincidence
         self._refuse_mixing: Callable[..., None] | None = None
         if is_own:
             from shardwise.parallel.sequence.mixing import refuse_mixing  # few jobs need it
@@ -64,7 +72,8 @@ class Routing(TorchFunctionMode):
         if self._numbering is not None and func in (torch.arange, Tensor.__getitem__):
             self._check_positions(self._numbering, func, args)
         if self._refuse_mixing is not None and self._attention.sample is not None:
-            self._refuse_mixing(func, args, kwargs, self._attention.sample.layout.num_local)
+            num_local = self._attention.sample.layout.num_local
+            self._refuse_mixing(func, args, kwargs, num_local, self._is_coincidence)
         return func(*args, **kwargs)
 
     def _attend(
@@ -100,20 +109,21 @@ class Routing(TorchFunctionMode):
 
     def _check_positions(self, model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         sample = self._attention.sample
-        if sample is None:
-            return
-        if func is torch.arange:
-            numbers = [value for value in args if isinstance(value, int)]
-            how = "torch.arange over its tokens"
-            is_numbering = numbers in ([sample.layout.num_local], [0, sample.layout.num_local])
-        else:
-            how = "the first rows of a table"
-            is_numbering = _begins_at_the_start(args[1], sample.layout.num_local) and _is_table(args[0], args[1], model)
-        if is_numbering:
+        how = "" if sample is None else numbers_tokens(model, func, args, sample.layout.num_local)
+        if how:
             from shardwise.system.torch_functions import is_called_by_us  # few jobs need it
 
-            if not is_called_by_us():  # as collectives in a forward, which slice buffers, too
+            if not is_called_by_us() and not self._is_coincidence(func):  # collectives in a forward slice buffers, too
                 raise _refused_positions(how)
+
+
+def numbers_tokens(model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], num_tokens: int) -> str:
+    """How a call in a forward of `model` numbers `num_tokens` tokens from 0; "" if it does not."""
+    if func is torch.arange:
+        numbers = [value for value in args if isinstance(value, int)]
+        return "torch.arange over its tokens" if numbers in ([num_tokens], [0, num_tokens]) else ""
+    is_start = func is Tensor.__getitem__ and _begins_at_the_start(args[1], num_tokens)
+    return "the first rows of a table" if is_start and _is_table(args[0], args[1], model) else ""
 
 
 def refused_attention(name: str) -> ModelError:

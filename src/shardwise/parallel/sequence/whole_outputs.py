@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from shardwise.comm import Line
 from shardwise.errors import ConfigError
 from shardwise.parallel.sequence.attention import Sample
+from shardwise.parallel.sequence.parts import unmarked
 
 Tensor = torch.Tensor
 LABELS = ("labels", "shift_labels")
@@ -28,6 +29,7 @@ def join(part: Tensor, line: Line, sample: Sample, dim: int) -> Tensor:
 
     See [Note: gradients of a whole] for its backward.
     """
+    part = unmarked(part)
     if has_torch_function_unary(part):  # logits that are not computed yet join the input of their head
         joined: Tensor = handle_torch_function(join, (part,), part, line, sample, dim)
         return joined
@@ -61,20 +63,21 @@ def whole_output(
         is_by_token = tensor.dim() > 1 and tensor.shape[1] == sample.layout.num_local
         return join(tensor, line, sample, 1) if is_by_token and tensor.dim() <= most else tensor
 
-    return _changed(output, change)
+    return changed(output, change)
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with its tensors changed, in mappings, tuples and lists too; anything else is kept."""
+def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with its tensors changed, in mappings, tuples and lists too; anything else is kept. Mappings stay the
+    same ones."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
         for name, one in list(value.items()):
             if isinstance(one, torch.Tensor | MutableMapping | tuple | list):
-                value[name] = _changed(one, change)
+                value[name] = changed(one, change)
         return value
     if isinstance(value, tuple | list):
-        made = [_changed(one, change) for one in value]
+        made = [changed(one, change) for one in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value
 

@@ -17,6 +17,7 @@ from shardwise.runtime.rehearsal.rehearse import (
     rehearse_forward,
     rehearse_work,
 )
+from shardwise.runtime.rehearsal.resized import resized, unlike_sizes, unlikely_size
 from shardwise.runtime.rehearsal.twin import Twin
 
 __all__ = [
@@ -32,4 +33,7 @@ __all__ = [
     "rehearse",
     "rehearse_forward",
     "rehearse_work",
+    "resized",
+    "unlike_sizes",
+    "unlikely_size",
 ]

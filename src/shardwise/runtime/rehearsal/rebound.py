@@ -3,10 +3,15 @@
 Libraries replace the forward of a model by a function that calls the former one (`model.forward = wrapper`, with the
 method of before in its closure), and hang functions on modules as hooks. `copy.deepcopy` takes a function as it is: the
 copy would compute with the parameters of the original, and leave gradients in them.
+
+Hooks of a loop's own collect what modules return, in a list or a dict of theirs or of the script. Those of a copy get
+copies of them: a rehearsal would leave tensors without bytes there, and the loop would find these first.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial, update_wrapper
 from types import CellType, FunctionType, MethodType
@@ -14,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -59,6 +66,8 @@ def _rebound(value: Any, memo: Mapping[int, Any], known: dict[int, Any]) -> Any:
     """`value` itself if it refers to nothing that was copied."""
     if isinstance(value, nn.Module | torch.Tensor):
         return memo.get(id(value), value)
+    if type(value) in _CONTAINERS:
+        return memo[id(value)] if id(value) in memo else known.setdefault(id(value), copy.copy(value))
     if id(value) in known:
         return known[id(value)]
     known[id(value)] = value  # until it is known otherwise: a function may refer to itself
@@ -70,7 +79,7 @@ def _rebound(value: Any, memo: Mapping[int, Any], known: dict[int, Any]) -> Any:
         args = tuple(_rebound(one, memo, known) for one in value.args)
         kwargs = {name: _rebound(one, memo, known) for name, one in value.keywords.items()}
         known[id(value)] = partial(_rebound(value.func, memo, known), *args, **kwargs)
-    elif isinstance(value, FunctionType) and value.__closure__:
+    elif isinstance(value, FunctionType):
         known[id(value)] = _with_cells(value, memo, known)
     return known[id(value)]
 
@@ -84,9 +93,15 @@ def _with_cells(function: FunctionType, memo: Mapping[int, Any], known: dict[int
             cells.append(cell)
             continue
         cells.append(cell if held is cell.cell_contents else CellType(held))
-    if all(one is other for one, other in zip(cells, function.__closure__ or (), strict=True)):
+    collected = {
+        name: _rebound(function.__globals__[name], memo, known)
+        for name in function.__code__.co_names
+        if type(function.__globals__.get(name)) in _CONTAINERS
+    }
+    if not collected and all(one is other for one, other in zip(cells, function.__closure__ or (), strict=True)):
         return function
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    names = {**function.__globals__, **collected} if collected else function.__globals__
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, tuple(cells) or None)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update({name: _rebound(value, memo, known) for name, value in vars(function).items()})
     return made

@@ -16,7 +16,6 @@ divided by the number of ranks along `ep`, while only one of these has the term,
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
+from shardwise.sharded.at_rest.parts import Part, marks_of
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     is_checkpointing,
@@ -134,8 +134,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
-        if not (differentiates and func in uses.SUMS):
-            _require_part_by_part(func, leaves, form, handles, result)
+        marks = marks_of(tree_leaves(result), func, leaves, form)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
             for handle in handles:
                 if isinstance(handle, Resting):
@@ -151,53 +150,11 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
                 source.take_over(values)
             elif source in written:
                 source.take_over(uncounted(values))
-        return _given_back(result, func, leaves, form, handles, seen, opened)
-
-
-def _require_part_by_part(
-    func: Function, leaves: list[Any], form: Any, handles: list[Resting | Whole], result: Any
-) -> None:
-    """Raise if `func` has computed something of this rank's part of a parameter that is not a part of what the unsplit
-    parameter would give: a sum, a row, a product. On the unsplit shape that has the same shape as on the part."""
-    split = next((one for one in handles if _source_of(one).unsplit_shape is not None), None)
-    if split is None:
-        return
-    of = list(plainly(Tensor.size, [split], {}))
-    results = [one.shape for one in tree_leaves(result) if isinstance(one, Tensor)]
-    try:
-        with torch.no_grad():
-            args, kwargs = tree_unflatten([_unsplit(leaf) for leaf in leaves], form)
-            expected = plainly(func, args, kwargs)
-    except NotImplementedError:
-        return  # its result depends on values
-    except (RuntimeError, ValueError, TypeError, IndexError):  # it is given other parts too
-        is_mixing = any(shape.numel() < math.prod(of) for shape in results)
-    else:
-        whole = [one.shape for one in tree_leaves(expected) if isinstance(one, Tensor)]
-        is_mixing = any(one == other for one, other in zip(results, whole, strict=False))
-    if is_mixing:
-        source = _source_of(split)
-        raise StateError(
-            f"{source.name} is split along a model axis: this rank has {of} of {list(source.unsplit_shape or ())}, and "
-            f"{getattr(func, '__name__', func)} would compute with that part alone. engine.get(name), or "
-            f"engine.get(name, 'grad'), called by all ranks, gives the whole tensor, and engine.set(name, value) "
-            f"changes it; engine.clip_grad_norm_ and engine.gradient_norm are of the whole model."
-        )
-
-
-def _source_of(handle: Resting | Whole) -> Source:
-    return handle.source if isinstance(handle, Whole) else handle.home()
-
-
-def _unsplit(leaf: Any) -> Any:
-    """A tensor on the meta device in the place of a tensor, of the unsplit shape if it is a part."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    shape = _source_of(leaf).unsplit_shape if isinstance(leaf, Resting | Whole) else None
-    if shape is None:
-        return torch.empty(plainly(Tensor.size, [leaf], {}), dtype=leaf.dtype, device="meta")
-    whole = torch.empty(shape, dtype=leaf.dtype, device="meta")
-    return leaf.seen_in(whole) if isinstance(leaf, Whole) else whole
+        given_back = _given_back(result, func, leaves, form, handles, seen, opened)
+        if not any(marks):
+            return given_back
+        results, result_form = tree_flatten(given_back)
+        return tree_unflatten(Part.each_marked(results, marks, leaves), result_form)
 
 
 def _weighted(param: Resting) -> Tensor:

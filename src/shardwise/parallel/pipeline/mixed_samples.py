@@ -1,0 +1,81 @@
+"""Whether a forward mixes the samples of a batch: a mean over them, or a product of each with each.
+
+A call of the model is split along the samples ([Note: a split call] in `loop_calls.py`), and blocks that mix samples
+would mix those of a part. They are found on fake tensors, with a number of samples of which no other size is a multiple
+(`runtime/rehearsal/resized.py`): what is computed of a tensor with samples has as many dimensions of them, or mixes
+them. Functions that leave the shape alone are known by name. Integers and booleans do not count: masks are made of
+them. Not seen is a function that depends on how many samples there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.runtime.nested import argument_tensors
+from shardwise.system.torch_functions import dims_of, is_called_by_us, named
+
+Tensor = torch.Tensor
+_ALONG: Mapping[Callable[..., Any], tuple[int, int | None]] = {
+    **dict.fromkeys(named("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "flip"), (1, None)),
+    **dict.fromkeys(named("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(named("roll"), (2, None)),
+    **dict.fromkeys(named("normalize"), (2, 1)),
+}
+"""Functions that mix along dimensions and leave the shape alone, with the place of that argument, and its default."""
+_OTHERS = frozenset(named("histc"))
+"""Count, and compute nothing that trains."""
+
+
+class MixedSamples(TorchFunctionMode):
+    """Finds the first function of a forward's own code that mixes `num_samples` samples."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self._num_samples = num_samples
+        self.found = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self.found:
+            given = [one for one in argument_tensors((args, kwargs)) if one.is_floating_point()]
+            most = max((self._num_dims(one) for one in given), default=0)
+            if most and self._mixes(func, args, kwargs, result, most) and not is_called_by_us():
+                shapes = ", ".join(str(list(one.shape)) for one in given)
+                self.found = f"{getattr(func, '__name__', func)} of {shapes}"
+        return result
+
+    def _num_dims(self, tensor: Tensor) -> int:
+        """How many dimensions of a tensor are samples, maybe together with others."""
+        if isinstance(tensor, nn.Parameter):
+            return 0
+        return sum(size > 0 and size % self._num_samples == 0 for size in tensor.shape)
+
+    def _mixes(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, most: int
+    ) -> bool:
+        if func in _OTHERS or getattr(func, "__name__", "").startswith("new_"):
+            return False
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if func in _ALONG and first is not None:
+            return any(first.shape[dim] % self._num_samples == 0 for dim in dims_of(first, args, kwargs, *_ALONG[func]))
+        if func is functional.batch_norm:
+            return bool(args[5] if len(args) > 5 else kwargs.get("training"))
+        if func is Tensor.__getitem__ and first is not None and first.shape[0] == self._num_samples:
+            index = args[1][0] if isinstance(args[1], tuple) else args[1]
+            if isinstance(index, Tensor) and not index.is_floating_point() and index.dtype != torch.bool:
+                return True  # in another order
+        made = [one for one in argument_tensors(result) if one.is_floating_point()]
+        return any(self._num_dims(one) not in range(1, most + 1) for one in made)

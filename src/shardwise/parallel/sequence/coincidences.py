@@ -1,0 +1,98 @@
+"""Whether a dimension that has as many entries as a rank has tokens is the tokens.
+
+Heads before tokens (`[batch, heads, tokens, dim]`), channels, and places of an expert may be as many by chance, and to
+work along them mixes no tokens. So before a model is refused, its forward is rehearsed with another number of tokens: a
+function that is right then too, in all of the forward, only met a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import ModelError
+from shardwise.memory import Unit
+from shardwise.parallel.sequence.mixing import mixes
+from shardwise.parallel.sequence.routing import numbers_tokens
+from shardwise.plan.placement import Dtype
+from shardwise.runtime.micro_batches import MicroBatch
+from shardwise.system.torch_functions import is_called_by_us
+
+Function = Callable[..., Any]
+Called = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass
+class Coincidences:
+    """Of one model. `around` is entered with the model's copy while that computes. Ranks have a multiple of `multiple`
+    tokens."""
+
+    model: nn.Module
+    units: Sequence[Unit]
+    device: torch.device
+    compute: Dtype
+    around: Callable[[nn.Module], AbstractContextManager[None]]
+    multiple: int
+    _known: dict[tuple[int, bool], frozenset[Function] | None] = field(default_factory=dict)
+    """The functions that mix or number another number of tokens; `None` if the model cannot be rehearsed."""
+
+    def is_one(self, func: Function, called: Called | None, num_tokens: int) -> bool:
+        """Whether `func`, in a forward of whose tokens a rank has `num_tokens`, mixes and numbers none. The rehearsal
+        needs what the model is `called` with; what is recomputed later does not know that. `False` for a model that
+        cannot be rehearsed."""
+        case = num_tokens, self.model.training
+        if case not in self._known and called is not None:
+            self._known[case] = self._found_otherwise(*called, num_tokens)
+        found = self._known.get(case)
+        return found is not None and func not in found
+
+    def _found_otherwise(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int
+    ) -> frozenset[Function] | None:
+        from shardwise.runtime.rehearsal import Twin, rehearse_forward, resized, unlike_sizes  # few jobs need it
+
+        other = unlike_sizes(self.model, (args, kwargs), 1, num_tokens, self.multiple)
+        given = resized((tuple(args), dict(kwargs)), 1, num_tokens, other)
+        seen = _Seen(other)
+
+        def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.model = twin.model
+            with self.around(twin.model), seen:
+                twin.model(*args, **kwargs)
+
+        try:
+            rehearse_forward(run, self.model, self.units, MicroBatch(*given), device=self.device, compute=self.compute)
+        except ModelError:
+            return None
+        return frozenset(seen.found)
+
+
+class _Seen(TorchFunctionMode):
+    """Finds the functions by which a forward of `model` mixes tokens, of which there are `num_tokens`, or numbers
+    them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+        self.model: nn.Module | None = None
+        self.found: set[Function] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_mixing = mixes(func, args, kwargs, self._num_tokens) is not None
+        is_numbering = self.model is not None and numbers_tokens(self.model, func, args, self._num_tokens)
+        if (is_mixing or is_numbering) and not is_called_by_us():
+            self.found.add(func)
+        return func(*args, **kwargs)

@@ -1,0 +1,112 @@
+"""What is computed of a parameter that model axes split, of which a rank has a part.
+
+[Note: part by part] `param.detach() * 2` on a part is that part of the unsplit result; `param.norm()` or `param[0]` is
+not. Shapes tell: a function is computed once more without values, on the unsplit shape. A result that has the same
+shape there was computed of the part alone, and is refused. Any other is a part itself and marked as one
+(`system/marked.py`), so that `param.pow(2).sum()` is refused at the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.errors import StateError
+from shardwise.sharded.at_rest import uses
+from shardwise.sharded.at_rest.handles import Resting, Source, Whole
+from shardwise.system.marked import Marked
+from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
+
+Tensor = torch.Tensor
+
+
+class PartOf(NamedTuple):
+    """Of which tensor a part was computed, and what the result would be in whole."""
+
+    name: str
+    unsplit_shape: tuple[int, ...]
+
+
+class Part(Marked):
+    """A tensor that was computed of a part of a parameter, element by element or along whole dimensions."""
+
+    mark: PartOf
+
+    @classmethod
+    def _marks_of(
+        cls, results: Sequence[Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[PartOf | None]:
+        leaves, form = tree_flatten((tuple(args), dict(kwargs)))
+        return marks_of(results, func, leaves, form)
+
+
+def marks_of(results: Sequence[Any], func: Callable[..., Any], leaves: Sequence[Any], form: Any) -> list[PartOf | None]:
+    """What of the `results` of a function of `leaves` is a part of what the unsplit parameters would give. Raises
+    `StateError` for one that was computed of parts alone."""
+    nothing: list[PartOf | None] = [None] * len(results)
+    split = next((one for one in map(_part_of, leaves) if one is not None), None)
+    if split is None:
+        return nothing
+    part, of = split
+    try:
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            args, kwargs = tree_unflatten([_unsplit(leaf) for leaf in leaves], form)
+            expected = [one.shape if isinstance(one, Tensor) else None for one in tree_leaves(func(*args, **kwargs))]
+    except NotImplementedError:
+        return nothing  # its result depends on values
+    except (RuntimeError, ValueError, TypeError, IndexError):  # it is given other parts too
+        is_mixing = any(isinstance(one, Tensor) and one.shape.numel() < math.prod(part) for one in results)
+        expected = []
+    else:
+        pairs = zip(results, expected, strict=False)
+        is_mixing = any(isinstance(one, Tensor) and one.shape == other for one, other in pairs)
+    is_term = func in uses.SUMS and any(isinstance(one, Tensor) and one.requires_grad for one in results)
+    if is_mixing and not is_term:
+        raise StateError(
+            f"{of.name} is split along a model axis: this rank has {list(part)} of {list(of.unsplit_shape)}, and "
+            f"{getattr(func, '__name__', func)} would compute with that part alone. engine.get(name), or "
+            f"engine.get(name, 'grad'), called by all ranks, gives the whole tensor, and engine.set(name, value) "
+            f"changes it; engine.clip_grad_norm_ and engine.gradient_norm are of the whole model."
+        )
+    if len(expected) != len(results):
+        return nothing
+    return [
+        PartOf(of.name, tuple(whole)) if whole is not None and isinstance(one, Tensor) and one.shape != whole else None
+        for one, whole in zip(results, expected, strict=True)
+    ]
+
+
+def source_of(handle: Resting | Whole) -> Source:
+    """What has the values of `handle`."""
+    return handle.source if isinstance(handle, Whole) else handle.home()
+
+
+def _part_of(leaf: Any) -> tuple[tuple[int, ...], PartOf] | None:
+    """The shape of a part, and of what it is one; `None` for anything else."""
+    if isinstance(leaf, Part):
+        return _shape(leaf), leaf.mark
+    if not isinstance(leaf, Resting | Whole):
+        return None
+    source = source_of(leaf)
+    return None if source.unsplit_shape is None else (_shape(leaf), PartOf(source.name, source.unsplit_shape))
+
+
+def _unsplit(leaf: Any) -> Any:
+    """A tensor on the meta device in the place of a tensor, of the unsplit shape if it is a part."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, Part):
+        return torch.empty(leaf.mark.unsplit_shape, dtype=leaf.dtype, device="meta")
+    shape = source_of(leaf).unsplit_shape if isinstance(leaf, Resting | Whole) else None
+    if shape is None:
+        return torch.empty(_shape(leaf), dtype=leaf.dtype, device="meta")
+    whole = torch.empty(shape, dtype=leaf.dtype, device="meta")
+    return leaf.seen_in(whole) if isinstance(leaf, Whole) else whole
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    with DisableTorchFunctionSubclass():
+        return tuple(tensor.size())

@@ -1,0 +1,168 @@
+"""What calls of a model in pipeline stages return, and which of them are split along the samples."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipelined import batches
+from test_pipeline_loops import assert_same, looped, plainly
+from torch import nn
+from twins import adamw
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError
+from shardwise.testing import run_ranks
+from tests.models import LENGTH, VOCAB, WIDTH, Decoder
+
+Tensor = torch.Tensor
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    hidden: list[Any]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    logits: Tensor
+    inner: Any
+    text: str = "x"
+
+
+class Returning(Decoder):
+    """Returns its logits and what comes before them in a class of its own."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return Outputs(self.head(self.norm(hidden)), {"named": Named(hidden, [hidden * 2, 3])})
+
+
+def test_calls_return_namedtuples_and_dataclasses() -> None:
+    torch.manual_seed(0)
+    model, data = Returning(), batches(2, 8)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        output = model(x)
+        assert type(output) is Outputs
+        assert type(output.inner["named"]) is Named
+        assert (output.text, output.inner["named"].hidden[1]) == ("x", 3)
+        logits, named = output.logits.flatten(0, 1), output.inner["named"]
+        return F.cross_entropy(logits, y.flatten()) + named.logits.square().mean() + named.hidden[0].mean()
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_same(told, plainly(model, data, loss_of))
+
+
+class Unfound(Decoder):
+    """Returns a class that only its forward knows."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        local = namedtuple("local", ["logits"])
+        return local(super().forward(x))
+
+
+def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
+    ((x, _),) = batches(1, 8)
+    models = [Unfound() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with (
+            sw.shard(models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}}, world=world) as engine,
+            pytest.raises(ModelError, match=r"Unfound returns a local, a class that other ranks cannot find"),
+        ):
+            engine(x)
+
+    run_ranks(2, rank)
+
+
+class Mixing(nn.Module):
+    """A block that mixes the samples of its batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.linear(x)
+        pooled = x.mean(1)
+        if self.how == "mean":
+            return x - 0.5 * x.mean(0, keepdim=True)
+        if self.how == "negatives":
+            return x + ((pooled @ pooled.T).softmax(-1) @ pooled)[:, None]
+        if self.how == "batch norm":
+            return F.batch_norm(x.mT, None, None, training=True).mT
+        if self.how == "spread":
+            return x * (1 + x.std(dim=0).mean())
+        return x
+
+
+@pytest.mark.parametrize("how", ["mean", "negatives", "batch norm", "spread", "nothing"])
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    if is_chain:
+        chain = [nn.Embedding(VOCAB, WIDTH), *(Mixing(how) for _ in range(3)), nn.Linear(WIDTH, VOCAB)]
+        model: nn.Module = nn.Sequential(*chain)
+    else:
+        model = Decoder(block=lambda *_: Mixing(how))
+    data = batches(2, 8)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_same(told, plainly(model, data, loss_of))
+    assert ("because blocks mix them" in caplog.text) == (how != "nothing")
+
+
+class Masked(Decoder):
+    """Takes a mask of tokens by tokens, the same for all samples, and one of samples by tokens."""
+
+    def forward(self, x: Tensor, mask: Tensor, kept: Tensor) -> Tensor:
+        hidden = self.tokens(x) * kept[..., None]
+        for block in self.blocks:
+            hidden = block(mask.softmax(-1) @ hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_a_mask_with_as_many_rows_as_there_are_samples_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, data = Masked(), batches(2, LENGTH)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        mask = torch.linspace(-1, 1, LENGTH * LENGTH).view(LENGTH, LENGTH)
+        return F.cross_entropy(model(x, mask=mask, kept=(x > 3).float()).flatten(0, 1), y.flatten())
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_same(told, plainly(model, data, loss_of))
+    assert f"mask, [{LENGTH}, {LENGTH}], is that of all samples" in caplog.text
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 1}], ids=str)
+def test_a_mask_that_micro_batches_would_cut_is_refused(mesh: dict[str, int]) -> None:
+    """A mask of samples by tokens of the same shape is cut."""
+    ((x, y),) = batches(1, LENGTH)
+    models = [Masked() for _ in range(2)]
+    mask, kept = torch.zeros(LENGTH, LENGTH), torch.ones(LENGTH, LENGTH)
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        plan = {"preset": "zero1", "mesh": mesh, "accumulate": 2}
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            loss_fn = lambda logits, words: F.cross_entropy(logits.flatten(0, 1), words.flatten())  # noqa: E731
+            with pytest.raises(
+                ConfigError, match=r"mask, \[6, 6\], has as many rows as the batch has samples.* a list"
+            ):
+                engine.train_step((x, mask, kept), y, loss_fn=loss_fn)
+            parts = [(rows, mask, kept[:3]) for rows in x.chunk(2)]
+            engine.train_step(parts, list(y.chunk(2)), loss_fn=loss_fn)
+
+    run_ranks(math.prod(mesh.values()), rank)

@@ -1,0 +1,186 @@
+"""What a loop does with its part of a split sequence: what mixes tokens, or counts those of one rank, is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sequences import assert_same, batches, split_run, whole_run
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import run_ranks
+from tests.models import Gpt
+
+Tensor = torch.Tensor
+Loss = Callable[[Tensor, Tensor], Any]
+
+
+def log_probs(logits: Tensor, words: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, words[..., None]).squeeze(-1)
+
+
+def entropy(logits: Tensor, words: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+WRONG: dict[str, Loss] = {
+    "slices": lambda logits, words: entropy(logits[:, :-1], words[:, 1:]),
+    "an ellipsis": lambda logits, words: logits[..., :-1, :],
+    "after other functions": lambda logits, words: (logits.float() / 0.7)[:, :-1],
+    "narrow": lambda logits, words: logits.narrow(1, 0, 3),
+    "labels rolled": lambda logits, words: entropy(logits, words.roll(-1, 1)),
+    "labels padded": lambda logits, words: functional.pad(words[:, 1:], (0, 1), value=-100),
+    "logits transposed": lambda logits, words: functional.cross_entropy(logits.mT[..., :-1], words[:, 1:]),
+    "row by row": lambda logits, words: [
+        entropy(a[None, :-1], b[None, 1:]) for a, b in zip(logits, words, strict=True)
+    ],
+    "sums by sample": lambda logits, words: log_probs(logits, words).sum(-1),
+    "losses by sample": lambda logits, words: functional.cross_entropy(logits.mT, words, reduction="none").sum(1),
+    "whole samples right": lambda logits, words: (logits.argmax(-1) == words).all(-1),
+    "the last token": lambda logits, words: logits[:, -1],
+    "the last counted token": lambda logits, words: logits[torch.arange(len(words)), (words > 0).sum(-1)],
+    "a mean over tokens": lambda logits, words: logits.mean(dim=1),
+    "neighbours": lambda logits, words: log_probs(logits, words).diff(dim=-1),
+    "returns": lambda logits, words: log_probs(logits, words).flip(1).cumsum(1),
+}
+RIGHT: dict[str, Loss] = {
+    "entropy": entropy,
+    "transposed": lambda logits, words: functional.cross_entropy(logits.mT, words),
+    "of each token": lambda logits, words: -log_probs(logits, words).mean(),
+    "with more terms": lambda logits, words: entropy(logits, words) + 1e-2 * logits.logsumexp(-1).square().mean(),
+    "changed in place": lambda logits, words: entropy(logits.div_(2.0), words),
+    "recomputed": lambda logits, words: checkpoint(entropy, logits, words, use_reentrant=False),
+    "beside what is logged": lambda logits, words: (
+        entropy(logits, words)
+        + 0 * (logits.argmax(-1) == words).float().mean()
+        + 0 * float(logits.detach().numpy()[0, 0, 0])
+    ),
+}
+
+
+def on_two(work: Callable[[sw.Engine], object], **more: Any) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        plan = {"preset": "zero1", "mesh": {"sp": 2}, **more}
+        with sw.shard(replicas[world.rank], plan, world=world) as engine:
+            work(engine)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_what_mixes_the_tokens_of_a_part_is_refused(attention: str) -> None:
+    def work(engine: sw.Engine) -> None:
+        (batch,) = batches(1)
+        part = engine.split_sequence(batch)
+        for wrong in WRONG.values():
+            logits = engine(part["input_ids"], part["position_ids"])
+            with pytest.raises(ModelError, match=r"mixes its tokens.*Shift labels before engine.split_sequence"):
+                wrong(logits, part["labels"])
+        whole = engine.join_sequence(engine(part["input_ids"], part["position_ids"]))
+        entropy(whole[:, :-1], batch["labels"][:, :-1])
+
+    on_two(work, sequence={"attention": attention})
+
+
+@pytest.mark.parametrize("how", RIGHT)
+def test_other_losses_train_as_on_whole_sequences(how: str) -> None:
+    torch.manual_seed(0)
+    model, data = Gpt(), batches(2)
+
+    def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = RIGHT[how](model(batch["input_ids"], batch["position_ids"]), batch["labels"])
+        return loss
+
+    assert_same(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
+
+
+def test_a_mean_of_losses_is_refused_if_other_numbers_of_labels_count_on_the_ranks() -> None:
+    def work(engine: sw.Engine) -> None:
+        (batch,) = batches(1)
+        for counted in (slice(3, None), slice(1, 16, 2)):
+            labels = torch.full_like(batch["labels"], -100)
+            labels[:, counted] = batch["labels"][:, counted]
+            part = engine.split_sequence({**batch, "labels": labels})
+            logits, words = engine(part["input_ids"], part["position_ids"]).flatten(0, 1), part["labels"].flatten()
+            if counted.step:  # as many on each rank
+                functional.cross_entropy(logits, words)
+                continue
+            told = r"the labels of this batch count 20, 32 of them .* engine.mean_over_tokens"
+            for mean in (functional.cross_entropy, nn.CrossEntropyLoss(label_smoothing=0.1)):
+                with pytest.raises(ModelError, match=told):
+                    mean(logits, words)
+            with pytest.raises(ModelError, match="count 20, 32"):
+                functional.nll_loss(logits.log_softmax(-1), words)
+            losses = functional.cross_entropy(logits, words, reduction="none")
+            assert losses.isfinite().all()
+            engine.mean_over_tokens(losses, words != -100)
+
+    on_two(work, sequence={"attention": "ulysses"})
+
+
+def test_copies_are_plain() -> None:
+    def work(engine: sw.Engine) -> None:
+        part = engine.split_sequence(batches(1)[0])
+        logits = engine(part["input_ids"], part["position_ids"]).detach()
+        file = io.BytesIO()
+        torch.save({"logits": logits, **part}, file)
+        file.seek(0)
+        for one in (*torch.load(file).values(), copy.deepcopy(logits), engine.join_sequence(logits)):
+            assert type(one) is Tensor
+
+    on_two(work)
+
+
+class Heads(nn.Module):
+    """Works along heads, of which there are as many as a rank has tokens."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.mixes = nn.Linear(16, 48), nn.Linear(16, 16), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        query = torch.cat([query[:, :2], query[:, 2:] / 2], 1)
+        key = functional.normalize(key, dim=1)
+        value = value - value.mean(1, keepdim=True)
+        heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = x + self.out(heads.transpose(1, 2).flatten(2))
+        return out - out.mean(1, keepdim=True) if self.mixes else out
+
+
+class Headed(nn.Module):
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Heads(**how) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_what_is_as_many_as_tokens_is_told_from_them(preset: str, attention: str) -> None:
+    torch.manual_seed(0)
+    model, data = Headed(mixes=False), [{"x": torch.randn(4, 8, 16)} for _ in range(2)]
+
+    def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
+
+    run = split_run(model, data, preset, {"sp": 2}, loss_of=loss_of, sequence={"attention": attention})
+    assert_same(run, whole_run(model, data, loss_of=loss_of))
+    with pytest.raises(ModelError, match=r"calls mean on a tensor of shape .* mixes its tokens"):
+        split_run(Headed(mixes=True), data, preset, {"sp": 2}, loss_of=loss_of, sequence={"attention": attention})
