@@ -10,8 +10,6 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 from shardwise.system.even_parts import round_up
 
-SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
-
 Tensor = torch.Tensor
 SHORT_MESSAGE_BYTES = 64
 """What a short message takes with its length; longer ones are sent once their lengths are known."""
