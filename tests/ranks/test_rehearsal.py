@@ -33,6 +33,7 @@ from shardwise.runtime.rehearsal.grouped import (
 )
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import process_bytes_for
+from shardwise.system.own_hooks import hook
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import LENGTH, Transformer
@@ -334,8 +335,9 @@ def test_what_a_module_keeps_is_not_replaced() -> None:
     mean = model.mean
     seen = []
     model.register_forward_hook(lambda *_: seen.append(1))
+    model.register_forward_hook(hook(lambda *_: seen.append(2)))
     rehearsed(model, torch.ones(8, 4), loss=torch.sum)
-    assert seen == [1] * len(seen) != []  # a user's hook runs, as in training
+    assert seen == [1] * len(seen) != []  # a user's hook runs, as in training, and an engine's does not
     assert model.table is None
     assert model.mean is mean
     assert all(param.grad is None and type(param) is nn.Parameter for param in model.parameters())

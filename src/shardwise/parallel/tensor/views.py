@@ -31,6 +31,7 @@ from shardwise.errors import ModelError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
+from shardwise.system.own_hooks import hook
 from shardwise.system.torch_functions import dims_of, is_called_by_us, named
 from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
@@ -132,7 +133,7 @@ class ViewCheck:
             if any(problems):
                 raise ModelError(next(filter(None, problems)))
 
-        handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        handle = model.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True)
         return handle.remove
 
 
