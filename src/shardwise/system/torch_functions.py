@@ -1,21 +1,14 @@
-"""Torch's functions by name, the dimensions along which a call works, and whose call it is."""
+"""Torch's functions by name, and the dimensions along which a call works."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-import shardwise.errors
-
 Function = Callable[..., Any]
-_TORCH, _OURS = (f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, shardwise.errors))
 
 
 def named(*names: str) -> set[Function]:
@@ -32,14 +25,3 @@ def dims_of(
     dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
     several = dims if isinstance(dims, list | tuple) else [dims]
     return [one % given.dim() for one in several if isinstance(one, int) and not isinstance(one, bool) and given.dim()]
-
-
-def is_called_by_us() -> bool:
-    """Whether the call that a mode's `__torch_function__` is handling is this library's, maybe through torch's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__torch_function__":
-        frame = frame.f_back
-    frame = frame and frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_OURS)

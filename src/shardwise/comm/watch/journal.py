@@ -21,7 +21,7 @@ the tags of a link, which depend on its own messages alone.
 found in the frames, by the folders of their files, as `logging` and `warnings.warn(skip_file_prefixes=...)` find
 callers: a rank that hangs in its own loop, or in a loader, calls nothing of ours that could announce where it is, and
 where torch calls our hooks there are torch's frames in between. Only the folder of this whole package counts, no file
-or function in it.
+or function in it. Past 40 frames that takes 4 us, for each collective outside of a program.
 """
 
 from __future__ import annotations

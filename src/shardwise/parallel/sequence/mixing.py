@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.system.torch_functions import dims_of, is_called_by_us, named
+from shardwise.system.torch_functions import dims_of, named
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -47,9 +47,9 @@ _SOFTMAX = frozenset(named("softmax"))
 
 
 def refuse_mixing(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int) -> None:
-    """Raises `ModelError` if a forward's own call, in the mode that handles it, mixes a rank's `num_tokens` tokens."""
+    """Raises `ModelError` if a call in a forward mixes a rank's `num_tokens` tokens."""
     shape = mixes(func, args, kwargs, num_tokens)
-    if shape is not None and not is_called_by_us():
+    if shape is not None:
         raise ModelError(
             f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
             f"tokens, of which each rank of a split sequence has a part. Shift labels before "

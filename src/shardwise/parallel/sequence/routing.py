@@ -110,10 +110,7 @@ class Routing(TorchFunctionMode):
             how = "the first rows of a table"
             is_numbering = _begins_at_the_start(args[1], sample.layout.num_local) and _is_table(args[0], args[1], model)
         if is_numbering:
-            from shardwise.system.torch_functions import is_called_by_us  # few jobs need it
-
-            if not is_called_by_us():  # as collectives in a forward, which slice buffers, too
-                raise _refused_positions(how)
+            raise _refused_positions(how)
 
 
 def refused_attention(name: str) -> ModelError:
