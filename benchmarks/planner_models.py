@@ -13,7 +13,7 @@ from benchmarks.model import Block
 
 
 class Gpt(nn.Module):
-    """Returns its own loss, of predicting each token from those before it."""
+    """Returns its own loss, of predicting each of `labels` from the tokens up to its place."""
 
     def __init__(self, dim: int, num_blocks: int, vocab: int) -> None:
         super().__init__()
@@ -22,12 +22,11 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(ids)
         for block in self.blocks:
             x = block(x)
-        words = self.head(self.norm(x))
-        return F.cross_entropy(words[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,9 @@ MODELS: Mapping[str, ModelSize] = {
 }
 
 
-def rows_of(size: ModelSize, num_micro_batches: int, rows: int) -> Tensor:
-    """Token ids of a rank's share of one step, in micro-batches of `rows` samples."""
-    shape = (rows * num_micro_batches, size.length)
-    return torch.randint(0, size.vocab, shape, generator=torch.Generator().manual_seed(1))
+def rows_of(size: ModelSize, num_micro_batches: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Token ids of a rank's share of one step, in micro-batches of `rows` samples, and what each predicts: shifted
+    here, because a rank along `sp` has not the first token of the next one's part."""
+    shape = (rows * num_micro_batches, size.length + 1)
+    ids = torch.randint(0, size.vocab, shape, generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

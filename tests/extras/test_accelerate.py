@@ -13,10 +13,13 @@ import accelerate_jobs as jobs
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from rank_processes import begin, on_ranks
 from safetensors.torch import load_file
 
 from shardwise.errors import ConfigError
+from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.accelerate_config import read_accelerate_config
 from shardwise.observe import read_record
 
@@ -205,6 +208,29 @@ def test_a_layer_is_unfrozen_and_a_state_saved_between_micro_batches(tmp_path: P
 def test_local_sgd_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*use accelerator.no_sync\(model\).*leave LocalSGD out"):
         on_ranks(2, jobs.refused, "local")
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({"comm_hook": DDPCommunicationHookType.BF16}, r"comm_hook is bf16, .*set wire: \{grad: bf16\} in the plan"),
+        ({"comm_wrapper": DDPCommunicationHookType.FP16}, r"comm_wrapper is fp16, .*set wire: \{grad: bf16\}"),
+        (
+            {
+                "comm_hook": DDPCommunicationHookType.POWER_SGD,
+                "comm_state_option": {"matrix_approximation_rank": 4, "start_powerSGD_iter": 50},
+            },
+            r"comm_hook is power_sgd, .*preset: ddp and powersgd: \{rank: 4, start_step: 50\}",
+        ),
+    ],
+)
+def test_hooks_that_compress_gradients_are_refused(settings: dict[str, Any], cure: str) -> None:
+    """Nothing would call them."""
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+    with pytest.raises(ConfigError, match=cure):
+        Accelerator(plan="ddp", cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**settings)])
+    AcceleratorState._reset_state()
 
 
 ON_HOST = {"optim": {"tier": "host"}, "grad": {"tier": "host"}}

@@ -198,3 +198,11 @@ def test_a_folder_is_found_by_how_a_plan_names_it(monkeypatch: pytest.MonkeyPatc
     assert known.disk_at("$SCRATCH/run/3") is figures
     assert known.disk_at("~/tier") is figures
     assert known.disk_at("$HOME/other") is None
+
+
+def test_a_folder_is_found_where_links_lead(tmp_path: Path) -> None:
+    figures = DiskFigures(1.0, 2.0, 4, 2**20, True, "2026-11-24")
+    nvme, named = tmp_path / "nvme", tmp_path / "scratch"
+    nvme.mkdir()
+    named.symlink_to(nvme)
+    assert Calibration(disks={str(nvme): figures}).disk_at(named / "run") is figures

@@ -166,6 +166,16 @@ def test_processors_add_up_what_they_receive(verb: str, rounds: int) -> None:
     assert Prices(step, TOY, TWO).of(action).computing == 0
 
 
+def test_processors_copy_their_own_part_into_a_sum_in_a_wider_dtype() -> None:
+    """What arrives in bf16 is added to a copy of what is here in bf16."""
+    (unit,) = units("a", TWO)
+    table = table_for(Plan(preset="zero3", precision="bf16"), TWO).on(TWO)
+    step = StepProgram((replace(unit, flats=(replace(unit.flats[0], table=table),)),), (), ())
+    action = Action("reduce_scatter", "a", "grad", "dp", "fp32", NUMEL)
+    copied, added = 2 + 4, 2 + 2 * 4
+    assert Prices(step, PROCESSOR, TWO).of(action).computing == pytest.approx(NUMEL / 2 * (copied + added) / 8.0)
+
+
 def test_gradients_that_wait_on_the_host_are_added_there() -> None:
     step = StepProgram(units("a", TWO, "offload"), (), ())
     action = Action("wait", "a", "grad")

@@ -11,13 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.cli import calibrating
+from shardwise.cli.main import main
 from shardwise.errors import ConfigError
 from shardwise.fit import hardware_here
 from shardwise.fit.calibrate.speed import calibrated_hardware, fit_products, hardware_from, hardware_of_file
 from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import PROFILES, Hardware, Link, hardware, profiles
 from shardwise.fit.operations import Operation, product
-from shardwise.system.calibration import Calibration, HostFigures, read_calibration, write_calibration
+from shardwise.system.calibration import (
+    Calibration,
+    DiskFigures,
+    HostFigures,
+    LinkFigures,
+    read_calibration,
+    write_calibration,
+)
 
 H100 = hardware("h100-sxm")
 PLAIN = H100.model_copy(
@@ -99,18 +108,25 @@ def test_an_unknown_collective_has_no_price() -> None:
         PLAIN.collective_seconds("scan", 1, range(4))
 
 
-def test_on_processors_a_sum_of_two_hosts_is_one_round_of_messages() -> None:
-    """See [Note: sums of two] in `comm/transport/pairwise.py`: each sends all that it has, and waits once."""
+def test_on_processors_every_rank_sends_to_all_others_at_once() -> None:
+    """See [Note: messages at once] in `fit/hardware.py`: as many bytes as in a ring, and one wait within a host and one
+    between hosts, however many there are."""
     assert PLAIN.host is not None
     host = PLAIN.host.model_copy(update={"link_bytes_per_second": None})
-    processors = PLAIN.model_copy(update={"host": host})
-    two_hosts, one_host, three = range(0, 8, 4), range(2), range(0, 12, 4)
-    assert processors.collective_seconds("all_reduce", 400, two_hosts) == pytest.approx(400 / 5 + 10)
+    price = PLAIN.model_copy(update={"host": host}).collective_seconds
+    one_host, eight_hosts, both = range(4), range(0, 32, 4), range(32)
+    for kind in ("all_gather", "reduce_scatter"):
+        assert price(kind, 400, one_host) == pytest.approx(400 * 3 / 4 / 100 + 1)
+        assert price(kind, 400, eight_hosts) == pytest.approx(400 * 7 / 8 / 5 + 10), "a ring of eight waits seven times"
+        assert price(kind, 400, both) == pytest.approx(400 * 7 / 8 / 20 + 1 + 10)
+    assert price("all_reduce", 400, eight_hosts) == pytest.approx(2 * (400 * 7 / 8 / 5 + 10)), "sums, and back"
+    assert price("all_reduce", 400, one_host) == pytest.approx(2 * (400 * 3 / 4 / 100 + 1))
+    assert price("all_to_all", 400, both) == pytest.approx(400 * 28 / 32 / 5 + 1 + 10)
+    assert price("broadcast", 400, eight_hosts) == pytest.approx(7 * 400 / 5 + 10), "a copy for each other host"
+    assert price("broadcast", 400, one_host) == pytest.approx(400 / 100 + 1)
+    two_hosts = range(0, 8, 4)
+    assert price("all_reduce", 400, two_hosts) == pytest.approx(400 / 5 + 10), "[Note: sums of two] in pairwise.py"
     assert PLAIN.collective_seconds("all_reduce", 400, two_hosts) == pytest.approx(400 / 5 + 2 * 10)
-    for ranks in (one_host, three):
-        assert processors.collective_seconds("all_reduce", 400, ranks) == PLAIN.collective_seconds(
-            "all_reduce", 400, ranks
-        )
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000), st.integers(1, 10_000))
@@ -289,6 +305,33 @@ def test_the_faster_of_two_rounds_counts() -> None:
     assert found.products == SPEEDS.products
     assert found.copy_bytes_per_second == 2e10
     assert found.messages == other.messages
+
+
+def test_calibrate_says_which_disk_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = DiskFigures(2e9, 1e9, 8, 2**20, True, "2026-01-01T00:00:00+00:00")
+    measured: list[Path] = []
+    monkeypatch.setattr(calibrating.disk, "measure_disk", lambda place, _grid: measured.append(place))
+    monkeypatch.setattr(calibrating, "disk_figures", lambda _rows: figures)
+    monkeypatch.setattr(calibrating, "measured_speeds", lambda _dtypes: [SPEEDS])
+    monkeypatch.setattr(calibrating, "measured_fresh_blocks", lambda: ())
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    path, nvme = tmp_path / "calibration.json", tmp_path / "nvme"
+    links = LinkFigures(5e9, 1e9, 0.0, 0.0, "today")
+    write_calibration(Calibration("here", memory=HostFigures(1e10, 1e9, 2, "today"), links=links), path)
+    assert main(["calibrate", "--disk", "$SCRATCH/run", "--calibration", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"the disk with {tmp_path}/scratch/run: 1.9 GiB/s read, 953.7 MiB/s written" in shown
+    assert f"There is no folder {tmp_path}/scratch/run yet, so these are figures of the disk with {tmp_path}." in shown
+    nvme.mkdir()
+    (tmp_path / "fast").symlink_to(nvme)
+    assert main(["calibrate", "--disk", str(tmp_path / "fast"), "--calibration", str(path)]) == 0
+    assert "There is no folder" not in capsys.readouterr().out
+    assert measured == [tmp_path / "scratch/run", nvme]
+    known = read_calibration(path)
+    assert known.hardware is not None
+    assert known.hardware["disk"] == {"read_bytes_per_second": 2e9, "write_bytes_per_second": 1e9}, "behind the link"
 
 
 def test_a_calibration_is_of_one_machine(tmp_path: Path) -> None:

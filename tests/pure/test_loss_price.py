@@ -125,11 +125,13 @@ def test_explain_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "what a loss costs" not in capsys.readouterr().out
     explained("ddp", "--world", "4", "--optimizer", "onebit-adam")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "if a rank is lost The optimizer sends one bit per element" in shown
-    assert "what a loss costs" not in shown
+    assert "(one bit per element) begins at zero when ranks leave or join." in shown
+    assert "what a loss costs" in shown
     explained("ddp", "--world", "4", "--set", "powersgd.rank=2", "--json")
     shown = json.loads(capsys.readouterr().out)
-    assert shown["not_elastic_because"].startswith("powersgd.rank is 2.")
-    assert "losses" not in shown
+    assert "(powersgd) begins at zero" in shown["begins_anew"]
+    assert len(shown["losses"]) == 3
+    explained("zero3", "--world", "4", "--json")
+    assert "begins_anew" not in json.loads(capsys.readouterr().out)
     with pytest.raises(ConfigError, match="--checkpoint-every takes seconds, more than 0, and --time"):
         explained("zero3", "--world", "4", "--checkpoint-every", "60")

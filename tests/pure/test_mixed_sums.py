@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm import add_to
+from shardwise.comm import add_to, put_scaled
 
 
 class _Largest(TorchDispatchMode):
@@ -34,6 +34,16 @@ def test_a_sum_in_slices_is_the_sum_to_the_bit(dtype: torch.dtype, shape: tuple[
         add_to(total, summand, alpha=alpha)
     assert torch.equal(total, expected)
     assert dtype == torch.float32 or shape == (3, 2**18) or largest.numel <= 2**17
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2**17,), (2**17 + 3,), (700, 300), (3, 2**18)], ids=str)
+@pytest.mark.parametrize("scale", [0.5, 1 / 3])
+def test_a_product_is_one_of_the_wider_dtype(shape: tuple[int, ...], scale: float) -> None:
+    """`torch.mul` into it rounds to bf16 first, in memory as large as the source."""
+    source = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    target = torch.empty(shape)
+    put_scaled(target, source, scale)
+    assert torch.equal(target, source.float() * scale)
 
 
 def test_what_is_added_need_not_be_contiguous() -> None:

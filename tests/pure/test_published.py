@@ -286,6 +286,18 @@ def test_runs_that_were_not_fitted_are_predicted(changed: dict[str, str], measur
         ({"zero": "HSDP"}, "zero is 'hsdp', which names no stage"),
         ({"micro_batch": "7"}, "global_batch_seqs 64 is no multiple of dp 1 x micro_batch 7"),
         ({"seq_len": "1M"}, "seq_len is '1m', which is not a number"),
+        ({"seq_len": "100k"}, "seq_len is '100k', which is not a number"),
+        ({"vocab": "32k"}, "vocab is '32k', which is not a number"),
+        ({"hidden": "4,09"}, "hidden is '4,09', which is not a number"),
+        ({"interconnect": "0 Gbps"}, "interconnect is '0 gbps', over which nothing is sent"),
+        ({"precision": "bf16 or fp16"}, "precision is 'bf16 or fp16', which names several"),
+        ({"gpu": "H100", "precision": "BF16/FP8"}, "precision is 'bf16/fp8', which names several"),
+        ({"zero": "ZeRO-2/3"}, "zero is 'zero-2/3', which names several stages"),
+        ({"gpu": "H200 NVL"}, "there is no profile of the device 'h200 nvl'"),
+        ({"gpu": "A100X"}, "there is no profile of the device 'a100x'"),
+        ({"gpu": "MI355X"}, "there is no profile of the device 'mi355x'"),
+        ({"gpu": "H20"}, "there is no profile of the device 'h20'"),
+        ({"gpus": "-"}, "gpus is not given"),
     ],
 )
 def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reason: str) -> None:
@@ -302,6 +314,37 @@ def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reaso
 
 
 @pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"seq_len": "2k"}, {"seq_len": "2048"}),
+        ({"hidden": "12,288", "global_batch_seqs": "1,024"}, {"hidden": "12288", "global_batch_seqs": "1024"}),
+        ({"vpp": "-", "ep": "n/a", "cp": "None"}, {"vpp": "", "ep": "", "cp": ""}),
+        ({"precision": "bfloat16"}, {"precision": "bf16"}),
+        ({"precision": "float16"}, {"precision": "fp16"}),
+        ({"recompute": "no"}, {"recompute": "none"}),
+        ({"zero": "3.0"}, {"zero": "3"}),
+        ({"zero": "stage 2"}, {"zero": "2"}),
+        ({"zero": "FULL_SHARD"}, {"zero": "fsdp"}),
+        ({"zero": "fsdp SHARD_GRAD_OP"}, {"zero": "2"}),
+        ({"zero": "distributed optimizer"}, {"zero": "1"}),
+        ({"zero": "DDP"}, {"zero": "0"}),
+    ],
+)
+def test_what_tables_write_in_several_ways_is_one_thing(given: dict[str, str], same: dict[str, str]) -> None:
+    found = predict(row(**given))
+    assert found.step_seconds is not None, found.reason
+    assert found == predict(row(**same))
+
+
+def test_families_with_gated_layers_have_three_matrices_in_them() -> None:
+    sizes = {"layers": "32", "hidden": "4096", "heads": "32", "ffn": "11264", "vocab": "64000"}
+    for model in ("Gemma 9B", "Yi-6B", "DeepSeek LLM 7B", "OLMo 7B", "Phi-3 mini", "Baichuan2 7B", "Mistral 7B"):
+        assert read_run(row(model=model, **sizes)).job.model.gated, model
+    for model in ("GPT 7B", "OPT 6.7B", "Falcon 7B", "BLOOM 7B"):
+        assert not read_run(row(model=model, **sizes)).job.model.gated, model
+
+
+@pytest.mark.parametrize(
     ("words", "node", "rank"),
     [
         ("RoCE 1600Gbps/node", 1600, None),
@@ -309,7 +352,11 @@ def test_a_row_that_lacks_something_gets_a_reason(changed: dict[str, str], reaso
         ("4x IB 100Gbps per node", 400, None),
         ("NVLink + 400Gb/s RDMA per GPU", None, 400),
         ("200Gb/s HDR IB per GPU (NDm A100 v4)", None, 200),
-        ("IB 8x50GB/s", None, None),  # bits or bytes: letters have no case by then
+        ("IB 8x50GB/s", 3200, None),
+        ("ib 8x50gb/s", None, None),  # bits or bytes: the letter has no case
+        ("12.5 GB/s per GPU", None, 100),
+        ("NVLink 900GB/s per GPU + 8x NDR400", 3200, None),  # what is within a node says nothing of the network
+        ("NVSwitch 600 GB/s per GPU, 100GbE", 100, None),
         ("NVLink pairs (0-1,2-3)", None, None),
         ("3.2T", 3200, None),
         ("EFA 3.2 Tbps", 3200, None),
@@ -450,6 +497,10 @@ def test_a_file_of_rows_gets_four_columns(tmp_path: Path, capsys: pytest.Capture
     again = tmp_path / "again.csv"
     assert main([str(tmp_path / "out.csv"), "--out", str(again)]) == 0  # its own output is read again
     assert again.read_text() == (tmp_path / "out.csv").read_text()
+    header, *lines = (tmp_path / "out.csv").read_text().splitlines()
+    (tmp_path / "spaces.csv").write_text("\n".join([header.replace(",", ", "), *lines]))
+    assert main([str(tmp_path / "spaces.csv"), "--out", str(again)]) == 0
+    assert again.read_text() == (tmp_path / "out.csv").read_text(), "names of columns may have spaces around them"
 
 
 @pytest.mark.parametrize(
@@ -458,6 +509,8 @@ def test_a_file_of_rows_gets_four_columns(tmp_path: Path, capsys: pytest.Capture
         (None, "cannot be read"),
         (b"", "has no column model"),
         (b"a,b\n1,2\n", "has no column model, gpu"),
+        (b"model;gpu;gpus;tp\nx;y;1;1\n", "and here by semicolons"),
+        (b"model\tgpu\tgpus\ttp\nx\ty\t1\t1\n", "and here by tabs"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"model,gpu,gpus,micro_batch,seq_len,tp,pp,tp\nx,y,1,1,1,1,1,2\n", "has the column tp twice"),
         (b"model,gpu,gpus,micro_batch,seq_len,tp,pp\nx,y,1,1,1,1,1,1,1\n", "more cells"),

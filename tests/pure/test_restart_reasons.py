@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/shardwise"
 TITLE = "### What restarts, and what is refused\n"
 RETURNED = {
-    "program/image_bytes.py": ["why_no_images", "why_not_elastic"],
+    "program/image_bytes.py": ["why_no_images"],
     "elastic/survivable.py": ["_why_not", "_of_optimizer"],
     "elastic/layouts.py": ["_why_lost"],
     "cli/explanation.py": ["why_restarted"],

@@ -284,6 +284,23 @@ def test_a_mesh_of_the_plan_is_kept() -> None:
     assert all(dict(one.candidate.sizes) == {"dp": 8, "tp": 2} for one in chosen.best)
 
 
+@pytest.mark.parametrize("most", [1, 60])
+def test_no_neighbour_of_the_best_is_better(most: int) -> None:
+    """Also where so few may be evaluated that the search ends before it comes to them."""
+    space = Space(axes=("tp", "pp"), activations=("keep", "recompute"), schedules=(("1f1b", 1),))
+    chosen = search(Blocks(num=4, width=1024, num_rows=32), 8, LIMITS, space=space, most_evaluated=most)
+    best = chosen.best[0]
+    fitting = [one for one in chosen.why_not if one.found is not None and one.found.fits(LIMITS)]
+    assert fitting
+    assert all(one.found.seconds >= best.found.seconds for one in fitting if one.found is not None)
+
+
+def test_a_neighbour_that_was_not_asked_for_is_not_chosen() -> None:
+    chosen = search(Blocks(num=4, width=1024, num_rows=8), 4, LIMITS, space=Space(("zero3",), ("tp",), ("keep",)))
+    assert {one.candidate.preset for one in chosen.best} == {"zero3"}
+    assert any(one.found is not None and one.found.seconds < chosen.best[0].found.seconds for one in chosen.why_not)
+
+
 @sampled
 @pytest.mark.parametrize(("world_size", "num_rows"), [(1024, 4096), (100_000, 400_000)])
 def test_large_worlds_ask_for_no_more_than_small_ones(world_size: int, num_rows: int) -> None:

@@ -224,19 +224,31 @@ def by_itself(model: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:torch.compile around a sharded model:UserWarning")
 @pytest.mark.parametrize("compile_by", [in_its_model, inside_a_unit, by_itself], ids=lambda one: one.__name__)
-def test_a_part_that_is_to_be_one_graph_is_refused_with_the_remedy(compile_by: Any) -> None:
-    """Torch's own error, which says nothing of the model's plan, has ours in it or as a note."""
+def test_a_part_that_is_to_be_one_graph_is_refused_with_the_remedy_or_right(compile_by: Any) -> None:
+    """Torch's own error, which says nothing of the model's plan, has ours in it or as a note. Torch 2.11 computes what
+    it does not compile, without an error."""
     torch.compiler.reset()
     model = Transformer(num_blocks=1)
     (batch,) = batches(1)
+    expected = model.blocks[0](torch.ones(1, 3, 32)) if compile_by is by_itself else model(*batch)
 
-    def rank(world: sw.World) -> None:
+    def rank(world: sw.World) -> torch.Tensor:
         with sw.shard(model, "zero3", world=world):
-            compile_by(model)(*batch)
+            found: torch.Tensor = compile_by(model)(*batch)
+            return found
 
-    with pytest.raises(RuntimeError, match="fullgraph=True") as raised:
-        run_ranks(1, rank)
-    said = "\n".join([str(raised.value), *raised.value.__notes__])
+    error = found = None
+    try:
+        (found,) = run_ranks(1, rank)
+    except RuntimeError as refused:
+        error = refused
+    if error is None:
+        assert torch.__version__ < "2.13"
+        assert found is not None
+        assert torch.equal(found, expected)
+        return
+    said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    assert "fullgraph=True" in str(error)
     assert "part of a sharded model cannot be one graph" in said
     assert "compile: inductor" in said
 

@@ -20,7 +20,6 @@ from shardwise.errors import ConfigError, PlacementError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
-from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -227,12 +226,3 @@ def test_a_language_model_learns_more_of_coarse_codes(make_optimizer: MakeOptimi
 def test_refused(plan: dict[str, Any], words: str, model: Transformer) -> None:
     with pytest.raises((ConfigError, PlacementError), match=words):
         sharded_run(model, batches(1), "zero3", 2, plan.pop("mesh", None), **plan)
-
-
-def test_elastic_jobs_are_refused(tmp_path: Path) -> None:
-    def rank_of(world: sw.World, _: int) -> None:
-        model: nn.Module = Transformer()
-        with pytest.raises(ConfigError, match=r"wire\.feedback is 0\.8\. .* --elastic"):
-            sw.shard(model, {"preset": "zero3", "wire": fed_back()}, optimizer=adamw(model), world=world)
-
-    run_members(2, rank_of, tmp_path)

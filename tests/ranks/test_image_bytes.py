@@ -48,7 +48,7 @@ class Mixed(Net):
 @sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-kept"])
-@pytest.mark.parametrize("axis", ["dp", "tp", "ep"])
+@pytest.mark.parametrize("axis", ["dp", "tp", "ep", "codes"])
 def test_images_take_what_is_promised(axis: str, preset: str, precision: str, tmp_path: Path) -> None:
     start = Mixed() if axis == "ep" else Net()
     models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
@@ -59,6 +59,8 @@ def test_images_take_what_is_promised(axis: str, preset: str, precision: str, tm
         plan: dict[str, Any] = {"preset": preset, "precision": precision}
         if axis == "tp":
             plan |= {"mesh": {"tp": NUM_RANKS}, "tensor": {"plan": {"layers.0": "column", "layers.1": "row"}}}
+        if axis == "codes":
+            plan |= {"storage": {"frozen": {"dtype": "int8", "block": 32}}}
         if axis == "ep":
             plan |= {"mesh": {"ep": NUM_RANKS}}
         engine = sw.shard(model, plan, optimizer=optimizer, world=world)

@@ -18,12 +18,11 @@ from torch import nn
 from twins import adamw, ledger_of_a_step, work_on_ranks
 
 import shardwise as sw
-from shardwise.errors import ConfigError, ModelError, PlacementError
+from shardwise.errors import ConfigError, PlacementError
 from shardwise.runtime.low_rank import orthonormal
 from tests import inside
 from tests.models import Transformer
 from tests.patience import PATIENCE
-from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -252,22 +251,6 @@ def test_an_exact_rank_is_sent_exactly() -> None:
 def test_what_cannot_be_sent_as_factors_is_refused(plan: dict[str, Any], num_ranks: int, words: str) -> None:
     with pytest.raises((ConfigError, PlacementError), match=re.escape(words)):
         work_on_ranks(num_ranks, lambda engine: None, {**plan, "powersgd": 1}, Small, sgd)
-
-
-def test_elastic_jobs_are_refused(tmp_path: Path) -> None:
-    """A rank's unsent gradients would be lost with it."""
-
-    replicas = [Small(), Small()]
-
-    def rank_of(world: sw.World, member: int) -> None:
-        model = replicas[member]
-        with pytest.raises(ConfigError, match=r"powersgd\.rank is 1\. .* --elastic"):
-            sw.shard(model, plan_of(rank=1), optimizer=sgd(model), world=world)
-        onebit = sw.optim.OneBitAdam(model.parameters(), freeze_step=2)
-        with pytest.raises(ModelError, match=r"sends one bit per element, .* --elastic"):
-            sw.shard(model, "ddp", optimizer=onebit, world=world)
-
-    run_members(2, rank_of, tmp_path)
 
 
 HOOKED = """

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from threads_as_members import run_members
 from twins import batches, rounded_by, train_steps, work_on_ranks
 from wires import assert_trains_like, is_coded, twin_run
 
@@ -170,13 +169,3 @@ def test_refused(plan: dict[str, Any], why: str, model: Transformer) -> None:
             sw.shard(replica, {"preset": "zero3", "storage": {"frozen": "int8"}, **plan}, world=world)
 
     run_ranks(1, rank)
-
-
-def test_elastic_jobs_are_refused(model: Transformer, tmp_path: Any) -> None:
-    replicas = [copy.deepcopy(model) for _ in range(2)]
-
-    def rank_of(world: sw.World, place: int) -> None:
-        with pytest.raises(ShardwiseError, match=r"storage\.frozen is int8, .* --elastic"):
-            sw.shard(replicas[place], {"preset": "zero3", "storage": {"frozen": "int8"}}, world=world)
-
-    run_members(2, rank_of, tmp_path)

@@ -235,7 +235,7 @@ def _after(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
     return lambda tensor: second(first(tensor))
 
 
-class _Sent:
+class Sent:
     """A summand of a gradient as it is sent, with what earlier ones have lost (LoCo, arXiv:2407.04480): written down
     once more, without looking at the library."""
 
@@ -248,6 +248,9 @@ class _Sent:
     def begin_step(self, number: int) -> None:
         if self._feedback is not None and number % self._feedback["reset"] == 0:
             self._lost.clear()
+
+    def forget(self) -> None:
+        self._lost.clear()
 
     def is_narrow(self, name: str, param: Tensor) -> bool:
         return (self._through if is_coded(name, param) else self._rest) is _narrow
@@ -291,7 +294,7 @@ def twin_run(
     split parameters. Experts are dealt out to `num_dealt` ranks in a row, not counted in `num_near`, each of which has
     the tokens of all; `dealt_last` as in `Summands`."""
     parts = parts or {}
-    sent = _Sent(wire, parts)
+    sent = Sent(wire, parts)
     trained = _formats(wire.get("param"))
     frozen = _formats(wire["frozen"]) if "frozen" in wire else trained
     if "frozen" in wire and wire.get("param") == "bf16":  # beside codes, and along the axes that these leave out

@@ -1,6 +1,7 @@
 """Checkpoints: sharded safetensors and a JSON index, published atomically, read by any mesh.
 
-The reading half is imported when it is first used, because few jobs resume and all would wait for the import.
+The reading half is imported when it is first used, because few jobs resume and all would wait for the import; and so is
+what a change of plan needs.
 
 Every checkpoint lists which elements are in which file, so any mesh reads what another wrote; `engine.reshard` finds
 elements by the same functions, and sends them. An index is untrusted data, checked as a whole before any of it is used.
@@ -16,12 +17,12 @@ from shardwise.checkpoint.content import Content, Entry, content_of, of_island
 from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
 from shardwise.checkpoint.json_codec import encode
 from shardwise.checkpoint.keep import Keep, numbers_of
-from shardwise.checkpoint.reshard import Held, Parts, TrainingState
 from shardwise.checkpoint.saver import Request, Saver
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.load import Loaded, Stateful, find
     from shardwise.checkpoint.load import load as load_checkpoint
+    from shardwise.checkpoint.reshard import Held, Parts, TrainingState
 
 __all__ = [
     "Begun",
@@ -46,10 +47,19 @@ __all__ = [
     "step_name",
 ]
 
-_IN_LOAD = {"Loaded": "Loaded", "Stateful": "Stateful", "find": "find", "load_checkpoint": "load"}
+_HOMES = {
+    "Held": ("reshard", "Held"),
+    "Loaded": ("load", "Loaded"),
+    "Parts": ("reshard", "Parts"),
+    "Stateful": ("load", "Stateful"),
+    "TrainingState": ("reshard", "TrainingState"),
+    "find": ("load", "find"),
+    "load_checkpoint": ("load", "load"),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _IN_LOAD:
+    if name not in _HOMES:
         raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")
-    return getattr(importlib.import_module("shardwise.checkpoint.load"), _IN_LOAD[name])
+    home, there = _HOMES[name]
+    return getattr(importlib.import_module(f"shardwise.checkpoint.{home}"), there)

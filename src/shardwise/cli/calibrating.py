@@ -18,7 +18,7 @@ from shardwise.fit.calibrate import disk, host, links
 from shardwise.fit.calibrate.speed import hardware_from, measured_fresh_blocks, measured_speeds, this_machine
 from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import Disk, Hardware, fresh_seconds
-from shardwise.system.calibration import Calibration, default_path, read_calibration, write_calibration
+from shardwise.system.calibration import Calibration, default_path, place_of, read_calibration, write_calibration
 from shardwise.system.machine import num_cores
 from shardwise.system.neighbours import BUSY_CORES, Neighbours
 from shardwise.system.units import format_bytes, format_count, format_seconds
@@ -34,11 +34,13 @@ def run(args: argparse.Namespace) -> int:
     machine = this_machine()
     if known.machine and known.machine != machine:
         known = Calibration(known.host)  # the file came from elsewhere, or the machine has changed
-    known = _measured(known, args.disk)
+    folder = None if args.disk is None else place_of(args.disk)
+    nearest = None if folder is None else next(at for at in (folder, *folder.parents) if at.exists())
+    known = _measured(known, folder)
     neighbours = Neighbours()
     rounds, fresh = measured_speeds(DTYPES), measured_fresh_blocks()
     others_cores = neighbours.cores()
-    at_disk = known.disk_at(args.disk) if args.disk else next(iter(known.disks.values()), None)
+    at_disk = known.disk_at(folder) if folder is not None else next(iter(known.disks.values()), None)
     found = hardware_from(
         Speeds.fastest(rounds),
         known,
@@ -64,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
         told = {"machine": machine, "hardware": profile, "others_cores": others_cores, "calibration": str(path)}
         print(json.dumps(told, indent=1))
     else:
-        lines = [*_lines(found, machine, path), *_busy(others_cores)]
+        lines = [*_lines(found, machine, path), *_disk_lines(found.disk, folder, nearest), *_busy(others_cores)]
         console_for_output().print("\n".join(lines), markup=False, soft_wrap=True)
     return 0
 
 
-def _measured(known: Calibration, folder: str | None) -> Calibration:
+def _measured(known: Calibration, folder: Path | None) -> Calibration:
     """With the host's memory and links, and the disk at `folder`, where they are not known yet."""
     if known.memory is None:
         _tell("the host's memory")
@@ -79,7 +81,7 @@ def _measured(known: Calibration, folder: str | None) -> Calibration:
         known = replace(known, links=link_figures(links.measure_links(links.QUICK_BYTES)))
     if folder is not None and known.disk_at(folder) is None:
         _tell(f"the disk with {folder}")
-        place = Path(folder).resolve()
+        place = folder.resolve()
         grid = disk.Grid(disk.QUICK_BLOCKS, disk.QUICK_DEPTHS, 2**26, 0.3)
         known = replace(known, disks={**known.disks, str(place): disk_figures(disk.measure_disk(place, grid))})
     _tell("computation")
@@ -113,6 +115,18 @@ def _lines(found: Hardware, machine: str, path: Path) -> Iterator[str]:
         rate, latency = found.local.bytes_per_second, found.local.latency_seconds
         yield f"  from rank to rank: {format_bytes(rate)}/s after {format_seconds(latency)}"
     yield f"Kept in {path}; shardwise explain --time uses it."
+
+
+def _disk_lines(found: Disk | None, folder: Path | None, nearest: Path | None) -> Iterator[str]:
+    if found is not None:
+        where = "a disk" if folder is None else f"the disk with {folder}"
+        read, written = format_bytes(found.read_bytes_per_second), format_bytes(found.write_bytes_per_second)
+        yield f"  {where}: {read}/s read, {written}/s written"
+    if folder != nearest:
+        yield (
+            f"There is no folder {folder} yet, so these are figures of the disk with {nearest}. If it is to be on "
+            f"another one, mount that, and run shardwise bench disk {folder}."
+        )
 
 
 def _busy(others_cores: float) -> Iterator[str]:

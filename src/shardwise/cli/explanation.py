@@ -46,7 +46,7 @@ from shardwise.program import (
     update_by,
 )
 from shardwise.program.buddies import CopyBytes, copy_bytes
-from shardwise.program.image_bytes import ON_ACCELERATOR, ImageBytes, image_bytes, why_no_images, why_not_elastic
+from shardwise.program.image_bytes import ON_ACCELERATOR, ImageBytes, image_bytes, what_begins_anew, why_no_images
 from shardwise.program.outer_step import in_words as outer_steps_in_words
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.program.verification import build_verification, in_words, why_not_recomputed
@@ -151,9 +151,9 @@ class Explanation:
 
     @property
     def losses(self) -> list[LossPrice]:
-        """What losing a rank, a host or the launcher costs an elastic job; nothing of a single rank, and of a plan that
-        no elastic job can have. Hosts have `per_host` ranks, or all."""
-        if self.mesh.world_size == 1 or self.why_not_elastic:
+        """What losing a rank, a host or the launcher costs an elastic job; nothing of a single rank. Hosts have
+        `per_host` ranks, or all."""
+        if self.mesh.world_size == 1:
             return []
         step = None if self.time is None else self.time.step_seconds
         on_device = self.time is not None and not self.time.hardware.is_processor
@@ -169,9 +169,9 @@ class Explanation:
         )
 
     @property
-    def why_not_elastic(self) -> str:
-        """Why an elastic job with this plan is refused; empty if it is not."""
-        return why_not_elastic(self.plan, (placed.update for flat in self._flats for placed in flat.updates))
+    def begins_anew(self) -> str:
+        """What an elastic job lets go of when ranks leave or join; empty if nothing is."""
+        return what_begins_anew(self._flats)
 
     @property
     def why_restarted(self) -> str:
@@ -190,7 +190,7 @@ class Explanation:
     @property
     def images(self) -> ImageBytes | None:
         """The images from which a lost rank is restored, if the plan keeps them in the host's memory."""
-        if self.plan.survive not in ("host", "buddy") or self.why_restarted or self.why_not_elastic:
+        if self.plan.survive not in ("host", "buddy") or self.why_restarted:
             return None
         return image_bytes(self._flats, self.subject.num_states)
 
@@ -198,7 +198,7 @@ class Explanation:
     def copies(self) -> CopyBytes | None:
         """What is copied to other hosts during each next step, if the plan says so. Hosts have `per_host` ranks, or
         one."""
-        if self.plan.survive != "buddy" or self.why_restarted or self.why_not_elastic:
+        if self.plan.survive != "buddy" or self.why_restarted:
             return None
         hosts = [rank // max(1, self.per_host) for rank in range(self.mesh.world_size)]
         return copy_bytes(self._flats, self.subject.num_states, hosts)
@@ -461,7 +461,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "bytes": by_kind(explained.held),
         **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
         **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
-        **({"not_elastic_because": explained.why_not_elastic} if explained.why_not_elastic else {}),
+        **({"begins_anew": explained.begins_anew} if explained.begins_anew else {}),
         **({"restarted_because": explained.why_restarted} if explained.why_restarted else {}),
         **({"losses": [one.as_json() for one in explained.losses]} if explained.losses else {}),
         **({"room_after_a_loss": subject.room_after_a_loss} if subject.room_after_a_loss else {}),

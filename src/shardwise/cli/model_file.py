@@ -38,7 +38,7 @@ from shardwise.memory import UnitChoice, choose_units, in_own_precision, unit_sp
 from shardwise.parallel.conversions import Converted, check_plan, conversions_of, convert
 from shardwise.parallel.experts import EXPERT_LOAD, expert_split
 from shardwise.parallel.outline import SmallerMeshes, smaller_meshes
-from shardwise.parallel.pipeline import has_pipeline, stage_layout
+from shardwise.parallel.pipeline import stage_layout
 from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.replica_groups import Smaller, fastest, fastest_of_each_size, mesh_of, num_leaving
@@ -138,13 +138,13 @@ def room_after_a_loss(
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
     """Which rank along the pipeline has which modules, one line each; "" without a pipeline."""
-    return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
+    return str(stage_layout(model, plan, mesh)) if mesh.has_stages else ""
 
 
 def stages_by_unit(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """The pipeline rank that has the units of `units_of`, and for each unit the stages that use it; (0, ()) without a
     pipeline."""
-    if not has_pipeline(mesh):
+    if not mesh.has_stages:
         return 0, ()
     layout = stage_layout(model, plan, mesh)
     pp_rank = largest_pp_rank(model, layout)
@@ -191,7 +191,7 @@ def activations_of(
     machine has one. With the `hardware` on which a step is to be timed, the programs of all ranks are returned too.
     """
     batch = batch_from(source)
-    pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if has_pipeline(mesh) else 0
+    pp_rank = largest_pp_rank(model, stage_layout(model, plan, mesh)) if mesh.has_stages else 0
     if hardware is None:
         return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted)[pp_rank])
     on_cpu = hardware.is_processor
@@ -213,7 +213,7 @@ def stage_times(
 ) -> str:
     """How long each stage of a pipeline computes, one line each, by the first of `on` that can say it for all of the
     model's operators; empty without a pipeline."""
-    if not has_pipeline(mesh):
+    if not mesh.has_stages:
         return ""
     stages, batch = stage_layout(model, plan, mesh), batch_from(source)
     for one in on:

@@ -90,9 +90,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *beside)
     if explained.outer_steps:
         _section(console, "outer steps, between islands", Text(explained.outer_steps.rstrip()))
-    if explained.why_not_elastic:
-        _section(console, "if a rank is lost", Text(explained.why_not_elastic))
-    elif explained.why_restarted:
+    if explained.why_restarted:
         text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
         _section(console, "if a rank is lost", Text(text))
     elif explained.subject.smaller and num_groups(explained.mesh) == 1:
@@ -106,7 +104,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         text = f"An elastic job goes on without its {group}, {leaving}, until that is complete again."
         _section(console, "if a rank is lost", Text(text), *_smaller_times(explained))
     if explained.losses:
-        lines = [*map(str, explained.losses), *filter(None, [explained.subject.room_after_a_loss])]
+        more = filter(None, [explained.subject.room_after_a_loss, explained.begins_anew])
+        lines = [*map(str, explained.losses), *more]
         note = Text("Assumed: seconds of shardwise simulate to find a loss, to regroup, and to restart.", "dim")
         _section(console, "what a loss costs an elastic job", Text("\n".join(lines)), note)
     if explained.tiers is not None and explained.tiers.lines:

@@ -38,7 +38,7 @@ from shardwise.plan.placement import mesh_for, table_for
 from shardwise.plan.replica_groups import Smaller, copy_axes, num_groups, with_fewer_ranks
 from shardwise.program import OPTIMIZERS
 from shardwise.program.buddies import kept_axes
-from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images, why_not_elastic
+from shardwise.program.image_bytes import ON_ACCELERATOR, why_no_images
 from shardwise.system.units import bytes_of, format_seconds
 
 NUM_CAUSES = 8
@@ -149,7 +149,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         raise ConfigError(f"--per-host is {args.per_host}; give at least 1.")
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world, args.per_host)
-    step = _given_step(args, plan, mesh) if args.model is None else _predicted_step(args)
+    step = _given_step(args, mesh) if args.model is None else _predicted_step(args)
     recovery, why = _recovery(args, plan, mesh, step)
     write = load = 0.0
     if args.storage is not None:
@@ -189,7 +189,6 @@ class _Step:
     """What the simulation has to know about a step."""
 
     seconds: float
-    why_not_elastic: str
     checkpoint_bytes: int = 0
     smaller: Smaller = ()
     """The meshes on which a single replica group goes on."""
@@ -198,7 +197,7 @@ class _Step:
     """What a step takes on these, by their ranks, where that is foreseen."""
 
 
-def _given_step(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> _Step:
+def _given_step(args: argparse.Namespace, mesh: Mesh) -> _Step:
     """Without a model, it is assumed to allow all smaller meshes that numbers do."""
     for name in ("batch", "hardware", "optimizer"):
         if getattr(args, name) is not None:
@@ -208,7 +207,7 @@ def _given_step(args: argparse.Namespace, plan: Plan, mesh: Mesh) -> _Step:
     if (args.checkpoint_bytes is None) != (args.storage is None):
         raise ConfigError("--checkpoint-bytes and --storage say how long a checkpoint takes. Give both, or neither.")
     checkpoint_bytes = bytes_of("--checkpoint-bytes", args.checkpoint_bytes or "0")
-    return _Step(args.step_seconds, why_not_elastic(plan), checkpoint_bytes, with_fewer_ranks(mesh))
+    return _Step(args.step_seconds, checkpoint_bytes, with_fewer_ranks(mesh))
 
 
 def _predicted_step(args: argparse.Namespace) -> _Step:
@@ -234,9 +233,7 @@ def _predicted_step(args: argparse.Namespace) -> _Step:
     else:
         num_bytes = _checkpoint_bytes(args.model, found.subject.num_states)
     subject, seconds = found.subject, found.time.step_seconds
-    return _Step(
-        seconds, found.why_not_elastic, num_bytes, subject.smaller, subject.why_no_smaller, subject.smaller_seconds
-    )
+    return _Step(seconds, num_bytes, subject.smaller, subject.why_no_smaller, subject.smaller_seconds)
 
 
 def _checkpoint_bytes(source: str, num_states: int) -> int:
@@ -280,8 +277,6 @@ def _recovery(args: argparse.Namespace, plan: Plan, mesh: Mesh, step: _Step) -> 
     if args.recovery != "plan":
         recovery: Recovery = args.recovery
         return recovery, "--recovery says so" if recovery == "restart" else ""
-    if step.why_not_elastic:
-        return "restart", f"a job with this plan cannot be elastic: {step.why_not_elastic.partition('. ')[0]}"
     if why := _why_restarted(plan, mesh, args.device, step):
         return "restart", why
     if _has_copies(plan, mesh, args.per_host):

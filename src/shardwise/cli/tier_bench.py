@@ -25,6 +25,7 @@ from shardwise.system.calibration import (
     LinkFigures,
     default_path,
     now,
+    place_of,
     read_calibration,
     write_calibration,
 )
@@ -71,7 +72,7 @@ def require_writable(path: Path) -> None:
 
 
 def _disk(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str, Any], Calibration, str]:
-    folder = Path(args.folder).resolve()
+    folder = place_of(args.folder).resolve()
     grid = disk.Grid(disk.QUICK_BLOCKS, disk.QUICK_DEPTHS, 2**26, 0.3) if args.quick else disk.Grid()
     if args.size is not None:
         grid = replace(grid, file_bytes=args.size)

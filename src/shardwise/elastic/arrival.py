@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.checkpoint import Held, Loaded
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
-from shardwise.elastic.rebuild import boxes_on, plan_on, rebuilt
+from shardwise.elastic.rebuild import boxes_on, plan_on, rebuilt, without_states
 from shardwise.elastic.regroup_reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
@@ -94,6 +94,8 @@ def arrive(
     sent = _sent_by_others(world)
     state = sent[0]["came"]
     plan = _settled_by_others(plan, state, model)
+    for optimizer, num_steps in zip(optimizers, state["optimizer_steps"], strict=True):
+        without_states(optimizer, num_steps)
     budget = plan.budget
     if budget != Budget():  # what leaves the device for it was found when the job began
         plan = plan.with_offload(Plan(**state["plan"]).offload)
@@ -145,12 +147,13 @@ def _sent_by_others(world: World) -> list[dict[str, Any]]:
 
 
 def _settled_by_others(plan: Plan, state: Mapping[str, Any], model: nn.Module) -> Plan:
-    """`plan` with what the others have searched for or settled, whatever this rank's device is fast at."""
+    """`plan` with what the others have searched for or settled, whatever this rank's device is fast at, and with what
+    they have begun since."""
     if plan.preset == "auto":
         plan = in_own_precision(Plan(**state["plan"]), model)
     if plan.precision == "auto":
         plan = plan.with_precision(state["precision"], "auto")
-    return plan
+    return plan.model_copy(update={"powersgd": Plan(**state["plan"]).powersgd})
 
 
 def _catch_up(progress: Progress, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:

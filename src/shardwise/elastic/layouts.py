@@ -25,15 +25,16 @@ from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.regroup_reports import IMAGES, Report
 from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuffers, StageBuffers
-from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Image
+from shardwise.elastic.state_image import AT, BLOCK, CODES, PARAM, TORN, Cell, Image
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
-from shardwise.memory import DiskMemory, DiskRows, Flat
+from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, torch_dtype
 from shardwise.plan.mesh import place_along
-from shardwise.plan.placement import Slot
+from shardwise.plan.placement import Codes, Slot
 from shardwise.plan.replica_groups import is_lone, parts_of_copies
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import Keepers, keepers, kept_axes
+from shardwise.runtime.codec import codec_for
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.disk import Removals, remove_files_beside
 
@@ -96,8 +97,8 @@ class Layout:
     """The flat buffers, until the model is taken down."""
     disk: DiskMemory | None = None
     """Through which rows on a disk are read."""
-    still: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that every rank has whole and that never change, by parameter."""
+    still: dict[str, tuple[Tensor, CodedRows | None]] = field(default_factory=dict)
+    """Tensors that every rank has whole and that never change, by parameter; the rows, if they lie as codes."""
 
     @classmethod
     def of(cls, sharded: ShardedModel, label: int, folder: Path | None, meter: CopyMeter, removals: Removals) -> Layout:
@@ -118,7 +119,7 @@ class Layout:
         if sharded.disk is not None:
             sharded.disk.outlives_rank, sharded.disk.on_failure = True, survival.give_up
         still = {
-            slot.name: flat.param_piece(index)
+            slot.name: (flat.param_piece(index), flat.coded)
             for flat in flats
             if not lone and not flat.spec.trainable and not flat.spec.table.param.shard
             for index, slot in enumerate(flat.slots)
@@ -362,8 +363,10 @@ class Layout:
             every = self.survival.images if is_own and self.survival is not None else images[rank]
             image = next(image for image in every if image.shadow_step == step)
             _read(held, rank, image, self._rows_of(image, is_own=is_own))
-            for name, tensor in self.still.items():
+            for name, (tensor, rows) in self.still.items():
                 held.tensors[rank, name, PARAM] = tensor
+                if rows is not None:
+                    held.rows[rank, name] = rows
         return held
 
     def buffers(
@@ -449,12 +452,24 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
             numbers: dict[str, dict[str, Any]] = json.loads(bytes(tensor.numpy().tobytes()).rstrip(b"\0"))
             for name, values in numbers.items():
                 held.values.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
+        elif cell.kind == CODES:
+            _read_codes(held, rank, cell, tensor)
         elif cell.is_piece:
             held.tensors[rank, cell.name, cell.kind] = tensor.reshape(-1)
             if not cell.is_still:
                 held.trained.add(cell.name)
         elif cell.kind not in (BLOCK, AT, COMMITTED, BEGUN, BEGUN_AT):
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
+
+
+def _read_codes(held: Held, rank: int, cell: Cell, made: Tensor) -> None:
+    """A parameter of `rank` that lies as the codes `made`."""
+    assert cell.codes_of is not None
+    codes = Codes(cell.codes_of.dtype, cell.codes_of.block, rests=True)
+    codec, dtype = codec_for(codes), torch_dtype(cell.codes_of.elements)
+    rows = CodedRows.of(made, cell.name, codec, codes, dtype)
+    held.tensors[rank, cell.name, PARAM] = rows.param
+    held.rows[rank, cell.name] = rows
 
 
 def _file_name(label: int, rank: int) -> str:

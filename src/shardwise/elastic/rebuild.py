@@ -16,12 +16,12 @@ from shardwise.comm import World
 from shardwise.elastic.stage_buffers import RanksBuffers, share_buffers
 from shardwise.errors import ConfigError
 from shardwise.memory import DiskMemory, Unit, choose_units, make_units, unit_specs
-from shardwise.optim import vet
+from shardwise.optim import Cooperative, vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts import expert_split
 from shardwise.parallel.model_axes import Boxes, boxes_for, rows_for, split_of
 from shardwise.parallel.outline import SmallerMeshes
-from shardwise.parallel.pipeline import has_pipeline, holders_of, stage_boxes, stage_layout
+from shardwise.parallel.pipeline import holders_of, stage_boxes, stage_layout
 from shardwise.plan import Plan
 from shardwise.plan.mesh import STAGE_AXIS, Mesh, place_along
 from shardwise.plan.placement import mesh_for
@@ -49,7 +49,20 @@ def make_plain(former: Former) -> None:
     _unsplit(former.sharding)
     _unstage(former)
     for optimizer in former.optimizers:
+        without_states(optimizer)
+
+
+def without_states(optimizer: torch.optim.Optimizer, num_steps: int = 0) -> None:
+    """Drop all states of `optimizer`: those that come have seen `num_steps` steps."""
+    if isinstance(optimizer, Cooperative):
+        optimizer.begin_again(num_steps)
+    else:
         optimizer.state = defaultdict(dict)
+
+
+def steps_seen_by(optimizer: torch.optim.Optimizer) -> int:
+    """Those that its states have seen, if its updates change with them."""
+    return optimizer.num_steps if isinstance(optimizer, Cooperative) else 0
 
 
 def _unsplit(sharding: Sharding) -> None:
@@ -77,8 +90,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World, buffers: Seque
     was there before has its place in its group. Or it is a smaller mesh, or one that was smaller before: then the model
     is split anew.
     """
-    for optimizer in former.optimizers:
-        optimizer.state = defaultdict(dict)  # an interrupted attempt may have left some
+    former = _with_updates_to_come(former, held, world.rank)
     plan = plan_on(plan, world.size, world.local_size, former.sharding.smaller)
     mesh = mesh_for(plan, world.size, world.local_size)
     before = held.flats[0][0].mesh
@@ -86,7 +98,7 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World, buffers: Seque
         if not held.changes_parts(mesh):
             if former.sharding.split is not None:
                 former.sharding.split.undo()  # it communicates in the former world
-        elif has_pipeline(before) or has_pipeline(mesh):
+        elif before.has_stages or mesh.has_stages:
             return _in_other_stages(former, plan, held, world, buffers, undoing)
         else:
             _unsplit(former.sharding)
@@ -95,6 +107,23 @@ def rebuilt(former: Former, plan: Plan, held: Held, world: World, buffers: Seque
         with trained_as_before(former.sharding.flats, exactly=True):
             designed = former.sharding.design_on(former.model, plan, world)
             return _moved(former, designed, held, world, undoing)
+
+
+def _with_updates_to_come(former: Former, held: Held, rank: int) -> Former:
+    """`former`, whose optimizers have no states (an interrupted attempt may have left some) and update as they will
+    after those of `held`: some change with the number of steps, of which one may have been undone."""
+    updates = dict(former.sharding.updates)
+    names = {param: name for name, param in former.model.named_parameters()}
+    for optimizer in former.optimizers:
+        if not (isinstance(optimizer, Cooperative) and optimizer.changes_update):
+            without_states(optimizer)
+            continue
+        every = [(param, group) for _, param, group in optimizer.members() if param in updates]
+        seen = [int(held.values.get(names[param], {}).get("step", 0)) for param, _ in every]
+        is_new = not held.stands_for[rank]  # then the others have said how many there were
+        without_states(optimizer, optimizer.num_steps if is_new else max(seen, default=0))
+        updates |= {param: optimizer.update_of(param, group) for param, group in every}
+    return replace(former, sharding=replace(former.sharding, updates=updates))
 
 
 def _in_other_stages(
@@ -195,7 +224,7 @@ def _units_on(
     """The units and flat buffers that `rank` of `mesh` has of `model`, which is plain; they allocate no memory."""
     rows, boxes = rows_for(model, plan, mesh, expert_split(model, plan, mesh, rank)), boxes_on(model, plan, mesh, rank)
     chosen = choose_units(model, plan)
-    if has_pipeline(mesh):
+    if mesh.has_stages:
         holders, place = holders_of(model, stage_layout(model, plan, mesh)), mesh.coordinate(rank)[STAGE_AXIS]
         chosen = units_of_stages(chosen, holders, place)
         boxes = stage_boxes(dict(model.named_parameters()), holders, place, boxes)

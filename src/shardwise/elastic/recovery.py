@@ -33,7 +33,7 @@ from shardwise.elastic.layouts import Layout, choose
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.elastic.quiet_mode import QuietMode
-from shardwise.elastic.rebuild import make_plain, rebuilt, take_down, with_group_sizes
+from shardwise.elastic.rebuild import make_plain, rebuilt, steps_seen_by, take_down, with_group_sizes
 from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.stage_buffers import RanksBuffers
 from shardwise.elastic.survival import Survival
@@ -48,6 +48,7 @@ from shardwise.errors import (
     TurnedAwayError,
 )
 from shardwise.plan.replica_groups import Smaller, group_size, num_groups
+from shardwise.program.image_bytes import what_begins_anew
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
 from shardwise.system.disk import Removals
@@ -265,7 +266,7 @@ class Recovery:
             self.survival.await_copies()
             if self.survival.copies is not None:
                 iterations.next_version(iterations.made[iterations.version], self._sharded.progress.num_steps)
-            self.survival.begin(iterations.version, has_begun=True)
+            self.survival.begin(iterations.version, has_begun=True, is_edited=True)
         except CommError as error:
             self.recover(error)
         self.is_edited = False
@@ -332,6 +333,8 @@ class Recovery:
                 seconds * 1e3,
                 str(error).partition("\n")[0] if error is not None else "ranks have joined or left",
             )
+            if anew := what_begins_anew([flat.spec for flat in self._sharded.parts.flats]):
+                _log.warning("%s", anew)
 
     def _wait_as_spare(self, why: SpareError) -> None:
         """See [Note: spares]. If a rank is lost while this one joins, it ends, as a new one does."""
@@ -494,6 +497,7 @@ class Recovery:
             "plan": self._plan.model_dump(mode="json", exclude_unset=True),
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
+            "optimizer_steps": [steps_seen_by(optimizer) for optimizer in sharded.optimizers],
             "trained": trained.facts(),
             "buffers": encode(dict(sharded.model.named_buffers())),
             "loads": encode(self.loop_state.loads.known()),

@@ -180,6 +180,7 @@ class ElasticSession(Session):
         runner.let_report(Tolerant(runner, self._note_fault, is_void), is_void)
         for line in self._lines:
             line.on_fault = self._note_fault_of_layer
+        sharded.begin_factors_when_due()  # a rank may have been lost, or have joined, before this was planned
 
     def unwrap(self) -> None:
         self._model.__dict__.pop("_compiled_call_impl", None)

@@ -31,24 +31,38 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.checkpoint.json_codec import dtype_name, dtype_of
 from shardwise.errors import StateError
+from shardwise.plan.placement import Dtype
+from shardwise.plan.placement.wire import CodeDtype
 from shardwise.system.even_parts import round_up
 
 Tensor = torch.Tensor
 PARAM = "param"
 BLOCK = "#block"
 """The kind of a cell that contains other cells."""
+CODES = "#codes"
+"""The kind of a cell with a parameter that rests as codes."""
 AT = "#at"
 """The name and kind of the cell that says, for each flat buffer on a disk, which of its files has the state."""
 TORN = -1
 _ALIGNED = 64
 _LIVE, _SHADOW, _DIRECTORY, _LIVE_AT, _SHADOW_AT, _NUM_BYTES = 0, 2, 4, 5, 6, 7
 _HEAD = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class CodesOf:
+    """Elements that lie as codes of whole blocks (`dtype`, `block` as in the plan), and the dtype that they have."""
+
+    dtype: CodeDtype
+    block: int
+    elements: Dtype
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,8 @@ class Cell:
     """Whether it never changes, and is written to the shadow once."""
     rows: int | None = None
     """If it lies on a disk: the number of its flat buffer in `Directory.rows`; `offset` is its place in the file."""
+    codes_of: CodesOf | None = None
+    """If these are codes, of what."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,7 @@ class Directory:
     @classmethod
     def read(cls, text: bytes) -> Directory:
         fields = json.loads(text)
-        cells = tuple(Cell(**{**cell, "shape": tuple(cell["shape"])}) for cell in fields.pop("cells"))
+        cells = tuple(map(_cell, fields.pop("cells")))
         rows = tuple(RowsOnDisk(one["name"], tuple(one["paths"]), one["num_bytes"]) for one in fields.pop("rows"))
         return cls(cells, rows=rows, **fields)
 
@@ -157,12 +173,12 @@ class Plot:
             offset = start + cell[2].data_ptr() - block.data_ptr()
             self._put(*cell, offset, is_live=True, is_piece=True)
 
-    def add_still(self, name: str, kind: str, tensor: Tensor) -> None:
+    def add_still(self, name: str, kind: str, tensor: Tensor, codes_of: CodesOf | None = None) -> None:
         """Add a tensor that never changes."""
         start = self._ends[2]
         self._ends[2] = round_up(start + tensor.nbytes, _ALIGNED)
         cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), start, tensor.nbytes, False, True, True)
-        self._still.append(cell)
+        self._still.append(replace(cell, codes_of=codes_of))
 
     def add_rows(self, rows: RowsOnDisk) -> int:
         """Add a flat buffer on a disk, and return its number."""
@@ -290,6 +306,12 @@ class Image:
         """Delete the file; processes that have it mapped keep it."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def _cell(fields: dict[str, Any]) -> Cell:
+    codes_of = fields.pop("codes_of")
+    shape = tuple(fields.pop("shape"))
+    return Cell(**fields, shape=shape, codes_of=None if codes_of is None else CodesOf(**codes_of))
 
 
 def _view(memory: Tensor, start: int, cell: Cell) -> Tensor:

@@ -19,7 +19,19 @@ from shardwise.comm import LinkError
 from shardwise.elastic.copies import Copies, Outgoing
 from shardwise.elastic.image_space import NoSpaceError
 from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, StageBuffers
-from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Cell, Image, Plot, RowsOnDisk, write_mark
+from shardwise.elastic.state_image import (
+    AT,
+    BLOCK,
+    CODES,
+    PARAM,
+    TORN,
+    Cell,
+    CodesOf,
+    Image,
+    Plot,
+    RowsOnDisk,
+    write_mark,
+)
 from shardwise.errors import TierError
 from shardwise.memory import DiskRows, Flat
 from shardwise.optim import AdoptedOptimizer, Piece
@@ -92,11 +104,12 @@ class Survival:
         """The images that may contain a whole state."""
         return [self.image] if self._former is None else [self._former, self.image]
 
-    def begin(self, step: int, *, has_begun: bool = False) -> None:
+    def begin(self, step: int, *, has_begun: bool = False, is_edited: bool = False) -> None:
         """The state of `step` is complete: copy it now. With copies on other hosts all ranks call, and return when
-        those are complete; raises `CommError`. `has_begun`: the iteration after it, whose buffers these are."""
+        those are complete; raises `CommError`. `has_begun`: the iteration after it, whose buffers these are.
+        `is_edited`: what no step changes may be another as well."""
         self._to_follow = None
-        if self._has_other_buffers():
+        if self._has_other_buffers() or (is_edited and any(cell.is_still for cell in self.image.directory.cells)):
             self._renew_image()
             self._write_numbers()
         self._write_files(self.image)
@@ -243,7 +256,7 @@ class Survival:
                     plot.add(*cell, is_live=False)
             else:
                 for cell in _cells_of(flat):
-                    plot.add_still(*cell)
+                    plot.add_still(*cell, _codes_of(flat))
         states = list(self._states())
         for piece, key, value in states:
             if (own := piece.flat.on_disk(value)) is not None:
@@ -526,7 +539,14 @@ def _rows_on_disk(flats: Sequence[Flat]) -> list[DiskRows]:
 
 def _cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:
     pieces = ((slot.name, flat.param_piece(index)) for index, slot in enumerate(flat.slots))
+    if (coded := flat.coded) is not None:
+        return [(name, CODES, coded.codes_of(piece)) for name, piece in pieces if piece.numel()]
     return [(name, PARAM, piece) for name, piece in pieces if piece.numel()]
+
+
+def _codes_of(flat: Flat) -> CodesOf | None:
+    codes = flat.spec.table.rests_as
+    return None if codes is None else CodesOf(codes.dtype, codes.block, flat.spec.table.param.dtype)
 
 
 def _common_cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from shardwise.fit.tier_time import TierTime, tier_time
 from shardwise.memory import UnitChoice, choose_units, unit_numel, unit_specs
 from shardwise.parallel.experts import ExpertSplit, expert_split
 from shardwise.parallel.model_axes import boxes_for, rows_for, split_of
-from shardwise.parallel.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.plan import Offload, Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import check_budget, table_for
@@ -45,6 +44,9 @@ from shardwise.program.image_bytes import image_bytes
 from shardwise.program.schedule import Op
 from shardwise.system.calibration import Calibration
 from shardwise.system.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline import StageLayout
 
 SETTLED_AFTER = 2
 """Micro-batches, times the ranks of a pipeline, after which later ones hold what those before them do."""
@@ -186,8 +188,10 @@ def choices_by_pp_rank(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[l
     experts = expert_split(model, plan, mesh, 0)
     boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
     choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
-    if not has_pipeline(mesh):
+    if not mesh.has_stages:
         return [choices], experts
+    from shardwise.parallel.pipeline import stage_layout  # only plans with a pipeline load it
+
     return [of_params(choices, params) for params in params_by_pp_rank(model, stage_layout(model, plan, mesh))], experts
 
 
@@ -195,8 +199,10 @@ def _stages_by_pp_rank(
     model: nn.Module, plan: Plan, mesh: Mesh, units: Sequence[Sequence[UnitChoice]]
 ) -> list[_Stages]:
     """By pipeline rank; empty without one. `units` are those of each."""
-    if not has_pipeline(mesh):
+    if not mesh.has_stages:
         return []
+    from shardwise.parallel.pipeline import stage_layout  # only plans with a pipeline load it
+
     layout = stage_layout(model, plan, mesh)
     most = SETTLED_AFTER * layout.num_ranks
     if plan.accumulate > most:

@@ -28,7 +28,7 @@ from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.parallel.outline import outline
 from shardwise.parallel.pipeline import AXIS as PIPELINE
-from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLayout, has_pipeline, stage_layout
+from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLayout, stage_layout
 from shardwise.parallel.pipeline.staged_model import Carried
 from shardwise.parallel.pipeline.survey import Found
 from shardwise.parallel.sequence import rehearsed_by
@@ -80,7 +80,7 @@ def count_step(
     Raises `ModelError` for a model that cannot be rehearsed.
     """
     parts = parts_of(model, plan, mesh, expert_load=expert_load, converted=converted, on_cpu=on_cpu)
-    if has_pipeline(mesh):
+    if mesh.has_stages:
         return parts.of_stages(model, batch, counts_work=counts_work)
     return [parts.of_model(model, batch, parts.watching() if counts_work else None)]
 
@@ -343,7 +343,7 @@ def updates_of(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
 def choices_of(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     """The units of rank 0, which has the most; with a pipeline, of the pipeline rank with the most parameters."""
     by_rank, _ = choices_by_pp_rank(model, plan, mesh)
-    return by_rank[largest_pp_rank(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else by_rank[0]
+    return by_rank[largest_pp_rank(model, stage_layout(model, plan, mesh))] if mesh.has_stages else by_rank[0]
 
 
 def rows_of(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:

@@ -3,6 +3,12 @@
 A profile has the published figures of a device and its links, and a few parameters that say what share of them a
 program gets. Share and size are related by smooth functions, so that they can be fitted, and so that a plan that is a
 little larger is a little slower.
+
+[Note: messages at once] Devices communicate by NCCL, in rings and trees. Ranks on processors do not: each sends what it
+has to all others at once (`comm/transport/pairwise.py`), and those of a host read it in shared memory, one of them for
+each host that it comes from (`between_hosts.py`). That is as many bytes as in a ring, but a wait for one message within
+a host and one between hosts, however many ranks and hosts there are; and a tensor that is broadcast leaves the host of
+its sender once for each other host.
 """
 
 from __future__ import annotations
@@ -302,7 +308,8 @@ class Hardware(_Section):
             return 0.0
         near = self._rate_near() if num_near > 1 else float("inf")
         far = self._rate_far(num_near) if num_nodes > 1 else float("inf")
-        steps_near, steps_far = num_near - 1, num_nodes - 1
+        at_once = self.is_processor  # see [Note: messages at once]
+        steps_near, steps_far = (min(1, num - 1) if at_once else num - 1 for num in (num_near, num_nodes))
         match kind:
             case "all_gather" | "reduce_scatter":
                 rounds = 1.0
@@ -316,6 +323,9 @@ class Hardware(_Section):
                 near = self._rate_near(link) if num_near > 1 else near
                 moving = max(num_bytes * (num_near - 1) / num_ranks / near, away / far)
                 return moving + steps_near * link.latency_seconds + self._latency(0, steps_far)
+            case "broadcast" if at_once:
+                leaving = num_bytes * (num_nodes - 1) / self._rate_far(1)
+                return max(num_bytes / near, leaving) + self._latency(steps_near, steps_far)
             case "broadcast":
                 return num_bytes / min(near, far) + self._latency(_log2(num_near), _log2(num_nodes))
             case "send":
@@ -325,12 +335,13 @@ class Hardware(_Section):
                 raise ConfigError(f"A collective {kind!r} among {num_ranks} ranks has no price.")
         within = num_bytes * (num_ranks - 1) / num_ranks / near
         between = num_bytes * (num_nodes - 1) / num_nodes / far
+        moving = rounds * max(within, between)
+        if at_once:
+            is_of_two = kind == "all_reduce" and num_ranks == num_nodes == 2  # [Note: sums of two] in pairwise.py
+            return moving + (1 if is_of_two else rounds) * self._latency(steps_near, steps_far)
         # a flat ring has one step for each rank but one, of which as many as nodes but one go between them (NCCL's
         # src/graph/tuning.cc)
-        moving, latency = rounds * max(within, between), self._latency(num_ranks - num_nodes, steps_far)
-        if kind == "all_reduce" and self.is_processor and num_ranks == num_nodes == 2:
-            return moving + latency  # one round: [Note: sums of two] in comm/transport/pairwise.py
-        ring = moving + rounds * latency
+        ring = moving + rounds * self._latency(num_ranks - num_nodes, steps_far)
         if kind != "all_reduce":
             return ring
         # a double binary tree moves as many bytes as a ring, in steps that grow with the logarithm of the nodes, within

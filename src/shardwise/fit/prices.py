@@ -217,13 +217,15 @@ def _collective(kind: str, rounds: int) -> Price:
 
 def _adding(prices: Prices, action: Action, part: float, num_ranks: int) -> float:
     """What processors take to add up parts of so many bytes on the wire, of which one is the sum: devices do it while
-    they receive. Verdicts and sums of squares are too small to count."""
+    they receive. In a wider dtype than that of the wire, a rank's own part is first copied into the sum. Verdicts and
+    sums of squares are too small to count."""
     if action.flat == ALL_FLATS:
         return 0.0
     table = prices.flat(action).table
-    wire = WIDTH[table.grad_wire.dtype]
-    added = WIDTH[table.grad.dtype if action.dtype == "-" else action.dtype]
-    return prices.hardware.flat_seconds(part / wire * (num_ranks - 1) * (wire + 2 * added))
+    summed = table.grad.dtype if action.dtype == "-" else action.dtype
+    wire, added = WIDTH[table.grad_wire.dtype], WIDTH[summed]
+    copied = 0 if summed == table.grad_wire.dtype else wire + added
+    return prices.hardware.flat_seconds(part / wire * (copied + (num_ranks - 1) * (wire + 2 * added)))
 
 
 def _sum_of_codes(prices: Prices, action: Action, ranks: Sequence[int]) -> Cost:

@@ -33,6 +33,7 @@ from shardwise.plan.mesh import MOST_RANKS
 Row = Mapping[str, str]
 COLUMNS = ("model", "gpu", "gpus", "micro_batch", "seq_len", "tp", "pp")
 PREDICTED = ("predicted_step_seconds", "predicted_peak_bytes", "predicted_fits", "predicted_reason")
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 MAX_CELL = 1_000_000
 MAX_OPS, MAX_LAYERS = 20_000, 4096
 """Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
@@ -44,11 +45,14 @@ LINKS = (
 """What words for an interconnect have at least one of: links, their rates, and machines that are known for theirs."""
 RATE = re.compile(
     r"(?:(?<![\d.])(?P<times>\d{1,3})\s*x\s*)?(?:(?:ib|infiniband|roce)\s*)?"
-    r"(?:(?<![\d.])(?P<rate>\d{1,6}(?:\.\d{1,3})?)\s*(?P<unit>[gt])(?P<kind>be|bps|bits?/s|bit|b/s|b|)(?![a-z])"
+    r"(?:(?<![\d.])(?P<rate>\d{1,6}(?:\.\d{1,3})?)\s*(?P<unit>[gt])(?P<kind>bytes?/s|be|bps|bits?/s|bit|b/s|b|)(?![a-z])"
     r"|(?P<port>[ehnx]dr)(?P<own>\d{3})?(?![a-z\d]))"
 )
-"""A rate in bits per second, or a generation of InfiniBand, of which ports may have another rate than the usual one
-(HDR100), perhaps of several links. Words are in lower case, so bits are assumed."""
+"""A rate, or a generation of InfiniBand, of which ports may have another rate than the usual one (HDR100), perhaps of
+several links. Words are in lower case, and rates in bits per second, unless they say `bytes` (`_in_words`)."""
+WITHIN_NODES = r"nvl(?:ink|\b)|nvswitch|xgmi|infinity fabric|pci-?e"
+"""Links of one node, whose rates are the profile's; what is said of them says nothing of those between nodes."""
+BETWEEN_NODES = r"\bib\b|infiniband|roce|rdma|eth|efa|slingshot|omni|\bopa|[ehnx]dr|cx-?\d|connectx|gbe"
 PORTS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 """Gbit/s of a port of four lanes, by generation of InfiniBand (InfiniBand Trade Association's roadmap)."""
 SLINGSHOT_11 = 200
@@ -63,19 +67,26 @@ GPUS = (
     (r"b300", "b300"),
     (r"gb200", "gb200"),
     (r"b200|^blackwell", "b200"),
-    (r"(?<!g)h200", "h200"),
-    (r"h100(?!.*nvl\b)", "h100-sxm"),
-    (r"a100(?!\d).*(?<!\d)40(?!\d)", "a100-40"),
-    (r"a100(?!\d)", "a100-80"),
+    (r"(?<!g)h200(?!\d)(?!.*nvl\b)", "h200"),
+    (r"h100(?!\d)(?!.*nvl\b)", "h100-sxm"),
+    (r"a100(?![\dx]).*(?<!\d)40(?!\d)", "a100-40"),
+    (r"a100(?![\dx])", "a100-80"),
     (r"v100", "v100-32"),
     (r"mi300x", "mi300x"),
     (r"l40s", "l40s"),
     (r"(?<!\d)4090(?!\d)", "4090"),
 )
 """What names of devices have, and their profile. Others have the chip, and another rate or memory: GH200, H100 NVL,
-RTX PRO 6000 Blackwell, RTX A1000."""
+H200 NVL, A100X, RTX PRO 6000 Blackwell, RTX A1000."""
 MODERN = ("gb300", "b300", "gb200", "b200", "h200", "h100-sxm", "mi300x", "l40s", "4090")
 """Profiles of devices that also compute in fp8."""
+GATED = (
+    r"llama|internlm|qwen|mistral|mixtral|gemma|\byi[-_ ]|deepseek|baichuan|olmo|phi-?[34]|smollm|stablelm|command-?r"
+    r"|codegemma|vicuna|chatglm|\bglm-?\d|minicpm|granite"
+)
+"""Families whose multilayer perceptrons are gated (SwiGLU or GeGLU), by their reports."""
+NOTHING = frozenset(("", "-", "--", "n/a", "na", "none", "null"))
+"""How tables write that a number is not given."""
 WITH_EXPERTS = r"\bmoe\b|mixtral|dbrx|switch|glam|deepseek-?v\d|llama[-_ ]*4|[-_ ]a\d+(\.\d+)?b\b|\d+x\d+b\b|\d+e\b"
 """What names of models with experts have: the word, a family, or how many parameters are active."""
 OTHER_MODELS = (
@@ -85,6 +96,19 @@ OTHER_MODELS = (
 """Names of models that are no stack of equal layers of attention and a multilayer perceptron with one head."""
 NVLINK_DOMAIN = 64
 """GPUs of an NVL72 rack that one job uses, of powers of two."""
+
+
+STAGES = (
+    (r"shard_grad_op", 2),
+    (r"^full_shard|fsdp", 3),
+    (r"distributed[-_ ]optimizer", 1),
+    (r"^(?:none|no|off|false|ddp)$", 0),
+)
+"""What words for how states are sharded say, the first that is found: the stage of ZeRO which does the same."""
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and not number & (number - 1)
 
 
 class UnpricedError(ValueError):
@@ -206,11 +230,13 @@ def _bandwidths(link: str) -> tuple[float | None, float | None]:
     if link and not re.search(LINKS, link):
         raise UnpricedError(f"interconnect is {link[:40]!r}, which names no link")
     node, rank = None, None
+    link = " + ".join(one for one in re.split(r"[+,;&]|\band\b", link) if not _is_within_nodes(one))
     rates = list(RATE.finditer(link))
     for found, following in zip(rates, (*(one.start() for one in rates[1:]), len(link)), strict=False):
         gbits = float(found["own"] or PORTS[found["port"]]) if found["port"] else float(found["rate"])
         gbits *= int(found["times"] or 1) * (1000 if found["unit"] == "t" else 1)
-        whose, kind = link[found.end() : following], found["kind"]
+        whose, kind = link[found.end() : following], found["kind"] or ""
+        gbits *= 8 if kind.startswith("byte") else 1
         is_of_node = found["unit"] == "t" or kind == "be" or (found["times"] and kind not in ("b", "b/s"))
         if re.search(r"(?:/|per )\s*(?:gpu|rank|device)", whose):
             rank = gbits if rank is None else rank
@@ -218,9 +244,18 @@ def _bandwidths(link: str) -> tuple[float | None, float | None]:
             node = gbits if node is None else node
     if re.search(r"slingshot[- ]?11", link) and not rates:
         rank = SLINGSHOT_11
-    if 0 in (node, rank):
+    if 0 in (node, rank) or any(found["rate"] and not float(found["rate"]) for found in rates):
         raise UnpricedError(f"interconnect is {link[:40]!r}, over which nothing is sent")
     return tuple(None if rate is None else rate * 1e9 / 8 for rate in (node, rank))  # type: ignore[return-value]
+
+
+def _is_within_nodes(words: str) -> bool:
+    return bool(re.search(WITHIN_NODES, words)) and not re.search(BETWEEN_NODES, words)
+
+
+def _in_words(link: str) -> str:
+    """In lower case, with the one letter in words that makes bits of bytes."""
+    return re.sub(r"(?<=[GT])B(?:/s|ps)\b", "bytes/s", link).lower()
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
@@ -242,11 +277,13 @@ def read_run(row: Row) -> Run:
         raise UnpricedError("adapters (LoRA) are not priced: most gradients of weights are left out")
     modern = gpu in MODERN
     model = _model(cells, modern)
-    words = f" {cells.about} {device} {cells.text('precision')} "
+    words = f" {cells.about} {device} {cells.precision()} "
     software = next((one for one in software_table() if re.search(one.match, words)), Software())
     sizes = _Sizes.of(cells, model)
     recompute = cells.text("recompute")
-    precision = cells.text("precision")
+    precision = cells.precision()
+    if len(set(re.findall(r"\b(?:bf16|fp16|fp8|fp4)\b(?! tail)", re.sub(r"\(.*?\)", "", precision)))) > 1:
+        raise UnpricedError(f"precision is {precision[:40]!r}, which names several")
     if precision and not re.search("bf16|fp16|fp8|float8|fp4", precision):
         raise UnpricedError(f"precision is {precision[:40]!r}, and prices are for bf16, fp16, fp8 and fp4")
     if gpu == "v100-32" and "bf16" in precision:
@@ -288,7 +325,7 @@ def read_run(row: Row) -> Run:
         narrow_grads=software.narrow_grads,
         offloads=_offloads(cells.text("offload")),
     )
-    link = cells.text("interconnect")
+    link = _in_words(cells.written("interconnect"))
     given_per_node = cells.number("gpus_per_node") or 8
     if given_per_node > MAX_PER_NODE:
         raise UnpricedError(f"gpus_per_node is {given_per_node}, and no node has more than {MAX_PER_NODE}")
@@ -327,19 +364,26 @@ class _Cells:
         self.family = self._of("model")
         self.known = _known_model(self.family)
         self.is_mpt = "mpt" in self.family
-        self.is_gated = bool(self.known.get("gated") or re.search("llama|internlm|qwen|mistral|mixtral", self.family))
+        self.is_gated = bool(self.known.get("gated") or re.search(GATED, self.family))
+
+    def written(self, column: str) -> str:
+        value = self._row.get(column)
+        return value.strip() if isinstance(value, str) else ""
 
     def _of(self, column: str) -> str:
-        value = self._row.get(column)
-        return value.strip().lower() if isinstance(value, str) else ""
+        return self.written(column).lower()
 
     def text(self, column: str) -> str:
         return self._of(column)
 
     def number(self, column: str) -> int | None:
         text = self._of(column)
-        if not text:
+        if text in NOTHING:
             return None
+        if re.fullmatch(r"\d{1,3}(?:,\d{3})+", text):
+            text = text.replace(",", "")
+        elif column == "seq_len" and re.fullmatch(r"\d{1,4} ?k", text) and _is_power_of_two(int(text.rstrip("k "))):
+            text = str(1024 * int(text.rstrip("k ")))
         try:
             value = float(text)
         except ValueError:
@@ -347,6 +391,11 @@ class _Cells:
         if not 1 <= value <= 1e9 or value != int(value):
             raise UnpricedError(f"{column} is {text[:40]!r}, which is not a whole number from 1 on")
         return int(value)
+
+    def precision(self) -> str:
+        """As it is written, with one word for each dtype."""
+        text = self._of("precision").replace("bfloat16", "bf16").replace("float16", "fp16")
+        return "fp16" if text == "half" else text
 
     def shape(self, column: str) -> int | None:
         """The row's own figure, or that of the model of this name."""
@@ -476,19 +525,19 @@ class _Sizes:
 
 def _zero(cells: _Cells, software: Software, modern: bool) -> int:
     given = cells.text("zero")
-    if "fsdp" in given:
-        return 3
-    if given in ("none", "no", "off"):
-        return 0
+    by_name = next((stage for pattern, stage in STAGES if re.search(pattern, given)), None)
+    if by_name is not None:
+        return by_name
     said = given or " ".join(re.findall(r"deepspeed zero \d+", cells.about))
+    said = re.sub(r"\(.*?\)|(?<=\d)\.0(?!\d)", "", said)
     named = re.findall(r"(?<![\d.-])[0-3](?![\d.]|e\d)", re.sub(r"(zero|stage)-", r"\1 ", said))
-    if (given and not named) or given.startswith("?"):
-        raise UnpricedError(f"zero is {given[:40]!r}, which names no stage")
+    if (given and not named) or given.startswith("?") or len(set(named)) > 1:
+        raise UnpricedError(f"zero is {given[:40]!r}, which names {'several stages' if named else 'no stage'}")
     return next(map(int, named), 1 if modern else software.zero)
 
 
 def _recompute(given: str) -> Recompute:
-    if given in ("full", "none", ""):
+    if given in ("full", "none", "no", "off", "false", "0", ""):
         return "full" if given == "full" else "none"
     if not RECOMPUTED.issuperset(re.split(r"[\s,]+", given)):
         raise UnpricedError(f"recompute is {given[:40]!r}, and not full, none, selective or parts of a layer")
@@ -551,7 +600,7 @@ def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
-            header = list(reader.fieldnames or ())
+            header = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             twice = sorted({column for column in header if column and header.count(column) > 1})
             if twice:
                 raise ConfigError(
@@ -561,12 +610,18 @@ def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
             if missing:
                 raise ConfigError(
                     f"{path} has no column {', '.join(missing)} in its first line. The columns are those of "
-                    f"published runs: {', '.join(COLUMNS)}, ..."
+                    f"published runs: {', '.join(COLUMNS)}, ...{_other_separator(header)}"
                 )
             rows = list(_checked(path, reader))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read as a CSV file: {error}") from None
     return header, rows
+
+
+def _other_separator(header: Sequence[str]) -> str:
+    """A hint, where the whole first line is one cell with another separator in it."""
+    found = next((name for mark, name in SEPARATORS.items() if len(header) == 1 and mark in header[0]), None)
+    return "" if found is None else f" Cells are separated by commas, and here by {found}."
 
 
 def _checked(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, str]]:

@@ -240,6 +240,8 @@ class _Search:
     """Why the model cannot be split so, or `None` if it can."""
     slow: set[Candidate] = field(default_factory=set)
     """Those that were not evaluated because what they compute takes too long."""
+    outside: set[Candidate] = field(default_factory=set)
+    """Neighbours that were evaluated to say why not, and are no candidates: such as presets that were not asked for."""
     refused: dict[str, str] = field(default_factory=dict)
     num_pruned: int = 0
     num_left: int = 0
@@ -252,10 +254,10 @@ class _Search:
         num_candidates = len(bounded) + self.num_pruned
         fitting = [one for one in bounded if self._may_fit(one[1])]
         self.num_pruned += len(bounded) - len(fitting)
-        best = self._confirmed(fitting, bounded)
+        best = self._exactly(self._relieved(bounded, self._best_of(fitting)), fitting)
         if not best:
             raise self._nothing_fits(world_size, bounded)
-        why_not = tuple(self._why_not(best[0], world_size))
+        best, why_not = self._beside_neighbours(best, fitting, world_size)
         self._count_left(fitting, best)
         evaluated = tuple(Ranked(one, found) for one, found in self.known.items() if isinstance(found, Evaluated))
         return Found(
@@ -354,12 +356,9 @@ class _Search:
         mfu = three.mfu * (three.seconds / seconds) * (1 + num_more / 3)
         return replace(three, seconds=seconds, parts=parts, mfu=mfu, is_exact=False)
 
-    def _confirmed(
-        self, fitting: Sequence[tuple[Candidate, Bound]], bounded: Sequence[tuple[Candidate, Bound]]
-    ) -> list[Ranked]:
+    def _exactly(self, best: list[Ranked], fitting: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
         """The best that fit, of which the first is evaluated exactly. Where that shows that it does not fit, or that
         another may be better, that one is tried next."""
-        best = self._relieved(bounded, self._best_of(fitting))
         while best and not best[0].found.is_exact:
             candidate = best[0].candidate
             try:
@@ -400,7 +399,8 @@ class _Search:
     def _known_best(self) -> list[Ranked]:
         climb = _Climb(self)
         for candidate, found in self.known.items():
-            climb.take(candidate, found)
+            if candidate not in self.outside:
+                climb.take(candidate, found)
         return climb.best
 
     def _best_of(self, bounded: Sequence[tuple[Candidate, Bound]]) -> list[Ranked]:
@@ -457,6 +457,21 @@ class _Search:
         return bound.seconds * split * brim * factor
 
     # -- reasons ----------------------------------------------------------------------------------------
+
+    def _beside_neighbours(
+        self, best: list[Ranked], fitting: Sequence[tuple[Candidate, Bound]], world_size: int
+    ) -> tuple[list[Ranked], tuple[WhyNot, ...]]:
+        """The best, and why not its neighbours. A neighbour that had been left out because enough were evaluated, and
+        turns out to be better, is the best one, with neighbours of its own."""
+        inside = {candidate for candidate, _ in fitting}
+        while True:
+            neighbours = [candidate for _, candidate in _neighbours(best[0].candidate, self.space)]
+            self.outside.update(one for one in neighbours if one not in inside and one not in self.known)
+            reasons = tuple(self._why_not(best[0], world_size))
+            found = self._exactly(self._known_best(), fitting)
+            if found[0].candidate == best[0].candidate:
+                return found, reasons
+            best = found
 
     def _why_not(self, best: Ranked, world_size: int) -> Iterable[WhyNot]:
         for what, candidate in _neighbours(best.candidate, self.space):

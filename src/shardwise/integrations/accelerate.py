@@ -36,6 +36,7 @@ from shardwise.integrations.model_patches import (
     is_prepared,
     param_ids,
     patch_zero_grad,
+    refuse_comm_hook,
     refuse_no_sync,
     refuse_other_engines,
     synchronize_generation,
@@ -91,6 +92,7 @@ class Accelerator(BatchSharingAccelerator):
         refuse_other_engines(kwargs)
         self.ranks_per_batch = ranks_per_batch(loaded)
         super().__init__(*args, **kwargs)
+        refuse_comm_hook(self.ddp_handler)
         Accelerator.num_made += 1
         require_agreement(
             loaded, "accumulate", loaded.accumulate, self.gradient_accumulation_steps, "gradient_accumulation_steps"

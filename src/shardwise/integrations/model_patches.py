@@ -73,6 +73,25 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
             )
 
 
+def refuse_comm_hook(handler: Any) -> None:
+    """Raise `ConfigError` for accelerate's `DistributedDataParallelKwargs` if they name a hook that compresses
+    gradients: nothing would call it."""
+    for name in ("comm_hook", "comm_wrapper"):
+        asked = getattr(handler, name, None)
+        kind = str(getattr(asked, "value", asked or "no"))
+        if kind == "no":
+            continue
+        cure = "wire: {grad: bf16}"
+        if "power_sgd" in kind:
+            options = handler.comm_state_option
+            rank, start = options.get("matrix_approximation_rank", 1), options.get("start_powerSGD_iter", 1000)
+            cure = f"preset: ddp and powersgd: {{rank: {rank}, start_step: {start}}}"
+        raise ConfigError(
+            f"{name} is {kind}, a hook of DistributedDataParallel, which does not wrap a sharded model. Leave it out, "
+            f"and set {cure} in the plan."
+        )
+
+
 def patch_zero_grad(model: nn.Module, engine: sw.Engine, hand_over: Callable[[], None] | None = None) -> None:
     """Let `model.zero_grad()`, which Trainer calls in every step, drop all gradients in one call.
 
@@ -165,7 +184,8 @@ def refuse_no_sync(model: nn.Module) -> None:
         raise ConfigError(
             "model.no_sync() is DistributedDataParallel's, and a sharded model is not wrapped: use accelerator.no_sync("
             "model), or accelerate's accumulate(). LocalSGD, which calls it, lets each rank train a copy of its own, "
-            "and here ranks share one: leave LocalSGD out, or give it enabled=False."
+            "and here ranks share one: leave LocalSGD out, or give it enabled=False. What it does is islands in the "
+            "plan, with optimizer: {lr: 1, momentum: 0}."
         )
 
     if not hasattr(model, _NO_SYNC):

@@ -68,17 +68,33 @@ class CodedRows:
     """`numel` parameters in `dtype`, whole blocks, as codes on `device`. `Rows` by the addresses in `param`."""
 
     def __init__(
-        self, name: str, codec: RestCodec, codes: Codes, numel: int, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        codec: RestCodec,
+        codes: Codes,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        made: Tensor | None = None,
     ) -> None:
+        """Of zeros, unless codes are `made` already."""
         self.name = name
         self._codec, self._block = codec, codes.block
-        self._codes = torch.zeros(codec.num_codes(numel), dtype=torch.uint8, device=device)
+        if made is None:
+            made = torch.zeros(codec.num_codes(numel), dtype=torch.uint8, device=device)
+        self._codes = made
         # Pages that are never touched take no memory.
         self._addresses = torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=torch.uint8)
         self.param = self._addresses.view(dtype)
         self._begun: dict[int, Tensor] = {}
         """By place, blocks of which a part was written, as elements: they are made codes when all is there."""
         self._readers: list[threading.Event] = []
+
+    @classmethod
+    def of(cls, made: Tensor, name: str, codec: RestCodec, codes: Codes, dtype: torch.dtype) -> CodedRows:
+        """Those of which `made`, from `codes_of`, are the codes: whole blocks."""
+        numel = made.numel() // codec.num_codes(codes.block) * codes.block
+        return cls(name, codec, codes, numel, dtype, made.device, made)
 
     @property
     def codes(self) -> Tensor:
@@ -90,6 +106,11 @@ class CodedRows:
     def decode(self, out: Tensor) -> None:
         """Fill `out` with all of them."""
         self._codec.decode(self.codes, out)
+
+    def codes_of(self, tensor: Tensor) -> Tensor:
+        """A copy of those of the flat `tensor`, which begins with a block: of whole blocks."""
+        at = self._place(tensor) // self.param.element_size()
+        return self._some(self.codes, at, self._block_start(at + tensor.numel() - 1) + self._block)
 
     @property
     def num_changes(self) -> int:
@@ -151,14 +172,18 @@ class CodedRows:
 
     def _decode(self, start: int, stop: int) -> Tensor:
         """Whole blocks, in memory of their own."""
-        blocks = slice(start // self._block, stop // self._block)
-        codes = torch.cat([part[blocks].reshape(-1) for part in self._by_block(self._codes)])
+        codes = self._some(self._codes, start, stop)
         elements = torch.empty(stop - start, dtype=self.param.dtype, device=codes.device)
         self._codec.decode(codes, elements)
         for begun, block in self._begun.items():
             if start <= begun < stop:
                 elements[begun - start :][: self._block].copy_(block)
         return elements
+
+    def _some(self, codes: Tensor, start: int, stop: int) -> Tensor:
+        """Of whole blocks, in memory of their own."""
+        blocks = slice(start // self._block, stop // self._block)
+        return torch.cat([part[blocks].reshape(-1) for part in self._by_block(codes)])
 
     def _by_block(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """The integers of a message, and the bytes of its scales, one row for each block."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardwise.comm import add_to
+from shardwise.comm import add_to, put_scaled
 from shardwise.memory.dtypes import torch_dtype
-from shardwise.memory.fresh import FreshGradients, LooseGradients, place
+from shardwise.memory.fresh import FreshGradients, LooseGradients, OwnChunk, place
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
@@ -73,8 +73,11 @@ class FlatGradients:
         self.copies_of_due = _copies_of(self._copies, self._slots, self._due_span)
         """Ranges of `due`, each with the number of ranks of the whole mesh that hold its elements. Of summands, see
         [Note: norms of summands] in `program/spec.py`."""
-        self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
-        """The range of each parameter in `due`."""
+        due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
+        self._due_pieces: dict[int, Tensor] = {}
+        """Views of `due`, the part of each parameter, once one of them was asked for."""
+        self._mine = [index for index, span in enumerate(due_spans) if span.numel]
+        self._cuts = _cuts([due_spans[index] for index in self._mine], self._due_span.numel)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -87,7 +90,10 @@ class FlatGradients:
         self._fresh_dtype = torch_dtype(table.grad.dtype if self._waits_as_fresh else spec.fresh.dtype)
         self._added_dtype = torch.promote_types(self._fresh_dtype, torch_dtype(table.grad.dtype))
         are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
-        is_as_computed = self._fresh_dtype == torch_dtype(table.compute)
+        computed = torch_dtype(table.compute)
+        is_as_computed = self._fresh_dtype == computed
+        is_wide = self._fresh_dtype == torch.promote_types(self._fresh_dtype, computed)
+        self._is_widened = self._device.type == "cpu" and is_wide and not is_as_computed
         self._add: Callable[..., object] = Tensor.add_ if is_as_computed else add_to
         self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
         self._unweighed = 1.0
@@ -98,10 +104,14 @@ class FlatGradients:
         self._grad_buffer = (
             GradBuffer(self.grad_span.numel, grad_dtype, self._meter) if spec.keeps_grad_buffer else None
         )
+        self._kind_of_due = "grad" if self._grad_buffer is None else "working"
+        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
         self._fills_grad = fills_grad(spec)
         self._places = [place(slot) for slot in self._slots]
         self._gaps = _gaps(self._slots, spec.numel)
         self._in_fresh = [False] * len(self._slots)
+        self.own_span: Span | None = None
+        """The chunk that lies where its sum is made, if one does: see [Note: own chunks] in `fresh.py`."""
         self._kept_fresh: FreshGradients | None = None
         self._used_fresh: FreshGradients | None = None
         """One with freed bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
@@ -125,7 +135,10 @@ class FlatGradients:
         fresh, scale = self.fresh or self._opened_fresh(), self._scale
         view = fresh.views[index]
         if view is None:
-            fresh.views[index] = self._left(grad)
+            if isinstance(fresh, LooseGradients):
+                fresh.views[index] = self._left(grad)
+            else:
+                self._take_in_parts(fresh, index, grad)
         elif scale == 1.0:
             if self._in_fresh[index]:
                 self._add(view, grad)
@@ -136,6 +149,8 @@ class FlatGradients:
                 view.zero_()
         elif self._in_fresh[index]:
             self._add(view, grad, alpha=scale)
+        elif self._is_widened:
+            put_scaled(view, grad, scale)
         else:
             torch.mul(grad, self._factor, out=view)
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
@@ -143,6 +158,18 @@ class FlatGradients:
             self._has_come[index] = True
             self.num_to_come -= 1
         return not self.num_to_come
+
+    def _take_in_parts(self, fresh: FreshGradients, index: int, grad: Tensor) -> None:
+        """Store the gradient of a parameter that lies in two chunks; see [Note: own chunks] in `fresh.py`."""
+        parts = fresh.parts(index)
+        for view, part in zip(parts, grad.reshape(-1).split_with_sizes([len(one) for one in parts]), strict=True):
+            if self._scale == 0.0:
+                if not self._in_fresh[index]:
+                    view.zero_()
+            elif self._in_fresh[index]:
+                self._add(view, part, alpha=self._scale)
+            else:
+                torch.mul(part, self._factor, out=view)
 
     def _left(self, grad: Tensor) -> Tensor:
         """`grad` itself, as [Note: gradients that stay] has it, unless it has to be another one."""
@@ -163,6 +190,8 @@ class FlatGradients:
 
     def _bytes_of(self, fresh: FreshGradients | LooseGradients) -> int:
         """Those that are not in the gradient buffer."""
+        if fresh is self._kept_fresh:
+            return 0
         return fresh.nbytes if isinstance(fresh, LooseGradients) else self.bytes_beside_grad_buffer(fresh.memory)
 
     def _new_fresh(self) -> FreshGradients | LooseGradients:
@@ -180,7 +209,10 @@ class FlatGradients:
             used.allocate()
             return used
         memory = self.own_memory if self._waits_as_fresh else memory
-        return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places)
+        own = None
+        if self.own_span is not None and dtype == self._fresh_dtype == self._wire:
+            own = OwnChunk(self.own_span, self.sum_memory(self.own_span.numel, dtype))
+        return FreshGradients(memory.buffer(self.spec.numel, dtype), self._places, own)
 
     def take_back(self, fresh: FreshGradients) -> None:
         """`fresh` has been summed elsewhere and is no longer read: a later backward uses its memory again."""
@@ -208,8 +240,8 @@ class FlatGradients:
         """What has come of a backward that has not been reduced, by parameter."""
         if self.fresh is None:
             return []
-        views = zip(self._slots, self.fresh.views, self._in_fresh, strict=True)
-        return [(slot, view) for slot, view, has_come in views if has_come and view is not None]
+        fresh = [(slot, self.fresh.gradient(index)) for index, slot in enumerate(self._slots) if self._in_fresh[index]]
+        return [(slot, gradient) for slot, gradient in fresh if gradient is not None]
 
     def close_fresh(self) -> FreshGradients | LooseGradients | None:
         """What the backward left, with zeros for parameters that it did not reach."""
@@ -239,7 +271,9 @@ class FlatGradients:
 
     def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
         """The bytes of `tensor` that are not in the gradient buffer."""
-        return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
+        kept = self._grad_buffer
+        is_in_it = kept is not None and kept.has(tensor)
+        return 0 if is_in_it else tensor.nbytes
 
     def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
         """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,
@@ -308,11 +342,6 @@ class FlatGradients:
                 ranges.setdefault(copies, []).append(own)
         return [(tensors, copies) for copies, tensors in ranges.items()]
 
-    @property
-    def _kind_of_due(self) -> str:
-        """How the meter counts `due`: where there is a gradient buffer, anything outside it is temporary."""
-        return "grad" if self._grad_buffer is None else "working"
-
     def keep_due(self, due: Tensor) -> None:
         """Store what the update will read; a second one before the update is added to the first."""
         if self._due is None:
@@ -344,7 +373,7 @@ class FlatGradients:
     def make_due(self) -> None:
         """Make a gradient of zeros for the update to read."""
         dtype, numel = torch_dtype(self.spec.table.due.dtype), self._due_span.numel
-        if self._is_below("due"):
+        if "due" in self._below:
             self.keep_due(self.require_host().buffer(numel, dtype).zero_())
         else:
             self.keep_due(torch.zeros(numel, dtype=dtype, device=self._device))
@@ -354,21 +383,18 @@ class FlatGradients:
         assert self.host is not None
         return self.host
 
-    def _is_below(self, buffer: Buffer) -> bool:
-        return buffer in self._below
-
     def _hold(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
         """Count what lies on the device; `HostMemory` counts its own."""
-        if not self._is_below(buffer):
-            self._meter.hold(kind, self.bytes_beside_grad_buffer(tensor))
+        if buffer not in self._below and (num_bytes := self.bytes_beside_grad_buffer(tensor)):
+            self._meter.hold(kind, num_bytes)
 
     def _drop(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
-        if not self._is_below(buffer):
-            self._meter.drop(kind, self.bytes_beside_grad_buffer(tensor))
+        if buffer not in self._below and (num_bytes := self.bytes_beside_grad_buffer(tensor)):
+            self._meter.drop(kind, num_bytes)
 
     def _give_back(self, buffer: Buffer, tensor: Tensor) -> None:
         """`tensor` is no longer read."""
-        if self._is_below(buffer):
+        if buffer in self._below:
             self.require_host().give_back(tensor)
 
     def due_piece(self, index: int) -> Tensor | None:
@@ -378,7 +404,24 @@ class FlatGradients:
         if isinstance(due, LooseGradients):
             own = due.views[index]
             return due.made(index).view(-1) if own is None else own.view(-1)
-        return None if due is None else due[self._due_spans[index].as_slice]
+        return None if due is None else self._pieces_of(due)[index]
+
+    def due_pieces(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """The same for several, each of which has a gradient on some rank: see [Note: once for each gradient]. Where it
+        is others alone that a backward has reached, this rank's summands are zeros."""
+        if self._due is None:
+            self.make_due()
+        due = self._due
+        if isinstance(due, LooseGradients) or due is None:
+            return [self.due_piece(index) for index in indices]
+        pieces = self._pieces_of(due)
+        return [pieces[index] for index in indices]
+
+    def _pieces_of(self, due: Tensor) -> dict[int, Tensor]:
+        if not self._due_pieces:  # all in one call: a slice takes as long as many of them
+            self._due_pieces = dict.fromkeys(range(len(self._slots)), due[:0])
+            self._due_pieces.update(zip(self._mine, due.split_with_sizes(self._cuts)[1::2], strict=True))
+        return self._due_pieces
 
     def note(self, index: int, *, has_one: bool) -> None:
         """Record for all ranks whether parameter `index` has a gradient, where they know it without an agreement."""
@@ -396,6 +439,7 @@ class FlatGradients:
             self._drop("due", self._kind_of_due, self._due)
             self._give_back("due", self._due)
         self._due = None
+        self._due_pieces = {}
         self._squares = None
         if self._grad_buffer is not None:
             self._grad_buffer.leave()
@@ -419,6 +463,14 @@ def _copies_of(copies_of_slots: Sequence[float], slots: Sequence[Slot], due: Spa
         elif mine.numel:
             found.append((mine, copies))
     return tuple(found)
+
+
+def _cuts(spans: Sequence[Span], numel: int) -> list[int]:
+    """The sizes of `spans`, which follow each other in `numel` elements, each after that of what lies before it; and
+    of what comes last."""
+    ends = [0, *(span.stop for span in spans)]
+    sizes = [size for end, span in zip(ends, spans, strict=False) for size in (span.start - end, span.numel)]
+    return [*sizes, numel - ends[-1]]
 
 
 def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:

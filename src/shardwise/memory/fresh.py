@@ -6,6 +6,11 @@ filling it: 2.2 and 2.6 us in a step with 16 parameters a unit. So memory whose 
 views, with its storage resized to nothing, until the next backward gives the storage its bytes back. Memory that ranks
 share cannot be resized, and is allocated anew.
 
+[Note: own chunks] In a sum of which each rank gets a chunk, nobody but a rank itself reads its own summand of its own
+chunk. Where ranks read each other's memory, a rank's gradients of that chunk go straight to where the sum is made, and
+the others' summands are added there: a pass less over that memory, and of the memory that ranks share, whose pages are
+the dearest, a chunk less. A parameter that lies in two chunks has its gradient in two parts.
+
 [Note: gradients that stay] Where nothing moves gradients between a backward and the update, as in a pipeline without
 data parallelism or on one rank, they need not lie side by side. On a CPU the first gradient of a parameter stays in the
 tensor that autograd has made, as in plain PyTorch, and later ones are added to it. Not on devices: it is not
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -27,25 +33,72 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 slicing and then viewing takes two, and twice as long."""
 
 
-class FreshGradients:
-    """Memory as long as a flat buffer, with a view for each parameter's gradient."""
+@dataclass(frozen=True)
+class OwnChunk:
+    """The elements `span` of a flat buffer, in memory of their own: see [Note: own chunks]."""
 
-    def __init__(self, memory: Tensor, places: Sequence[Place]) -> None:
+    span: Span
+    memory: Tensor
+
+
+class FreshGradients:
+    """Memory as long as a flat buffer, with a view for each parameter's gradient.
+
+    With `own` that chunk lies there instead, and `memory` is undefined where it would be. Parameters of which only a
+    part lies in it have no view, and are taken in by `parts`.
+    """
+
+    def __init__(self, memory: Tensor, places: Sequence[Place], own: OwnChunk | None = None) -> None:
         first = memory.storage_offset()
-        self.memory = memory
-        self.views = [memory.as_strided(shape, strides, first + start) for shape, strides, start in places]
+        self.memory, self.own = memory, own
+        self.views: list[Tensor | None]
+        if own is None:
+            self.views = [memory.as_strided(shape, strides, first + start) for shape, strides, start in places]
+        else:
+            self.views = [self._view(own, *each) for each in places]
+        self._places = places
         self._num_bytes = memory.nbytes
         self._chunks: Sequence[Tensor] = ()
+
+    def _view(self, own: OwnChunk, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Tensor | None:
+        span = Span(start, start + math.prod(shape))
+        common = span.overlap(own.span)
+        if not common.numel:
+            return self.memory.as_strided(shape, strides, self.memory.storage_offset() + start)
+        if common != span:
+            return None
+        return own.memory.as_strided(shape, strides, own.memory.storage_offset() + span.within(own.span).start)
+
+    def parts(self, index: int) -> list[Tensor]:
+        """Where the gradient of parameter `index` lies, flat, part by part."""
+        shape, _, start = self._places[index]
+        return self._parts(Span(start, start + math.prod(shape)))
+
+    def _parts(self, span: Span) -> list[Tensor]:
+        common = Span(span.stop, span.stop) if self.own is None else span.overlap(self.own.span)
+        parts = [self.memory[span.start : common.start], self.memory[common.stop : span.stop]]
+        if self.own is not None:
+            parts.insert(1, self.own.memory[common.within(self.own.span).as_slice])
+        return [part for part in parts if part.numel()]
+
+    def gradient(self, index: int) -> Tensor:
+        """That of parameter `index`, in its shape: a copy if it lies in parts."""
+        view = self.views[index]
+        return torch.cat(self.parts(index)).view(self._places[index][0]) if view is None else view
 
     def chunks(self, num_ranks: int) -> Sequence[Tensor]:
         """The part of each of `num_ranks` ranks in a sum."""
         if len(self._chunks) != num_ranks:
-            self._chunks = self.memory.chunk(num_ranks)
+            chunks = list(self.memory.chunk(num_ranks))
+            if self.own is not None:
+                chunks[self.own.span.start // self.own.span.numel] = self.own.memory
+            self._chunks = chunks
         return self._chunks
 
     def zero(self, span: Span) -> None:
         """Let the elements `span`, which no gradient fills, be zero."""
-        self.memory[span.as_slice].zero_()
+        for part in self._parts(span):
+            part.zero_()
 
     def allocate(self) -> None:
         """Give the memory its bytes back, undefined."""
@@ -73,6 +126,10 @@ class LooseGradients:
 
     def zero(self, span: Span) -> None:
         """Nothing lies there."""
+
+    def gradient(self, index: int) -> Tensor | None:
+        """That of parameter `index`, if one has come."""
+        return self.views[index]
 
     def made(self, index: int) -> Tensor:
         """A gradient of zeros, from here on, for a parameter that has none."""

@@ -1,19 +1,27 @@
-"""Optimizers over this rank's pieces of the parameters: any elementwise one of torch, and some of our own."""
+"""Optimizers over this rank's pieces of the parameters: any elementwise one of torch, and some of our own, which are
+imported when they are first used, because most jobs bring torch's."""
 
-from shardwise.optim.adafactor import Adafactor
-from shardwise.optim.adam import AdamW
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from shardwise.optim.adopted import SCALAR_STATES, WHOLE_STATES, AdoptedOptimizer
 from shardwise.optim.cooperative import Cooperative, Peers
 from shardwise.optim.disk_check import require_states_for_disk
 from shardwise.optim.hyper import hyper_digest, hyperparameters
-from shardwise.optim.lamb import Lamb
-from shardwise.optim.lion import Lion
-from shardwise.optim.muon import Muon, hidden_matrices
-from shardwise.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from shardwise.optim.piece import Piece
 from shardwise.optim.probe import StateForm, state_keys, vet
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.step_method import replaced_step
+
+if TYPE_CHECKING:
+    from shardwise.optim.adafactor import Adafactor
+    from shardwise.optim.adam import AdamW
+    from shardwise.optim.lamb import Lamb
+    from shardwise.optim.lion import Lion
+    from shardwise.optim.muon import Muon, hidden_matrices
+    from shardwise.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 __all__ = [
     "SCALAR_STATES",
@@ -40,3 +48,21 @@ __all__ = [
     "state_keys",
     "vet",
 ]
+
+_HOMES = {
+    "Adafactor": "adafactor",
+    "AdamW": "adam",
+    "Lamb": "lamb",
+    "Lion": "lion",
+    "Muon": "muon",
+    "OneBitAdam": "onebit",
+    "OneBitLamb": "onebit",
+    "ZeroOneAdam": "onebit",
+    "hidden_matrices": "muon",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise.optim' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"shardwise.optim.{_HOMES[name]}"), name)

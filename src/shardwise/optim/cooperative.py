@@ -7,6 +7,7 @@ same calls go to the other ranks (`rank_peers.py`). The arithmetic is the same c
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -114,6 +115,16 @@ class Cooperative(torch.optim.Optimizer):
         then, before the next forward.
         """
         raise NotImplementedError
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that its states have seen, if `update_of` depends on them."""
+        return 0
+
+    def begin_again(self, num_steps: int) -> None:  # noqa: ARG002
+        """Drop all states: those that are accepted next have seen `num_steps` steps, fewer than the present ones if a
+        step was undone."""
+        self.state = defaultdict(dict)
 
     def dense_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The state of `param` as the plain optimizer has it: tensors of its shape, and numbers."""

@@ -92,6 +92,14 @@ class _OneBit(Cooperative):
             self._update(param, group, is_frozen=was_frozen)
         return loss
 
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def begin_again(self, num_steps: int) -> None:
+        super().begin_again(num_steps)
+        self._num_steps = num_steps
+
     def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         super().accept_state(param, state)
         self._note_steps(state)
@@ -242,6 +250,10 @@ class OneBitLamb(_OneBit):
         self._before: dict[nn.Parameter, Tensor] = {}
         """Momenta before the present step."""
         super().__init__(params, freeze_step, defaults)
+
+    def begin_again(self, num_steps: int) -> None:
+        super().begin_again(num_steps)
+        self._before.clear()
 
     def _first_numbers(self) -> dict[str, Any]:
         return {"lamb_coeff_freeze": torch.tensor(0.0, device="cpu"), "last_factor": torch.tensor(1.0, device="cpu")}

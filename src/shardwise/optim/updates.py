@@ -81,9 +81,12 @@ class Updates:
     def count_writes(self, member: torch.optim.Optimizer) -> None:
         """Let torch refuse a backward through a forward of before this step, as where an optimizer writes to parameters
         in place."""
-        for piece in self._groups[member].pieces:
-            if piece.flat.spec.trainable and piece.flat.grads.touched_anywhere[piece.index]:
-                torch.autograd.graph.increment_version(piece.param)
+        written = [
+            piece.flat.params[piece.index]
+            for piece in self._groups[member].pieces
+            if piece.flat.spec.trainable and piece.flat.grads.touched_anywhere[piece.index]
+        ]
+        torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:
         self._host_adam.close()
@@ -91,12 +94,14 @@ class Updates:
 
 def _offer(pieces: Sequence[Piece]) -> bool:
     """Give pieces the gradients that are due. Returns whether any has one."""
+    touched: dict[Flat, list[Piece]] = {}
     for piece in pieces:
-        grads = piece.flat.grads
-        is_touched = grads.touched_anywhere[piece.index]
-        due = grads.due_piece(piece.index) if is_touched else None
-        if due is None and is_touched:  # a summand, of a backward on other ranks only
-            grads.make_due()
-            due = grads.due_piece(piece.index)
-        piece.tensor.grad = due if due is None or piece.tensor.dim() == 1 else due.view(piece.tensor.shape)
-    return any(piece.tensor.grad is not None for piece in pieces)
+        if piece.flat.grads.touched_anywhere[piece.index]:
+            touched.setdefault(piece.flat, []).append(piece)
+        else:
+            piece.tensor.grad = None
+    for flat, own in touched.items():
+        for piece, due in zip(own, flat.grads.due_pieces([piece.index for piece in own]), strict=True):
+            tensor = piece.tensor
+            tensor.grad = due if due is None or tensor.dim() == 1 else due.view(tensor.shape)
+    return bool(touched)

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.comm import Line
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor import copy_to, reduce_from
+from shardwise.parallel.tensor.functions import copy_to, reduce_from
 
 Tensor = torch.Tensor
 

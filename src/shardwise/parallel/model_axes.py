@@ -7,6 +7,7 @@ which of them apply.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,14 +17,17 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import LabelledTable, tables_for
 from shardwise.parallel.experts import AXIS as EXPERTS
 from shardwise.parallel.experts import ExpertSplit, RankTotal, share_totals
-from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import StageLayout, has_pipeline
-from shardwise.parallel.tensor import AXIS, Generators, ModelSplit, Regions, begin_stages, draws, split_for
 from shardwise.plan import Plan
+from shardwise.plan.mesh import STAGE_AXIS as STAGES
+from shardwise.plan.mesh import TENSOR_AXIS as AXIS
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Box
 from shardwise.runtime import named_tensors
 from shardwise.system.own_hooks import hook
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline import StageLayout
+    from shardwise.parallel.tensor import Generators, ModelSplit, Regions
 
 Boxes = Mapping[nn.Parameter, Box]
 
@@ -95,11 +99,13 @@ def split_of(
         return None
     if plan.compile is not None:
         raise ConfigError(f"compile needs units whose modules do not communicate. Leave it out of a plan with {AXIS}.")
-    if plan.tensor.verify and has_pipeline(mesh):
+    if plan.tensor.verify and mesh.has_stages:
         raise ConfigError(
             f"tensor.verify compares the whole model, and along {STAGES} a rank has only a stage of it. Check the "
             f"model once with {STAGES} left out of the mesh, then train without tensor.verify."
         )
+    from shardwise.parallel.tensor import split_for  # here and below: only plans with that axis load it
+
     excluded = [found.path for found in experts.modules] if experts is not None else []
     return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), excluded)
 
@@ -110,12 +116,16 @@ def sequence_parts(split: ModelSplit | None, mesh: Mesh, stages: StageLayout) ->
     firsts = [names[0] for names in stages.stages]
     if split is None:
         return {}
+    from shardwise.parallel.tensor import begin_stages
+
     begin_stages(split, firsts)
     return {stage: mesh.size(AXIS) for stage, name in enumerate(firsts) if split.receives_part(name)}
 
 
 def carry_out_split(model: nn.Module, split: ModelSplit, mesh: Mesh, world: World, device: torch.device) -> None:
     """Change the model in place. Its parameters are already parts. All ranks must call."""
+    from shardwise.parallel.tensor import Regions
+
     group = world.group(mesh, AXIS)
     line = Line(world.collectives(device), group)
     regions = Regions(line, synchronize_generators(model, mesh, world))
@@ -150,7 +160,11 @@ def carry_out_experts(
 
 def synchronize_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
     """Make ranks that share a sample draw the same numbers from now on, if the model draws any. All ranks must call."""
-    if AXIS not in mesh.model_axes or not draws(model):
+    if AXIS not in mesh.model_axes:
+        return None
+    from shardwise.parallel.tensor import Generators, draws
+
+    if not draws(model):
         return None
     group = world.group(mesh, AXIS)
     generators = Generators(world.rank_device, group.index)

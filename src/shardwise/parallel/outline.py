@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,15 +17,16 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.memory import LabelledTable, UnitChoice, choose_units
 from shardwise.parallel.experts import ExpertSplit, check_routers, expert_split
 from shardwise.parallel.model_axes import Boxes, boxes_after, boxes_for, rows_for, split_of
-from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import StageLayout, has_pipeline, holders_of, stage_layout
-from shardwise.parallel.sequence import check_model as check_sequence
-from shardwise.parallel.tensor import ModelSplit
 from shardwise.plan import Budget, Offload, Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.plan.mesh import STAGE_AXIS as STAGES
 from shardwise.plan.replica_groups import Smaller, num_groups, with_fewer_ranks
 from shardwise.runtime import check_backend
 from shardwise.runtime.activations import Treatments, treatments_for
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline import StageLayout
+    from shardwise.parallel.tensor import ModelSplit
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,25 @@ def outline(
     rows = rows_for(model, plan, mesh, experts, parts)
     tables = [table.on(mesh) for table in {row.table for row in rows.values()}]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
-        check_sequence(model, plan)
+        from shardwise.parallel.sequence import check_model  # only plans with that axis load it
+
+        check_model(model, plan)
     check_backend(plan.compile, stays_whole=all(table.stays_whole for table in tables))
     split = split_of(model, plan, mesh, rank, experts) if parts is None else None
     if parts is None:
         boxes = boxes_for(model, mesh, rank, split, experts)
     else:
         boxes = boxes_after(model, mesh, rank, parts, had, experts)
-    if plan.paths == "by_rank" and has_pipeline(mesh):
+    if plan.paths == "by_rank" and mesh.has_stages:
         raise ConfigError(
             f"paths is by_rank, but along {STAGES} ranks also wait for what other stages send, so all call the same "
             f"modules. Leave paths out of the plan, or {STAGES} out of the mesh."
         )
-    stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
+    stages = None
+    if mesh.has_stages:
+        from shardwise.parallel.pipeline import stage_layout  # only plans with a pipeline load it
+
+        stages = stage_layout(model, plan, mesh)
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
     choices = choose_units(model, plan, parts)
     if mesh.island_axes or plan.says_islands:
@@ -88,6 +95,8 @@ def outline(
 
 def _check_fragments_of_stages(model: nn.Module, plan: Plan, stages: StageLayout) -> None:
     """Raise `ConfigError` for a trained parameter of several stages, each of which deals out its own units."""
+    from shardwise.parallel.pipeline import holders_of  # only plans with a pipeline load it
+
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     shared = [name for name, ranks in holders_of(model, stages).items() if len(ranks) > 1 and name in trained]
     if shared:

@@ -30,6 +30,7 @@ MODEL_AXES = {
 """Axis names with a conventional meaning. All others, and `ep`, are data axes: ranks along them read different
 batches."""
 
+TENSOR_AXIS = "tp"
 SEQUENCE_AXIS = "sp"
 EXPERT_AXIS = "ep"
 STAGE_AXIS = "pp"
@@ -37,7 +38,7 @@ ISLAND_AXIS = "island"
 """The data axis along which parameters vary: between two outer steps each island trains its own copy."""
 SYNONYMS = {"cp": SEQUENCE_AXIS}
 """Other names for model axes, which are refused, and the name to use instead."""
-SAME_PARAMS_AXES = ("tp",)
+SAME_PARAMS_AXES = (TENSOR_AXIS,)
 """Model axes along which ranks have the same list of parameters: each holds its part of one that is split, and a copy
 of any other. Along the others (pipeline stages), each rank has its own list."""
 
@@ -160,6 +161,11 @@ class Mesh:
     def has_experts(self) -> bool:
         """Whether ranks along an axis have different experts."""
         return EXPERT_AXIS in self.axes and self.size(EXPERT_AXIS) > 1
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether models are split into pipeline stages."""
+        return STAGE_AXIS in self.axes and self.size(STAGE_AXIS) > 1
 
     @property
     def num_replicas(self) -> int:

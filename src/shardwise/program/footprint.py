@@ -322,10 +322,15 @@ def resting_disk_bytes(flat: FlatSpec) -> int:
 
 
 def optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
-    """States, and master weights where these are not the parameters themselves."""
+    """States, master weights where these are not the parameters themselves, and what was not sent yet."""
+    return updated_bytes_of(flat, states_per_param, coordinate) + residual_bytes(flat) + factored_bytes(flat)
+
+
+def updated_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
+    """What an update changes beside the parameters themselves: states, and master weights."""
     copies = (0 if flat.updates else states_per_param) + (0 if flat.master_is_param else 1)
     num_bytes = copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
-    return num_bytes + _state_bytes(flat, coordinate) + residual_bytes(flat) + factored_bytes(flat)
+    return num_bytes + _state_bytes(flat, coordinate)
 
 
 def _ranges(placed: PlacedUpdate, numel: int) -> list[int]:

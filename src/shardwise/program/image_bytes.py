@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.plan import Plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.replica_groups import Smaller, is_lone, num_groups
-from shardwise.program.footprint import disk_bytes, optim_bytes_of
+from shardwise.program.feedback import kept_losses
+from shardwise.program.footprint import disk_bytes, updated_bytes_of
+from shardwise.program.sign_exchange import keeps_residuals
 from shardwise.program.spec import FlatSpec
-from shardwise.program.update import Update
 
 ON_ACCELERATOR = "parameters are on an accelerator, whose memory is lost with its process"
 
@@ -44,9 +44,9 @@ def image_bytes(
         if flat.lies_on_disk:
             continue
         if not flat.trainable:
-            copy += flat.num_bytes(param.shard, param.dtype) if param.shard or is_lone(flat.mesh) else 0
+            copy += flat.resting_bytes if param.shard or is_lone(flat.mesh) else 0
             continue
-        updated = optim_bytes_of(flat, states_per_param, coordinate)
+        updated = updated_bytes_of(flat, states_per_param, coordinate)
         params = flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
         live += updated + (params if flat.resident and flat.is_lone else 0)
         copy += updated + params + flat.outer_bytes
@@ -69,29 +69,13 @@ def why_no_images(mesh: Mesh, smaller: Smaller = (), why_no_smaller: str = "") -
     return ""
 
 
-def why_not_elastic(plan: Plan, updates: Iterable[Update] = ()) -> str:
-    """The sentences with which an elastic job is refused that has this plan, and an optimizer that updates parameters
-    so; empty if none is: a rank that is lost takes with it what it has not sent yet."""
-    if plan.powersgd.rank is not None:
-        return (
-            f"powersgd.rank is {plan.powersgd.rank}. What each rank has not sent yet would be lost with it, so it does "
-            f"not work in an elastic job in this version. Launch the job without --elastic, or leave powersgd out."
-        )
-    if plan.wire.feedback.beta is not None:
-        return (
-            f"wire.feedback is {plan.wire.feedback.beta:g}. What the codes of each rank have lost would be "
-            f"lost with it, so it does not work in an elastic job in this version. Launch the job without --elastic, "
-            f"or leave out feedback."
-        )
-    if plan.storage.frozen.dtype is not None:
-        return (
-            f"storage.frozen is {plan.storage.frozen.dtype}, and what survives a lost rank are elements and not codes, "
-            f"so it does not work in an elastic job in this version. Launch the job without --elastic, or send frozen "
-            f"parameters as codes instead: wire: {{frozen: {plan.storage.frozen.dtype}}}."
-        )
-    if any(update.sends_signs for update in updates):
-        return (
-            "The optimizer sends one bit per element, and what each rank has not sent yet would be lost with it, so it "
-            "does not work in an elastic job in this version. Launch the job without --elastic, or take AdamW."
-        )
-    return ""
+def what_begins_anew(flats: Sequence[FlatSpec]) -> str:
+    """What all ranks let go of when some leave an elastic job or join it, in a sentence; empty if nothing is. It is a
+    rank's own, so that what a lost one had is lost with it, and counts for one number of ranks alone."""
+    kept = {
+        "what codes of gradients have lost (wire.feedback)": any(map(kept_losses, flats)),
+        "what was not sent of gradients that go as factors (powersgd)": any(flat.factored for flat in flats),
+        "what was not sent of what the optimizer averages (one bit per element)": any(map(keeps_residuals, flats)),
+    }
+    found = " and ".join(what for what, is_kept in kept.items() if is_kept)
+    return f"{found[0].upper()}{found[1:]} begins at zero when ranks leave or join." if found else ""

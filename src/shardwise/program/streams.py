@@ -218,6 +218,9 @@ def _overlap_reductions(program: Program, grad_bytes: Mapping[str, int]) -> Prog
     blocks = []
     for block in program:
         chains = _chains(block.actions)
+        if not chains and not pending and not gathering:  # most blocks, of which nothing changes
+            blocks.append(block)
+            continue
         actions = [action for action in block.actions if action.subject != "grad"]
         going_on: list[str] = []
         if block.moment.edge == "before":
@@ -253,6 +256,8 @@ def _beside_codes(pending: Mapping[str, _Chain]) -> set[str]:
 
 
 def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:
+    if not any(action.subject == "grad" for action in actions):
+        return {}
     return {flat: _Chain(deque(steps)) for flat, steps in _by_flat(a for a in actions if a.subject == "grad").items()}
 
 

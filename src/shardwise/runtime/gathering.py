@@ -184,7 +184,8 @@ class Gathering:
         """Free every gathered buffer that is not always kept whole."""
         for unit in self.units:
             for flat in unit.flats:
-                flat.guard.rest()
+                if not flat.guard.is_resting:
+                    flat.guard.rest()
                 flat.lasts = False
                 if flat.failed_update is None:  # its readers get the error, and nothing else of it is on its way
                     self._executor.movers[flat.name].params.wait_full()

@@ -15,13 +15,15 @@ import torch
 from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError
 from shardwise.memory import Flat, torch_dtype
-from shardwise.plan.placement import SumOfCodes
+from shardwise.plan.placement import Span, SumOfCodes
 from shardwise.program import Action, Factored, Subject, Verb, adds_in_place, reduce_due, step_gradients
 from shardwise.runtime.codec import Codec, EncodedAllReduce, EncodedReduceScatter, codec_for
 from shardwise.runtime.low_rank import FactoredSum, FactorMessages
 from shardwise.runtime.reduction import Reduction, staging_bytes
 
 Tensor = torch.Tensor
+LEAST_APART_BYTES = 1 << 20
+"""Of a rank's chunk of a flat buffer's gradients, below which its calls cost more than a pass over it."""
 
 
 class GradMover:
@@ -43,6 +45,20 @@ class GradMover:
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
         """Whether gradients wait in the form that the update needs, so that nothing moves at the step."""
+        flat.grads.own_span = self._own_span()
+
+    def _own_span(self) -> Span | None:
+        """This rank's chunk of the first sum, if it may lie apart: see [Note: own chunks] in `memory/fresh.py`. It is
+        not worth its calls where there is little of it; nor if this rank's summand comes third in a sum or later, and
+        would have to be kept until then."""
+        first, spec = self._chain[0] if self._chain else None, self.flat.spec
+        if first is None or first.verb != "reduce_scatter" or first.codes or spec.grad_bytes < LEAST_APART_BYTES:
+            return None
+        group, dtypes = self._groups[first.over], {spec.fresh.dtype, spec.table.grad_wire.dtype}
+        if group.index > 1 or not self._collectives.reads_own_apart(group) or dtypes != {first.dtype}:
+            return None
+        numel = spec.numel // len(group.ranks)
+        return Span(group.index * numel, (group.index + 1) * numel)
 
     def moves(self) -> dict[tuple[Verb, Subject], Callable[[Action], None]]:
         """The method for each action on gradients. What reduces the result of a backward reduces `due` alike: `_sum`
@@ -73,7 +89,7 @@ class GradMover:
         if adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
             out = source[group.index * numel : (group.index + 1) * numel]
         else:
-            out = flat.grads.sum_memory(numel, dtype)
+            out = flat.grads.sum_memory(numel, dtype) if reduction.own is None else reduction.own
         if action.codes:
             codec = self._codec_along(action.over)
             work: Work = EncodedReduceScatter(codec, self._collectives, out, source, group, self._name)

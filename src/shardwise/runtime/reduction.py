@@ -53,6 +53,11 @@ class Reduction:
         """`current` cut into one chunk per rank, if these views exist already."""
         return self._fresh.chunks(num_ranks) if self._fresh is not None else None
 
+    @property
+    def own(self) -> Tensor | None:
+        """Where the sum of this rank's chunk is made, if its summand lies there already."""
+        return self._fresh.own.memory if self._fresh is not None and self._fresh.own is not None else None
+
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
         num_bytes = self._flat.grads.bytes_beside_grad_buffer(out)
         self._is_replaced = out is self.current or (num_bytes == self._bytes and out.numel() == self.current.numel())

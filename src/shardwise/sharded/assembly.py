@@ -18,12 +18,9 @@ from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
 from shardwise.parallel.experts import EXPERT_LOAD, loaded
-from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import Pipeline, SharedGradients
-from shardwise.parallel.sequence import SequenceParallel, SplitBatches, WholeOutputs
-from shardwise.parallel.tensor import Generators
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS
+from shardwise.plan.mesh import STAGE_AXIS as STAGES
 from shardwise.program import Action
 from shardwise.runtime import BufferSync, Executor, Runner, Settings
 from shardwise.runtime.activations import (
@@ -46,6 +43,8 @@ from shardwise.system.own_hooks import hook
 from shardwise.system.telemetry import Ledger, Timeline
 
 if TYPE_CHECKING:
+    from shardwise.parallel.pipeline import Pipeline
+    from shardwise.parallel.sequence import SequenceParallel, SplitBatches, WholeOutputs
     from shardwise.runtime.outer_steps import OuterSteps
     from shardwise.runtime.verification import Verification
 
@@ -271,6 +270,8 @@ class _Assembly:
         """Sums gradients of parameters that are on several pipeline stages, if this rank has any."""
         if self._sharding.staged is None:
             return None
+        from shardwise.parallel.pipeline import SharedGradients  # only ranks with a pipeline load it
+
         shared = SharedGradients(self._sharding.staged, self._flats, self._world, self._mesh)
         return shared.add_up if shared else None
 
@@ -370,8 +371,12 @@ class _Assembly:
         sharding = self._sharding
         if sharding.staged is None:
             return None
+        from shardwise.parallel.pipeline import Pipeline  # only ranks with a pipeline load it
+
         pipeline = Pipeline(sharding.staged, self._world, self._mesh, sharding.device)
         if sharding.stage_design is not None and sharding.stage_design.draws:
+            from shardwise.parallel.tensor import Generators
+
             generators = Generators(self._world.rank_device, pipeline.pp_rank)
             generators.synchronize(self._world, self._world.group(self._mesh, STAGES))
             pipeline.own_numbers = generators.own_inside
@@ -410,6 +415,8 @@ class _Assembly:
         mesh = self._mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
+        from shardwise.parallel.sequence import SequenceParallel  # only ranks with that axis load it
+
         staged, device = self._sharding.staged, self._sharding.device
         sequence = SequenceParallel(
             self._model,

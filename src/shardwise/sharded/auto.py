@@ -40,7 +40,7 @@ from shardwise.init import Wishes, device_for
 from shardwise.memory import in_own_precision
 from shardwise.optim import vet
 from shardwise.optim.precision.auto_precision import settle
-from shardwise.parallel.pipeline import has_pipeline, stage_layout
+from shardwise.parallel.pipeline import stage_layout
 from shardwise.parallel.pipeline.loop_calls import parts_of_call
 from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
@@ -133,7 +133,7 @@ def _search(
         schedules=(),
         rows=(rows,),
         shares=has_budget or not on_cpu,
-        parts=_num_parts(model, base, mesh, batch) if as_call and has_pipeline(mesh) else 0,
+        parts=_num_parts(model, base, mesh, batch) if as_call and mesh.has_stages else 0,
     )
 
     def searched(base: Plan) -> Found:
@@ -175,7 +175,7 @@ def _num_parts(model: nn.Module, plan: Plan, mesh: Mesh, batch: object) -> int:
 def _measured_stages(model: nn.Module, base: Plan, mesh: Mesh, batch: object, device: torch.device) -> Balance | None:
     """Stages of equal times. `None` where there are none, or the plan lists its own, or those by parameters are as
     good, or a model's operators cannot be timed one by one. See [Note: stages of auto]."""
-    if not has_pipeline(mesh) or base.pipeline.stages != "auto":
+    if not mesh.has_stages or base.pipeline.stages != "auto":
         return None
     try:
         bare = without_values(model)

@@ -23,8 +23,8 @@ from shardwise.optim import AdoptedOptimizer, Piece, hyper_digest
 from shardwise.optim.precision import LossScaler, Norm, cast_floating
 from shardwise.parallel.experts.totals import lines_of_totals
 from shardwise.parallel.sequence import SplitBatches, WholeOutputs
-from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
 from shardwise.plan import Plan
+from shardwise.plan.mesh import TENSOR_AXIS
 from shardwise.program import Activations
 from shardwise.runtime import NO_COPY, Inference
 from shardwise.runtime.activations import Treatments

@@ -47,15 +47,13 @@ from shardwise.parallel.model_axes import (
     sequence_parts,
 )
 from shardwise.parallel.outline import Outline, SmallerMeshes, outline, smaller_meshes
-from shardwise.parallel.pipeline import AXIS as STAGES
-from shardwise.parallel.pipeline import StagedModel, StageLayout, has_pipeline, stage_warnings
-from shardwise.parallel.tensor import AXIS, ModelSplit, Verifier, draws
 from shardwise.plan import Budget, Offload, Plan, flatten
+from shardwise.plan.mesh import STAGE_AXIS as STAGES
+from shardwise.plan.mesh import TENSOR_AXIS as AXIS
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.plan.replica_groups import num_groups, with_fewer_ranks
 from shardwise.program import Update
-from shardwise.program.image_bytes import why_not_elastic
 from shardwise.runtime.activations import Treatments
 from shardwise.runtime.codec import codec_for
 from shardwise.system.calibration import readable_calibration
@@ -65,6 +63,8 @@ from shardwise.system.telemetry import ByteMeter
 if TYPE_CHECKING:
     from shardwise.fit.fewer_groups import FewerGroups
     from shardwise.fit.smaller_meshes import PlainModel
+    from shardwise.parallel.pipeline import StagedModel, StageLayout
+    from shardwise.parallel.tensor import ModelSplit, Verifier
     from shardwise.parallel.tensor.views import ViewCheck
 
 _log = logging.getLogger("shardwise")
@@ -183,6 +183,9 @@ class Design(Outline):
     ) -> Design:
         """The part of it that concerns `rank`. Leaves its stages in `model`, and their parameters in `optimizers`; for
         `keeps_others` see `StagedModel`."""
+        from shardwise.parallel.pipeline import StagedModel  # only ranks with a pipeline load them
+        from shardwise.parallel.tensor import draws
+
         assert self.stages is not None
         parts = sequence_parts(self.split, self.mesh, self.stages)
         place = self.mesh.coordinate(rank)[STAGES]
@@ -346,7 +349,7 @@ def _to_be_timed(
         return None
     mesh = mesh_for(plan, world.size, world.local_size)
     chooses = world.membership is not None and len(with_fewer_ranks(mesh)) > 2  # the first is of one whole group
-    if not chooses and not (plan.run is not None and has_pipeline(mesh)):
+    if not chooses and not (plan.run is not None and mesh.has_stages):
         return None
     from shardwise.fit.smaller_meshes import PlainModel  # only these jobs load it
 
@@ -376,7 +379,7 @@ def _lay_converted(
     plan = settle(plan, world, device)
     table_for(plan, mesh)  # so that a plan that does not fit the world is reported first
     updates: Updates = vet(optimizers, model)
-    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else everyone)
+    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if mesh.has_stages else everyone)
     plan = in_own_precision(plan, model)
     may_shrink = world.membership is not None and (len(with_fewer_ranks(mesh)) > 1 or num_groups(mesh) > 1)
     ranks = ranks_of(world, plan, device, says_memory=may_shrink)
@@ -389,8 +392,7 @@ def _lay_converted(
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, everyone, device)
     check_design(model, designed, optimizers, updates, device)
-    require_same_ranks(updates, plan, world)
-    verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
+    verifier = _verifier(model, designed, plan)
     disk = designed.open_disk(world, model, device, updates)
     log_fitted(fitted, world)
     views = _view_check(model, designed)
@@ -424,9 +426,19 @@ def _lay_converted(
 
 
 def _warn_of_stages(model: nn.Module, stages: StageLayout, world: World) -> None:
+    from shardwise.parallel.pipeline import stage_warnings  # only ranks with a pipeline load it
+
     if world.rank == 0 and any(param.requires_grad for param in model.parameters()):
         for warning in stage_warnings(model, stages):
             _log.warning("%s", warning)
+
+
+def _verifier(model: nn.Module, designed: Design, plan: Plan) -> Verifier | None:
+    if designed.split is None or not plan.tensor.verify:
+        return None
+    from shardwise.parallel.tensor import Verifier  # only plans that ask for it load it
+
+    return Verifier(model)
 
 
 def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
@@ -476,13 +488,6 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
                 f"The optimizer works on whole matrices, and {name} is split along {axis}: this rank has {box} of it. "
                 f"{_CURES['matrix' if update.matrix else 'sums']}"
             )
-
-
-def require_same_ranks(updates: Updates, plan: Plan, world: World) -> None:
-    """Raise `ModelError` for an optimizer, and `ConfigError` for a plan, that cannot go on when ranks are lost or
-    join."""
-    if world.membership is not None and (why := why_not_elastic(plan, updates.values())):
-        raise ConfigError(why) if why_not_elastic(plan) else ModelError(why)
 
 
 def _not_whole(designed: Design, param: nn.Parameter, sends_signs: bool) -> str:

@@ -17,11 +17,9 @@ from shardwise.checkpoint import (
     Begun,
     Content,
     Entry,
-    Held,
     Keep,
     Request,
     Saver,
-    TrainingState,
     content_of,
     encode,
     formats,
@@ -40,7 +38,6 @@ from shardwise.optim.sign_mean import Residual
 from shardwise.parallel.conversions import check_plan
 from shardwise.parallel.experts import ExpertSplit, share_totals
 from shardwise.parallel.model_axes import carry_out_experts, carry_out_split, synchronize_generators
-from shardwise.parallel.pipeline import StagedModel, has_pipeline
 from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import Span, mesh_for
@@ -59,8 +56,9 @@ from shardwise.sharded.sharding import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint import Loaded, Stateful
+    from shardwise.checkpoint import Loaded, Stateful, TrainingState
     from shardwise.checkpoint.publishing import Publisher
+    from shardwise.parallel.pipeline import StagedModel
 
 
 class State:
@@ -326,7 +324,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     fill the new plan. Raises `ConfigError`, `StateError` or `TierError` before anything is changed.
     """
     sharded.parts.unfreezing.check(sharded.peers)
-    if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
+    if mesh_for(plan, sharded.world.size, sharded.world.local_size).has_stages:
         raise ConfigError(
             "reshard() cannot split a live model into pipeline stages. Save, create an engine with this plan, and "
             "resume."
@@ -431,12 +429,12 @@ def _moved(
     """The same model and optimizers under the new design, with everything that `sharded` has; `sharded` is taken
     down. `sharding` is its own, with the updates of all parameters that optimizers have by now. Also returns the first
     error of this rank's disk, or ""."""
-    held = Held.live(sharded.parts.flats, sharded.parts.optimizer, sharded.world)
+    held = checkpoint.Held.live(sharded.parts.flats, sharded.parts.optimizer, sharded.world)
     residuals = dict(sharded.parts.optimizer.residuals) if sharded.parts.optimizer is not None else {}
     factors = {name: kept for flat in sharded.parts.flats for name, kept in flat.kept_factors().items()}
     optimizers, before_change = sharded.optimizers, sharded.before_change
     former = Former(sharded.model, optimizers, sharding, progress, before_change, {}, residuals, factors)
-    training_state = TrainingState(held, sharded.world, dealt)
+    training_state = checkpoint.TrainingState(held, sharded.world, dealt)
     pending = sharded.parts.outer_steps.pending if sharded.parts.outer_steps is not None else None
     dealing = _dealing(sharded)
     sharded.take_down()

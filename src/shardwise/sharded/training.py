@@ -13,20 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shardwise.errors import StateError
-from shardwise.memory import Unit
 from shardwise.optim.precision import Norm
-from shardwise.parallel.pipeline import Aside, Pipeline, backward_of_weights
-from shardwise.parallel.sequence import SequenceParallel
-from shardwise.parallel.tensor import AXIS as TENSOR_AXIS
-from shardwise.parallel.tensor import Generators
-from shardwise.parallel.tensor.forwards import whole_sequences
-from shardwise.program.schedule import Op
+from shardwise.plan.mesh import TENSOR_AXIS
 from shardwise.runtime import keeps_all
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
 from shardwise.sharded.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded
+    from shardwise.parallel.sequence import SequenceParallel
 
 T = TypeVar("T")
 Tensor = torch.Tensor
@@ -112,7 +107,9 @@ class Session:
         if self.sequence is not None:
             self.sequence.note_micro_batches(batch, parts)
         if sharded.parts.pipeline is not None:
-            losses = _through_stages(sharded, sharded.parts.pipeline, parts, loss_fn)
+            from shardwise.sharded.staged_steps import through_stages  # only ranks with a pipeline load it
+
+            losses = through_stages(sharded, sharded.parts.pipeline, parts, loss_fn)
         else:
             losses = [self._trained(part, loss_fn) for part in parts]
         sharded.progress.micro_steps.are_all_run = True
@@ -239,75 +236,6 @@ def _require_computable(sharded: ShardedModel) -> None:
         )
 
 
-def _through_stages(
-    sharded: ShardedModel, pipeline: Pipeline, parts: list[MicroBatch], loss_fn: LossFunction | None
-) -> list[Tensor]:
-    if sharded.parts.gradients.exist() and sharded.parts.gradients.are_prepared:
-        raise StateError(
-            "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
-            "engine.zero_grad(), before the next forward_backward()."
-        )
-    if sharded.plan.has_activations_on_disk:
-        from shardwise.sharded.activation_disk import ask_before_first_step  # only these jobs load it
-
-        ask_before_first_step(sharded, parts[0], loss_fn)
-    runner = sharded.parts.runner
-    with runner.over_schedule():
-        losses = pipeline.train(parts, loss_fn, _StageTrainer(sharded, parts), sharded.parts.timeline)
-    if sharded.parts.sequence is not None:
-        sharded.parts.sequence.check_was_asked(pipeline.line)
-    runner.passes.owes_reductions = True  # what an op has left is found before the step, or the verdict would be early
-    return losses
-
-
-class _StageTrainer:
-    """The model's side of pipeline training.
-
-    While the order of units is not known, gradients that ranks keep whole anyway (`ddp`) are accumulated locally, and
-    reduced once, in the last backward of each stage; sharded ones are reduced after every backward. The program does
-    the same unit by unit.
-    """
-
-    def __init__(self, sharded: ShardedModel, parts: Sequence[MicroBatch]) -> None:
-        self._sharded = sharded
-        self._runner = sharded.parts.runner
-        self._parts = parts
-        self._micro_batch = 0
-
-    def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
-        self._micro_batch = op.micro_batch
-        self._runner.passes.begin_op(op, is_last=is_last_of_kind)
-
-    def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
-        return self._runner.halves.first(micro_batch)
-
-    def backward_of_weights(self, aside: Sequence[Aside]) -> None:
-        runner = self._runner
-        if self._sharded.progress.scaler is not None:
-            runner.passes.note_scaled()
-        left: dict[str, list[Aside]] = {}
-        for one in aside:
-            left.setdefault(runner.halves.unit_of[one.layer.weight], []).append(one)
-
-        def compute(unit: Unit) -> None:
-            backward_of_weights(left.pop(unit.name, ()))
-
-        runner.backward_of_weights(compute)
-        assert not left, f"gradients of {', '.join(left)} were put aside and not brought"
-
-    def backward(self, loss: Tensor) -> None:
-        self._sharded.backward(loss, self._parts[self._micro_batch].weight)
-
-    def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        if self._sharded.progress.scaler is not None:
-            self._runner.passes.note_scaled()  # the loss was scaled on another stage
-        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        else:  # nothing of this stage is trained, but it still counts as a backward
-            self._runner.end_of_backward()
-
-
 def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextManager[None]:
     """See `Engine.inference`."""
     if sharded.parts.pipeline is None:
@@ -321,7 +249,9 @@ def inference(sharded: ShardedModel, keep_bytes: int | None) -> AbstractContextM
 def _inference_of_all_layers(sharded: ShardedModel, keep_bytes: int | None) -> Iterator[None]:
     """Inference without a pipeline. If layers are split, the ranks that have their parts go on with the random numbers
     of the first, or they would sample different tokens."""
-    from shardwise.sharded.inference_checks import paged_caches_refused, require_same_budget  # only to generate
+    from shardwise.parallel.tensor import Generators  # here: only to generate
+    from shardwise.parallel.tensor.forwards import whole_sequences
+    from shardwise.sharded.inference_checks import paged_caches_refused, require_same_budget
 
     if not keeps_all(sharded.parts.runner.units, 0):
         told = sharded.world.exchange(json.dumps(keep_bytes).encode(), "inference")

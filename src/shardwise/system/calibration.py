@@ -75,10 +75,12 @@ class Calibration:
     """What `shardwise calibrate` has found: a profile, as `fit/hardware.py` reads it."""
 
     def disk_at(self, folder: Path | str) -> DiskFigures | None:
-        """The figures of the disk below `folder`, which may have `~` and environment variables: of that folder, or else
-        of the nearest above it that was measured."""
-        place = Path(os.path.abspath(os.path.expanduser(os.path.expandvars(folder))))
-        return next((self.disks[str(at)] for at in (place, *place.parents) if str(at) in self.disks), None)
+        """The figures of the disk below `folder`, which is as for `place_of`: of that folder, or else of the nearest
+        above it that was measured."""
+        named = place_of(folder)
+        real = named.resolve()  # where links lead, as folders are measured
+        every = (named, *named.parents, real, *real.parents)
+        return next((self.disks[str(at)] for at in every if str(at) in self.disks), None)
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
@@ -96,6 +98,11 @@ class Calibration:
         if hardware is not None and not isinstance(hardware, dict):
             raise ValueError(f"hardware is {hardware!r:.40}")
         return cls(str(content["host"]), disks, memory, links, str(content.get("machine", "")), hardware)
+
+
+def place_of(folder: Path | str) -> Path:
+    """The absolute path of `folder`, which may have `~` and environment variables, as in plans."""
+    return Path(os.path.abspath(os.path.expanduser(os.path.expandvars(folder))))
 
 
 def default_path() -> Path:

@@ -247,6 +247,9 @@ class DeviceCollectives:
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return self._host.exchange(message, group, subject)
 
+    def reads_own_apart(self, group: Group) -> bool:  # noqa: ARG002
+        return False
+
     def overlaps_compute(self, group: Group) -> bool:  # noqa: ARG002
         return True  # on streams of their own
 

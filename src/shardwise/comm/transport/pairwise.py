@@ -184,6 +184,9 @@ class Pairwise:
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 
+    def reads_own_apart(self, group: Group) -> bool:  # noqa: ARG002
+        return False
+
     def overlaps_compute(self, group: Group) -> bool:  # noqa: ARG002
         return False  # ranks of one host, whose processors do the copying and the sums
 

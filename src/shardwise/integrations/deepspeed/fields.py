@@ -198,7 +198,7 @@ _ZERO = {
     ),
     **_all(
         _HONOURED,
-        "frozen matrices are sent as int8, and rest as they were loaded; load the base in 4 or 8 bits to keep it so",
+        "frozen matrices rest as int8 and are sent so (storage.frozen in a plan); off the device they are sent so",
         zero_quantized_nontrainable_weights=False,
     ),
     **_all(

@@ -164,11 +164,6 @@ def _is_users(hook: object) -> bool:
     return not is_own(hook) and str(getattr(hook, "__module__", "")).partition(".")[0] not in _LIBRARIES
 
 
-def has_pipeline(mesh: Mesh) -> bool:
-    """Whether this mesh splits models into stages."""
-    return AXIS in mesh.axes and mesh.size(AXIS) > 1
-
-
 def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     """The stages that `plan` requests. Raises `ConfigError` or `ModelError` if the model cannot be split that way."""
     num_ranks, asked = mesh.size(AXIS), plan.pipeline

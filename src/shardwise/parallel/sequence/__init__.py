@@ -1,15 +1,23 @@
-"""Sequence parallelism: the tokens of a sample are split over the ranks along `sp`; Ulysses and ring attention."""
+"""Sequence parallelism: the tokens of a sample are split over the ranks along `sp`; Ulysses and ring attention.
 
-from shardwise.parallel.sequence.batch import SplitBatches
-from shardwise.parallel.sequence.blocks import Weighing
-from shardwise.parallel.sequence.parallel import SequenceParallel
-from shardwise.parallel.sequence.refusals import check_model
-from shardwise.parallel.sequence.rehearsed import rehearsed_by
-from shardwise.parallel.sequence.ring import ring_attention
-from shardwise.parallel.sequence.token_layout import Layout
-from shardwise.parallel.sequence.ulysses import ulysses_attention
-from shardwise.parallel.sequence.visibility import Visibility
-from shardwise.parallel.sequence.whole_outputs import WholeOutputs
+Names are imported when they are first used, because only jobs with that axis need most of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.parallel.sequence.blocks import Weighing
+    from shardwise.parallel.sequence.outliving import SplitBatches, WholeOutputs
+    from shardwise.parallel.sequence.parallel import SequenceParallel
+    from shardwise.parallel.sequence.refusals import check_model
+    from shardwise.parallel.sequence.rehearsed import rehearsed_by
+    from shardwise.parallel.sequence.ring import ring_attention
+    from shardwise.parallel.sequence.token_layout import Layout
+    from shardwise.parallel.sequence.ulysses import ulysses_attention
+    from shardwise.parallel.sequence.visibility import Visibility
 
 __all__ = [
     "Layout",
@@ -23,3 +31,22 @@ __all__ = [
     "ring_attention",
     "ulysses_attention",
 ]
+
+_HOMES = {
+    "Layout": "token_layout",
+    "SequenceParallel": "parallel",
+    "SplitBatches": "outliving",
+    "Visibility": "visibility",
+    "Weighing": "blocks",
+    "WholeOutputs": "outliving",
+    "check_model": "refusals",
+    "rehearsed_by": "rehearsed",
+    "ring_attention": "ring",
+    "ulysses_attention": "ulysses",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise.parallel.sequence' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"shardwise.parallel.sequence.{_HOMES[name]}"), name)

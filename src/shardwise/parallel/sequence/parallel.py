@@ -23,11 +23,12 @@ from shardwise.errors import ModelError, StateError
 from shardwise.parallel.library_model import pretrained_in
 from shardwise.parallel.sequence import hugging_face
 from shardwise.parallel.sequence.attention import Attention, Sample
-from shardwise.parallel.sequence.batch import SplitBatches, Splitter
+from shardwise.parallel.sequence.batch import Splitter
+from shardwise.parallel.sequence.outliving import SplitBatches, WholeOutputs
 from shardwise.parallel.sequence.refusals import is_ring
 from shardwise.parallel.sequence.rehearsed import rehearsed
 from shardwise.parallel.sequence.routing import Routing
-from shardwise.parallel.sequence.whole_outputs import WholeOutputs, join, whole_output
+from shardwise.parallel.sequence.whole_outputs import join, whole_output
 from shardwise.plan import Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime import in_backward

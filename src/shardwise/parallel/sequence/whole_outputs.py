@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,19 +21,6 @@ from shardwise.parallel.sequence.attention import Sample
 
 Tensor = torch.Tensor
 LABELS = ("labels", "shift_labels")
-
-
-@dataclass
-class WholeOutputs:
-    """Whether a model that splits batches itself should return the outputs for the whole batch."""
-
-    are_asked_for: bool = False
-    with_tokens: bool = True
-    in_training: bool = False
-    """Whether pipeline stages send logits beside a loss in training too."""
-
-    def ask(self, *, tokens: bool, training: bool) -> None:
-        self.are_asked_for, self.with_tokens, self.in_training = True, tokens, training
 
 
 def join(part: Tensor, line: Line, sample: Sample, dim: int) -> Tensor:

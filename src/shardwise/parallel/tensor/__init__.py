@@ -1,28 +1,32 @@
-"""Tensor parallelism: modules are split along one dimension over ranks that share each sample (arXiv:1909.08053)."""
+"""Tensor parallelism: modules are split along one dimension over ranks that share each sample (arXiv:1909.08053).
+
+Names are imported when they are first used, because only jobs with that axis need most of them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING
 
-from shardwise.parallel.tensor.forwards import whole_head
-from shardwise.parallel.tensor.functions import (
-    copy_to,
-    gather_from,
-    gather_to,
-    reduce_from,
-    reduce_scatter_from,
-    scatter_to,
-)
-from shardwise.parallel.tensor.generators import Generators, draws
-from shardwise.parallel.tensor.model_split import ModelSplit
-from shardwise.parallel.tensor.partition import AXIS
-from shardwise.parallel.tensor.regions import Regions
-from shardwise.parallel.tensor.splitting import begin_stages, split_for
-from shardwise.parallel.tensor.verify import Verifier
+from shardwise.plan.mesh import TENSOR_AXIS as AXIS
 
 if TYPE_CHECKING:
+    from shardwise.parallel.tensor.forwards import whole_head
+    from shardwise.parallel.tensor.functions import (
+        copy_to,
+        gather_from,
+        gather_to,
+        reduce_from,
+        reduce_scatter_from,
+        scatter_to,
+    )
+    from shardwise.parallel.tensor.generators import Generators, draws
     from shardwise.parallel.tensor.loss import cross_entropy
+    from shardwise.parallel.tensor.model_split import ModelSplit
+    from shardwise.parallel.tensor.regions import Regions
     from shardwise.parallel.tensor.split_logits import full_tensor
+    from shardwise.parallel.tensor.splitting import begin_stages, split_for
+    from shardwise.parallel.tensor.verify import Verifier
 
 __all__ = [
     "AXIS",
@@ -44,18 +48,30 @@ __all__ = [
     "whole_head",
 ]
 
+_HOMES = {
+    "Generators": "generators",
+    "ModelSplit": "model_split",
+    "Regions": "regions",
+    "Verifier": "verify",
+    "begin_stages": "splitting",
+    "copy_to": "functions",
+    "cross_entropy": "loss",
+    "draws": "generators",
+    "full_tensor": "split_logits",
+    "gather_from": "functions",
+    "gather_to": "functions",
+    "reduce_from": "functions",
+    "reduce_scatter_from": "functions",
+    "scatter_to": "functions",
+    "split_for": "splitting",
+    "whole_head": "forwards",
+}
 
-def __getattr__(name: str) -> Any:
-    """Load what only users of split logits need when it is first asked for."""
-    if name == "full_tensor":
-        from shardwise.parallel.tensor.split_logits import full_tensor
 
-        return full_tensor
-    if name == "cross_entropy":
-        from shardwise.parallel.tensor.loss import cross_entropy
-
-        return cross_entropy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

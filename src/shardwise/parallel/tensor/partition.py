@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.rules import SplitModule
+from shardwise.plan.mesh import TENSOR_AXIS
 from shardwise.plan.placement import Span
 from shardwise.system.even_parts import even_bounds
 
-AXIS = "tp"
+AXIS = TENSOR_AXIS
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,10 @@ class Arena:
 
         `None` if a block is idle, or there are only few blocks.
         """
+        if num_bytes < _SMALL_BYTES:
+            return None
         fitting = self._fitting(num_bytes)
-        if num_bytes < _SMALL_BYTES or any(block.is_idle for block in fitting):
+        if any(block.is_idle for block in fitting):
             return None
         num_large = sum(block.num_bytes >= _SMALL_BYTES for block in self._blocks)
         unlent = [block for block in fitting if not block.has_tensor]
@@ -83,8 +85,10 @@ class Arena:
         return [block for block in self._blocks if num_bytes <= block.num_bytes <= longest]
 
     def rest(self, *, keeps_some: bool) -> None:
-        """Give back the pages of all idle blocks, or of all but the largest few."""
-        idle = sorted((block for block in self._blocks if block.is_idle), key=lambda block: block.num_bytes)
+        """Give back the pages of all idle blocks, or of all but the largest few. Small ones are kept: giving back and
+        mapping them again takes longer than what they are used for."""
+        large = [block for block in self._blocks if block.num_bytes >= _SMALL_BYTES and block.is_idle]
+        idle = sorted(large, key=lambda block: block.num_bytes)
         for block in idle[:-NUM_KEPT_BLOCKS] if keeps_some else idle:
             self._give_back(block)
 

@@ -23,6 +23,9 @@ from shardwise.comm.work import Done, Pending, Work
 from shardwise.plan.mesh import Mesh
 from shardwise.system.telemetry import Ledger
 
+_ONE_ROUND_BYTES = 1 << 17
+"""Up to which a sum of two in one round takes less than in two, of which each reads half as much: half the calls."""
+
 
 class Shared:
     """A `Communicator` between neighbours; groups that reach beyond this host go by `pairs`.
@@ -72,6 +75,8 @@ class Shared:
         entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
         if not source.numel():
             return Done()
+        if len(group.ranks) == 2 and source.nbytes <= _ONE_ROUND_BYTES and source.dtype == out.dtype == wire:
+            return self._sum_of_two(out, source, group, entry)
         self._offer_summands("all_reduce", source, group, wire, entry.tag)
         return self._work(entry, lambda: self._sum_everywhere(out, source, group, wire, entry.tag))
 
@@ -139,6 +144,9 @@ class Shared:
 
     def overlaps_compute(self, group: Group) -> bool:
         return not self._is_near(group) and self._pairs.overlaps_compute(group)
+
+    def reads_own_apart(self, group: Group) -> bool:
+        return self._is_near(group)
 
     def prepare(self, mesh: Mesh) -> None:
         """Neighbours have met already."""
@@ -234,6 +242,18 @@ class Shared:
                 total.add_own()
             else:
                 self._neighbours.take(rank, tag, lambda given: total.add(_chunk(given, wire, group)))
+
+    def _sum_of_two(self, out: Tensor, source: Tensor, group: Group, entry: Entry) -> Work:
+        """Each of two ranks sums all: [Note: sums of two] in `pairwise.py`. It reads a copy, for the other may make the
+        sum in the memory of its own summand."""
+        [(_, other)] = group.others
+        self._count("all_reduce", group, source.nbytes)
+        self._neighbours.offer(self._copied(source), entry.tag, [other])
+
+        def add(given: Tensor) -> None:
+            torch.add(source, given.view(source.dtype), out=out)
+
+        return self._work(entry, lambda: self._neighbours.take(other, entry.tag, add))
 
     def _sum_everywhere(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         chunks = out.chunk(len(group.ranks))
