@@ -208,7 +208,7 @@ def test_what_only_one_rank_has_marked(odd: tuple[str, ...], shares_memory: bool
     assert len({str(error) for error in errors}) == 1
     assert (errors[0].kind, errors[0].ranks) == ("contradiction", (0, 1))
     for number, words in enumerate(first):
-        assert f"rank {number} has exchange() there, after {words}, and" in str(errors[0])
+        assert f"rank {number} has all_reduce() there, after {words}, and" in str(errors[0])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -576,14 +576,14 @@ COLLECTIVES = _of(
     "collectives",
     (
         "a rounded sum is rounded on other ranks only",
-        "            if own.dtype != wire:\n                for chunk, rounded in zip(chunks, gathered, strict=True):",
-        "            if False:\n                for chunk, rounded in zip(chunks, gathered, strict=True):",
+        "        if one is not chunk:\n            chunk.copy_(one)",
+        "        if False:\n            chunk.copy_(one)",
         "comm presets",
     ),
     (
         "the third rank's summand is left out",
-        "for chunk in arrived[2:]:",
-        "for chunk in arrived[3:]:",
+        "for term in terms:",
+        "for term in terms[:1]:",
         "comm presets",
     ),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from twins import adamw
 
 import shardwise as sw
+from shardwise.testing import run_ranks
 from tests.models import LENGTH, VOCAB
 
 Tensor = torch.Tensor
@@ -69,3 +71,24 @@ def rows_of(engine: sw.Engine, tensor: Tensor) -> Tensor:
     """This rank's share of a batch; the ranks of one pipeline have the same."""
     place, num_shares = engine.mesh.data_place(engine.world.rank)
     return tensor.chunk(num_shares)[place]
+
+
+def race_in_inference(
+    model: nn.Module, plan: dict[str, Any], use: Callable[[Any, int], Any], keep_bytes: int | None = None
+) -> None:
+    """What `use` returns of the model in stages, given the place of a rank's data, equals what it returns of the
+    model."""
+    model.eval()
+    num_ranks = math.prod(plan["mesh"].values())
+    num_shares = num_ranks // math.prod(plan["mesh"].get(one, 1) for one in ("pp", "tp", "sp"))
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    expected = [use(model, place) for place in range(num_shares)]
+
+    def rank(world: sw.World) -> tuple[int, Any]:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            with torch.no_grad(), engine.inference(keep_bytes):
+                found = use(engine.module, engine.data_ranks[0])
+            return engine.data_ranks[0], found
+
+    for place, found in run_ranks(num_ranks, rank):
+        torch.testing.assert_close(found, expected[place], rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
 from shardwise import testing
@@ -337,3 +338,39 @@ def test_ranks_post_what_they_send_before_what_they_receive(hosts: str, monkeypa
     assert len(posted) >= 2 * num_ranks
     for verbs in posted.values():
         assert verbs == sorted(verbs, reverse=True)
+
+
+class _Seen(TorchFunctionMode):
+    """Looks at what is called inside, as checks of a model's forward do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_who_looks_at_a_forward_sees_no_calls_of_collectives_in_it(shares_memory: bool) -> None:
+    """They cut and join tensors as models do, and so would be taken for mixing tokens, or features of other ranks."""
+
+    def rank(world: sw.World) -> list[Any]:
+        line = Line(world.collectives(torch.device("cpu")), world.everybody)
+        numbers, two_rows, shapes = torch.ones(5), torch.ones(2, 64), 2 * [torch.Size([5])]
+        with _Seen() as seen:
+            line.sum(numbers)
+            line.concatenate(two_rows, 1, [64, 64])
+            line.sum_part(two_rows, 1, [32, 32])
+            line.largest(numbers)
+            line.deal([numbers, numbers], shapes)
+            line.pass_on(numbers).wait()
+            line.all_same(b"word")
+            world.any_rank(False)
+        assert seen.called == []
+        with seen:
+            numbers.sum()
+        return seen.called
+
+    assert [len(called) for called in testing.run_ranks(2, rank, shares_memory=shares_memory)] == [1, 1]

@@ -14,6 +14,7 @@ from twins import (
     ledger_of_a_step,
     plain_run,
     sharded_run,
+    three_micro_batches,
 )
 
 import shardwise as sw
@@ -90,20 +91,13 @@ def test_bf16_and_accumulation(
     run = sharded_run(model, data, preset, num_ranks, mesh, precision="bf16", rows=rows)
     assert_rounds_like_the_plain_model(run, model, data, num_ranks=num_ranks, dtype=torch.bfloat16)
 
-    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-        for _ in range(3):
-            loss = engine(*batch)
-            engine.backward(loss)
-            engine.step()
-        return loss
-
     run = sharded_run(
         model,
         data[:2],
         preset,
         num_ranks,
         mesh,
-        step=step,
+        step=three_micro_batches,
         after=lambda engine: {"report": engine.memory()},
         accumulate=3,
         precision="bf16",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pipelined import batches
+from pipelined import race_in_inference as race
 from small_transformers import VOCAB, library
 from test_pipeline_transformers import build
 from torch import nn
@@ -36,26 +36,6 @@ def left_padded(rows: int = 2, length: int = 5) -> dict[str, Tensor]:
     tokens = torch.randint(1, VOCAB, (rows, length), generator=numbers)
     mask = torch.arange(length) >= torch.arange(rows)[:, None]
     return {"input_ids": tokens.masked_fill(~mask, 0), "attention_mask": mask.long()}
-
-
-def race(model: nn.Module, plan: Plan, use: Callable[[nn.Module, int], Any], keep_bytes: int | None = None) -> None:
-    """What `use` returns of the model in stages, given a data rank's place, equals what it returns of the model."""
-    model.eval()
-    num_ranks = math.prod(plan["mesh"].values())
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
-    expected = [
-        use(model, place)
-        for place in range(num_ranks // math.prod(plan["mesh"].get(one, 1) for one in ("pp", "tp", "sp")))
-    ]
-
-    def rank(world: sw.World) -> tuple[int, Any]:
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            with torch.no_grad(), engine.inference(keep_bytes):
-                found = use(engine.module, engine.data_ranks[0])
-            return engine.data_ranks[0], found
-
-    for place, found in run_ranks(num_ranks, rank):
-        torch.testing.assert_close(found, expected[place], rtol=1e-5, atol=1e-5)
 
 
 def generate(model: Any, place: int = 0, cache: str = "", **changes: Any) -> Tensor:

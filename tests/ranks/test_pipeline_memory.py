@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -46,23 +44,22 @@ class Skips(Decoder):
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
 
 
-_LOOKING = threading.Lock()
+@pytest.fixture(autouse=True)
+def _no_forced_switches() -> Iterator[None]:
+    """Threads take turns only where one waits, or computes in torch. Listing all objects may find a tuple that another
+    thread is about to fill, which fails while the tuple is listed; a thread that has waited since before this was set
+    would still force a switch, so it is set before there are any."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def tensors_there() -> list[Tensor]:
-    """All tensors that exist in this process, on any thread.
-
-    Listing objects may find a tuple that another thread is about to fill, which fails while the tuple is listed. So no
-    other thread may run until the search is complete.
-    """
-    with _LOOKING:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(60)
-        try:
-            time.sleep(0.02)  # threads that are already waiting use the previous interval
-            return [one for one in gc.get_objects() if type(one) is Tensor]
-        finally:
-            sys.setswitchinterval(interval)
+    """All tensors that exist in this process, on any thread."""
+    return [one for one in gc.get_objects() if type(one) is Tensor]
 
 
 def promised_and_made(

@@ -20,6 +20,7 @@ from twins import (
     ledger_of_a_step,
     plain_run,
     sharded_run,
+    three_micro_batches,
 )
 
 import shardwise as sw
@@ -101,18 +102,13 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
 def test_accumulation_holds_what_was_promised(
     preset: str, num_ranks: int, mesh: Any, precision: str, model: Transformer
 ) -> None:
-    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-        for _ in range(3):
-            loss = engine(*batch)
-            engine.backward(loss)
-            engine.step()
-        return loss
-
     def report(engine: sw.Engine) -> dict[str, Any]:
         return {"report": engine.memory()}
 
     plan = {"accumulate": 3, "precision": precision}
-    run = sharded_run(model, batches(2, rows=12), preset, num_ranks, mesh, step=step, after=report, **plan)
+    run = sharded_run(
+        model, batches(2, rows=12), preset, num_ranks, mesh, step=three_micro_batches, after=report, **plan
+    )
     held = run.extra["report"]
     for kind in ("param", "grad", "working"):
         assert held.measured[kind] == held.promised[kind], kind

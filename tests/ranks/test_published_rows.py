@@ -30,7 +30,6 @@ from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled
 
 WEIGHTS = "model.safetensors"
-RANK_1 = "rank-00001.safetensors"
 
 
 def frozen() -> nn.Module:

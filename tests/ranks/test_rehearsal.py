@@ -34,6 +34,7 @@ from shardwise.runtime.rehearsal.grouped import (
 )
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.rehearse import process_bytes_for
+from shardwise.system.own_hooks import hook
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import LENGTH, Transformer
@@ -335,9 +336,12 @@ def test_what_a_module_keeps_is_not_replaced() -> None:
     mean = model.mean
     calls, kept = count(), []
     model.register_forward_hook(lambda _, __, output: kept.append(output) or [next(calls), None][1])
+    engines: list[int] = []
+    model.register_forward_hook(hook(lambda *_: engines.append(1)))
     rehearsed(model, torch.ones(8, 4), loss=torch.sum)
     assert next(calls) > 0  # a user's hook runs, as in training
     assert kept == []  # and what it collects is not left to the loop
+    assert engines == []  # an engine's does not run
     assert model.table is None
     assert model.mean is mean
     assert all(param.grad is None and type(param) is nn.Parameter for param in model.parameters())

@@ -242,6 +242,20 @@ def test_tokens_that_are_mixed_outside_of_attention_are_told(how: str) -> None:
     on_two(work, lambda: Attends(compute))
 
 
+@pytest.mark.parametrize("called", [lambda engine: engine, lambda engine: engine.module], ids=["engine", "model"])
+def test_tokens_that_a_module_of_torch_mixes_are_told_whoever_calls_the_model(called: Callable[[Any], Any]) -> None:
+    """There is nothing but torch's code between the call of the model and the function that mixes."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(Attends(lambda x: sdpa(x, x, x).transpose(1, 2).flatten(2)), nn.Softmax(dim=1))
+
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match=r"calls softmax on a tensor of shape \[2, 4, 8\] and mixes its tokens"):
+            called(engine)(engine.split_sequence(torch.ones(2, 8, 8)))
+
+    on_two(work, build)
+
+
 class Attends(nn.Module):
     """Calls attention in the given way."""
 

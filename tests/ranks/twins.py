@@ -208,6 +208,15 @@ def engine_step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Te
     return loss
 
 
+def three_micro_batches(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+    """A step of a plan with `accumulate: 3`, of the same batch each time."""
+    for _ in range(3):
+        loss: Tensor = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+    return loss
+
+
 def ledger_of_a_step(engine: sw.Engine) -> Ledger:
     """What this rank sends in one more step. All ranks call."""
     ledger = inside.ledger(engine)

@@ -16,6 +16,7 @@ from shardwise.comm.work import Done, Work
 from shardwise.errors import CommError
 from shardwise.system.even_parts import round_up
 from shardwise.system.telemetry import Ledger
+from shardwise.system.torch_private import unwatched
 
 Tensor = torch.Tensor
 SUBJECT = "activations"
@@ -95,6 +96,7 @@ class Line:
             self.on_fault(error)
             return Done()
 
+    @unwatched
     def exchange(self, message: bytes) -> list[bytes]:
         """Every rank's `message`, in its order."""
         if self._collectives is None:
@@ -115,6 +117,7 @@ class Line:
         """The sum of the ranks' `tensor`, in its dtype."""
         return self.start_sum(tensor).wait()
 
+    @unwatched
     def start_sum(self, tensor: Tensor) -> Started:
         """Start `sum`."""
         numel = tensor.numel()
@@ -136,6 +139,7 @@ class Line:
         """The ranks' `tensor` concatenated along `dim`; `sizes` has each rank's size there."""
         return self.start_concatenate(tensor, dim, sizes).wait()
 
+    @unwatched
     def start_concatenate(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Started:
         """Start `concatenate`."""
         longest = max(sizes)
@@ -158,6 +162,7 @@ class Line:
         """This rank's part along `dim` of the sum of the ranks' `tensor`; `sizes` has the size of each rank's part."""
         return self.start_sum_part(tensor, dim, sizes).wait()
 
+    @unwatched
     def start_sum_part(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Started:
         """Start `sum_part`."""
         longest = max(sizes)
@@ -171,11 +176,13 @@ class Line:
         own = out.view(longest, *parts[0].shape[1:])[: sizes[self.index]]
         return Started(work, source, lambda: own.movedim(0, dim).contiguous())
 
+    @unwatched
     def largest(self, tensor: Tensor) -> Tensor:
         """The elementwise maximum over the ranks."""
         every = self.concatenate(tensor.reshape(1, -1), 0, [1] * self.num_ranks)
         return every.amax(0).view(tensor.shape)
 
+    @unwatched
     def deal(self, sent: Sequence[Tensor], like: Sequence[torch.Size]) -> list[Tensor]:
         """Send `sent[i]`, one-dimensional, to the rank at position i. Returns what came from each of them,
         one-dimensional, with as many elements as shape `like[i]`.
@@ -188,6 +195,7 @@ class Line:
         self.deal_into(arrived, sent)
         return arrived
 
+    @unwatched
     def deal_into(self, arrived: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """`deal` into the memory of `arrived`, each one-dimensional; this rank's own entry is not touched."""
         if self._collectives is not None:
@@ -196,6 +204,7 @@ class Line:
             num_bytes = sum(one.nbytes for index, one in enumerate(sent) if index != self.index)
             self._ledger.sent("all_to_all", self.axis, num_bytes)
 
+    @unwatched
     def pass_on(self, sent: Tensor) -> Passing:
         """Start to send `sent`, one-dimensional, to the next rank, and to receive as much from the previous one."""
         arrived = torch.empty_like(sent)
@@ -238,6 +247,7 @@ class Started:
         self._source: Tensor | None = source  # must live until it has been read
         self._found = found
 
+    @unwatched
     def wait(self) -> Tensor:
         """The result. Call it once."""
         self._work.wait()
@@ -253,6 +263,7 @@ class Passing:
         self._sent: Tensor | None = sent  # must live until it has been sent
         self._arrived = arrived
 
+    @unwatched
     def wait(self) -> Tensor:
         """The tensor from the previous rank."""
         if self._work is not None:

@@ -1,6 +1,8 @@
-"""Sums and products of tensors of two dtypes, as of what arrived in bf16 and a total in fp32."""
+"""Sums and products of tensors of two dtypes, as of bf16 and a total in fp32, and sums of what ranks have sent."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -21,6 +23,37 @@ def add_to(total: Tensor, summand: Tensor, alpha: float = 1) -> None:  # 1.0 wou
     num_rows = max(1, _ADDED_AT_A_TIME * len(total) // total.numel())
     for part, added in zip(torch.split(total, num_rows), torch.split(summand, num_rows), strict=True):
         part.add_(added, alpha=alpha)
+
+
+def add_up(out: Tensor, summands: Sequence[Tensor], own: int) -> None:
+    """The sum of `summands` into `out`, in their order. That at index `own`, and no other, may be `out` itself."""
+    terms = list(summands)
+    if terms[own].data_ptr() != out.data_ptr():
+        out.copy_(terms.pop(0))
+    elif own < 2:  # one of the first two, and a sum of two has no order
+        terms.pop(own)
+    else:  # it must not be overwritten before its turn
+        terms[own] = terms[own].clone()
+        out.copy_(terms.pop(0))
+    for term in terms:
+        add_to(out, term)
+
+
+def as_sent(chunks: Sequence[Tensor], own: int, wire: torch.dtype) -> Sequence[Tensor]:
+    """Memory for the sums that ranks send each other as `wire`, with this rank's, which is that at index `own`: it is
+    rounded, since all ranks have to keep the same. `chunks` themselves if they are of that dtype."""
+    if chunks[own].dtype == wire:
+        return chunks
+    sent = [torch.empty_like(chunk, dtype=wire) for chunk in chunks]
+    sent[own].copy_(chunks[own])
+    return sent
+
+
+def keep_sent(chunks: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    """`sent`, which was made by `as_sent` and has come from all ranks, into `chunks`."""
+    for chunk, one in zip(chunks, sent, strict=True):
+        if one is not chunk:
+            chunk.copy_(one)
 
 
 def put_scaled(target: Tensor, source: Tensor, scale: float) -> None:

@@ -9,8 +9,7 @@ import torch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 from shardwise.system.even_parts import round_up
-
-SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
+from shardwise.system.torch_private import unwatched
 
 Tensor = torch.Tensor
 SHORT_MESSAGE_BYTES = 64
@@ -18,6 +17,7 @@ SHORT_MESSAGE_BYTES = 64
 _SHORT_BYTES = SHORT_MESSAGE_BYTES - 8
 
 
+@unwatched
 def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: str) -> Tensor:
     """The sum of the ranks' `vector`, bit for bit the same on all of them; blocks. All ranks of the group call."""
     num_ranks = len(group.ranks)
@@ -27,6 +27,7 @@ def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: s
     return padded[: vector.numel()]
 
 
+@unwatched
 def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
     """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks."""
     heads = _rows(len(message).to_bytes(8, "little") + message[:_SHORT_BYTES], SHORT_MESSAGE_BYTES, group)

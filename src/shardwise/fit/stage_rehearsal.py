@@ -39,6 +39,7 @@ from shardwise.runtime.rehearsal.rehearse import (
     rehearse_work,
 )
 from shardwise.runtime.rehearsal.twin import Twin
+from shardwise.system.own_hooks import hook
 from shardwise.system.torch_private import storage_id
 
 Tensor = torch.Tensor
@@ -302,7 +303,7 @@ class _Held:
         for module in staged.modules_of(stage):
             for one in module.modules():
                 if type(one) is nn.Linear:
-                    one.register_forward_hook(count)
+                    one.register_forward_hook(hook(count))
 
     def begin(self) -> None:
         self._linear.clear()

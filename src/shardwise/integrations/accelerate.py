@@ -275,45 +275,54 @@ class Accelerator(BatchSharingAccelerator):
         return self.plan
 
     def _shard(self, models: Iterable[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+        """Shard those of `models`, and of the ones prepared before, whose parameters are in `optimizers`."""
         candidates = [*self._pending, *(model for model in models if model not in self._pending)]
         for model in candidates:
             own = {id(param) for param in model.parameters() if param.requires_grad}
             mine = [one for one in optimizers if own & param_ids(one)]
-            if not own or model in self._engines or not mine:
-                continue
-            _refuse_shared_optimizers(model, mine)
-            self._dtypes[model] = dtype_of(model)
-            self._param_dtypes[model] = {name: param.dtype for name, param in model.named_parameters()}
-            plan = self._plan_of(model)
-            if self._fp8 is not None:
-                plan = with_fp8(plan, self._fp8.settings(model))
-            plan = resolved_plan(plan, model, self.plan_precision, self._compiler, "Accelerate")
-            if plan.precision == "fp16" and self._engines:
-                raise ConfigError(
-                    "In fp16 each engine has its own loss scale, so only one model can be trained. Use bf16 for "
-                    "several models."
-                )
-            device = None if self.device.type == "cpu" else self.device
-            self._coordination.release()
-            if plan.preset == "auto":
-                plan = self._chosen(model, plan, mine, device)
-            gather_fused_heads(model, plan)
-            if self.runs_whole_steps:
-                plan = sw.load_plan(plan, [f"accumulate={self.num_micro_batches}"])
-            tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, mine[0])
-            self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
-            if tuner is not None:
-                tuner.watch(model, self.world)
-            self._engines[model].give_whole_outputs()
-            self.draw_alike(self.world)
-            patch_zero_grad(model, self._engines[model], partial(self.hand_over, model))
-            refuse_no_sync(model)
-            records = plan.run is not None and not self.keeps_engines
-            self._coordination.register(model, main_process_reads_alone=self.main_process_reads_alone, records=records)
-            if self.num_processes > 1:
-                synchronize_generation(model)
-            if model in self._pending:
-                self._pending.remove(model)
+            if mine and model not in self._engines:
+                self._shard_model(model, mine)
+
+    def _shard_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """All ranks call."""
+        _refuse_shared_optimizers(model, optimizers)
+        self._dtypes[model] = dtype_of(model)
+        self._param_dtypes[model] = {name: param.dtype for name, param in model.named_parameters()}
+        plan = self._resolved(model)
+        device = None if self.device.type == "cpu" else self.device
+        self._coordination.release()
+        if plan.preset == "auto":
+            plan = self._chosen(model, plan, optimizers, device)
+        gather_fused_heads(model, plan)
+        if self.runs_whole_steps:
+            plan = sw.load_plan(plan, [f"accumulate={self.num_micro_batches}"])
+        tuner = None if self.deepspeed_config is None else _tuner(*self.deepspeed_config, model, optimizers[0])
+        engine = self._engines[model] = sw.shard(model, plan, optimizer=optimizers, world=self.world, device=device)
+        if tuner is not None:
+            tuner.watch(model, self.world)
+        engine.give_whole_outputs()
+        self.draw_alike(self.world)
+        patch_zero_grad(model, engine, partial(self.hand_over, model))
+        refuse_no_sync(model)
+        records = plan.run is not None and not self.keeps_engines
+        self._coordination.register(model, main_process_reads_alone=self.main_process_reads_alone, records=records)
+        if self.num_processes > 1:
+            synchronize_generation(model)
+        if model in self._pending:
+            self._pending.remove(model)
+
+    def _resolved(self, model: nn.Module) -> sw.Plan:
+        """The plan for `model`, with what accelerate's own settings say."""
+        plan = self._plan_of(model)
+        if self._fp8 is not None:
+            plan = with_fp8(plan, self._fp8.settings(model))
+        plan = resolved_plan(plan, model, self.plan_precision, self._compiler, "Accelerate")
+        if plan.precision == "fp16" and self._engines:
+            raise ConfigError(
+                "In fp16 each engine has its own loss scale, so only one model can be trained. Use bf16 for several "
+                "models."
+            )
+        return plan
 
     def _chosen(
         self, model: nn.Module, plan: sw.Plan, optimizers: list[torch.optim.Optimizer], device: torch.device | None

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.plans import has_stages
+from shardwise.system.own_hooks import hook
 
 _ZERO_GRAD = "zero_grad"
 _HAND_OVER = "hand_over"
@@ -113,7 +114,7 @@ def before_calls(model: nn.Module, engine: sw.Engine, act: Callable[[], None]) -
     times; so it is not a hook there.
     """
     if not has_stages(engine.plan):
-        model.register_forward_pre_hook(lambda *_: act(), prepend=True)
+        model.register_forward_pre_hook(hook(lambda *_: act()), prepend=True)
         return
     call, depth = vars(model)[_CALL], 0
 

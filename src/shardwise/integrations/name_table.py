@@ -6,9 +6,10 @@ row is called `module.*`. Names without a row work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 
 class NameStatus(Enum):
@@ -61,6 +62,15 @@ def refusal_of(name: str, row: Row | None) -> str | None:
     """The message of the error for `name`, if its row refuses it."""
     is_refused = row is not None and row.status is NameStatus.REFUSED
     return f"{name} is not supported by shardwise: {row.text}." if row is not None and is_refused else None
+
+
+def attribute_errors(module: str, refusal: Callable[[str], str | None]) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a module that scripts import as `module`; `refusal` says why a name is not there."""
+
+    def refuse(name: str) -> NoReturn:
+        raise AttributeError(refusal(f"{module}.{name}") or f"module {module!r} has no attribute {name!r}")
+
+    return refuse
 
 
 def printed(title: str, rows: Mapping[str, Row]) -> list[str]:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from shardwise.errors import ShardwiseError
-from shardwise.integrations.scripts import run_script
 from shardwise.integrations.takeover import Takeover
+from shardwise.launch.run_script import run_script
 from shardwise.system.printable import printable
 from shardwise.system.process_rank import process_rank_of
 

@@ -24,24 +24,15 @@ import shardwise as sw
 _STEPS = ("compute_loss", "training_step")
 
 
-def can_run_whole(trainer: Any, batches: Sequence[Any]) -> bool:
-    """Whether the first `training_step` should train all `batches` of a step. `trainer` has our mixin."""
-    return len(batches) == trainer.args.gradient_accumulation_steps and runs_schedules(trainer)
-
-
-def runs_schedules(trainer: Any) -> bool:
-    """Whether all steps but short ones run the plan's schedule."""
+def runs_schedules(trainer: Any, mixin: type) -> bool:
+    """Whether all steps but short ones run the plan's schedule. `mixin` is our class that `trainer` has."""
     fills_stages = trainer.args.gradient_accumulation_steps >= (trainer.plan.mesh or {}).get("pp", 1)
-    return fills_stages and has_plain_steps(trainer)
+    return fills_stages and has_plain_steps(trainer, mixin)
 
 
-def has_plain_steps(trainer: Any) -> bool:
+def has_plain_steps(trainer: Any, mixin: type) -> bool:
     """Whether losses are computed as in Trainer itself, and not in a class of TRL or of the script's."""
-    others = [
-        one
-        for one in type(trainer).__mro__
-        if one is not transformers.Trainer and not one.__module__.startswith("shardwise.integrations.")
-    ]
+    others = [one for one in type(trainer).__mro__ if one not in (mixin, transformers.Trainer)]
     return not any(name in vars(one) for one in others for name in _STEPS)
 
 

@@ -27,7 +27,7 @@ from shardwise.integrations.hf_deepspeed import CONFIG_ATTRIBUTE, TUNING_VARIABL
 from shardwise.integrations.peft_saving import adapter_state_dict, prompts_precomputed
 from shardwise.integrations.plans import PlanLike, has_stages, require_agreement, without
 from shardwise.integrations.trainer_arguments import refuse_arguments
-from shardwise.integrations.trainer_stages import WholeStep, can_run_whole, has_plain_steps, runs_schedules
+from shardwise.integrations.trainer_stages import WholeStep, has_plain_steps, runs_schedules
 from shardwise.integrations.trl import feed_generation
 from shardwise.integrations.trl_shared_prompts import count_completions_once, share_prompts, sync_reference
 from shardwise.system.printable import printable
@@ -89,7 +89,7 @@ class ShardwiseTrainerMixin(_Base):
         self.accelerator.reference_kind = type(self.model)
         self.accelerator.num_micro_batches = self.args.gradient_accumulation_steps
         self.accelerator.runs_whole_steps = has_stages(self.plan)
-        self.accelerator.steps_are_schedules = has_stages(self.plan) and runs_schedules(self)
+        self.accelerator.steps_are_schedules = has_stages(self.plan) and runs_schedules(self, ShardwiseTrainerMixin)
         if self._sections is not None and TUNING_VARIABLE in os.environ:
             self.accelerator.deepspeed_config = self._sections.to_tune()
         self.gather_function = self.accelerator.gather_for_metrics
@@ -166,13 +166,15 @@ class ShardwiseTrainerMixin(_Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """See Trainer. In pipeline stages, the first `training_step` trains all of them."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._in_stages = WholeStep(self, batches) if has_stages(self.plan) and can_run_whole(self, batches) else None
+        is_full = len(batches) == self.args.gradient_accumulation_steps
+        runs_whole = has_stages(self.plan) and is_full and runs_schedules(self, ShardwiseTrainerMixin)
+        self._in_stages = WholeStep(self, batches) if runs_whole else None
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         """See Trainer."""
         if self.engine is not None:
-            self.engine.give_whole_outputs(training=not has_plain_steps(self))
+            self.engine.give_whole_outputs(training=not has_plain_steps(self, ShardwiseTrainerMixin))
             if self._in_stages is not None:
                 return self._in_stages.loss_of_next(self.engine, model, num_items_in_batch)
         return super().training_step(model, inputs, num_items_in_batch, **kwargs)

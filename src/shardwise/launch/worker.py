@@ -14,7 +14,6 @@ import importlib
 import io
 import json
 import os
-import runpy
 import signal
 import sys
 import time
@@ -25,6 +24,7 @@ from types import TracebackType
 from shardwise.errors import FaultError, TurnedAwayError
 from shardwise.launch.orphans import follow_launchers
 from shardwise.launch.outcome import ENDED
+from shardwise.launch.run_script import run_script, scripts_part
 from shardwise.launch.topology import parse_cores
 from shardwise.system.fast_exit import skip_last_collection
 
@@ -46,7 +46,7 @@ def main() -> None:
         sys.excepthook = _print_no_traceback
     try:
         _import_before_joining()
-        _run(sys.argv[1:])
+        run_script(sys.argv[1:])
     except KeyboardInterrupt as error:
         _record(error_file, error, "", wanted=128 + signal.SIGINT)
         raise  # it was asked to end; the process ends by SIGINT
@@ -60,25 +60,10 @@ def main() -> None:
     except BaseException as error:
         if isinstance(error, TurnedAwayError) and error.has_asked:
             sys.exit(0)  # this rank was asked to leave, and the others continue
-        error.__traceback__ = _users_part(error.__traceback__)
+        error.__traceback__ = scripts_part(error.__traceback__)
         if not _record(error_file, error, "".join(traceback.format_exception(error))):
             sys.excepthook = sys.__excepthook__
         raise
-
-
-def _run(arguments: list[str]) -> None:
-    if arguments[0] == "-m":
-        module = arguments[1]
-        sys.argv = arguments[1:]  # runpy puts the module's file at argv[0]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
-    script = arguments[0]
-    sys.argv = arguments
-    if not os.environ.get("PYTHONSAFEPATH"):
-        # "-m" had put the current directory there; a script gets the directory it is in
-        path = Path(script).resolve()
-        sys.path[0] = str(path if path.is_dir() else path.parent)
-    runpy.run_path(script, run_name="__main__")
 
 
 def _import_before_joining() -> None:
@@ -155,16 +140,6 @@ def _record_end(error_file: str) -> None:
     """Tell a launcher that is not this process's parent that it has not been killed."""
     with contextlib.suppress(OSError):
         Path(f"{error_file}{ENDED}").touch()
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on."""
-    integrations = Path(__file__).parents[1] / "integrations"
-    runners = [str(integrations / name) for name in ("run.py", "scripts.py", "deepspeed/__main__.py")]
-    ours = (__file__, *runners, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
-    return trace
 
 
 if __name__ == "__main__":

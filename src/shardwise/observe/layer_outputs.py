@@ -19,6 +19,7 @@ from torch import nn
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule
 from shardwise.runtime.nested import tensors_in
+from shardwise.system.own_hooks import hook
 
 Tensor = torch.Tensor
 Take = Callable[[str, Tensor], None]
@@ -137,7 +138,7 @@ def watched(modules: Mapping[str, nn.Module], take: Take) -> Iterator[None]:
 
         return note
 
-    handles = [module.register_forward_hook(note_of(name)) for name, module in modules.items()]
+    handles = [module.register_forward_hook(hook(note_of(name))) for name, module in modules.items()]
     try:
         yield
     finally:

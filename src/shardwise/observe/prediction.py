@@ -34,6 +34,7 @@ from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.sharded.rehearsed_step import rehearse_step
 from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.system.own_hooks import hook
 from shardwise.system.telemetry import Event, Lap, write_trace
 
 PREDICTED = "predicted.json"
@@ -58,7 +59,7 @@ class Prediction:
         if hardware is None:
             return
         self._hardware = with_ranks_of(hardware, world)
-        self._hook = sharded.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        self._hook = sharded.model.register_forward_pre_hook(hook(self._before_forward), prepend=True, with_kwargs=True)
         sharded.parts.hooks.callback(self._hook.remove)
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ _HOOKING = _OPTIMIZER.profile_hook_step(lambda: None).__code__
 def is_inside_step(member: torch.optim.Optimizer) -> bool:
     """Called by a step hook: whether it is called for a base class's step, within the step of `member`.
 
-    Torch wraps the `step` of every class of which there is an instance, and each wrapper calls all hooks.
+    Torch wraps the `step` of every class of which there is an instance, and each wrapper calls all hooks. Their frames
+    tell how many are running: torch calls no hook after a step that raised, so a count would stay.
     """
     frame: FrameType | None = sys._getframe(1)
     num_steps = 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
+
+from shardwise.system.loaded import loaded
 
 _MARK = "base_model_prefix"
 """An attribute of the classes of their models, and not of their layers."""
@@ -25,6 +27,12 @@ def library_models(model: nn.Module) -> list[LibraryModel]:
     paths = {module: path for path, module in model.named_modules()}
     found = dict.fromkeys(_outermost(model)) or {model: None}
     return [LibraryModel(one, {name: paths[inner] for name, inner in one.named_modules()}) for one in found]
+
+
+def pretrained_in(model: nn.Module) -> list[Any]:
+    """The models of transformers in `model` and in each other, outermost first; does not import the library."""
+    kind = loaded("transformers.modeling_utils", "PreTrainedModel")
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:

@@ -22,7 +22,8 @@ from shardwise.plan.mesh import STAGE_AXIS as STAGES
 from shardwise.plan.mesh import TENSOR_AXIS as AXIS
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Box
-from shardwise.runtime import hook, named_tensors
+from shardwise.runtime import named_tensors
+from shardwise.system.own_hooks import hook
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline import StageLayout
@@ -132,7 +133,7 @@ def carry_out_split(model: nn.Module, split: ModelSplit, mesh: Mesh, world: Worl
     handles = (
         model.register_forward_pre_hook(hook(_begin, regions)),
         model.register_forward_hook(hook(_end, regions)),
-        model.register_forward_pre_hook(_CheckBatch(BatchCheck(line, device)), with_kwargs=True),
+        model.register_forward_pre_hook(hook(_CheckBatch(BatchCheck(line, device))), with_kwargs=True),
     )
     for handle in handles:
         split.on_undo(handle.remove)

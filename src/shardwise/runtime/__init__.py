@@ -6,7 +6,7 @@ from shardwise.runtime.compiled import WrappedForward, check_backend, own_forwar
 from shardwise.runtime.decisions import Decisions, decided
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.grad_mover import GradMover
-from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, hook, in_backward
+from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
 from shardwise.runtime.nested import argument_tensors, named_tensors, tensors_in
 from shardwise.runtime.no_grad_forwards import Inference, bytes_inside, keeps_all
 from shardwise.runtime.param_mover import ParamMover
@@ -31,7 +31,6 @@ __all__ = [
     "changed_inside",
     "check_backend",
     "decided",
-    "hook",
     "in_backward",
     "keeps_all",
     "named_tensors",

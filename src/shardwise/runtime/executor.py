@@ -24,6 +24,7 @@ from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.low_rank import FactorMessages
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.system.telemetry import ON_THE_WAY, Timeline
+from shardwise.system.torch_private import unwatched
 
 Call = Callable[[], None]
 Step = tuple[Action, Call]
@@ -65,6 +66,7 @@ class BoundBlock:
         if self.acts:
             self.act()
 
+    @unwatched
     def act(self, *, frees: bool = True) -> None:
         """Make the calls in order. Each is noted in the journal first, because faults are explained from it.
 

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from shardwise.memory import FullState, Unit
-from shardwise.runtime.hooks import changed_inside, hook
+from shardwise.runtime.hooks import changed_inside
 from shardwise.runtime.nested import argument_tensors
+from shardwise.system.own_hooks import hook
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,

@@ -51,6 +51,7 @@ from shardwise.runtime.compiled import OuterCompile
 from shardwise.runtime.kept_views import KeptViews
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.split_backward import Halves
+from shardwise.system.own_hooks import hook
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     graph_task,
@@ -69,26 +70,6 @@ CALLED_BY_TORCH = {
     **dict.fromkeys(("_open_for_gradient", "_send_back", "_input_grad_done", "arrived", "_end"), "a backward"),
 }
 """See `comm/watch/journal.py`."""
-
-
-class _NoName(str):
-    """The name of our hooks. `torch.jit.script` looks hooks up by name, and would then compile their source."""
-
-    def __hash__(self) -> NoReturn:
-        raise StateError(
-            "A sharded model was given to torch.jit.script, which compiles no gathering of parameters. Script a plain "
-            "model that has loaded engine.state_dict()."
-        )
-
-
-_NO_NAME = _NoName("hook of shardwise")  # made here: Dynamo of torch 2.11 warns where it traces a text that is made
-
-
-def hook(function: Callable[..., Any], *args: object) -> partial[Any]:
-    """`function` with its first arguments, to be registered with a module of the user's."""
-    bound = partial(function, *args)
-    bound.__name__ = _NO_NAME  # type: ignore[attr-defined]  # a partial has a dict
-    return bound
 
 
 NO_COPY = (

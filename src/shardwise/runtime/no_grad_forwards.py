@@ -38,6 +38,7 @@ from shardwise.runtime.executor import BoundBlock
 from shardwise.runtime.foreign_reads import Reach
 from shardwise.runtime.gather_order import GatherOrder
 from shardwise.runtime.gathering import Gathering
+from shardwise.system.own_hooks import hook
 
 FAILED = b"failed"
 _NUM_WATCHED_CALLS = 2
@@ -190,8 +191,8 @@ class Inference:
             handle
             for module in (() if self._keeps_all else _wholes(self._model, self._units))
             for handle in (
-                module.register_forward_pre_hook(self._enter_call, prepend=True),
-                module.register_forward_hook(self._leave_call, always_call=True),
+                module.register_forward_pre_hook(hook(self._enter_call), prepend=True),
+                module.register_forward_hook(hook(self._leave_call), always_call=True),
             )
         ]
         try:

@@ -21,6 +21,7 @@ from shardwise.program import Activations
 from shardwise.runtime.activations import SAVED
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.system.own_hooks import hook
 
 if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import Loss
@@ -46,10 +47,10 @@ def ask_before_first_forward(sharded: ShardedModel) -> None:
     def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _ask(sharded, MicroBatch(args, kwargs), None)
-            hook.remove()
+            handle.remove()
 
-    hook = sharded.model.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
-    sharded.parts.hooks.callback(hook.remove)
+    handle = sharded.model.register_forward_pre_hook(hook(ask), prepend=True, with_kwargs=True)
+    sharded.parts.hooks.callback(handle.remove)
 
 
 def ask_before_first_step(sharded: ShardedModel, micro_batch: MicroBatch, loss_fn: LossFunction | None) -> None:

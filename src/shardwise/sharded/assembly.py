@@ -39,6 +39,7 @@ from shardwise.sharded.gradients import Gradients
 from shardwise.sharded.sharding import Sharding
 from shardwise.sharded.unfreezing import Unfreezing
 from shardwise.system.heap import heap_to_keep_small
+from shardwise.system.own_hooks import hook
 from shardwise.system.telemetry import Ledger, Timeline
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class _Assembly:
         self._hooks.callback(owner.close)
         self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
         self._hooks.callback(Structure(self._model).release)
-        cast = self._model.register_forward_pre_hook(self._steps.cast_inputs, prepend=True, with_kwargs=True)
+        cast = self._model.register_forward_pre_hook(hook(self._steps.cast_inputs), prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)
         self._hooks.callback(runner.remove)
         progress = self._steps.progress

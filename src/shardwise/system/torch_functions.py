@@ -36,7 +36,9 @@ def dims_of(
 
 def is_called_by_us() -> bool:
     """Whether the call that a mode's `__torch_function__` is handling is this library's, maybe through torch's own.
-    Other modes, through which it came, do not count."""
+    Other modes, through which it came, do not count. For tensors in a loop's hands, on which torch calls
+    `__torch_function__` wherever they are; what we compute inside of a forward is `unwatched` instead, because there
+    torch's frames may lie between us and the model's own calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back

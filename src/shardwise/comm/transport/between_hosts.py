@@ -19,15 +19,13 @@ import torch
 from shardwise.comm.collectives import Tensor
 from shardwise.comm.group import Group
 from shardwise.comm.host_layout import OnHosts
-from shardwise.comm.mixed_sums import add_to
+from shardwise.comm.mixed_sums import add_to, add_up, as_sent, keep_sent
 from shardwise.comm.small_messages import exchange
 from shardwise.comm.transport.background import Background
 from shardwise.comm.transport.pairwise import Pairwise, Transport
 from shardwise.comm.transport.shm.neighbours import Neighbours, copy_into
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Pending, Work
-
-SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
 
 _SMALL_BYTES = 2**16
 """What is smaller takes less time among hosts with one rank each than handing it to another thread."""
@@ -330,14 +328,7 @@ class _Sums:
         ]
         for message in arriving:
             message.wait()
-        own = sums[-1]
-        if on.number and own.data_ptr() == self.out.data_ptr():
-            own = own.clone()  # our summand must not be overwritten before its turn
-        ordered = list(arrived)
-        ordered.insert(on.number, own)
-        self.out.copy_(ordered[0])
-        for summand in ordered[1:]:
-            add_to(self.out, summand)
+        add_up(self.out, [*arrived[: on.number], sums[-1], *arrived[on.number :]], on.number)
         for message in leaving:
             message.wait()
 
@@ -372,15 +363,9 @@ class _Sums:
 def _reduce_all(sums: _Sums, chunks: Sequence[Tensor], wire: torch.dtype) -> None:
     """Reduce-scatter, then all-gather of the sums; `chunks` are those of the result."""
     sums.run()
-    own = sums.out
-    gathered = list(chunks)
-    if own.dtype != wire:  # what is sent is rounded, so all ranks keep the rounded sum
-        gathered = [torch.empty_like(chunk, dtype=wire) for chunk in chunks]
-        gathered[sums.on.own].copy_(own)
-    _Gather(sums.comm, sums.on, sums.group, gathered, sums.tag ^ _SECOND).run()
-    if own.dtype != wire:
-        for chunk, rounded in zip(chunks, gathered, strict=True):
-            chunk.copy_(rounded)
+    sent = as_sent(chunks, sums.on.own, wire)
+    _Gather(sums.comm, sums.on, sums.group, sent, sums.tag ^ _SECOND).run()
+    keep_sent(chunks, sent)
 
 
 def _passed_on(tag: int, index: int) -> int:

@@ -43,8 +43,6 @@ from shardwise.plan.mesh import Mesh
 from shardwise.system.devices import RankDevice, Stream
 from shardwise.system.telemetry import Ledger
 
-SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
-
 
 class _OneWay(NamedTuple):
     """The communicators of one line."""

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.comm.collectives import Lines, Tensor
 from shardwise.comm.group import Group
-from shardwise.comm.mixed_sums import add_to
+from shardwise.comm.mixed_sums import add_up, as_sent, keep_sent
 from shardwise.comm.shared_buffers import Part
 from shardwise.comm.small_messages import exchange
 from shardwise.comm.transport.staging import StagingPool
@@ -23,8 +23,6 @@ from shardwise.comm.watch.journal import Awaited, Entry, Journal
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.plan.mesh import Mesh
 from shardwise.system.telemetry import Ledger
-
-SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
 
 
 class Transport(Protocol):
@@ -140,15 +138,9 @@ class Pairwise:
         own = chunks[group.index]
 
         def give_back() -> None:
-            if own.dtype == wire:
-                gathered = chunks
-            else:  # what was sent was rounded, so all ranks keep the rounded sum
-                gathered = tuple(torch.empty_like(chunk, dtype=wire) for chunk in chunks)
-                gathered[group.index].copy_(own)
-            Pending(self._swap(group, [gathered[group.index]] * len(chunks), gathered, tag ^ 1)).wait()
-            if own.dtype != wire:
-                for chunk, rounded in zip(chunks, gathered, strict=True):
-                    chunk.copy_(rounded)
+            sums = as_sent(chunks, group.index, wire)
+            Pending(self._swap(group, [sums[group.index]] * len(chunks), sums, tag ^ 1)).wait()
+            keep_sent(chunks, sums)
 
         def post() -> Work:
             partly = self._scatter_sums(own, source.chunk(len(chunks)), group, wire, tag)
@@ -256,21 +248,12 @@ class Pairwise:
         arrived.insert(group.index, own)
         messages = self._swap(group, sent, arrived, tag)
 
-        def add_up() -> None:
-            in_place = out.data_ptr() == arrived[group.index].data_ptr()
-            if in_place and group.index > 1:  # our summand must not be overwritten before its turn
-                arrived[group.index] = arrived[group.index].clone()
-            if in_place and group.index < 2:  # ours is one of the first two, and a sum of two has no order
-                add_to(out, arrived[1 - group.index])
-            else:
-                out.copy_(arrived[0])
-                add_to(out, arrived[1])
-            for chunk in arrived[2:]:
-                add_to(out, chunk)
+        def finish() -> None:
+            add_up(out, arrived, group.index)
             arrived.clear()
             self._staging.give_back(staging)
 
-        return Pending(messages, add_up)
+        return Pending(messages, finish)
 
     def _swap(self, group: Group, sent: Sequence[Tensor], arrived: Sequence[Tensor], tag: int) -> list[Work]:
         """Send `sent[i]` to, and receive `arrived[i]` from, every other rank `i` of the group. Raises `LinkError`.

@@ -16,6 +16,12 @@ done the same.
 [Note: links] A message from one stage of a pipeline to the next is entered by two ranks only, each at another point of
 its own step: one of them may have run more backwards by then, and marks have no common order with it. So neither enters
 the tags of a link, which depend on its own messages alone.
+
+[Note: whose code] Errors and reports name the line of the user's script, and what it called of this library. Both are
+found in the frames, by the folders of their files, as `logging` and `warnings.warn(skip_file_prefixes=...)` find
+callers: a rank that hangs in its own loop, or in a loader, calls nothing of ours that could announce where it is, and
+where torch calls our hooks there are torch's frames in between. Only the folder of this whole package counts, no file
+or function in it. Past 40 frames that takes 4 us, for each collective outside of a program.
 """
 
 from __future__ import annotations
@@ -56,16 +62,13 @@ _NUM_MARKED = 4
 FIRST_SIDE_TAG = 2**30
 """Tags from here on are those of `comm/transport/side_channel.py`. gloo's tags are not negative, and have 32 bits."""
 _TAGS = FIRST_SIDE_TAG - 1
-_PACKAGE = f"{Path(errors.__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(errors.__file__).parent}{os.sep}"  # see [Note: whose code]
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
-_MARK = "SENDS_FOR_ITS_CALLER"
-"""A module with this name sends for whoever calls it: a fault is explained by what its caller was about."""
 _WORDS = "CALLED_BY_TORCH"
 """A module with this name says in words what its functions are about that torch calls, and no user knows by name."""
 _CLOSED = "closed"
 _FORKED = "forked"
-_EXCHANGE = "World.exchange"  # called for many purposes, so the caller's name says more
 _FRAMES_LOCK = threading.Lock()
 _Kind = tuple[str, str, torch.dtype]
 # One per collective: number, tag, action, its name if there is no action, length, backwards, marks, verb and subject.
@@ -168,7 +171,7 @@ class Journal:
         if line is None:
             line = self._lines[group.name] = LineRecord(group)
         action = self.action
-        call = _call() if action is None else ""
+        call = "" if action is not None else _outwards(sys._getframe(1))[0]
         kind = (verb, subject, dtype)
         code = self._codes.get(kind)
         if code is None:
@@ -394,15 +397,6 @@ def _track(line: LineRecord) -> Track:
             ),
         )
     return line.reported
-
-
-def _call() -> str:
-    """For a collective outside any program: the library function that the user called, such as `"save()"`. Only for
-    people."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and (frame.f_globals.get(_MARK, False) or frame.f_code.co_qualname == _EXCHANGE):
-        frame = frame.f_back
-    return _outwards(frame)[0] or "exchange()"
 
 
 def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:

@@ -11,8 +11,8 @@ import sys
 
 from shardwise.integrations.deepspeed.distribution import register_distribution
 from shardwise.integrations.deepspeed.facade import VERSION, install
-from shardwise.integrations.scripts import run_script
 from shardwise.integrations.takeover import Takeover
+from shardwise.launch.run_script import run_script
 
 _LOCAL_RANK = "--local-rank"
 """Gives the script `--local_rank=N`, as DeepSpeed's launcher does."""

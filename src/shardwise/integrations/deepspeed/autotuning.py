@@ -34,6 +34,7 @@ from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Limits
 from shardwise.integrations.deepspeed.config import TranslatedConfig, load_config, read_config
 from shardwise.integrations.deepspeed.fields import AUTOTUNING
 from shardwise.system.machine import Cgroups, host_memory
+from shardwise.system.own_hooks import hook
 from shardwise.system.units import format_bytes, format_seconds
 
 VARIABLE = "SHARDWISE_AUTOTUNING"
@@ -184,10 +185,10 @@ class Tuner:
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
-                hook.remove()
+                handle.remove()
                 self._end(world, _named(model, args, kwargs))
 
-        hook = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        handle = model.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True)
 
     def _end(self, world: sw.World, batch: object) -> None:
         said = ""

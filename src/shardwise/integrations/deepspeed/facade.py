@@ -45,7 +45,8 @@ from shardwise.integrations.deepspeed.accelerator import get_accelerator, is_cur
 from shardwise.integrations.deepspeed.config import ComponentConfig, load_config
 from shardwise.integrations.deepspeed.logging import log_dist, logger
 from shardwise.integrations.deepspeed.monitor import MonitorMaster, get_monitor_config
-from shardwise.integrations.deepspeed.names import RefusedImports, attribute_errors
+from shardwise.integrations.deepspeed.names import RefusedImports, refusal
+from shardwise.integrations.name_table import attribute_errors
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose API this is."""
@@ -72,7 +73,7 @@ def install() -> None:
         sys.meta_path.insert(0, RefusedImports())
     for name, content in _modules().items():
         module = ModuleType(name)
-        module.__dict__["__getattr__"] = attribute_errors(name)
+        module.__dict__["__getattr__"] = attribute_errors(name, refusal)
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         module.__dict__.update(content)

@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.integrations.deepspeed.accelerator import get_accelerator
 from shardwise.integrations.deepspeed.inference_config import InferenceConfig, read_inference_config
+from shardwise.system.own_hooks import hook
 from shardwise.system.printable import printable
 
 _TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,8 +57,8 @@ class InferenceEngine(nn.Module):
                 assert self._times is not None
                 self._times.append(1000 * (time.perf_counter() - started.pop()))
 
-            self.module.register_forward_pre_hook(begin, prepend=True)
-            self.module.register_forward_hook(end)
+            self.module.register_forward_pre_hook(hook(begin), prepend=True)
+            self.module.register_forward_hook(hook(end))
 
     def model_times(self) -> list[float]:
         """The milliseconds of the forwards since the last call. Raises `StateError` if none were measured."""

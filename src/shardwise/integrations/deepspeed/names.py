@@ -7,9 +7,7 @@ none of its own; if the module exists, such a row is called `module.*`. Names wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from typing import NoReturn
 
 from shardwise.integrations.deepspeed.fields import INFERENCE, Field
 from shardwise.integrations.name_table import NameStatus, Row, listed, no_effect, printed, refusal_of, refused, row_in
@@ -467,15 +465,6 @@ class RefusedImports(MetaPathFinder):
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname.startswith("deepspeed.") and (message := refusal(fullname)):
             raise ImportError(message, name=fullname)
-
-
-def attribute_errors(module: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a module."""
-
-    def refuse(name: str) -> NoReturn:
-        raise AttributeError(refusal(f"{module}.{name}") or f"module {module!r} has no attribute {name!r}")
-
-    return refuse
 
 
 def page() -> str:

@@ -9,7 +9,7 @@ import os
 import sys
 
 from shardwise.integrations.horovod.import_hook import install
-from shardwise.integrations.scripts import run_script
+from shardwise.launch.run_script import run_script
 from shardwise.system.process_rank import process_rank_of
 
 

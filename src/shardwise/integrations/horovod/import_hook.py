@@ -11,7 +11,8 @@ from types import ModuleType
 
 from shardwise.errors import ConfigError
 from shardwise.integrations.horovod.command_line import VERSION
-from shardwise.integrations.horovod.names import attribute_errors, refusal
+from shardwise.integrations.horovod.names import refusal
+from shardwise.integrations.name_table import attribute_errors
 
 _PACKAGE = "shardwise.integrations.horovod"
 _MODULES = {
@@ -68,7 +69,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         replacement = _MODULES.get(name)
         if replacement:
             sys.modules[name] = found = importlib.import_module(f"{_PACKAGE}.{replacement}")
-            found.__dict__.setdefault("__getattr__", attribute_errors(name))
+            found.__dict__.setdefault("__getattr__", attribute_errors(name, refusal))
             if not hasattr(found, "__path__"):  # a package in Horovod: Python imports no modules of what is none
                 found.__path__ = []
         elif name == "horovod":

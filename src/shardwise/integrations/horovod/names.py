@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError
 from shardwise.integrations.horovod.command_line import IGNORED, REFUSED
@@ -168,15 +168,6 @@ def row_of(name: str) -> Row | None:
 def refusal(name: str) -> str | None:
     """The message of the error for `name`, if its row refuses it."""
     return refusal_of(name, row_of(name))
-
-
-def attribute_errors(module: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a module that scripts import as `module`."""
-
-    def refuse(name: str) -> NoReturn:
-        raise AttributeError(refusal(f"{module}.{name}") or f"module {module!r} has no attribute {name!r}")
-
-    return refuse
 
 
 def page() -> str:

@@ -18,17 +18,15 @@ from shardwise.errors import ConfigError
 from shardwise.init import is_deferred
 from shardwise.integrations.lightning_parts import fabric_states
 from shardwise.integrations.lightning_parts.precision import refuse_scaler
-from shardwise.integrations.lightning_parts.settings import FOR_FP8, PRECISIONS, rank_environment, refuse_settings
+from shardwise.integrations.lightning_parts.settings import FOR_FP8, PRECISIONS, refuse_settings
 from shardwise.integrations.lightning_parts.strategy import StrategyMixin
-from shardwise.integrations.lightning_parts.worlds import WORLDS
+from shardwise.integrations.lightning_parts.worlds import WORLDS, InWorld
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad
-from shardwise.integrations.plans import PlanLike, data_share, resolved_plan
+from shardwise.integrations.plans import PlanLike, resolved_plan
 from shardwise.integrations.sample_batch import cure, sample_batch
 
-_Base: Any = object
 
-
-class FabricStrategyMixin(_Base):
+class FabricStrategyMixin(InWorld):
     """A mixin for Fabric's DDPStrategy that shards models in place by `plan` when they are set up.
 
     `plan` is a preset's name, a file, a dict or a `sw.Plan`; the default is `zero3`. With `state_dict_type="sharded"`
@@ -71,21 +69,7 @@ class FabricStrategyMixin(_Base):
         self._state_dict_type = state_dict_type
         self._engines: dict[nn.Module, sw.Engine] = {}
         self._pending: list[nn.Module] = []
-        self._own_world: sw.World | None = None
         self._backward_sync_control = _SyncControl(self._engines)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """See Fabric. Ranks that share a batch get the same samples."""
-        place, count = data_share(self.plan, self.global_rank, self.world_size)
-        return {"num_replicas": count, "rank": place}
-
-    @property
-    def world(self) -> sw.World:
-        """The world of ranks, joined at first use."""
-        if self._own_world is None:
-            self._own_world = WORLDS.join(rank_environment(self), self)
-        return self._own_world
 
     def engine_of(self, model: nn.Module) -> sw.Engine | None:
         """The engine of a model that was given to or returned by `fabric.setup`; `None` if it is not sharded."""

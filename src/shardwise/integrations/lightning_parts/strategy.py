@@ -23,16 +23,14 @@ from shardwise.integrations.lightning_parts.finetuning import add_saved_groups, 
 from shardwise.integrations.lightning_parts.precision import refuse_scaler, with_engine
 from shardwise.integrations.lightning_parts.settings import (
     plan_for,
-    rank_environment,
     refuse_settings,
     require_staged_settings,
 )
 from shardwise.integrations.lightning_parts.uneven_evaluation import UnevenEvaluation
-from shardwise.integrations.lightning_parts.worlds import WORLDS
+from shardwise.integrations.lightning_parts.worlds import WORLDS, InWorld
 from shardwise.integrations.model_patches import param_ids, patch_zero_grad, unpatch_zero_grad
-from shardwise.integrations.plans import PlanLike, data_share, has_stages
+from shardwise.integrations.plans import PlanLike, has_stages
 
-_Base: Any = object
 ENGINE = "_shardwise_engine"
 """The attribute of a LightningModule with its engine, which may outlive the Trainer that created it."""
 
@@ -42,7 +40,7 @@ def _call(optimizer: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any
     return getattr(optimizer, name)(*args, **kwargs)
 
 
-class StrategyMixin(_Base):
+class StrategyMixin(InWorld):
     """A mixin for Lightning's DDPStrategy that shards the LightningModule in place by `plan`.
 
     `plan` is a preset's name, a file, a dict or a `sw.Plan`; the default is `zero3`. With `state_dict_type="sharded"`
@@ -88,7 +86,6 @@ class StrategyMixin(_Base):
         StrategyMixin.num_made += 1
         self._state_dict_type = state_dict_type
         self._placeholder: dict[str, Any] = {}
-        self._own_world: sw.World | None = None
         self._uneven = UnevenEvaluation()
 
     @property
@@ -104,12 +101,6 @@ class StrategyMixin(_Base):
         ours = None if plugin is None else with_engine(plugin)
         super(StrategyMixin, type(self)).precision_plugin.__set__(self, ours)
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """See Lightning. Ranks that share a batch get the same samples."""
-        place, count = data_share(self.plan, self.global_rank, self.world_size)
-        return {"num_replicas": count, "rank": place}
-
     # -- the engine -------------------------------------------------------------------------------------
 
     @property
@@ -118,13 +109,6 @@ class StrategyMixin(_Base):
         module = self.lightning_module
         engine: sw.Engine | None = None if module is None else module.__dict__.get(ENGINE)
         return engine
-
-    @property
-    def world(self) -> sw.World:
-        """The world of ranks, joined at first use."""
-        if self._own_world is None:
-            self._own_world = WORLDS.join(rank_environment(self), self)
-        return self._own_world
 
     def setup(self, trainer: Any) -> None:
         """See Lightning. Collective. Shards the module, in `fit` with its optimizers."""

@@ -1,4 +1,4 @@
-"""The worlds that Lightning's strategies join, closed once nothing uses them.
+"""The worlds that Lightning's strategies join, closed once nothing uses them; what all strategies have of theirs.
 
 [Note: no finalizer closes a world] An engine may outlive the Trainer that created it, so a world ends with the last of
 its users. To close it is to wait for the thread of its watch, and a collection of garbage may run a finalizer in any
@@ -12,8 +12,13 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import shardwise as sw
+from shardwise.integrations.lightning_parts.settings import rank_environment
+from shardwise.integrations.plans import data_share
+
+_Base: Any = object
 
 
 class Worlds:
@@ -49,3 +54,23 @@ WORLDS = Worlds()
 # Now, and not when the first is joined: at exit what was registered last is called first, and the watch of a world then
 # tells other ranks of the exception that ended this one.
 atexit.register(WORLDS.close)
+
+
+class InWorld(_Base):
+    """What strategies of Lightning's Trainer and of Fabric have in common: a plan, and a world of ranks."""
+
+    plan: sw.Plan
+    _own_world: sw.World | None = None
+
+    @property
+    def world(self) -> sw.World:
+        """The world of ranks, joined at first use."""
+        if self._own_world is None:
+            self._own_world = WORLDS.join(rank_environment(self), self)
+        return self._own_world
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """See Lightning. Ranks that share a batch get the same samples."""
+        place, count = data_share(self.plan, self.global_rank, self.world_size)
+        return {"num_replicas": count, "rank": place}

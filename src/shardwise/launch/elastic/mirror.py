@@ -16,11 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shardwise.errors import LaunchError
+from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.remote_host import RemoteHost
-from shardwise.launch.elastic.remote_workers import RemoteMemory
+from shardwise.launch.elastic.remote_workers import RemoteMemory, RemoteWorkers
 from shardwise.launch.elastic.succession import unpickled
 from shardwise.launch.hosts.agreement import has_half
 from shardwise.launch.places.ssh import SshPlan
+from shardwise.system.launcher_address import LauncherAddress
 
 
 @dataclass
@@ -132,6 +134,14 @@ class Mirror:
 
     def _who_has_it(self, hosts: Mapping[str, RemoteHost]) -> set[str]:
         return {label for label, host in hosts.items() if host.label == label and host.num_kept >= self.state.version}
+
+
+def let_others_take_over(plan: SshPlan, workers: RemoteWorkers, context: Context) -> None:
+    """From here on, let hosts keep what this launcher, the job's first, decides. Raises as `Mirror.keep` does."""
+    mirror = Mirror(HostsState(plan, context.run_id), workers, context.elastic.launcher_timeout_seconds)
+    workers.introduce(LauncherAddress(0, context.address, context.port), context.token)
+    mirror.keep(None)
+    context.succession = mirror
 
 
 def _cut_off(num_left: int, num_hosts: int) -> str:

@@ -18,7 +18,7 @@ from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
-from shardwise.launch.elastic.mirror import HostsState, Mirror
+from shardwise.launch.elastic.mirror import let_others_take_over
 from shardwise.launch.elastic.place import ListedPlace
 from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.remote_workers import RemoteWorkers
@@ -45,7 +45,6 @@ from shardwise.launch.places.ssh import SshPlan
 from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import new_token
-from shardwise.system.launcher_address import LauncherAddress
 from shardwise.system.listening import listen_at
 
 _LOOPBACK = ("127.0.0.1", "::1")
@@ -107,10 +106,7 @@ def run_on_hosts(
         context = Context(job, elastic, store, address, port, run_id, folder, workers, slots, signals, say, token)
         context.scaling = scaling
         if elastic.launcher_timeout_seconds and _outlives_its_launcher(plan, place):
-            mirror = Mirror(HostsState(plan, run_id), workers, elastic.launcher_timeout_seconds)
-            workers.introduce(LauncherAddress(0, address, port), token)
-            mirror.keep(None)
-            context.succession = mirror
+            let_others_take_over(plan, workers, context)
         return run_attempts(context)
 
 

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
-from shardwise.launch.elastic.mirror import CutOffError, HostsState, Mirror
+from shardwise.launch.elastic.mirror import CutOffError, HostsState, Mirror, let_others_take_over
 from shardwise.launch.elastic.place import Place
 from shardwise.launch.elastic.pod_workers import BACK_SECONDS, Pod, PodWorkers
 from shardwise.launch.elastic.scaling import scaling_of
@@ -86,11 +86,7 @@ def run_on_pods(plan: PodsPlan, token: str, place: Place | None = None) -> int:
             if last is not None:
                 agent = _take_over(replace(last, plan=plan), workers, context)
             elif elastic.launcher_timeout_seconds:
-                workers.introduce(LauncherAddress(0, *location), token)
-                context.succession = mirror = Mirror(
-                    HostsState(plan, run_id), workers, elastic.launcher_timeout_seconds
-                )
-                mirror.keep(None)
+                let_others_take_over(plan, workers, context)
             status = run_attempts(context, agent)
         except CutOffError as error:
             say(str(error))
@@ -127,50 +123,97 @@ def _gather(
     that is lost, wait for more than half of those, and return what it had decided.
 
     Pods that are new do not know whether others have such ranks. So it is not how many of them have come that decides
-    whether there are others, but `_ANEW_SECONDS`. While half of them or fewer are back, the others may follow the last
-    launcher on a node that was cut off; nobody here can know, so it says what it waits for, and how to end that."""
+    whether there are others, but `_ANEW_SECONDS`."""
     assert plan.job.elastic is not None
-    least, wanted = plan.job.elastic.least, plan.job.nproc
-    enough_at, tell_at, pause = float("inf"), clock() + _TELL_SECONDS, _TELL_SECONDS
-    back_at, told_of = float("inf"), set[str]()
-    late_at, anew_at = float("inf"), float("inf") if plan.job.elastic.launcher_timeout_seconds else 0.0
-    while not signals.received:
+    others = _LastLauncher(workers, plan.job.elastic.launcher_timeout_seconds)
+    beginning = _Beginning(plan, slots, fewer_seconds, clock())
+    last = None
+    while last is None and not signals.received:
         workers.wait(_LOOK_MILLISECONDS)
         now = clock()
-        for event in workers.events():
-            match event:
-                case HostReady():
-                    anew_at = min(anew_at, now + _ANEW_SECONDS)
-                    say(slots.ready(event.host, event.num_slots, now))
-                case HostLost():
-                    say(f"host {event.host} is gone ({event.why}).")
-                    slots.lost(event.host, now)
-                case HostLeaves():
-                    say(f"host {event.host} {event.why}.")
-                    slots.leaves(event.host, now)
-                    workers.leave(event.host)
-        if returning := {label: pod.returning for label, pod in workers.returning().items()}:
-            back_at = min(back_at, now)
-            newest = with_the_newest(returning)
-            if not newest and now > back_at + BACK_SECONDS and told_of != returning.keys():
-                told_of = set(returning)
-                say(_too_few(workers.returning(), plan.job.elastic.launcher_timeout_seconds))
-            if newest:
-                late_at = min(late_at, now + BACK_SECONDS)
-                is_whole = {label for label, _, _ in returning[newest[0]]["hosts"]} <= returning.keys()
-                if is_whole or now > late_at:
-                    workers.has_begun = True
-                    return HostsState.of_text(returning[newest[0]]["state"])
-            continue
-        num_slots = slots.num_usable(now)
-        enough_at = min(enough_at, now) if num_slots >= least else float("inf")
-        if now >= anew_at and (num_slots >= wanted or now - enough_at > fewer_seconds):
+        if _note_events(workers, slots, now):
+            beginning.note_pod(now)
+        if workers.returning():
+            last = others.decided(now)
+        elif beginning.is_due(now):
             break
-        if num_slots < wanted and now > tell_at:
-            tell_at, pause = now + 2 * pause, 2 * pause
-            say(f"{num_slots} of {plan.describe_need()}. Waiting for the others.")
     workers.has_begun = True
-    return None
+    return last
+
+
+def _note_events(workers: PodWorkers, slots: Slots, now: float) -> bool:
+    """Count pods that have come, and those that are gone; returns whether any has come."""
+    has_come = False
+    for event in workers.events():
+        match event:
+            case HostReady():
+                has_come = True
+                say(slots.ready(event.host, event.num_slots, now))
+            case HostLost():
+                say(f"host {event.host} is gone ({event.why}).")
+                slots.lost(event.host, now)
+            case HostLeaves():
+                say(f"host {event.host} {event.why}.")
+                slots.leaves(event.host, now)
+                workers.leave(event.host)
+    return has_come
+
+
+class _Beginning:
+    """Whether there are pods enough to begin with, none of which has ranks of another launcher."""
+
+    def __init__(self, plan: PodsPlan, slots: Slots, fewer_seconds: float, now: float) -> None:
+        """`fewer_seconds`: how long to wait for more, once there are as many as the job needs."""
+        assert plan.job.elastic is not None
+        self._plan, self._slots, self._fewer_seconds = plan, slots, fewer_seconds
+        self._least = plan.job.elastic.least
+        self._enough_at = float("inf")
+        self._anew_at = float("inf") if plan.job.elastic.launcher_timeout_seconds else 0.0
+        self._tell_at, self._pause = now + _TELL_SECONDS, _TELL_SECONDS
+
+    def note_pod(self, now: float) -> None:
+        """A pod has come."""
+        self._anew_at = min(self._anew_at, now + _ANEW_SECONDS)
+
+    def is_due(self, now: float) -> bool:
+        """Says from time to time what is missing."""
+        num_slots, wanted = self._slots.num_usable(now), self._plan.job.nproc
+        self._enough_at = min(self._enough_at, now) if num_slots >= self._least else float("inf")
+        if now >= self._anew_at and (num_slots >= wanted or now - self._enough_at > self._fewer_seconds):
+            return True
+        if num_slots < wanted and now > self._tell_at:
+            self._pause *= 2
+            self._tell_at = now + self._pause
+            say(f"{num_slots} of {self._plan.describe_need()}. Waiting for the others.")
+        return False
+
+
+class _LastLauncher:
+    """What a launcher that is lost had decided, as pods with its ranks tell it.
+
+    While half of them or fewer are back, the others may follow that launcher on a node that was cut off; nobody here
+    can know, so it says what it waits for, and how to end that."""
+
+    def __init__(self, workers: PodWorkers, launcher_timeout_seconds: float) -> None:
+        self._workers, self._launcher_timeout_seconds = workers, launcher_timeout_seconds
+        self._back_at = self._late_at = float("inf")
+        self._told_of: set[str] = set()
+        """The labels of the pods that it has said of that they are too few."""
+
+    def decided(self, now: float) -> HostsState | None:
+        """That, once more than half of its pods are back, and the others too or late; `None` before. There are some."""
+        pods = self._workers.returning()
+        told = {label: pod.returning for label, pod in pods.items()}
+        newest = with_the_newest(told)
+        self._back_at = min(self._back_at, now)
+        if not newest:
+            if now > self._back_at + BACK_SECONDS and self._told_of != told.keys():
+                self._told_of = set(told)
+                say(_too_few(pods, self._launcher_timeout_seconds))
+            return None
+        self._late_at = min(self._late_at, now + BACK_SECONDS)
+        is_whole = {label for label, _, _ in told[newest[0]]["hosts"]} <= told.keys()
+        return HostsState.of_text(told[newest[0]]["state"]) if is_whole or now > self._late_at else None
 
 
 def _too_few(returning: Mapping[str, Pod], launcher_timeout_seconds: float) -> str:

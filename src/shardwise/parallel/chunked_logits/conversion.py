@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.parallel.chunked_logits.deferred_logits import defer
+from shardwise.parallel.library_model import pretrained_in
 
 
 class ChunkedHead(nn.Module):
@@ -87,7 +87,5 @@ class ChunkedHeads:
 
 def heads_of(model: nn.Module) -> list[nn.Module]:
     """The heads of the language models of transformers in `model`; does not import the library."""
-    library = sys.modules.get("transformers.modeling_utils")
-    pretrained = [] if library is None else [one for one in model.modules() if isinstance(one, library.PreTrainedModel)]
-    heads = (one.get_output_embeddings() for one in pretrained)
+    heads = (one.get_output_embeddings() for one in pretrained_in(model))
     return list(dict.fromkeys(one for one in heads if isinstance(one, nn.Module)))

@@ -15,6 +15,7 @@ from shardwise.comm import Line
 from shardwise.parallel.fp8.kernels import KERNELS
 from shardwise.parallel.fp8.recipes import Recipe, Rounding
 from shardwise.parallel.fp8.rounding import Rounded, product, rounded
+from shardwise.system.torch_private import unwatched
 
 Tensor = torch.Tensor
 Dim = Literal["tokens", "in", "out"]
@@ -38,6 +39,7 @@ class Fp8Linear(nn.Linear):
         made = self.multiply(input, self.weight)
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
+    @unwatched
     def multiply(self, input: Tensor, weight: Tensor, split: Split | None = None) -> Tensor:
         """`input @ weight.T`. With a `split`, both are this rank's parts, and the ranks of its line call together."""
         if torch.is_autocast_enabled(input.device.type):
@@ -56,6 +58,7 @@ class Fp8Linear(nn.Linear):
         return f"{super().extra_repr()}, fp8={self.recipe.name}"
 
 
+@unwatched
 def fp8_linear(tokens: Tensor, weight: Tensor, recipe: Recipe, split: Split | None = None) -> Tensor:
     """`tokens @ weight.T` for `[tokens, in]` and `[out, in]`, neither empty."""
     kernel = None if tokens.device.type == "cpu" else KERNELS.get(recipe.name)

@@ -9,7 +9,6 @@ between calls, such as reordering them for beam search.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -19,10 +18,12 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.system.loaded import loaded
 
 Tensor = torch.Tensor
 _ARGUMENT, _SWITCH = "past_key_values", "use_cache"
 _HALVES = ("self_attention_cache", "cross_attention_cache")
+_CACHES = "transformers.cache_utils"
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 """Classes of layers that hold keys and values, one of each per token, and nothing else."""
 
@@ -88,7 +89,7 @@ class CallCache:
 
 def cache_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The cache among the arguments of a call, or `None`."""
-    kind = _cache_class("Cache")
+    kind = loaded(_CACHES, "Cache")
     return None if kind is None else next((one for one in (*args, *kwargs.values()) if isinstance(one, kind)), None)
 
 
@@ -99,7 +100,7 @@ def is_cache(value: object) -> bool:
 def with_cache(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a call, with the cache that a model of transformers would otherwise make in its forward:
     in each stage another one."""
-    config, kind = getattr(model, "config", None), _cache_class("DynamicCache")
+    config, kind = getattr(model, "config", None), loaded(_CACHES, "DynamicCache")
     if getattr(config, "is_encoder_decoder", False) and kwargs.get(_SWITCH) is None and cache_in(args, kwargs) is None:
         return without_cache(model, args, kwargs)  # the decoder makes it, of two
     uses = kwargs.get(_SWITCH)
@@ -140,7 +141,7 @@ def _require_known(cache: Any) -> None:
     layers = getattr(cache, "layers", None)
     lazy = getattr(cache, "layer_class_to_replicate", None)
     kinds = {type(layer) for layer in layers or ()} | ({lazy} if lazy is not None else set())
-    odd = next((kind for kind in kinds if kind not in map(_cache_class, _LAYERS)), None)
+    odd = next((kind for kind in kinds if kind not in [loaded(_CACHES, name) for name in _LAYERS]), None)
     if layers is None or odd is not None or getattr(cache, "offloading", False):
         what = "layers on the host" if odd is None and layers is not None else getattr(odd, "__name__", "other layers")
         raise ModelError(
@@ -156,8 +157,3 @@ def _of_same_length(layer: Any) -> Any:
         if isinstance(value, Tensor):
             setattr(copied, name, value[:, :1, :, :1] if value.dim() == 4 else value.clone())
     return copied
-
-
-def _cache_class(name: str) -> Any:
-    """A class of transformers, if the library is loaded."""
-    return getattr(sys.modules.get("transformers.cache_utils"), name, None)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.runtime.nested import argument_tensors
-from shardwise.system.torch_functions import dims_of, is_called_by_us, named
+from shardwise.system.torch_functions import dims_of, named
 
 Tensor = torch.Tensor
 _ALONG: Mapping[Callable[..., Any], tuple[int, int | None]] = {
@@ -52,7 +52,7 @@ class MixedSamples(TorchFunctionMode):
         if not self.found:
             given = [one for one in argument_tensors((args, kwargs)) if one.is_floating_point()]
             most = max((self._num_dims(one) for one in given), default=0)
-            if most and self._mixes(func, args, kwargs, result, most) and not is_called_by_us():
+            if most and self._mixes(func, args, kwargs, result, most):
                 shapes = ", ".join(str(list(one.shape)) for one in given)
                 self.found = f"{getattr(func, '__name__', func)} of {shapes}"
         return result

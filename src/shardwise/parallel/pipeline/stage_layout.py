@@ -23,13 +23,14 @@ from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
 from shardwise.program.schedule import Schedule, schedule_of, timed
 from shardwise.system.name_patterns import matches_by_parts
+from shardwise.system.own_hooks import is_own
 
 AXIS = "pp"
 _ROUTERS = "output_router_logits"
 Span = tuple[int, int]
 """The numbers of the first and the last of some consecutive modules of the model."""
-_LIBRARIES = frozenset({"shardwise", "torch", "transformers", "accelerate", "peft"})
-"""Their hooks on modules are right in stages, or refused by name."""
+_LIBRARIES = frozenset({"torch", "transformers", "accelerate", "peft"})
+"""Their hooks on modules are right in stages, or refused by name. Nothing but their modules tells whose they are."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 """Containers that are not called themselves."""
 _OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
@@ -172,7 +173,7 @@ def _hooks_in_stages(model: nn.Module, layout: StageLayout) -> str:
 
 
 def _is_users(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] not in _LIBRARIES
+    return not is_own(hook) and str(getattr(hook, "__module__", "")).partition(".")[0] not in _LIBRARIES
 
 
 def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -42,6 +42,7 @@ from shardwise.parallel.pipeline.whole_model import WholeNames, holders_of
 from shardwise.plan.placement import Box
 from shardwise.program import UnitSpec
 from shardwise.runtime import EndOfForward, tensors_in
+from shardwise.system.own_hooks import hook
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
@@ -326,10 +327,10 @@ class StagedModel:
             self._adapters.attach(self.model)
         for one in self._slots:
             if one.own is not None:
-                take = partial(self._take, self._number(one))
+                number = self._number(one)
                 self._handles += [
-                    one.own.register_forward_pre_hook(take, prepend=True, with_kwargs=True),
-                    one.own.register_forward_hook(partial(self._returned, self._number(one))),
+                    one.own.register_forward_pre_hook(hook(self._take, number), prepend=True, with_kwargs=True),
+                    one.own.register_forward_hook(hook(self._returned, number)),
                 ]
 
     def take_calls(self, take: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:

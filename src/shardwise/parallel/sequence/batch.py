@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from shardwise.comm import Line, require_same_batch
 from shardwise.errors import ConfigError
+from shardwise.parallel.library_model import pretrained_in
 from shardwise.parallel.sequence import hugging_face
 from shardwise.parallel.sequence.attention import Sample
-from shardwise.parallel.sequence.hugging_face import pretrained_in, takes_shifted_labels
+from shardwise.parallel.sequence.hugging_face import takes_shifted_labels
 from shardwise.parallel.sequence.parts import mark_cut
 from shardwise.parallel.sequence.token_layout import Layout
 

@@ -22,7 +22,6 @@ from shardwise.parallel.sequence.mixing import mixes
 from shardwise.parallel.sequence.routing import numbers_tokens
 from shardwise.plan.placement import Dtype
 from shardwise.runtime.micro_batches import MicroBatch
-from shardwise.system.torch_functions import is_called_by_us
 
 Function = Callable[..., Any]
 Called = tuple[Sequence[Any], Mapping[str, Any]]
@@ -93,6 +92,6 @@ class _Seen(TorchFunctionMode):
         kwargs = kwargs or {}
         is_mixing = mixes(func, args, kwargs, self._num_tokens) is not None
         is_numbering = self.model is not None and numbers_tokens(self.model, func, args, self._num_tokens)
-        if (is_mixing or is_numbering) and not is_called_by_us():
+        if is_mixing or is_numbering:
             self.found.add(func)
         return func(*args, **kwargs)

@@ -22,8 +22,10 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.errors import ModelError
+from shardwise.parallel.library_model import pretrained_in
 from shardwise.parallel.sequence.attention import Attention, AttentionCall
 from shardwise.runtime import in_backward
+from shardwise.system.loaded import loaded
 
 Tensor = torch.Tensor
 NAME = "shardwise_sequence"
@@ -37,14 +39,6 @@ _BLOCKS = "block_sequence_ids"
 
 _ATTENTIONS: weakref.WeakKeyDictionary[nn.Module, Attention] = weakref.WeakKeyDictionary()
 """The attention of each module, because transformers calls one function for all models of the process."""
-
-
-def pretrained_in(model: nn.Module) -> list[Any]:
-    """The models of transformers in `model`, outermost first; does not import the library."""
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, library.PreTrainedModel)]
 
 
 def check(model: nn.Module) -> None:
@@ -177,7 +171,7 @@ def route(model: nn.Module, attention: Attention) -> Callable[[], None]:
     models = pretrained_in(model)
     if not models:
         return lambda: None
-    interface: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    interface: Any = loaded("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS")
     if NAME not in interface:
         type(interface).register(NAME, _attention_forward)
     before = {id(module.config): (module.config, module.config._attn_implementation) for module in models}

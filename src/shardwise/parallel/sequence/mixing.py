@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.system.torch_functions import dims_of, is_called_by_us, named
+from shardwise.system.torch_functions import dims_of, named
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -62,10 +62,10 @@ def refuse_mixing(
     num_tokens: int,
     is_coincidence: Callable[[Function], bool],
 ) -> None:
-    """Raises `ModelError` if a forward's own call, in the mode that handles it, mixes a rank's `num_tokens` tokens.
-    `is_coincidence` tells whether another dimension only has as many entries where this function is called."""
+    """Raises `ModelError` if a call in a forward mixes a rank's `num_tokens` tokens. `is_coincidence` tells whether
+    another dimension only has as many entries where this function is called."""
     shape = mixes(func, args, kwargs, num_tokens)
-    if shape is not None and not is_called_by_us() and not is_coincidence(func):
+    if shape is not None and not is_coincidence(func):
         raise ModelError(
             f"The model calls {getattr(func, '__name__', func)} on a tensor of shape {list(shape)} and mixes its "
             f"tokens, of which each rank of a split sequence has a part. {CURE} Attend by "

@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.comm import Line, World
 from shardwise.errors import ModelError, StateError
+from shardwise.parallel.library_model import pretrained_in
 from shardwise.parallel.sequence import hugging_face
 from shardwise.parallel.sequence.attention import Attention, Sample
 from shardwise.parallel.sequence.batch import Splitter
@@ -34,6 +35,7 @@ from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime import in_backward
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.nested import tensors_in
+from shardwise.system.own_hooks import hook
 from shardwise.system.telemetry import Ledger
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class SequenceParallel:
         self._model = model
         self._device = device
         self._splitter = Splitter(model, self.line, is_zigzag=ring)
-        self._is_pretrained = bool(hugging_face.pretrained_in(model))
+        self._is_pretrained = bool(pretrained_in(model))
         self._numbering = None if self._splitter.adds_positions else model
         self._running = _Running()
         self._is_suspended = False
@@ -90,11 +92,11 @@ class SequenceParallel:
 
     def _open(self) -> None:
         for module in self._model.modules():
-            before = module.register_forward_pre_hook(self._before, prepend=True)
-            after = module.register_forward_hook(self._after, always_call=True)
+            before = module.register_forward_pre_hook(hook(self._before), prepend=True)
+            after = module.register_forward_hook(hook(self._after), always_call=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
-        finds = self._model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
+        finds = self._model.register_forward_pre_hook(hook(self._find_sample), prepend=True, with_kwargs=True)
         self._hooks.callback(finds.remove)
         self._put_back = hugging_face.route(self._model, self.attention)
 

@@ -110,11 +110,8 @@ class Routing(TorchFunctionMode):
     def _check_positions(self, model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         sample = self._attention.sample
         how = "" if sample is None else numbers_tokens(model, func, args, sample.layout.num_local)
-        if how:
-            from shardwise.system.torch_functions import is_called_by_us  # few jobs need it
-
-            if not is_called_by_us() and not self._is_coincidence(func):  # collectives in a forward slice buffers, too
-                raise _refused_positions(how)
+        if how and not self._is_coincidence(func):
+            raise _refused_positions(how)
 
 
 def numbers_tokens(model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], num_tokens: int) -> str:

@@ -19,6 +19,7 @@ from shardwise.parallel.tensor.generators import draws
 from shardwise.parallel.tensor.model_split import ModelSplit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.runtime.nested import tensors_in
+from shardwise.system.own_hooks import hook
 
 Tensor = torch.Tensor
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -81,8 +82,8 @@ class Verifier:
                 raise ModelError(next(filter(None, problems)))
 
         self._handles += _record_outputs(model, self._found, lambda: bool(given))
-        self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(after))
+        self._handles.append(model.register_forward_pre_hook(hook(before), with_kwargs=True))
+        self._handles.append(model.register_forward_hook(hook(after)))
 
     def close(self) -> None:
         """Watch no more."""
@@ -145,7 +146,7 @@ def _record_outputs(
             if tensor is not None:
                 found.append((path, own_part(tensor).detach().clone()))
 
-        return module.register_forward_hook(note)
+        return module.register_forward_hook(hook(note))
 
     return [listen(path, module) for path, module in model.named_modules()]
 

@@ -31,7 +31,8 @@ from shardwise.errors import ModelError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
-from shardwise.system.torch_functions import dims_of, is_called_by_us, named
+from shardwise.system.own_hooks import hook
+from shardwise.system.torch_functions import dims_of, named
 from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class ViewCheck:
             if any(problems):
                 raise ModelError(next(filter(None, problems)))
 
-        handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        handle = model.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True)
         return handle.remove
 
 
@@ -274,7 +275,7 @@ def _push(stack: list[str], path: str) -> Callable[..., None]:
 
 
 class _Record(TorchFunctionMode):
-    """Records the steps that the model's own code takes, but not those in this library or inside torch."""
+    """Records the steps of a forward, except those of collectives (`unwatched`) and inside functions of torch."""
 
     def __init__(self, found: list[Step], stack: Sequence[str], model: nn.Module) -> None:
         super().__init__()
@@ -297,7 +298,7 @@ class _Record(TorchFunctionMode):
         except Exception:
             self.failed_at = self._stack[-1] if self._stack else ""
             raise
-        if func in _WATCHED and not is_called_by_us():
+        if func in _WATCHED:
             self._found += self._steps(func, args, kwargs or {}, result)
         return result
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from shardwise.memory import Flat, FlatGradients, FullState, Unit, place, torch_
 from shardwise.runtime.nested import tensors_in
 from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.rebound import rebind
+from shardwise.system.own_hooks import is_own
 from shardwise.system.telemetry import ByteMeter, Ledger
-
-OURS = f"{__name__.partition('.')[0]}."
 
 
 class TwinGradients(FlatGradients):
@@ -97,7 +95,7 @@ class Twin:
                 if id(tensor) not in self._memo:
                     self._memo[id(tensor)] = like(tensor, self._device)
             for hooks in _hooks_of(module):
-                theirs = [(key, hook) for key, hook in hooks.items() if not _is_ours(hook)]
+                theirs = [(key, hook) for key, hook in hooks.items() if not is_own(hook)]
                 self._memo[id(hooks)] = OrderedDict(theirs)
         try:
             copied = copy.deepcopy(model, self._memo)
@@ -120,9 +118,3 @@ class Twin:
 def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
     yield module._forward_pre_hooks
     yield module._forward_hooks
-
-
-def _is_ours(hook: object) -> bool:
-    """Whether an engine registered this hook."""
-    called = hook.func if isinstance(hook, partial) else hook
-    return str(getattr(called, "__module__", "")).startswith(OURS)

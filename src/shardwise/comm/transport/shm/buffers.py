@@ -32,8 +32,6 @@ from shardwise.comm.transport.shm.file import (
 from shardwise.comm.transport.shm.neighbours import Neighbours
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
 
-SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
-
 Tensor = torch.Tensor
 
 

@@ -19,11 +19,10 @@ from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import SharedFile
 from shardwise.comm.transport.shm.neighbours import Neighbours, copy_into
 from shardwise.comm.watch.journal import Awaited, Entry, Journal
-from shardwise.comm.work import Done, Work
+from shardwise.comm.work import Done, Pending, Work
 from shardwise.plan.mesh import Mesh
 from shardwise.system.telemetry import Ledger
 
-SENDS_FOR_ITS_CALLER = True  # see `comm/watch/journal.py`
 _ONE_ROUND_BYTES = 1 << 17
 """Up to which a sum of two in one round takes less than in two, of which each reads half as much: half the calls."""
 
@@ -189,7 +188,7 @@ class Shared:
         return self._neighbours.has(group.ranks)
 
     def _work(self, entry: Entry, wait: Callable[[], None]) -> Work:
-        return Awaited(self.journal, entry, _Steps(wait))
+        return Awaited(self.journal, entry, Pending((), wait))
 
     def _count(self, verb: str, group: Group, num_bytes: int) -> None:
         self.ledger.sent(verb, group.axis, num_bytes)
@@ -328,16 +327,6 @@ class _Sum:
         else:
             out.copy_(summand)
         self._is_begun = True
-
-
-class _Steps:
-    """A work none of whose steps has been done yet."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        self._wait()
 
 
 def _chunk(given: Tensor, wire: torch.dtype, group: Group) -> Tensor:
