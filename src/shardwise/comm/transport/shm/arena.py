@@ -63,7 +63,8 @@ class Arena:
 
     def take(self, num_bytes: int) -> Tensor:
         """A uint8 tensor of `num_bytes` of undefined content. Raises `OSError` if the system has no more memory."""
-        found = _smallest([block for block in self._fitting(num_bytes) if block.is_idle])
+        idle = (block for block in self._fitting(num_bytes) if block.is_idle)
+        found = next(idle, None) if num_bytes < _SMALL_BYTES else _smallest(idle)
         return (found or self._make(num_bytes)).tensor(num_bytes)
 
     def soon(self, num_bytes: int) -> Block | None:
