@@ -72,7 +72,7 @@ def test_a_rank_that_comes_later_warms_up_before_others_wait_for_it(
         monkeypatch.setenv(name, value)
     for name in ("skip_last_collection", "_die_with_launcher", "_bind_to_cores", "_write_whole_lines"):
         monkeypatch.setattr(worker, name, lambda: None)
-    monkeypatch.setattr(worker, "_run", lambda _: did.append("script"))
+    monkeypatch.setattr(worker, "run_script", lambda _: did.append("script"))
     monkeypatch.setattr("shardwise.launch.warm_up.warm_up", lambda: did.append("warm"))
     worker.main()
     assert did == expected

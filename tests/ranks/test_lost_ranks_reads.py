@@ -178,17 +178,17 @@ def test_one_that_comes_reads_what_the_others_have_and_cannot_change_it(
         model = Model()
         engine = sw.shard(model, PLANS[name], optimizer=optimizer_of(model), world=world)
         if member == NUM_RANKS:
-            state, single = engine.state_dict(), engine.get("blocks.1.more")
+            state, single = engine.state_dict(), engine.get("blocks.1.more.weight")
             assert single is not None
             expected = params[engine.num_steps - 1]
             assert all((state[key].double() == whole).all() for key, whole in expected.items())
-            assert (single.double() == expected["blocks.1.more"]).all()
+            assert (single.double() == expected["blocks.1.more.weight"]).all()
             with pytest.raises(StateError, match=r"has just joined .* optimizer_state_dict"):
                 engine.optimizer_state_dict()
             with pytest.raises(StateError, match=r"has just joined .* a change of values"):
                 engine.load_state_dict(state)
             with pytest.raises(StateError, match=r"has just joined .* the momentum_buffer of"):
-                engine.get("blocks.1.more", "momentum_buffer")
+                engine.get("blocks.1.more.weight", "momentum_buffer")
         with loader(engine.data_ranks, 1) as batches:
             for batch in batches:
                 if engine.num_steps == 1 and member == 1:

@@ -9,7 +9,7 @@ import torch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 from shardwise.system.even_parts import round_up
-from shardwise.system.torch_private import unwatched
+from shardwise.system.torch_private import outside_modes, unwatched
 
 Tensor = torch.Tensor
 SHORT_MESSAGE_BYTES = 64
@@ -29,7 +29,13 @@ def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: s
 
 @unwatched
 def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
-    """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks."""
+    """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks.
+    Values are read here, which a recording, or fake tensors, would put off or not have."""
+    with outside_modes():
+        return _exchanged(message, group, gather)
+
+
+def _exchanged(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
     heads = _rows(len(message).to_bytes(8, "little") + message[:_SHORT_BYTES], SHORT_MESSAGE_BYTES, group)
     gather(heads.view(-1))
     head_bytes = [row.numpy().tobytes() for row in heads]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.system.marked import Marked
 from shardwise.system.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -66,7 +67,8 @@ def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if is_small_integers(tensor) and _has_values(tensor):
         with unset_fake_temporarily():
-            return tensor.detach().clone().to(device)
+            plain = tensor.plain() if isinstance(tensor, Marked) else tensor  # a model computes with plain ones
+            return plain.detach().clone().to(device)
     dtype = torch.float64 if is_small_integers(tensor) else tensor.dtype  # small integers would be what is in memory
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device).to(tensor.dtype)
     if isinstance(tensor, nn.Parameter):
