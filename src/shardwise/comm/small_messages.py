@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 from shardwise.system.even_parts import round_up
-from shardwise.system.torch_private import outside_modes, unwatched
+from shardwise.system.torch_private import dispatch_modes, outside_modes, unwatched
 
 Tensor = torch.Tensor
 SHORT_MESSAGE_BYTES = 64
@@ -31,7 +32,7 @@ def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: s
 def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
     """Every rank's `message`, by place. `gather` completes a tensor of which each rank has filled its chunk; blocks.
     Values are read here, which a recording, or fake tensors, would put off or not have."""
-    with outside_modes():
+    with outside_modes() if dispatch_modes() else nullcontext():
         return _exchanged(message, group, gather)
 
 

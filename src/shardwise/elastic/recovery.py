@@ -497,7 +497,7 @@ class Recovery:
             "plan": self._plan.model_dump(mode="json", exclude_unset=True),
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
-            "optimizer_steps": [steps_seen_by(optimizer) for optimizer in sharded.optimizers],
+            "optimizer_steps": [steps_seen_by(optimizer) for optimizer in self._model_of(layout).optimizers],
             "trained": trained.facts(),
             "buffers": encode(dict(sharded.model.named_buffers())),
             "loads": encode(self.loop_state.loads.known()),
