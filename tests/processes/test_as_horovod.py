@@ -71,7 +71,7 @@ KILLED = """
     import horovod.torch as hvd
     import torch
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others at once, maybe before they have said it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others, maybe before they have said it
     for _ in range(2):
         hvd.init()
         hvd.allreduce(torch.ones(3), name="all")
