@@ -9,7 +9,6 @@ elements by the same functions, and sends them. An index is untrusted data, chec
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.begun import Begun
@@ -18,6 +17,7 @@ from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
 from shardwise.checkpoint.json_codec import encode
 from shardwise.checkpoint.keep import Keep, numbers_of
 from shardwise.checkpoint.saver import Request, Saver
+from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.load import Loaded, Stateful, find
@@ -48,18 +48,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Held": ("reshard", "Held"),
-    "Loaded": ("load", "Loaded"),
-    "Parts": ("reshard", "Parts"),
-    "Stateful": ("load", "Stateful"),
-    "TrainingState": ("reshard", "TrainingState"),
-    "find": ("load", "find"),
-    "load_checkpoint": ("load", "load"),
+    "Held": ".reshard",
+    "Loaded": ".load",
+    "Parts": ".reshard",
+    "Stateful": ".load",
+    "TrainingState": ".reshard",
+    "find": ".load",
+    "load_checkpoint": ".load:load",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")
-    home, there = _HOMES[name]
-    return getattr(importlib.import_module(f"shardwise.checkpoint.{home}"), there)
+__getattr__ = imported_when_used(__name__, _HOMES)

@@ -496,9 +496,9 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
 
 def _read_codes(held: Held, rank: int, cell: Cell, made: Tensor) -> None:
     """A parameter of `rank` that lies as the codes `made`."""
-    assert cell.codes_of is not None
-    codes = Codes(cell.codes_of.dtype, cell.codes_of.block, rests=True)
-    codec, dtype = codec_for(codes), torch_dtype(cell.codes_of.elements)
+    assert cell.rests_as is not None
+    codes = Codes(cell.rests_as.dtype, cell.rests_as.block, rests=True)
+    codec, dtype = codec_for(codes), torch_dtype(cell.rests_as.elements)
     rows = CodedRows.of(made, cell.name, codec, codes, dtype)
     held.tensors[rank, cell.name, PARAM] = rows.param
     held.rows[rank, cell.name] = rows

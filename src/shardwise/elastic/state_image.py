@@ -20,7 +20,8 @@ In a copy on another host, what comes into the live region comes into the first 
 
 [Note: codes in an image] States that an optimizer keeps as codes are in it as they are, with their scales in a cell of
 their own. Whoever reads an image reads them as numbers: blocks of codes are counted from the first element of a
-parameter, and another mesh cuts them elsewhere.
+parameter, and another mesh cuts them elsewhere. A parameter that rests as codes has these, scales included, in one
+cell, of whole blocks, and ranks go on with them as they are.
 
 A mark is two numbers, the second the complement of the first. If they do not match, because the rank was killed between
 the two writes, the region counts as torn.
@@ -62,7 +63,7 @@ _HEAD = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
-class CodesOf:
+class RestingCodes:
     """Elements that lie as codes of whole blocks (`dtype`, `block` as in the plan), and the dtype that they have."""
 
     dtype: CodeDtype
@@ -88,7 +89,7 @@ class Cell:
     """Whether it never changes, and is written to the shadow once."""
     rows: int | None = None
     """If it lies on a disk: the number of its flat buffer in `Directory.rows`; `offset` is its place in the file."""
-    codes_of: CodesOf | None = None
+    rests_as: RestingCodes | None = None
     """If these are codes of a parameter that rests as such: of what."""
     coded: Coded | None = None
     """How it is read, if it has codes of a state: see [Note: codes in an image]."""
@@ -196,12 +197,12 @@ class Plot:
             offset = start + cell[2].data_ptr() - block.data_ptr()
             self._put(*cell, offset, is_live=True, is_piece=True)
 
-    def add_still(self, name: str, kind: str, tensor: Tensor, codes_of: CodesOf | None = None) -> None:
+    def add_still(self, name: str, kind: str, tensor: Tensor, rests_as: RestingCodes | None = None) -> None:
         """Add a tensor that never changes."""
         start = self._ends[2]
         self._ends[2] = round_up(start + tensor.nbytes, _ALIGNED)
         cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), start, tensor.nbytes, False, True, True)
-        self._still.append(replace(cell, codes_of=codes_of))
+        self._still.append(replace(cell, rests_as=rests_as))
 
     def add_rows(self, rows: RowsOnDisk) -> int:
         """Add a flat buffer on a disk, and return its number."""
@@ -343,11 +344,11 @@ class Image:
 
 
 def _cell_of(fields: dict[str, Any]) -> Cell:
-    shape, codes_of, coded = (fields.pop(name) for name in ("shape", "codes_of", "coded"))
+    shape, rests_as, coded = (fields.pop(name) for name in ("shape", "rests_as", "coded"))
     return Cell(
         **fields,
         shape=tuple(shape),
-        codes_of=None if codes_of is None else CodesOf(**codes_of),
+        rests_as=None if rests_as is None else RestingCodes(**rests_as),
         coded=None if coded is None else Coded(**coded),
     )
 

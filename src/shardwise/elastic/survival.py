@@ -26,9 +26,9 @@ from shardwise.elastic.state_image import (
     PARAM,
     TORN,
     Cell,
-    CodesOf,
     Image,
     Plot,
+    RestingCodes,
     RowsOnDisk,
     write_mark,
 )
@@ -257,7 +257,7 @@ class Survival:
                     plot.add(*cell, is_live=False)
             else:
                 for cell in _cells_of(flat):
-                    plot.add_still(*cell, _codes_of(flat))
+                    plot.add_still(*cell, _rests_as(flat))
         states = list(self._states())
         for piece, key, value in states:
             if (own := piece.flat.on_disk(value)) is not None:
@@ -550,9 +550,9 @@ def _cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:
     return [(name, PARAM, piece) for name, piece in pieces if piece.numel()]
 
 
-def _codes_of(flat: Flat) -> CodesOf | None:
+def _rests_as(flat: Flat) -> RestingCodes | None:
     codes = flat.spec.table.rests_as
-    return None if codes is None else CodesOf(codes.dtype, codes.block, flat.spec.table.param.dtype)
+    return None if codes is None else RestingCodes(codes.dtype, codes.block, flat.spec.table.param.dtype)
 
 
 def _common_cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:

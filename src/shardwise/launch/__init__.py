@@ -6,8 +6,9 @@ does, and errors in options are reported without waiting for torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
     from shardwise.launch.elastic.supervise_elastic import supervise as supervise_elastic
@@ -32,7 +33,7 @@ __all__ = [
     "take_over",
 ]
 
-_MODULES = {
+_HOMES = {
     "Attempt": "shardwise.launch.environment",
     "Job": "shardwise.launch.job",
     "StopRequest": "shardwise.launch.signals",
@@ -41,14 +42,8 @@ _MODULES = {
     "listen": "shardwise.launch.port",
     "rank_environment": "shardwise.launch.environment",
     "supervise": "shardwise.launch.supervision",
-    "supervise_elastic": "shardwise.launch.elastic.supervise_elastic",
+    "supervise_elastic": "shardwise.launch.elastic.supervise_elastic:supervise",
     "take_over": "shardwise.launch.elastic.supervise_elastic",
 }
-_NAMES = {"supervise_elastic": "supervise"}
-"""Names that differ in their module."""
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'shardwise.launch' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), _NAMES.get(name, name))
+__getattr__ = imported_when_used(__name__, _HOMES)

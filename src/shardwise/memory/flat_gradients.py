@@ -271,9 +271,7 @@ class FlatGradients:
 
     def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
         """The bytes of `tensor` that are not in the gradient buffer."""
-        kept = self._grad_buffer
-        is_in_it = kept is not None and kept.has(tensor)
-        return 0 if is_in_it else tensor.nbytes
+        return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
 
     def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
         """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,

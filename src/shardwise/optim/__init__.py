@@ -3,7 +3,6 @@ imported when they are first used, because most jobs bring torch's."""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from shardwise.optim.adopted import SCALAR_STATES, WHOLE_STATES, AdoptedOptimizer
@@ -14,6 +13,7 @@ from shardwise.optim.piece import Piece
 from shardwise.optim.probe import StateForm, state_keys, vet
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.step_method import replaced_step
+from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
     from shardwise.optim.adafactor import Adafactor
@@ -50,19 +50,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Adafactor": "adafactor",
-    "AdamW": "adam",
-    "Lamb": "lamb",
-    "Lion": "lion",
-    "Muon": "muon",
-    "OneBitAdam": "onebit",
-    "OneBitLamb": "onebit",
-    "ZeroOneAdam": "onebit",
-    "hidden_matrices": "muon",
+    "Adafactor": ".adafactor",
+    "AdamW": ".adam",
+    "Lamb": ".lamb",
+    "Lion": ".lion",
+    "Muon": ".muon",
+    "OneBitAdam": ".onebit",
+    "OneBitLamb": ".onebit",
+    "ZeroOneAdam": ".onebit",
+    "hidden_matrices": ".muon",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise.optim' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"shardwise.optim.{_HOMES[name]}"), name)
+__getattr__ = imported_when_used(__name__, _HOMES)

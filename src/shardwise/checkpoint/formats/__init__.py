@@ -7,8 +7,9 @@ Names are imported on first use, so that sharding a model does not wait for thes
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.formats.conversion import (
@@ -67,8 +68,4 @@ _HOMES = {
     "WeightFolder": "shardwise.checkpoint.formats.live",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise.checkpoint.formats' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = imported_when_used(__name__, _HOMES)

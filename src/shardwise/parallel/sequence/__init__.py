@@ -5,8 +5,9 @@ Names are imported when they are first used, because only jobs with that axis ne
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
     from shardwise.parallel.sequence.blocks import Weighing
@@ -33,20 +34,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Layout": "token_layout",
-    "SequenceParallel": "parallel",
-    "SplitBatches": "outliving",
-    "Visibility": "visibility",
-    "Weighing": "blocks",
-    "WholeOutputs": "outliving",
-    "check_model": "refusals",
-    "rehearsed_by": "rehearsed",
-    "ring_attention": "ring",
-    "ulysses_attention": "ulysses",
+    "Layout": ".token_layout",
+    "SequenceParallel": ".parallel",
+    "SplitBatches": ".outliving",
+    "Visibility": ".visibility",
+    "Weighing": ".blocks",
+    "WholeOutputs": ".outliving",
+    "check_model": ".refusals",
+    "rehearsed_by": ".rehearsed",
+    "ring_attention": ".ring",
+    "ulysses_attention": ".ulysses",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise.parallel.sequence' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"shardwise.parallel.sequence.{_HOMES[name]}"), name)
+__getattr__ = imported_when_used(__name__, _HOMES)

@@ -54,9 +54,9 @@ class Coincidences:
     def _found_otherwise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int
     ) -> frozenset[Function] | None:
-        from shardwise.runtime.rehearsal import Twin, rehearse_forward, resized, unlike_sizes  # few jobs need it
+        from shardwise.runtime.rehearsal import Twin, rehearse_forward, resized, size_unlike_others  # few jobs need it
 
-        other = unlike_sizes(self.model, (args, kwargs), 1, num_tokens, self.multiple)
+        other = size_unlike_others(self.model, (args, kwargs), 1, num_tokens, self.multiple)
         given = resized((tuple(args), dict(kwargs)), 1, num_tokens, other)
         seen = _Seen(other)
 

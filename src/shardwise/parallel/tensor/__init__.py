@@ -5,10 +5,10 @@ Names are imported when they are first used, because only jobs with that axis ne
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from shardwise.plan.mesh import TENSOR_AXIS as AXIS
+from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
     from shardwise.parallel.tensor.forwards import whole_head
@@ -49,29 +49,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Generators": "generators",
-    "ModelSplit": "model_split",
-    "Regions": "regions",
-    "Verifier": "verify",
-    "begin_stages": "splitting",
-    "copy_to": "functions",
-    "cross_entropy": "loss",
-    "draws": "generators",
-    "full_tensor": "split_logits",
-    "gather_from": "functions",
-    "gather_to": "functions",
-    "reduce_from": "functions",
-    "reduce_scatter_from": "functions",
-    "scatter_to": "functions",
-    "split_for": "splitting",
-    "whole_head": "forwards",
+    "Generators": ".generators",
+    "ModelSplit": ".model_split",
+    "Regions": ".regions",
+    "Verifier": ".verify",
+    "begin_stages": ".splitting",
+    "copy_to": ".functions",
+    "cross_entropy": ".loss",
+    "draws": ".generators",
+    "full_tensor": ".split_logits",
+    "gather_from": ".functions",
+    "gather_to": ".functions",
+    "reduce_from": ".functions",
+    "reduce_scatter_from": ".functions",
+    "scatter_to": ".functions",
+    "split_for": ".splitting",
+    "whole_head": ".forwards",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = imported_when_used(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

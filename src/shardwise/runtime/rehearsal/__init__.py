@@ -17,7 +17,7 @@ from shardwise.runtime.rehearsal.rehearse import (
     rehearse_forward,
     rehearse_work,
 )
-from shardwise.runtime.rehearsal.resized import resized, unlike_sizes, unlikely_size
+from shardwise.runtime.rehearsal.resized import resized, size_unlike_others, unlikely_size
 from shardwise.runtime.rehearsal.twin import Twin
 
 __all__ = [
@@ -34,6 +34,6 @@ __all__ = [
     "rehearse_forward",
     "rehearse_work",
     "resized",
-    "unlike_sizes",
+    "size_unlike_others",
     "unlikely_size",
 ]

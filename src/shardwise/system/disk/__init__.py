@@ -9,8 +9,9 @@ Names are imported on first use, so a model that is sharded without tiers does n
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
     from shardwise.system.disk.align import PAGE, Region, layout
@@ -101,8 +102,4 @@ _HOMES = {
     "write_at": "shardwise.system.disk.direct",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise.system.disk' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = imported_when_used(__name__, _HOMES)
