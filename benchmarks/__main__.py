@@ -150,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds",
         type=_positive,
         metavar="N",
-        help="of peers, growth, tiers, generation, integrations: how often (3; generation 5); of elastic: kills (10)",
+        help="of peers, growth, tiers, generation, integrations: how often (3; generation 5); of elastic: kills (10), "
+        "and pairs of jobs (7)",
     )
     saves = parser.add_argument_group("checkpoint, tiers, generation and weights")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
@@ -162,6 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         "--gbit", type=_rate, nargs="+", metavar="G", help="rates of links in Gbit/s (0.1 1); of islands one (0.05)"
     )
     between.add_argument("--delay-ms", type=_delay, default=0.0, metavar="MS", help="that each packet takes longer (0)")
+    lost = parser.add_argument_group("elastic")
+    lost.add_argument("--parts", type=_some_of(elastic.PARTS), metavar="A,B", help=f"of {', '.join(elastic.PARTS)} (all)")
     learnt = parser.add_argument_group("learning")
     learnt.add_argument("--variants", type=_some_of(learning.VARIANTS), metavar="A,B", help="of fp8 and wires (all)")
     learnt.add_argument("--seeds", type=_positive, metavar="N", help="pairs of runs, each of a seed of its own (3)")

@@ -31,6 +31,9 @@ from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
 
 RANKS = 4
+PARTS = ("kills", "curve", "steady", "others")
+"""Of the benchmark: how long others stand when a rank is killed, what its losses deviate, what a step costs to be able to
+lose one, and how long other libraries stand."""
 FOREVER = 10**6
 CALM_STEPS = 20
 """Before each kill."""
@@ -112,27 +115,20 @@ class Job:
 def main(args: argparse.Namespace, console: Console) -> int:
     num_kills = args.rounds or (3 if args.quick else 10)
     result: dict[str, Any] = header(args.note) | {"benchmark": "elastic", "ranks": RANKS, "forms": {}, "not_run": {}}
-    file = args.out / "elastic.json"
+    file, parts = args.out / "elastic.json", args.parts or PARTS
     plans = ("zero3", "dp x tp") if args.quick else ("ddp", "zero1", "zero3", "zero3-offload", *PLANS)
-    for preset in plans:
+    for preset in plans if "kills" in parts else ():
         result["forms"][f"shardwise, {preset}"] = _killed(Job("shardwise", _folder(), preset), num_kills)
         write_result(file, result)
         console.print(_said(preset, result["forms"][f"shardwise, {preset}"]), markup=False)
-    result["curve"] = _curve("zero3", 3)
-    rounds = 3 if args.quick else 7
-    result["steady"] = {
-        f"zero3, {RANKS} ranks": _steady(
-            lambda elastic: Job("shardwise", _folder(), steps=300, elastic=elastic), rounds
-        ),
-        "zero3, 2 ranks, GPT small": _steady(
-            lambda elastic: Job("gpt", _folder(), steps=12, elastic=elastic, ranks=2), max(3, rounds // 2)
-        ),
-        "zero3, 2 ranks, GPT small, 4 micro-batches a step": _steady(
-            lambda elastic: Job("gpt-4", _folder(), steps=8, elastic=elastic, ranks=2), max(3, rounds // 2)
-        ),
-    }
-    write_result(file, result)
-    for form, most in (("torchft", num_kills), ("torchrun", 3), ("horovod", 1)):
+    if "curve" in parts:
+        result["curve"] = _curve("zero3", 3)
+    result["steady"] = {}
+    for name, job_of in _STEADY.items() if "steady" in parts else ():
+        result["steady"][name] = _steady(job_of, args.rounds or (3 if args.quick else 7))
+        write_result(file, result)
+    others = (("torchft", num_kills), ("torchrun", 3), ("horovod", 1)) if "others" in parts else ()
+    for form, most in others:
         why = _why_not(form)
         if why:
             result["not_run"][form] = why
@@ -327,8 +323,10 @@ def _deviation(one: Job, other: Job, steps: set[int]) -> float:
 
 def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, Any]:
     """Seconds of a step with and without `--elastic`, in turns, each first in every second round; `over` is the median
-    of the rounds' ratios, minus 1."""
+    of the rounds' ratios, minus 1. So is `over_cpu`, of the processor time of all ranks, which depends less on what else
+    the machine does."""
     found: dict[bool, list[float]] = {False: [], True: []}
+    cpu: dict[bool, list[float]] = {False: [], True: []}
     for number in range(num_rounds):
         for elastic in (False, True) if number % 2 == 0 else (True, False):
             job = job_of(elastic)
@@ -339,10 +337,36 @@ def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, Any]:
                 job.end()
             job.look()
             found[elastic].append(_step_seconds(job.lines))
-    plain, elastic_seconds = median(found[False]), median(found[True])
-    over = median(one / other for one, other in zip(found[True], found[False], strict=True)) - 1
+            cpu[elastic].append(_step_cpu_seconds(job.lines))
     every = {"all_plain_seconds": found[False], "all_elastic_seconds": found[True]}
-    return {"plain_seconds": plain, "elastic_seconds": elastic_seconds, "over": over, **every}
+    every |= {"all_plain_cpu_seconds": cpu[False], "all_elastic_cpu_seconds": cpu[True]}
+    both = {"plain_seconds": median(found[False]), "elastic_seconds": median(found[True])}
+    return {**both, "over": _over(found), "over_cpu": _over(cpu), **every}
+
+
+def _over(found: dict[bool, list[float]]) -> float:
+    return median(one / other for one, other in zip(found[True], found[False], strict=True)) - 1
+
+
+def _step_cpu_seconds(lines: Sequence[Line]) -> float:
+    """Of all ranks together: the mean over steps, without the first of each, in which threads are started and memory
+    is mapped."""
+    by_process: dict[int, list[float]] = {}
+    for line in lines:
+        by_process.setdefault(line["pid"], []).append(line["cpu"])
+    return sum((own[-1] - own[1]) / (len(own) - 2) for own in by_process.values())
+
+
+def _steady_job(form: str, preset: str, steps: int, ranks: int) -> Callable[[bool], Job]:
+    return lambda elastic: Job(form, _folder(), preset, steps, elastic, ranks)
+
+
+_STEADY = {
+    f"zero3, {RANKS} ranks": _steady_job("shardwise", "zero3", 300, RANKS),
+    "zero1, 2 ranks, GPT small": _steady_job("gpt", "zero1", 12, 2),
+    "zero3, 2 ranks, GPT small": _steady_job("gpt", "zero3", 12, 2),
+    "zero3, 2 ranks, GPT small, 4 micro-batches a step": _steady_job("gpt-4", "zero3", 8, 2),
+}
 
 
 # -- what people read ---------------------------------------------------------------------------------------
@@ -377,6 +401,9 @@ def _show(result: dict[str, Any], console: Console) -> None:
         )
     if "steady" in result:
         for name, found in result["steady"].items():
-            console.print(f"{name}: a step of {found['plain_seconds'] * 1e3:.1f} ms takes {found['over']:+.1%} elastic")
+            console.print(
+                f"{name}: a step of {found['plain_seconds'] * 1e3:.1f} ms takes {found['over']:+.1%} elastic, "
+                f"{found['over_cpu']:+.1%} of processor time"
+            )
     for form, why in result["not_run"].items():
         console.print(f"{NAMES[form]}: not run; {why}", markup=False)

@@ -75,7 +75,8 @@ class Told:
         self._file = (folder / f"{name}-{os.getpid()}.jsonl").open("a")
 
     def committed(self, step: int, size: int, loss: float | None, **more: Any) -> None:
-        line = {"step": step, "time": time.time(), "size": size, "loss": loss, "pid": os.getpid(), **more}
+        used = {"time": time.time(), "cpu": time.process_time()}
+        line = {"step": step, **used, "size": size, "loss": loss, "pid": os.getpid(), **more}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 

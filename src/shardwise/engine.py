@@ -43,7 +43,6 @@ from shardwise.sharded.state import (
     content,
     gradients_aside,
     put_gradients,
-    reshard,
     trained_as_before,
     unshard,
 )
@@ -1104,6 +1103,9 @@ class Engine:
         Raises `ConfigError`, with figures, if nothing fits; nothing has been changed then.
         """
         self._require_open()
+        if self._session.is_arriving:
+            policy = self.plan.activations.policy
+            return f"This rank has joined others, and treats activations as they do: {policy}."
         pipeline = self._sharded.parts.pipeline
         is_staged = pipeline is not None
         if pipeline is not None and pipeline.has_computed:
@@ -1123,7 +1125,7 @@ class Engine:
         fitted = fit_activations(self._sharded, batch, loss, limits, expert_load)
         if fitted.plan.activations != self._sharded.plan.activations:
             if is_staged:
-                self._sharded.treat(fitted.plan, fitted.treatments)
+                self._session.treat(fitted.plan, fitted.treatments)
             else:
                 self.reshard(fitted.plan)
         return fitted.summary
@@ -1148,6 +1150,9 @@ class Engine:
         step, `ConfigError` for a plan that is impossible here, and `TierError` for a disk without room; nothing has
         been changed then. If the disk of any rank fails while values move, all raise a `TierError` that names it: the
         new plan is in effect then, and `resume` on all ranks fills it from the last checkpoint.
+
+        In an elastic job `plan` is that of the whole job: ranks that are left of it lay out what `plan` is on fewer,
+        and those that join have it too, on which this call returns at once until their first forward.
         """
         # Saving and resuming would do the same through a disk, with every tensor written and read once, and a model
         # built again. Parameters that are unfrozen later get their memory here (`_replan`), DeepSpeed's offload_states
@@ -1155,8 +1160,10 @@ class Engine:
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
         self._state.wait_for_copy()  # shared memory that is let go reads as zeros
-        renewed, lost = reshard(self._sharded, load_plan(plan))
-        self._session.renew(renewed)
+        before = self._sharded
+        lost = self._session.reshard(load_plan(plan))
+        if self._sharded is before:  # this rank has joined others, and has their plan
+            return
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
         if lost is not None:

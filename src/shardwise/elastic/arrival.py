@@ -22,7 +22,7 @@ from shardwise.elastic.rebuild import boxes_on, plan_on, rebuilt, without_states
 from shardwise.elastic.regroup_reports import IMAGES, RECOVERY
 from shardwise.elastic.trained_params import TrainedParams
 from shardwise.errors import StateError
-from shardwise.memory import Unit, choose_units, in_own_precision, make_units, unit_specs
+from shardwise.memory import Unit, choose_units, make_units, unit_specs
 from shardwise.optim import vet
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.experts import expert_split
@@ -89,19 +89,14 @@ def arrive(
     """
     check_device(model, world)
     converted = convert(model, conversions_of(plan, model))
-    plan = in_own_precision(plan, model)
     vet(optimizers, model)  # what this rank alone has wrong is found before it waits for the others
     sent = _sent_by_others(world)
     state = sent[0]["came"]
-    plan = _settled_by_others(plan, state, model)
+    plan = _plan_of_others(state, plan.patience_seconds)
     for optimizer, num_steps in zip(optimizers, state["optimizer_steps"], strict=True):
         without_states(optimizer, num_steps)
-    budget = plan.budget
-    if budget != Budget():  # what leaves the device for it was found when the job began
-        plan = plan.with_offload(Plan(**state["plan"]).offload)
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
-    plan = plan.model_copy(update={"mesh": state["axes"]})
-    smaller = SmallerMeshes.heard(state["smaller"])
+    budget, smaller = Budget(**state["budget"]), SmallerMeshes.heard(state["smaller"])
     device = next(model.parameters()).device
     trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
     trained.plan_in(model)
@@ -122,9 +117,8 @@ def arrive(
         _load_buffers(model, decode(one["came"]["buffers"]))
     Loads(model).begin({name: counts for one in sent for name, counts in decode(one["came"]["loads"]).items()})
     table = table_for(plan, mesh)
-    bare = Sharding(
-        here, mesh, table, updates, units, [], ByteMeter(), converted=converted, budget=budget, smaller=smaller
-    )
+    bare = Sharding(here, mesh, table, updates, units, [], ByteMeter(), converted=converted, smaller=smaller)
+    bare = replace(bare, fitted=state["fitted"], budget=budget)
     if designed.staged is not None:
         designed.staged.free_others(device)
         bare = replace(bare, stage_design=designed, treatments=designed.treatments)
@@ -146,14 +140,10 @@ def _sent_by_others(world: World) -> list[dict[str, Any]]:
     return sent
 
 
-def _settled_by_others(plan: Plan, state: Mapping[str, Any], model: nn.Module) -> Plan:
-    """`plan` with what the others have searched for or settled, whatever this rank's device is fast at, and with what
-    they have begun since."""
-    if plan.preset == "auto":
-        plan = in_own_precision(Plan(**state["plan"]), model)
-    if plan.precision == "auto":
-        plan = plan.with_precision(state["precision"], "auto")
-    return plan.model_copy(update={"powersgd": Plan(**state["plan"]).powersgd})
+def _plan_of_others(state: Mapping[str, Any], patience_seconds: float | None) -> Plan:
+    """Theirs as it is by now: with what they have searched for, settled or fitted, whatever this rank's device is fast
+    at, and after a `reshard` another one than this rank's script has begun with. Patience may differ between ranks."""
+    return Plan.heard(state["plan"]).model_copy(update={"patience_seconds": patience_seconds})
 
 
 def _catch_up(progress: Progress, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:

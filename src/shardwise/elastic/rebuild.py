@@ -239,25 +239,28 @@ def boxes_on(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Boxes:
     return boxes_for(model, mesh, rank, split_of(model, plan, mesh, rank, experts), experts)
 
 
-def with_group_sizes(plan: Plan, mesh: Mesh) -> Plan:
-    """`plan` with the sizes of `mesh` along the axes of replica groups. They stay when the number of ranks changes,
-    one that is -1 included."""
-    if plan.mesh is None:
+def with_group_sizes(plan: Plan, before: Mapping[str, int], num_ranks: int) -> Plan:
+    """`plan` with the size of a replica group's axis in the place of -1: the one `before`, in the plan that it had, or
+    what it has on `num_ranks`. Such sizes stay when the number of ranks changes."""
+    axis = next((axis for axis in axes_of_group(plan.mesh or {}) if plan.mesh and plan.mesh[axis] == -1), None)
+    if axis is None or plan.mesh is None:
         return plan
-    of_group = axes_of_group(plan.mesh)
-    if all(plan.mesh[axis] != -1 for axis in of_group):
-        return plan
-    sizes = {axis: mesh.size(axis) if axis in of_group else size for axis, size in plan.mesh.items()}
-    return plan.model_copy(update={"mesh": sizes})
+    size = before.get(axis, -1)
+    size = size if size != -1 else Mesh.of(plan.mesh, num_ranks).size(axis)
+    return plan.model_copy(update={"mesh": {**plan.mesh, axis: size}})
 
 
 def plan_on(plan: Plan, num_ranks: int, local_size: int | None, smaller: SmallerMeshes) -> Plan:
-    """`plan` for `num_ranks`: with its own mesh if that fits, else with that of `mesh_of`, and what ranks keep off
-    their devices there."""
+    """`plan` for `num_ranks`: on their mesh, and with what ranks keep off their devices there."""
+    return smaller.plan_on(on_mesh_of(plan, num_ranks, local_size, smaller), num_ranks)
+
+
+def on_mesh_of(plan: Plan, num_ranks: int, local_size: int | None, smaller: SmallerMeshes) -> Plan:
+    """`plan` for `num_ranks`: with its own mesh if that fits, else with that of `mesh_of`."""
     try:
         mesh_for(plan, num_ranks, local_size)
     except ConfigError:
         axes = plan.mesh or {"node": 1, "local": -1}  # without a mesh, only hosts' sizes do not fit
         mesh = mesh_of(axes, smaller.meshes, num_ranks)
         plan = plan.model_copy(update={"mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
-    return smaller.plan_on(plan, num_ranks)
+    return plan

@@ -33,7 +33,7 @@ from shardwise.elastic.layouts import Layout, choose, kept_by_rank
 from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.elastic.quiet_mode import QuietMode
-from shardwise.elastic.rebuild import make_plain, rebuilt, steps_seen_by, take_down, with_group_sizes
+from shardwise.elastic.rebuild import make_plain, on_mesh_of, rebuilt, steps_seen_by, take_down, with_group_sizes
 from shardwise.elastic.regroup_reports import Report, check_agreement
 from shardwise.elastic.stage_buffers import RanksBuffers
 from shardwise.elastic.survival import Survival
@@ -47,7 +47,9 @@ from shardwise.errors import (
     TierError,
     TurnedAwayError,
 )
-from shardwise.plan.replica_groups import Smaller, group_size, num_groups
+from shardwise.parallel.outline import SmallerMeshes
+from shardwise.plan import Plan
+from shardwise.plan.replica_groups import Smaller, group_size, num_groups, split_alike
 from shardwise.program.image_bytes import what_begins_anew
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
@@ -139,7 +141,7 @@ class Recovery:
         self._membership = membership
         self._sharded = sharded
         self.world = sharded.world
-        self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, sharded.mesh)
+        self._plan = with_group_sizes(sharded.plan if arrival is None else arrival.plan, {}, self.world.size)
         self._smaller = sharded.parts.sharding.smaller
         self._told_least = 0 if arrival is None else self._smaller.least
         self._choice: Smaller | None = None
@@ -482,19 +484,19 @@ class Recovery:
         check_agreement(self.world, sent, there)
 
     def _for_newcomers(self, layout: Layout, readers: dict[int, int], num_steps: int) -> dict[str, Any]:
-        sharded = self._sharded
+        sharded, sharding = self._sharded, self._model_of(layout).sharding
         mesh = layout.specs[0][0].mesh
         scaler = sharded.progress.scaler
         trained = TrainedParams.of(sharded, self._former_model, layout)
         groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
-            "axes": self._plan.mesh,
+            "plan": self._plan.told(),
+            "budget": sharding.budget.model_dump(mode="json"),
+            "fitted": sharding.fitted,
             "smaller": self._smaller.told(),
             "stands_for": layout.stands_for(readers),
             "num_steps": num_steps,
-            "precision": self._plan.precision,
-            "plan": self._plan.model_dump(mode="json", exclude_unset=True),
             "scale": None if scaler is None else encode(scaler.state_dict()),
             "groups": groups,
             "optimizer_steps": [steps_seen_by(optimizer) for optimizer in self._model_of(layout).optimizers],
@@ -531,22 +533,44 @@ class Recovery:
         self._let_former_go()
         self.quiet.enter(self._sharded)
 
-    def renew(self, sharded: ShardedModel) -> None:
-        """The same ranks have changed the model's plan. All ranks call."""
+    def of_whole_job(self, plan: Plan) -> tuple[Plan, SmallerMeshes]:
+        """`plan`, to which these ranks change, as it is for all ranks of the job, and the smaller meshes that it has
+        then. One that keeps the mesh of these ranks keeps that of all."""
+        if plan.mesh == self._sharded.plan.mesh:
+            plan = plan.model_copy(update={"mesh": self._plan.mesh})
+        plan = with_group_sizes(plan, self._plan.mesh or {}, self.world.size)
+        return plan, self._smaller.after(plan.mesh or {})
+
+    def plan_here(self, plan: Plan, smaller: SmallerMeshes) -> Plan:
+        """`plan`, that of all ranks of the job, on the mesh of those that are there. Before any have left or come, it
+        has to fit as it is."""
+        world = self.world
+        return on_mesh_of(plan, world.size, world.local_size, smaller) if world.generation else plan
+
+    def renew(self, sharded: ShardedModel, whole: Plan) -> None:
+        """The same ranks have changed the model's plan, which is the one of the `whole` job on their mesh. All ranks
+        call."""
         self._former = self._layout  # to return to, until the new one is complete on all ranks
         self._former.flats = []
         self._num_layouts += 1
-        self._sharded, self._plan = sharded, with_group_sizes(sharded.plan, sharded.mesh)
+        had_groups = self._has_groups
+        self._sharded, self._plan = sharded, sharded.plan.model_copy(update={"mesh": whole.mesh})
         smaller, is_open = sharded.parts.sharding.smaller, self._smaller.is_open
-        self._smaller = smaller if is_open else smaller.settled(self._choice or ())
+        if self._choice is not None:
+            self._choice = split_alike(smaller.every, self._choice)
+        self._smaller = smaller if is_open else smaller.settled(())
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version, has_begun=self.iterations.is_open)
         self.loop_state.follow(sharded)
         self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
-        self._tell_of_groups()
+        self._tell_of_groups(had_groups=had_groups)
         self.world.exchange(b"", "images")
         self._let_former_go()
+
+    def note_treatments(self, plan: Plan) -> None:
+        """The same ranks treat activations as `plan` says from now on, which is all in which it differs."""
+        self._plan = self._plan.model_copy(update={"activations": plan.activations})
 
     def _let_former_go(self) -> None:
         """All ranks have the present layout."""
@@ -567,15 +591,19 @@ class Recovery:
             return self._replanned.model
         return Former.of(self._sharded)
 
-    def _tell_of_groups(self) -> None:
+    @property
+    def _has_groups(self) -> bool:
+        """Whether ranks leave together."""
+        return group_size(self._plan.mesh or {}) > 1
+
+    def _tell_of_groups(self, *, had_groups: bool = False) -> None:
         """Let the launcher know which ranks leave together, on which smaller meshes the others may go on, and how many
         the plan's budget needs."""
         if self._smaller.least != self._told_least:
             self._told_least = self._smaller.least
             self._membership.needs_ranks(self._told_least)
-        mesh = self._plan.mesh
-        if mesh is not None and group_size(mesh) > 1:
-            self._membership.needs_groups(mesh, self._smaller.every)
+        if self._has_groups or had_groups:
+            self._membership.needs_groups(self._plan.mesh or {}, self._smaller.every)
 
     def _make_layout(self, sharded: ShardedModel) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call."""

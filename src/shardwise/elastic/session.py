@@ -75,12 +75,15 @@ from shardwise.errors import CommError, ConfigError, CorruptionError, StateError
 from shardwise.optim.precision import Norm
 from shardwise.parallel.experts.router import routers_of
 from shardwise.parallel.sequence import SequenceParallel
+from shardwise.plan import Plan
 from shardwise.plan.replica_groups import num_groups
+from shardwise.runtime.activations import Treatments
 from shardwise.runtime.fault_tolerant_backward import Tolerant
 from shardwise.runtime.hooks import in_backward
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch
 from shardwise.sharded.access import refuse_to_arriving
 from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.state import reshard
 from shardwise.sharded.training import Session
 from shardwise.system.job_folder import BAD_BATCH
 from shardwise.system.torch_private import pytree
@@ -127,9 +130,10 @@ class ElasticSession(Session):
         self.is_arriving = sharded.world.is_arriving = arrival is not None
         self._must_seed = arrival is not None
         """See `_seed`."""
-        self._must_follow = sharded.plan.bad_batch == "skip"
-        if self._must_follow and membership.folder is not None:
-            (membership.folder / BAD_BATCH).write_text("skip")
+        self._must_follow = False
+        """Whether loaders have to be able to skip a batch, which is checked at the next forward."""
+        self._membership = membership
+        self._tell_of_bad_batches()
         self._shown_steps: int | None = None
         """See [Note: ended elsewhere]."""
         self._is_first_commit, self._reads_params = True, False
@@ -152,6 +156,16 @@ class ElasticSession(Session):
 
     def _answer_calls(self) -> None:
         """See [Note: stages]: only whole steps are repeated."""
+
+    def _tell_of_bad_batches(self) -> None:
+        """Let the launcher know whether a batch that fails is skipped."""
+        self._must_follow = self.sharded.plan.bad_batch == "skip"
+        if (folder := self._membership.folder) is None:
+            return
+        if self._must_follow:
+            (folder / BAD_BATCH).write_text("skip")
+        else:
+            (folder / BAD_BATCH).unlink(missing_ok=True)
 
     @property
     def num_steps(self) -> int:
@@ -622,9 +636,19 @@ class ElasticSession(Session):
     def loaders_of_others(self) -> list[Any]:
         return [] if self._arrival is None else self._arrival.loop.pop("loaders", [])
 
-    def renew(self, sharded: ShardedModel) -> None:
-        super().renew(sharded)
-        self.recovery.renew(sharded)
+    def reshard(self, plan: Plan) -> TierError | None:
+        """A rank that has joined has the others' plan."""
+        if self.is_arriving:
+            return None
+        whole, smaller = self.recovery.of_whole_job(plan)
+        self.sharded, lost = reshard(self.sharded, self.recovery.plan_here(whole, smaller), smaller)
+        self.recovery.renew(self.sharded, whole)
+        self._tell_of_bad_batches()
+        return lost
+
+    def treat(self, plan: Plan, treatments: Treatments) -> None:
+        super().treat(plan, treatments)
+        self.recovery.note_treatments(plan)
 
     # -- what it costs, and the end -------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from shardwise.parallel.model_axes import Boxes, boxes_after, boxes_for, rows_fo
 from shardwise.plan import Budget, Offload, Plan
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.mesh import STAGE_AXIS as STAGES
-from shardwise.plan.replica_groups import Smaller, num_groups, with_fewer_ranks
+from shardwise.plan.mesh import TENSOR_AXIS as AXIS
+from shardwise.plan.replica_groups import Smaller, axes_of_group, num_groups, split_alike, with_fewer_ranks
 from shardwise.runtime import check_backend
 from shardwise.runtime.activations import Treatments, treatments_for
 
@@ -150,6 +151,23 @@ class SmallerMeshes:
         """With these, one for each number of ranks, and no others; if there are none, with those of `meshes`."""
         return replace(self, meshes=tuple(meshes or self.meshes), others=(), is_settled=True)
 
+    def after(self, axes: Mapping[str, int]) -> SmallerMeshes:
+        """For another plan of a live model, whose mesh has these `axes`. Its layers are split as before, so that those
+        that could be over fewer ranks still can; and what so many ranks share along `sp` and `ep`, fewer can, too."""
+        of_group = axes_of_group(axes)
+        alone = {axis: axes[axis] if axis in of_group else 1 for axis in axes}
+        group, *fewer = (with_fewer_ranks(Mesh.of(alone, math.prod(alone.values()))) if axes else []) or [{}]
+        if not fewer:
+            return replace(self, meshes=(), others=())
+        known = [_layers_in(one) for one in (group, *self.every)]
+        found, others = [group], list[Mapping[str, int]]()
+        for one in fewer:
+            if _layers_in(one) in known:
+                is_other = any(math.prod(one.values()) == math.prod(other.values()) for other in found)
+                (others if is_other else found).append(one)
+        renewed = replace(self, meshes=tuple(found), others=tuple(others))
+        return renewed.settled(split_alike(renewed.every, self.meshes)) if self.is_settled else renewed
+
     def plan_on(self, plan: Plan, num_ranks: int) -> Plan:
         """`plan`, of whichever mesh, with what `num_ranks` keep off their devices if that is one of these."""
         there = self.off_device.get(num_ranks)
@@ -173,6 +191,11 @@ class SmallerMeshes:
         off_device = {size: OffDevice(Offload(**offload), disk) for size, offload, disk in told["off_device"]}
         meshes, others = tuple(told["meshes"]), tuple(told["others"])
         return cls(meshes, "", off_device, told["least"], others, told["is_settled"])
+
+
+def _layers_in(axes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of the axes along which layers are divided."""
+    return {axis: axes[axis] for axis in (AXIS, STAGES) if axes.get(axis, 1) > 1}
 
 
 def smaller_meshes(model: nn.Module, plan: Plan, mesh: Mesh, fit: Fit) -> SmallerMeshes:

@@ -212,6 +212,17 @@ def fastest_of_each_size(smaller: Smaller, seconds: Sequence[float]) -> tuple[Sm
     return (first, *(best[size][1] for size in in_order)), {size: best[size][0] for size in in_order}
 
 
+def split_alike(smaller: Smaller, chosen: Smaller) -> Smaller:
+    """Of the `smaller` meshes those that split models and samples as the `chosen` ones do, in their order, whatever the
+    other axes are called. None if there is not one for each."""
+    found = [next((mesh for mesh in smaller if _split(mesh) == _split(one)), None) for one in chosen]
+    return () if None in found else [mesh for mesh in found if mesh is not None]
+
+
+def _split(axes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: axes[axis] for axis in axes_of_group(axes) if axes[axis] > 1}
+
+
 def mesh_of(axes: Mapping[str, int], smaller: Smaller, num_ranks: int) -> Mesh:
     """The mesh of `num_ranks`: that of `mesh_over`, or the smaller one of as many. Raises `ConfigError` if there is
     none."""

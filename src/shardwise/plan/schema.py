@@ -651,6 +651,16 @@ class Plan(Strict):
         plan._origins = {**self._origins, "precision": origin}
         return plan
 
+    def told(self) -> dict[str, Any]:
+        """All of it for another process, as JSON has it: its values, and where they came from."""
+        return {"values": self.model_dump(mode="json", exclude_unset=True), "origins": self._origins}
+
+    @classmethod
+    def heard(cls, told: Mapping[str, Any]) -> Plan:
+        plan = cls(**told["values"])
+        plan._origins = dict(told["origins"])
+        return plan
+
     def after(self, former: Plan) -> Plan:
         """The same plan for a model that `former` has laid out: if it says no precision, in the model's own."""
         follows = self.follows_model and former.has_own_precision

@@ -174,7 +174,10 @@ class Sharding:
             disk = open_disk([unit.spec for unit in self.units], plan, self.mesh, world, self.device)
             if disk is not None:
                 disk.count_with(self.meter)
-        return replace(self, plan=plan, treatments=treatments, disk=disk)
+        design = self.stage_design
+        if design is not None:
+            design = replace(design, plan=plan, treatments=treatments)
+        return replace(self, plan=plan, treatments=treatments, stage_design=design, disk=disk)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from shardwise.optim.sign_mean import Residual
 from shardwise.parallel.conversions import check_plan
 from shardwise.parallel.experts import ExpertSplit, share_totals
 from shardwise.parallel.model_axes import carry_out_experts, carry_out_split, synchronize_generators
+from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.plan.placement import Span, mesh_for
@@ -316,9 +317,11 @@ def trained_as_before(flats: Sequence[Flat], *, exactly: bool = False) -> Iterat
             param.requires_grad_(not was_trained)
 
 
-def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError | None]:
+def reshard(
+    sharded: ShardedModel, plan: Plan, smaller: SmallerMeshes | None = None
+) -> tuple[ShardedModel, TierError | None]:
     """A `ShardedModel` for another plan, with everything that `sharded` had; `sharded` is taken down. All ranks call,
-    between steps.
+    between steps. `smaller` are the job's smaller meshes with this plan, in an elastic job.
 
     With it comes what is to be raised, on all ranks, if the disk of any has failed meanwhile; then only a resume can
     fill the new plan. Raises `ConfigError`, `StateError` or `TierError` before anything is changed.
@@ -334,7 +337,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> tuple[ShardedModel, TierError 
     _require_same_split(sharded, plan)
     sharded.settle_islands()
     check_plan(sharded.converted, plan)
-    fitted, budget, sharding = _fitted(sharded, plan)
+    fitted, budget, sharding = _fitted(sharded, plan, smaller or sharded.parts.sharding.smaller)
     plan, updates, device = fitted.plan, sharding.updates, sharding.device
     designed = design(model, plan, world, known=sharding)
     check_design(model, designed, sharded.optimizers, updates, device)
@@ -380,10 +383,10 @@ def _in_one_precision(plan: Plan, sharded: ShardedModel) -> Plan:
     return settle(plan, sharded.world, sharded.parts.sharding.device)
 
 
-def _fitted(sharded: ShardedModel, plan: Plan) -> tuple[Fitted, Budget, Sharding]:
+def _fitted(sharded: ShardedModel, plan: Plan, smaller: SmallerMeshes) -> tuple[Fitted, Budget, Sharding]:
     """What `plan` keeps off the devices to be within its budget; the budget from now on, its own or an earlier one; and
-    the present sharding, with the updates of all parameters that optimizers have by now, and the smaller meshes of
-    `plan`. All ranks call."""
+    the present sharding, with the updates of all parameters that optimizers have by now, and what fewer ranks keep off
+    theirs. All ranks call."""
     sharding, optimizer, world = sharded.parts.sharding, sharded.parts.optimizer, sharded.world
     mesh = mesh_for(plan, world.size, world.local_size)
     updates = dict(sharding.updates)
@@ -391,7 +394,7 @@ def _fitted(sharded: ShardedModel, plan: Plan) -> tuple[Fitted, Budget, Sharding
         updates |= {**optimizer.added, **optimizer.changed}
     ranks = ranks_of(world, plan, sharding.device)
     fitted = within_budget(sharded.model, plan, mesh, ranks, updates, is_live=True)
-    smaller = sharding.smaller.of_smaller_meshes()
+    smaller = smaller.of_smaller_meshes()
     if plan.budget != Budget():
         smaller = with_fewer_groups(smaller, sharded.model, plan, mesh, ranks, updates, world)
     budget = plan.budget if plan.budget.device is not None else sharding.budget

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shardwise.errors import StateError
+from shardwise.errors import StateError, TierError
 from shardwise.optim.precision import Norm
+from shardwise.plan import Plan
 from shardwise.plan.mesh import TENSOR_AXIS
 from shardwise.runtime import argument_tensors, keeps_all
+from shardwise.runtime.activations import Treatments
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
 from shardwise.sharded.sharded_model import ShardedModel
+from shardwise.sharded.state import reshard
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded
@@ -204,9 +207,14 @@ class Session:
         """Where the loaders of those ranks are that this one has joined, encoded; only once."""
         return []
 
-    def renew(self, sharded: ShardedModel) -> None:
-        """The same ranks have changed the model's plan. All ranks call."""
-        self.sharded = sharded
+    def reshard(self, plan: Plan) -> TierError | None:
+        """See `Engine.reshard`. Returns what it is to raise then, in effect as the new plan is. All ranks call."""
+        self.sharded, lost = reshard(self.sharded, plan)
+        return lost
+
+    def treat(self, plan: Plan, treatments: Treatments) -> None:
+        """See `ShardedModel.treat`. All ranks call."""
+        self.sharded.treat(plan, treatments)
 
     # -- what it costs, and the end -------------------------------------------------------------------------
 
