@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan import PlaceEdit, Plan, Rows, Wire, WireFormat, load_plan, plan_table, schema_table
+from shardwise.plan import Offload, PlaceEdit, Plan, Rows, Wire, WireFormat, load_plan, plan_table, schema_table
 from shardwise.plan.schema import Sequence, Strict
 
 DTYPES = st.none() | st.sampled_from(["fp64", "fp32", "bf16"])
@@ -457,3 +457,13 @@ def test_every_field_has_words_and_its_default_is_the_plans() -> None:
     assert ("rules.norms.max_numel", 5, "argument") in plan_table(
         Plan.model_validate({"rules": {"norms": {"max_numel": 5}}})
     )
+
+
+def test_a_plan_told_to_another_process_is_the_same_there() -> None:
+    plan = load_plan({"preset": "hsdp", "mesh": {"node": 2, "local": 2}, "budget": {"device": "1GiB"}})
+    settled = plan.with_own_precision("bf16").with_offload(Offload(optim=0.5))
+    heard = Plan.heard(json.loads(json.dumps(settled.told())))
+    assert heard == settled
+    assert heard.has_own_precision
+    assert heard.origin("offload.optim") == "budget"
+    assert load_plan("zero1").after(heard).precision == "bf16"

@@ -26,6 +26,7 @@ from shardwise.plan.replica_groups import (
     mesh_over,
     most_of,
     regroup,
+    split_alike,
     with_fewer_ranks,
 )
 from tests.thorough import varies
@@ -288,6 +289,33 @@ def test_of_meshes_of_as_many_ranks_the_fastest() -> None:
     assert heard.is_open
     assert not SmallerMeshes.heard(json.loads(json.dumps(heard.settled(()).told()))).is_open
     assert not SmallerMeshes((whole, alone)).is_open, "there is nothing to choose"
+
+
+def test_smaller_meshes_follow_a_plan_with_other_axes() -> None:
+    whole, half, alone = ({"dp": 1, "tp": num} for num in (4, 2, 1))
+    known = SmallerMeshes((whole, half, alone), is_settled=True)
+    assert known.after({"node": -1, "local": 2, "tp": 4}).every == tuple(
+        {"node": 1, "local": 1, "tp": num} for num in (4, 2, 1)
+    )
+    assert SmallerMeshes((whole, alone)).after({"local": 2, "tp": 4}).every == (
+        {"local": 1, "tp": 4},
+        {"local": 1, "tp": 1},
+    ), "the model cannot be split in two"
+    assert known.after({"dp": 8}).every == ()
+    dealt_out = SmallerMeshes().after({"dp": 2, "ep": 2})
+    assert dealt_out.every == ({"dp": 1, "ep": 2}, {"dp": 1, "ep": 1})
+    assert not dealt_out.is_open
+
+
+def test_the_choice_among_smaller_meshes_outlives_a_plan_with_other_axes() -> None:
+    whole, along_pp, along_tp, alone = ({"pp": pp, "tp": tp} for pp, tp in ((2, 2), (2, 1), (1, 2), (1, 1)))
+    known = SmallerMeshes((whole, along_tp, alone), others=(along_pp,))
+    chosen = (whole, along_pp, alone)
+    after = known.settled(chosen).after({"dp": 2, "pp": 2, "tp": 2})
+    assert after.every == tuple({"dp": 1, **mesh} for mesh in chosen)
+    assert known.after({"dp": 2, "pp": 2, "tp": 2}).is_open
+    assert list(split_alike(after.every, chosen)) == list(after.every)
+    assert split_alike(after.every, ({"tp": 4},)) == ()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from the plan that they have by now."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests import inside
 from tests.ranks.lost_groups import AXES, Deep, DiesBefore, Experts, Layers, Task, race_of
 from tests.ranks.test_lost_ranks import DiesAt
 from tests.ranks.test_smaller_meshes import Watched
-from tests.thorough import sampled
+from tests.thorough import sampled, soak
 
 COMMIT = "exchange of commit"
 
@@ -150,3 +151,34 @@ def test_activations_that_were_fitted_in_a_pipeline_stay_so_when_a_rank_is_lost(
     dies = DiesBefore(1, 3, COMMIT)
     race_of(Fitting(Deep), AXES["pp"].plan("zero1"), dies, tmp_path)
     assert seen == {(4, "recompute", True), (2, "recompute", True)}
+
+
+DRAWN: list[dict[str, Any]] = [
+    {"preset": "ddp", "mesh": {"dp": 4}},
+    {"preset": "zero1", "mesh": {"dp": -1}},
+    {"preset": "zero2", "mesh": {"dp": 4}, "units": {"min_numel": 3000}},
+    {"preset": "zero3", "mesh": {"dp": 4}},
+    {"preset": "zero3", "mesh": {"dp": 2, "ep": 2}},
+    {"preset": "zero1", "mesh": {"dp": 2, "ep": 2}},
+    {"preset": "hsdp", "mesh": {"node": 2, "local": 2}},
+    {"preset": "hpz", "mesh": {"node": 2, "local": 1, "ep": 2}},
+    {"preset": "offload", "mesh": {"dp": 4}},
+    {"preset": "zero2", "mesh": {"ep": 4}},
+]
+
+
+@soak("draws plans and moments at which ranks die, and takes minutes")
+def test_plans_change_and_ranks_die(tmp_path: Path) -> None:
+    for _ in range(60):
+        seed = random.SystemRandom().randrange(10**9)
+        print(f"seed {seed}")  # pytest shows it where this fails
+        draw, folder = random.Random(seed), tmp_path / str(seed)
+        folder.mkdir()
+        before, after = draw.sample(DRAWN, 2)
+        at = draw.randrange(1, 4)
+        point = draw.choice([COMMIT, "*reduce*", "agree * verdict *", "gather of weighed mean"])
+        dies = DiesBefore(draw.randrange(4), draw.choice([at - 1, at + 1, 5]), point)
+        task, num_newcomers = Changing(Experts(), at, after), draw.randrange(2)
+        loop, shares_memory = draw.choice(["engine", "plain", "train_step"]), draw.random() < 0.6
+        more: Any = {"num_newcomers": num_newcomers, "shares_memory": shares_memory, "most_wrong": 2}
+        race_of(task, before, dies, folder, loop=loop, num_ranks=4, **more)

@@ -559,6 +559,7 @@ class Recovery:
         if self._choice is not None:
             self._choice = split_alike(smaller.every, self._choice)
         self._smaller = smaller if is_open else smaller.settled(())
+        self._pace_meter = PaceMeter()
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version, has_begun=self.iterations.is_open)
         self.loop_state.follow(sharded)
