@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -283,6 +285,25 @@ class TestStopRequest:
         thread.start()
         thread.join()
         assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("ahead_seconds", [-3600, 3600])
+def test_a_rank_that_has_failed_and_lives_on_is_given_its_time_whatever_the_clock_says(
+    ahead_seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock was set meanwhile, or the file is on a server that has another one."""
+    error = tmp_path / "error.json"
+    living: Any = SimpleNamespace(pid=0, returncode=None, poll=lambda: None)
+    now = [100.0]
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now[0])
+    rank = ranks._Rank(living, error, last_alive=0.0)
+    assert not rank.lingers(10)
+    error.touch()
+    os.utime(error, (time.time() + ahead_seconds,) * 2)
+    lingers = []
+    for now[0] in (101.0, 107.0, 112.0):
+        lingers.append(rank.lingers(10))
+    assert lingers == [False, False, True]
 
 
 @pytest.mark.parametrize(("elastic", "num_ranks"), [("2:8", 2), ("1:8", 1)])

@@ -48,6 +48,9 @@ class _Rank:
     sent: signal.Signals | None = None
     sent_at: float = math.inf
     killed_at: float = math.inf
+    recorded_at: float = math.inf
+    """When a failure that it has recorded was first seen. By a clock that nobody sets: the file may be on a server
+    whose clock is another."""
 
     @property
     def alive(self) -> bool:
@@ -62,6 +65,14 @@ class _Rank:
     @property
     def is_stuck(self) -> bool:
         return time.monotonic() > self.killed_at + STUCK_SECONDS
+
+    def lingers(self, patience_seconds: float) -> bool:
+        """Whether it has recorded a failure, and still not ended after `patience_seconds`."""
+        if not self.alive or not self.error_file.exists():
+            return False
+        now = time.monotonic()
+        self.recorded_at = min(self.recorded_at, now)
+        return now > self.recorded_at + patience_seconds
 
     def kill(self) -> None:
         if self.alive:
@@ -138,12 +149,11 @@ class Ranks:
         """Whether a rank ended with anything but 0, or recorded a failure and still has not ended.
 
         The latter happens when the main thread has raised and another thread goes on; a peer would then wait until its
-        timeout.
+        timeout. To be asked again and again.
         """
         if any(rank.process.returncode for rank in self._ranks):
             return True
-        before = time.time() - patience_seconds
-        return any(rank.alive and _recorded_before(rank.error_file, before) for rank in self._ranks)
+        return True in [rank.lingers(patience_seconds) for rank in self._ranks]
 
     def ended_and_living(self) -> tuple[list[int], list[int]]:
         """The ranks that have ended with 0, and those that are alive."""
@@ -171,9 +181,8 @@ class Ranks:
         self._ranks[number].kill()
 
     def lingers(self, number: int, patience_seconds: float) -> bool:
-        """Whether a rank has recorded a failure and still not ended after `patience_seconds`."""
-        rank = self._ranks[number]
-        return rank.alive and _recorded_before(rank.error_file, time.time() - patience_seconds)
+        """See `_Rank.lingers`. To be asked again and again."""
+        return self._ranks[number].lingers(patience_seconds)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to each living rank, but not to its children, which it may need to end cleanly."""
@@ -209,13 +218,6 @@ class Ranks:
     def outcomes(self) -> list[Outcome]:
         """The outcome of each rank; all must have ended."""
         return [self.outcome(number) for number in range(len(self._ranks))]
-
-
-def _recorded_before(error_file: Path, moment: float) -> bool:
-    try:
-        return error_file.stat().st_mtime < moment
-    except FileNotFoundError:
-        return False
 
 
 def _open(path: Path | None) -> IO[bytes] | None:
