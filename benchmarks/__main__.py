@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     between.add_argument("--delay-ms", type=_delay, default=0.0, metavar="MS", help="that each packet takes longer (0)")
     lost = parser.add_argument_group("elastic")
-    lost.add_argument("--parts", type=_some_of(elastic.PARTS), metavar="A,B", help=f"of {', '.join(elastic.PARTS)} (all)")
+    lost.add_argument("--parts", type=_some_of(elastic.PARTS), metavar="A", help=f"of {', '.join(elastic.PARTS)} (all)")
     learnt = parser.add_argument_group("learning")
     learnt.add_argument("--variants", type=_some_of(learning.VARIANTS), metavar="A,B", help="of fp8 and wires (all)")
     learnt.add_argument("--seeds", type=_positive, metavar="N", help="pairs of runs, each of a seed of its own (3)")

@@ -32,8 +32,8 @@ from benchmarks.show import show_figures
 
 RANKS = 4
 PARTS = ("kills", "curve", "steady", "others")
-"""Of the benchmark: how long others stand when a rank is killed, what its losses deviate, what a step costs to be able to
-lose one, and how long other libraries stand."""
+"""Of the benchmark: how long others stand when a rank is killed, by how much losses deviate, what a step costs to be
+able to lose one, and how long other libraries stand."""
 FOREVER = 10**6
 CALM_STEPS = 20
 """Before each kill."""
@@ -323,8 +323,8 @@ def _deviation(one: Job, other: Job, steps: set[int]) -> float:
 
 def _steady(job_of: Callable[[bool], Job], num_rounds: int) -> dict[str, Any]:
     """Seconds of a step with and without `--elastic`, in turns, each first in every second round; `over` is the median
-    of the rounds' ratios, minus 1. So is `over_cpu`, of the processor time of all ranks, which depends less on what else
-    the machine does."""
+    of the rounds' ratios, minus 1. So is `over_cpu`, of the processor time of all ranks, which depends less on what
+    else the machine does."""
     found: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
     for number in range(num_rounds):

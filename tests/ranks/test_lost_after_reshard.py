@@ -133,7 +133,8 @@ def test_activations_that_were_fitted_in_a_pipeline_stay_so_when_a_rank_is_lost(
     own = fitting._rehearsed
 
     def forced(*args: Any) -> dict[Any, Any]:
-        return {name: replace(one, device_bytes=0 if name == "recompute" else 2**40) for name, one in own(*args).items()}
+        found = own(*args)
+        return {name: replace(one, device_bytes=0 if name == "recompute" else 2**40) for name, one in found.items()}
 
     monkeypatch.setattr(fitting, "_rehearsed", forced)
     seen: set[tuple[int, str | None, bool]] = set()
