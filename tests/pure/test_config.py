@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Offload, PlaceEdit, Plan, Rows, Wire, WireFormat, load_plan, plan_table, schema_table
-from shardwise.plan.schema import Sequence, Strict
+from shardwise.plan.schema import Sequence, Strict, plan_heard, plan_told
 
 DTYPES = st.none() | st.sampled_from(["fp64", "fp32", "bf16"])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -462,7 +462,7 @@ def test_every_field_has_words_and_its_default_is_the_plans() -> None:
 def test_a_plan_told_to_another_process_is_the_same_there() -> None:
     plan = load_plan({"preset": "hsdp", "mesh": {"node": 2, "local": 2}, "budget": {"device": "1GiB"}})
     settled = plan.with_own_precision("bf16").with_offload(Offload(optim=0.5))
-    heard = Plan.heard(json.loads(json.dumps(settled.told())))
+    heard = plan_heard(json.loads(json.dumps(plan_told(settled))))
     assert heard == settled
     assert heard.has_own_precision
     assert heard.origin("offload.optim") == "budget"

@@ -115,6 +115,30 @@ def test_fewer_data_ranks_change_to_a_plan_whose_mesh_has_all(tmp_path: Path) ->
     assert task.plans == {3: {"hsdp on node=1 x local=3"}}
 
 
+def test_a_spare_that_comes_back_has_the_plan_that_the_others_have_by_now(tmp_path: Path) -> None:
+    """They have changed it while it waited. Later the group leaves that it did not wait for."""
+    own = AXES["tp"]
+
+    class ChangingWithTwo(Layers):
+        def take_step(self, loop: str, engine: sw.Engine, *more: Any) -> torch.Tensor:
+            if engine.num_steps == 1 and engine.world.size == 2:
+                engine.reshard(own.plan("zero3"))
+            return super().take_step(loop, engine, *more)
+
+    faults = {0: DiesBefore(0, 1, COMMIT), 2: DiesBefore(0, 4, COMMIT)}
+    engines: dict[int, sw.Engine] = {}
+
+    def plant(engine: sw.Engine, member: int) -> None:
+        engines[member] = engine
+        if member in faults:
+            faults[member](engine, member)
+
+    sizes = race_of(ChangingWithTwo(), own.plan("zero1"), plant, tmp_path, num_newcomers=1)
+    assert all(fault.is_dead for fault in faults.values())
+    assert {member: engines[member].plan.preset for member in sizes} == {1: "zero3", 4: "zero3"}
+    assert {one[-1] for one in sizes.values()} == {2}
+
+
 @sampled
 @pytest.mark.parametrize("there", [True, False], ids=["there are", "there are no more"])
 def test_which_ranks_leave_together_follows_from_the_mesh(there: bool, tmp_path: Path) -> None:

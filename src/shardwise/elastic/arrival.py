@@ -32,6 +32,7 @@ from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Budget, Plan
 from shardwise.plan.mesh import EXPERT_AXIS, SAME_PARAMS_AXES, Mesh
 from shardwise.plan.placement import table_for
+from shardwise.plan.schema import plan_heard
 from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import Design, Sharding, Updates, check_device, design
 from shardwise.sharded.state import Former
@@ -143,7 +144,7 @@ def _sent_by_others(world: World) -> list[dict[str, Any]]:
 def _plan_of_others(state: Mapping[str, Any], patience_seconds: float | None) -> Plan:
     """Theirs as it is by now: with what they have searched for, settled or fitted, whatever this rank's device is fast
     at, and after a `reshard` another one than this rank's script has begun with. Patience may differ between ranks."""
-    return Plan.heard(state["plan"]).model_copy(update={"patience_seconds": patience_seconds})
+    return plan_heard(state["plan"]).model_copy(update={"patience_seconds": patience_seconds})
 
 
 def _catch_up(progress: Progress, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:

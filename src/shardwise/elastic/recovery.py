@@ -50,6 +50,7 @@ from shardwise.errors import (
 from shardwise.parallel.outline import SmallerMeshes
 from shardwise.plan import Plan
 from shardwise.plan.replica_groups import Smaller, group_size, num_groups, split_alike
+from shardwise.plan.schema import plan_told
 from shardwise.program.image_bytes import what_begins_anew
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.state import Former
@@ -372,7 +373,8 @@ class Recovery:
         self.between_steps = BetweenSteps()
         self.is_edited = False
         self._num_layouts = arrival.label
-        self._smaller, self._choice = sharded.parts.sharding.smaller, None
+        self._plan, self._smaller, self._choice = arrival.plan, sharded.parts.sharding.smaller, None
+        self._told_least = self._smaller.least
         self._loop.wrap(sharded)
         self._make_layout(sharded)
         self.survival.begin(self.iterations.version)
@@ -491,7 +493,7 @@ class Recovery:
         groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
-            "plan": self._plan.told(),
+            "plan": plan_told(self._plan),
             "budget": sharding.budget.model_dump(mode="json"),
             "fitted": sharding.fitted,
             "smaller": self._smaller.told(),

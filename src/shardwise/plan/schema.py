@@ -651,16 +651,6 @@ class Plan(Strict):
         plan._origins = {**self._origins, "precision": origin}
         return plan
 
-    def told(self) -> dict[str, Any]:
-        """All of it for another process, as JSON has it: its values, and where they came from."""
-        return {"values": self.model_dump(mode="json", exclude_unset=True), "origins": self._origins}
-
-    @classmethod
-    def heard(cls, told: Mapping[str, Any]) -> Plan:
-        plan = cls(**told["values"])
-        plan._origins = dict(told["origins"])
-        return plan
-
     def after(self, former: Plan) -> Plan:
         """The same plan for a model that `former` has laid out: if it says no precision, in the model's own."""
         follows = self.follows_model and former.has_own_precision
@@ -691,3 +681,14 @@ class Plan(Strict):
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
+
+
+def plan_told(plan: Plan) -> dict[str, Any]:
+    """All of `plan` for another process, as JSON has it: its values, and where they came from."""
+    return {"values": plan.model_dump(mode="json", exclude_unset=True), "origins": plan._origins}
+
+
+def plan_heard(told: Mapping[str, Any]) -> Plan:
+    plan = Plan(**told["values"])
+    plan._origins = dict(told["origins"])
+    return plan
