@@ -42,7 +42,7 @@ class Changing(Watched):
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another preset": ({"preset": "ddp"}, {"preset": "zero3", "units": {"min_numel": 3000}}),
-    "offload": ({"preset": "zero1"}, {"preset": "offload", "offload": {"optim": 0.5}}),
+    "offload": ({"preset": "zero2"}, {"preset": "zero1", "offload": {"optim": 0.5}}),
     "another mesh": ({"preset": "zero1", "mesh": {"dp": 3}}, {"preset": "hsdp", "mesh": {"node": 3, "local": 1}}),
     "a budget": ({"preset": "zero2"}, {"preset": "zero2", "budget": {"device": 160_000}}),
 }
