@@ -197,6 +197,6 @@ def test_plans_change_and_ranks_die(tmp_path: Path) -> None:
         point = draw.choice([COMMIT, "*reduce*", "agree * verdict *", "gather of weighed mean"])
         dies = DiesBefore(draw.randrange(4), draw.choice([at - 1, at + 1, 5]), point)
         task, num_newcomers = Changing(Experts(), at, after), draw.randrange(2)
-        loop, shares_memory = draw.choice(["engine", "plain", "train_step"]), draw.random() < 0.6
+        loop, shares_memory = draw.choice(["engine", "train_step"]), draw.random() < 0.6
         more: Any = {"num_newcomers": num_newcomers, "shares_memory": shares_memory, "most_wrong": 2}
         race_of(task, before, dies, folder, loop=loop, num_ranks=4, **more)

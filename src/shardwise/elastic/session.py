@@ -552,6 +552,7 @@ class ElasticSession(Session):
         self.sharded.progress.micro_steps.begin_step()
         recovery.between_steps.begin()
         recovery.take_edits()
+        iterations.num_steps[iterations.version] = self.sharded.progress.num_steps  # which a resume has changed
         if recovery.changes_wanted and iterations.begun > iterations.void_until:  # see [Note: where ranks join]
             recovery.recover(None)  # the batch was read for the former world: the iteration is void
         if self.is_arriving:  # again: this rank was a spare meanwhile
@@ -561,7 +562,6 @@ class ElasticSession(Session):
         recovery.iteration_begins()
         if not self._quiet.is_on and self.sharded.parts.unfreezing.can_plan:
             recovery.plan_again()
-        iterations.num_steps[iterations.version] = self.sharded.progress.num_steps
         self._loop_state.restore_settings()
         if self._must_seed and not iterations.is_void():
             self._seed()
@@ -626,11 +626,20 @@ class ElasticSession(Session):
         self.recovery.is_edited = True
 
     def resume(self, folder: Path, read: Callable[[], Loaded | None]) -> Loaded | None:
-        """A rank that has joined reads nothing."""
-        if self.is_arriving and self._arrival is not None:
+        """A rank that has joined reads nothing. If one is lost meanwhile, the others read all of it again, from the state
+        before."""
+
+        def read_between_steps() -> Loaded | None:
+            if not self._iterations.is_open:
+                self._quiet.leave()  # between iterations nobody is at a pace of its own
+            return read()
+
+        def arrived() -> Loaded | None:
+            assert self._arrival is not None
             return self._arrival.resumed(folder, self.sharded.progress.num_steps)
-        found = read()
-        self.recovery.is_edited = self.recovery.is_edited or found is not None
+
+        found = self.asking(read_between_steps, alone=arrived, is_small=False)
+        self.recovery.is_edited = self.recovery.is_edited or (found is not None and not self.is_arriving)
         return found
 
     def loaders_of_others(self) -> list[Any]:

@@ -108,9 +108,11 @@ class Survival:
     def begin(self, step: int, *, has_begun: bool = False, is_edited: bool = False) -> None:
         """The state of `step` is complete: copy it now. With copies on other hosts all ranks call, and return when
         those are complete; raises `CommError`. `has_begun`: the iteration after it, whose buffers these are.
-        `is_edited`: what no step changes may be another as well."""
+        `is_edited`: what no step changes may be another as well, and a checkpoint has brought states where there were
+        none."""
         self._to_follow = None
-        if self._has_other_buffers() or (is_edited and any(cell.is_still for cell in self.image.directory.cells)):
+        has_other_still = is_edited and any(cell.is_still for cell in self.image.directory.cells)
+        if self._has_other_buffers() or has_other_still or self._has_new_states():
             self._renew_image()
             self._write_numbers()
         self._write_files(self.image)
