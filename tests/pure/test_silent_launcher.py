@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from shardwise.comm.members import Announcement, ChannelMemory, LauncherChannel, MemberMessage
+from shardwise.comm.members import Announcement, ChannelMemory, LauncherChannel, MemberMessage, launcher_connection
 from shardwise.comm.members.channels import MemberChannel
 from shardwise.comm.members.launcher_connection import LauncherConnection
 from shardwise.comm.watch.status_board import BoardError, board_of
@@ -244,3 +244,25 @@ def test_a_message_comes_once_if_the_connection_that_sends_it_is_the_only_one_th
 ) -> None:
     """The news still come, so that nothing but the message itself tells of it; it may have been read, or not."""
     run(tmp_path, NEVER, text=text.encode(), arrives=arrives)
+
+
+def test_a_launcher_that_is_just_dying_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens for a moment longer than it answers. Torch would try to connect to it for twelve seconds, and the rank
+    would follow nobody else meanwhile."""
+    monkeypatch.setattr(launcher_connection, "TCPStore", lambda *_, **__: pytest.fail("torch connects"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    LauncherAddress(1, "127.0.0.1", port).write(tmp_path)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHARDWISE_IMAGES": str(tmp_path)}
+    launcher = LauncherConnection(environment)
+
+    def die() -> None:
+        accepted, _ = listener.accept()
+        listener.close()
+        accepted.close()
+
+    dying = threading.Thread(target=die)
+    dying.start()
+    assert launcher.again() is None
+    dying.join(PATIENCE)
+    assert launcher.again() is None, "nobody listens there"

@@ -626,8 +626,7 @@ class ElasticSession(Session):
         self.recovery.is_edited = True
 
     def resume(self, folder: Path, read: Callable[[], Loaded | None]) -> Loaded | None:
-        """A rank that has joined reads nothing. If one is lost meanwhile, the others read all of it again, from the state
-        before."""
+        """A rank that has joined reads nothing. If one is lost meanwhile, the others read all of it again."""
 
         def read_between_steps() -> Loaded | None:
             if not self._iterations.is_open:

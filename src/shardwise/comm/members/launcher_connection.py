@@ -9,6 +9,7 @@ whatever waits for them fails, as when a launcher is killed, and follows the nex
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
 import threading
@@ -25,6 +26,9 @@ from shardwise.system.process_rank import ProcessRank, address_of
 _TRY_SECONDS, _ALL_SECONDS = 5.0, 300.0
 _LOOK_SECONDS = 0.2
 """Between two looks at the file."""
+_DYING_SECONDS = 0.05
+"""A process that is being killed closes its connections one after the other, and one at which it listens may still be
+open when a rank hears that another is closed. What connects there then is closed within milliseconds."""
 
 
 class LauncherConnection:
@@ -60,7 +64,7 @@ class LauncherConnection:
         if address is None:
             return None
         try:
-            return self._connected(address, _TRY_SECONDS)
+            return self._connected(address, _TRY_SECONDS, dying_seconds=_DYING_SECONDS)
         except (RuntimeError, OSError):  # it has died, and the next one is not there yet
             return None
 
@@ -96,12 +100,15 @@ class LauncherConnection:
     def _address(self) -> LauncherAddress | None:
         return None if self._folder is None else LauncherAddress.read(self._folder)
 
-    def _connected(self, address: LauncherAddress, seconds: float) -> TCPStore:
+    def _connected(self, address: LauncherAddress, seconds: float, dying_seconds: float = 0.0) -> TCPStore:
+        """A launcher that closes what connects to it, within `dying_seconds`, is not there any more."""
         host = address.host
         if self.is_followed:
             # torch itself would try a refused connection again, for twice the time that it is given
             with socket.create_connection((host, address.port), timeout=_TRY_SECONDS) as probe:
                 host = str(probe.getpeername()[0])
+                if dying_seconds:
+                    _require_open(probe, dying_seconds)
             self._peers[address.number] = host, address.port
         # the timeout is also that of connections which are cloned from it, to a launcher that may be dead by then
         store = TCPStore(
@@ -113,3 +120,11 @@ class LauncherConnection:
         )
         self._number, self._connected_at = address.number, time.monotonic()
         return store
+
+
+def _require_open(probe: socket.socket, seconds: float) -> None:
+    """Raise `ConnectionError` if the other end closes this connection within `seconds`. A store says nothing first."""
+    probe.settimeout(seconds)
+    with contextlib.suppress(TimeoutError):
+        probe.recv(1)
+        raise ConnectionResetError("it was closed")
