@@ -44,8 +44,8 @@ def instead_of_hook(name: str, settings: Mapping[str, Any]) -> str:
     if words == "allreducehook":
         return "set nothing: gradients are averaged"
     return (
-        "see which of wire, powersgd and islands in the plan sends what it sends; what is no format of messages has its "
-        "place between backward and step, where param.grad is the averaged gradient"
+        "see which of wire, powersgd and islands in the plan sends what it sends; what is no format of messages has "
+        "its place between backward and step, where param.grad is the averaged gradient"
     )
 
 
