@@ -22,14 +22,14 @@ from tests.thorough import sampled
 Tensor = torch.Tensor
 Values = dict[str, Tensor]
 MESH = {"island": 2, "dp": 2}
-EVERY, MIX = 3, 0.25
+EVERY, OVERLAP, MIX = 4, 1, 0.25
 CASES = [
     (kind, preset) for kind in KINDS for preset in (("ddp", "zero1", "zero2", "zero3") if kind == "codes" else ("ddp",))
 ]
 
 
 def plan_of(kind: str, preset: str, **more: Any) -> dict[str, Any]:
-    return {"preset": preset, "mesh": MESH, "islands": {"every": EVERY, "mix": MIX}, **KINDS[kind][1], **more}
+    return {"preset": preset, "mesh": MESH, "islands": {"every": EVERY, "overlap": OVERLAP, "mix": MIX}, **KINDS[kind][1], **more}
 
 
 def trained_apart(kind: str) -> tuple[Values, list[Twin]]:
@@ -43,15 +43,15 @@ def trained_apart(kind: str) -> tuple[Values, list[Twin]]:
     for step, x in enumerate(of_kind.data(num_steps), 1):
         for island, share in zip(islands, x.chunk(len(islands)), strict=True):
             island.step(share.chunk(MESH["dp"]))
-        if step % EVERY:
-            continue
-        for name, anchor in common.items():
-            own = [island.model.get_parameter(name).detach() for island in islands]
-            anchor.grad = sum(anchor - one for one in own) / len(own)
-        outer.step()
-        for island in islands:
+        if step % EVERY == 0:
             for name, anchor in common.items():
-                island.model.get_parameter(name).data.lerp_(anchor, 1 - MIX)
+                own = [island.model.get_parameter(name).detach() for island in islands]
+                anchor.grad = sum(anchor - one for one in own) / len(own)
+        elif step % EVERY == OVERLAP and step > EVERY:
+            outer.step()
+            for island in islands:
+                for name, anchor in common.items():
+                    island.model.get_parameter(name).data.lerp_(anchor, 1 - MIX)
     return common, islands
 
 
@@ -99,17 +99,17 @@ def test_islands_keep_what_they_have_not_sent_apart(kind: str, preset: str) -> N
 @sampled
 @pytest.mark.parametrize(("kind", "preset"), CASES)
 def test_it_is_in_checkpoints(kind: str, preset: str, tmp_path: Path) -> None:
-    """Each island's own: to the bit, saved where some of it is kept, and between two outer steps."""
+    """Each island's own: to the bit, saved where some of it is kept, and outer gradients are on their way."""
     num_steps, plan = KINDS[kind][-1], plan_of(kind, preset)
     whole = trained(kind, plan, range(num_steps))
-    trained(kind, plan, range(4), tmp_path)
-    assert_equal(trained(kind, plan, range(4, num_steps), tmp_path, resumes=True), whole)
+    trained(kind, plan, range(EVERY), tmp_path)
+    assert_equal(trained(kind, plan, range(EVERY, num_steps), tmp_path, resumes=True), whole)
 
 
 @pytest.mark.parametrize(("kind", "preset"), [("codes", "zero1"), ("factors", "ddp"), ("adam", "ddp")])
 def test_who_has_other_ranks_begins_at_zero(kind: str, preset: str, tmp_path: Path) -> None:
     """Without islands, on as many ranks in all: these are not an island's."""
-    trained(kind, plan_of(kind, preset), range(4), tmp_path)
+    trained(kind, plan_of(kind, preset), range(EVERY), tmp_path)
     alone = plan_of(kind, preset, mesh={"dp": 4})
     del alone["islands"]
     make_twin, _, _, make_optimizer, _ = KINDS[kind]
