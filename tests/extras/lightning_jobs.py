@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
@@ -421,6 +422,8 @@ def refused(what: str, folder: str) -> None:
     settings: dict[str, Any] = {}
     if what == "ddp's own":
         settings = {"find_unused_parameters": True}
+    elif what == "a hook":
+        settings = {"ddp_comm_state": None, "ddp_comm_hook": default_hooks.bf16_compress_hook}
     elif what == "spawn":
         settings = {"start_method": "spawn"}
     elif what == "axes":

@@ -32,7 +32,7 @@ from torchao.prototype.mx_formats.config import (
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 import shardwise as sw
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.integrations import accelerate_launch
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.accelerate_config import read_accelerate_config
@@ -46,6 +46,7 @@ from shardwise.integrations.accelerate_fp8 import (
 from shardwise.integrations.lightning_parts.settings import PRECISIONS, plan_for
 from shardwise.parallel.conversions import conversions_of, convert
 from shardwise.parallel.fp8.linear import Fp8Linear
+from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -101,6 +102,62 @@ def test_layers_equal_torchao_s(recipe: str, dtype: torch.dtype) -> None:
     tolerance = 1e-6 if dtype == torch.float32 else 2.0**-7
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def of_blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), Block(), Block(), nn.Linear(32, 16))
+
+
+def by_torchao(model: nn.Module) -> nn.Module:
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    return convert_to_float8_training(model, config=config)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("plan", [{"preset": "ddp"}, {"preset": "zero3", "fp8": {"recipe": "tensorwise", "skip": []}}])
+def test_a_model_that_torchao_has_converted_trains_as_it_does_alone(plan: dict[str, Any]) -> None:
+    """`fp8` in the plan leaves its layers alone. What is converted after `shard` is refused."""
+    data = [torch.randn(16, 32, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    plain, expected = by_torchao(of_blocks()), []
+    optimizer = sgd(plain)
+    for x in data:
+        optimizer.zero_grad()
+        losses = [(plain(part) - 1).square().mean() for part in x.chunk(2)]
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        expected.append(torch.stack(losses).mean().item())
+    models = [of_blocks() for _ in range(2)]
+
+    def rank(world: sw.World) -> list[float]:
+        model, found = by_torchao(models[world.rank]), []
+        with sw.shard(model, plan, optimizer=sgd(model), world=world) as engine:
+            for x in data:
+                loss = (engine(x.chunk(2)[world.rank]) - 1).square().mean()
+                engine.backward(loss)
+                engine.step()
+                found.append(engine.mean(loss.item()))
+        return found
+
+    for found in run_ranks(2, rank):
+        assert found == pytest.approx(expected, rel=1e-5)
+    late = of_blocks()
+    with sw.shard(late, plan, optimizer=sgd(late)) as engine:
+        with pytest.raises(ModelError, match="was put into a model that is sharded.*before shard"):
+            by_torchao(late)
+            engine(data[0])
 
 
 # -- settings ------------------------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ def test_averaged_weights_and_uneven_batches(tmp_path: Path) -> None:
 REFUSED = {
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "spawn": "start_method='spawn' starts ranks",
+    "a hook": r"ddp_comm_hook is bf16_compress_hook, .*Leave it out, with its state, and set wire: \{grad: bf16\}",
     "axes": "state_dict_type='full' .* the plan's mesh has pp",
     "state": "state_dict_type is 'sharded_'",
 }

@@ -431,7 +431,21 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
         ("wire=bf16", "wire is 'bf16'; expected a mapping with param, frozen, grad or feedback."),
         ("verify=0", "verify is 0; expected a whole number of at least 1, or a mapping with every or gradients."),
         ("verify=true", "verify is True; expected a whole number of at least 1, or a mapping with every or gradients."),
-        ("activations=3", "activations is 3; expected the name of a policy, or a mapping with policy, every or keep."),
+        (
+            "activations=3",
+            "activations is 3; expected keep, recompute, selective, offload or disk, or a mapping with policy, every "
+            "or keep.",
+        ),
+        ("fp8=hybrid", "fp8 is 'hybrid'; expected tensorwise, rowwise, rowwise_with_gw_hp, blockwise or mxfp8, or a"),
+        ("float8.recipe_name=rowwise", "unknown key 'float8' in the plan. Here it is called 'fp8'."),
+        ("fp8.filter_fqns=[output]", "unknown key 'filter_fqns' in fp8. Here it is called 'skip'."),
+        ("powersgd.start_powerSGD_iter=9", "unknown key 'start_powerSGD_iter' in powersgd. Here it is called 'start_"),
+        ("islands.sync_every=9", "unknown key 'sync_every' in islands. Here it is called 'every'."),
+        (
+            "precision=fp8",
+            "precision is 'fp8'; expected fp64, fp32, bf16, fp16 or auto: layers that multiply in 8 bits are set by "
+            "fp8, such as fp8: rowwise, beside precision: bf16.",
+        ),
     ],
 )
 def test_a_bad_override_is_named(override: str, message: str) -> None:

@@ -47,6 +47,14 @@ def stepped_in_backward() -> torch.Tensor:
     return param
 
 
+def wrapped() -> nn.Module:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    finally:
+        dist.destroy_process_group()
+
+
 def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1)
 
@@ -99,6 +107,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
         torch.Tensor,
         "tensors without memory of their own: split logits, parameters at rest, weights in codes",
     ),
+    "_comm_hooks": (wrapped, "hooks of the user's that send gradients, to say what a plan has instead"),
     "_post_accumulate_grad_hooks": (hooked, "hooks of the user's that would run on gradients that are not there"),
     "_in_backward_optimizers": (stepped_in_backward, "optimizers that would step on gradients of one rank alone"),
     "_has_compatible_shallow_copy_type": (torch, "module.to() asks it of parameters; it needs no values"),

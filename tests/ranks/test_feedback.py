@@ -218,7 +218,6 @@ def test_a_language_model_learns_more_of_coarse_codes(make_optimizer: MakeOptimi
         ({"wire": {"feedback": 0.8}}, r"wire.feedback is 0.8, but wire.grad.dtype is not given"),
         ({"wire": {"grad": "bf16", "feedback": 0.8}}, r"wire.feedback is 0.8, but wire.grad.dtype is bf16"),
         ({"wire": fed_back(), "precision": "fp16"}, r"wire.feedback is 0.8, and precision is fp16"),
-        ({"wire": fed_back(), "mesh": {"island": 2, "dp": 1}}, r"wire.feedback is 0.8, and the mesh has islands"),
         ({"wire": fed_back(1.0)}, r"wire.feedback.beta is 1"),
         ({"wire": fed_back(reset=0)}, r"wire.feedback.reset is 0"),
     ],

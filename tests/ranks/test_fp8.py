@@ -16,7 +16,7 @@ import split_models
 import test_tensor_parallel
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Run, adamw, batches, plain_run, sharded_run, train
+from twins import PRESETS_2, PRESETS_2X2, Run, adamw, batches, plain_run, sharded_run, train, work_on_ranks
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -338,6 +338,35 @@ def test_scales_of_split_layers_are_those_of_whole_ones(
     for run in runs:
         assert run["losses"] == pytest.approx(twin["losses"], rel=1e-3)
         assert run["norms"] == pytest.approx(twin["norms"], rel=2e-3)
+
+
+@sampled
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-offload"])
+def test_with_frozen_parts_accumulated_clipped_and_recomputed(preset: str, mesh: dict[str, int]) -> None:
+    """By the recipe in which nothing depends on how a batch is divided but the order of sums."""
+    torch.manual_seed(0)
+    model, data, clip = Decoder(num_blocks=2, tied=True), batches(2, rows=16), 0.05
+    model.blocks[0].requires_grad_(False)
+    plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": 2, "clip_grad_norm": clip}
+    plan |= {"activations": "recompute", "fp8": asked("rowwise_with_gw_hp")}
+    if "tp" in mesh:
+        plan["tensor"] = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row", "tokens": "vocabulary"}}
+
+    def on_rank(engine: sw.Engine) -> Run:
+        run, (place, num) = Run(), engine.data_ranks
+        for x, y in data:
+            loss = engine.train_step((x.chunk(num)[place], y.chunk(num)[place]))
+            run.losses.append(engine.mean(loss.item()))
+            run.norms.append(float(engine.gradient_norm or 0.0))
+        run.params = {name: value.clone() for name, value in engine.state_dict().items()}
+        return run
+
+    runs = work_on_ranks(math.prod(mesh.values()), on_rank, plan, lambda: copy.deepcopy(model), trained_adamw)
+    twin = plain_run(in_fp8(model, "rowwise_with_gw_hp"), data, trained_adamw, shares=4, clip=clip)
+    for run in runs:
+        twin.params = {name: value for name, value in twin.params.items() if name in run.params}
+        same_within(run, twin)
 
 
 @thorough_only("stages only call what is tested above")

@@ -55,13 +55,12 @@ class FedBack(Twin):
         self.model = test_powersgd.Small()
         self._optimizer = test_powersgd.sgd(self.model)
         self._sent = Sent(self.wire, {})
-        self._num_steps = 0
 
     def forget(self, num_ranks: int) -> None:  # each share says it
         self._sent.forget()
 
     def step(self, shares: Sequence[Tensor]) -> None:
-        self._sent.begin_step(self._num_steps)
+        self._sent.begin_step()
         grads: list[dict[str, Tensor]] = []
         for share in shares:
             self.model.zero_grad()
@@ -70,7 +69,6 @@ class FedBack(Twin):
         for name, param in self.model.named_parameters():
             param.grad = sum(self._sent(name, place, one[name]) for place, one in enumerate(grads))
         self._optimizer.step()
-        self._num_steps += 1
 
 
 class Factored(Twin):

@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from twins import adamw, batches
 
 import shardwise as sw
 from shardwise.errors import ConfigError, FaultError, ModelError, PlacementError, StateError
+from shardwise.plan.comm_hooks import instead_of_hook, name_of, settings_of
+from shardwise.plan.load import load_plan
 from shardwise.testing import run_ranks
 from tests.models import Transformer
 
@@ -223,6 +232,43 @@ def test_a_model_in_the_wrapper_of_another_library(is_root: bool) -> None:
     message = refused(1, lambda world: sw.shard(model, world=world), ModelError)
     assert f"{'The model' if is_root else 'Module 1'} is a DistributedDataParallel" in message
     assert "shard the plain model" in message
+
+
+HOOKS: dict[str, tuple[object, Any, str]] = {
+    "fp16": (None, default_hooks.fp16_compress_hook, "hook fp16_compress_hook, set wire: {grad: bf16} in the plan."),
+    "fp16 around another": (
+        powerSGD_hook.PowerSGDState(None),
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        "set wire: {grad: bf16} in the plan.",
+    ),
+    "powersgd": (
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=50, min_compression_rate=3),
+        powerSGD_hook.powerSGD_hook,
+        "powerSGD_hook, set preset: ddp and powersgd: {rank: 4, start_step: 50, min_rate: 3} in the plan.",
+    ),
+    "8 bits": (None, quantization_hooks.quantization_pertensor_hook, "set wire: {grad: int8} in the plan."),
+    "local": (None, post_localSGD_hook.post_localSGD_hook, "islands: {every: 100, optimizer: {lr: 1, momentum: 0}}"),
+    "none": (None, default_hooks.allreduce_hook, "set nothing: gradients are averaged."),
+    "by hand": (None, lambda _, bucket: bucket, "hook <lambda>, see which of wire, powersgd and islands in the plan"),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_wrapper_whose_hook_sends_gradients_otherwise(name: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state, hook, cure = HOOKS[name]
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    model.register_comm_hook(state, hook)
+    assert cure in refused(1, lambda world: sw.shard(model, world=world), ModelError)
+
+
+def test_what_a_plan_has_instead_of_a_hook_is_a_plan() -> None:
+    for state, hook, _ in HOOKS.values():
+        words = instead_of_hook(name_of(hook), settings_of(state))
+        if " in the plan" in words and words.startswith("set "):
+            parts = words.removeprefix("set ").removesuffix(" in the plan").split(" and ")
+            plan = {key: value for part in parts for key, value in yaml.safe_load(part).items()}
+            assert load_plan(plan)
 
 
 def test_parameters_on_different_devices() -> None:

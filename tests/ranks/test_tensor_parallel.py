@@ -181,6 +181,14 @@ def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
         assert gathered_bytes == (2 * (2 + 2) * num_bytes + 4) * math.prod(whole) // 2
 
 
+def test_with_sequences_an_attention_that_no_pattern_splits_is_refused() -> None:
+    """It would attend to a rank's own tokens, without an error from torch. Without `sequence` it is right."""
+    unsplit = {name: style for name, style in TENSOR["plan"].items() if "attn" not in name}
+    assert_equal(sharded(Transformer, "ddp", {"plan": unsplit}, dp=1), plain(seeded(Transformer)))
+    with pytest.raises(ModelError, match=r"blocks.0.attn attends to 12 tokens, of which tensor.sequence leaves 6"):
+        sharded(Transformer, "ddp", {"plan": unsplit, "sequence": True}, dp=1)
+
+
 def test_sequences_that_do_not_divide_are_refused() -> None:
     models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}

@@ -90,13 +90,16 @@ def saving_to(folder: Path) -> Callable[[sw.Engine], dict[str, Any]]:
     return save
 
 
-def resuming(folder: Path) -> Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]:
+StepOf = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
+
+
+def resuming(folder: Path, then: StepOf = engine_step) -> StepOf:
     """The step of a `sharded_run` that goes on from `folder`."""
 
     def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
         if engine.num_steps == 0:
             engine.resume(folder)
-        return engine_step(engine, optimizer, batch)
+        return then(engine, optimizer, batch)
 
     return step
 
@@ -244,10 +247,12 @@ class Sent:
         self._parts = parts
         self._feedback = wire.get("feedback")
         self._lost: dict[tuple[str, int], Tensor] = {}
+        self._num_steps = 0
 
-    def begin_step(self, number: int) -> None:
-        if self._feedback is not None and number % self._feedback["reset"] == 0:
+    def begin_step(self) -> None:
+        if self._feedback is not None and self._num_steps % self._feedback["reset"] == 0:
             self._lost.clear()
+        self._num_steps += 1
 
     def forget(self) -> None:
         self._lost.clear()
@@ -285,16 +290,17 @@ def twin_run(
     parts: Parts | None = None,
     num_dealt: int = 1,
     dealt_last: bool = False,
+    sent: Sent | None = None,
 ) -> Run:
     """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
     `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do. Frozen
     parameters of fewer elements than `resident_below` stay whole on every rank, so they are never sent. `reduced` is
     needed where gradients in bf16 are rounded more than once, or not by all. With the `optimizer` of an earlier run,
-    `model` and it go on from there; both are in `extra` when this one ends. `parts` are codes' own where model axes
-    split parameters. Experts are dealt out to `num_dealt` ranks in a row, not counted in `num_near`, each of which has
-    the tokens of all; `dealt_last` as in `Summands`."""
+    `model` and it go on from there; both are in `extra` when this one ends. With `sent` so do lost parts of gradients.
+    `parts` are codes' own where model axes split parameters. Experts are dealt out to `num_dealt` ranks in a row, not
+    counted in `num_near`, each of which has the tokens of all; `dealt_last` as in `Summands`."""
     parts = parts or {}
-    sent = Sent(wire, parts)
+    sent = sent or Sent(wire, parts)
     trained = _formats(wire.get("param"))
     frozen = _formats(wire["frozen"]) if "frozen" in wire else trained
     if "frozen" in wire and wire.get("param") == "bf16":  # beside codes, and along the axes that these leave out
@@ -303,8 +309,8 @@ def twin_run(
     masters = copy.deepcopy(model) if optimizer is None else model
     named = {name: param for name, param in masters.named_parameters() if param.requires_grad}
     optimizer, run = optimizer or adamw(masters), Run()
-    for number, batch in enumerate(data):
-        sent.begin_step(number)
+    for batch in data:
+        sent.begin_step()
         computed = copy.deepcopy(masters)
         with torch.no_grad():
             for name, param in computed.named_parameters():

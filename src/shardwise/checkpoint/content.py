@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.index import ISLAND
+from shardwise.checkpoint.index import FACTOR, ISLAND, LOST, UNSENT
 from shardwise.checkpoint.json_codec import encode
 from shardwise.errors import ConfigError
 from shardwise.memory import ANCHOR, Flat, Rows
@@ -19,9 +19,6 @@ from shardwise.program import FlatSpec, kept_losses
 
 Tensor = torch.Tensor
 NOTHING = Span(0, 0)
-UNSENT, FACTOR, LOST = "unsent", "factor", "lost"
-"""The kinds of what was not sent of gradients or averages, of the second factors of gradients, and of what codes of
-gradients have lost."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,8 @@ def of_island(content: Content, flats: Sequence[Flat], island: int, *, is_first:
 
     `param` is the model that islands have in common, so that a reader without islands finds a whole one, and beside it
     each island's own. Optimizer states and buffers of the first island count as common ones too; a reader with other
-    islands than wrote the checkpoint lets those that were not there begin with what is common.
+    islands than wrote the checkpoint lets those that were not there begin with what is common. What an island's ranks
+    have not sent yet is that island's alone.
     """
     entries: list[Entry] = []
     anchors = {

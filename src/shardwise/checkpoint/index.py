@@ -28,6 +28,9 @@ READABLE = (2, 3, 4, 5)
 INDEX = "index.json"
 ISLAND = "island"
 """`island.3.param` is what island 3 has of its own, beside what islands have in common."""
+UNSENT, FACTOR, LOST = "unsent", "factor", "lost"
+"""The kinds of what was not sent of gradients or averages, of the second factors of gradients, and of what codes of
+gradients have lost."""
 MAX_INDEX_BYTES = 2**30
 LEAST_BLOCK_BYTES = 2**16
 MOST_BLOCKS = 64
@@ -111,6 +114,11 @@ class Index:
         text = json.dumps(body, separators=(",", ":"))
         sums = f'"crc32": {zlib.crc32(_canonical(body))}, "text_crc32": {zlib.crc32(text.encode())}'
         return f'{{"format": {FORMAT}, {sums}, "index": {text}}}\n'
+
+
+def own_kind(kind: str) -> str:
+    """`kind` without the island whose own it is."""
+    return kind.split(".", 2)[-1] if kind.startswith(f"{ISLAND}.") else kind
 
 
 def box_of(ranges: Sequence[Sequence[Sequence[int]]], shape: Sequence[int]) -> Box:

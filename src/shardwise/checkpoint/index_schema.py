@@ -17,7 +17,20 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.checkpoint.index import INDEX, ISLAND, Chunk, File, Index, block_bytes_of, box_of, read_body
+from shardwise.checkpoint.index import (
+    FACTOR,
+    INDEX,
+    ISLAND,
+    LOST,
+    UNSENT,
+    Chunk,
+    File,
+    Index,
+    block_bytes_of,
+    box_of,
+    own_kind,
+    read_body,
+)
 from shardwise.checkpoint.json_codec import MAX_DIMS, decode, dtype_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.placement import Box
@@ -140,23 +153,29 @@ def _is_known_kind(chunk: Chunk, index: Index) -> bool:
     first, dot, rest = chunk.kind.partition(".")
     if first == RANK and not dot:
         return _is_number(chunk.name, index.world_size) and chunk.shape is not None and chunk.dtype == "uint8"
-    if first in ("state", "outer"):
+    if first == "outer":
         return bool(rest)
-    if first == ISLAND:
-        number, _, own = rest.partition(".")
-        return _is_number(number, index.world_size) and (own in ("param", "buffer") or _is_state(own))
-    if first == "lost":
-        number, _, place = rest.partition(".")
-        return _is_number(number, index.world_size + 1) and _is_number(place, int(number))
-    return chunk.kind in ("param", "factor") or (
-        first in ("buffer", "unsent") and (not dot or _is_number(rest, index.world_size))
-    )
+    if first == ISLAND and not _is_number(rest.partition(".")[0], index.world_size):
+        return False
+    own = own_kind(chunk.kind)
+    if own in ("param", "buffer", FACTOR) or _is_state(own) or _is_unsent(own, index):
+        return True
+    return first == "buffer" and _is_number(rest, index.world_size)
 
 
 def _is_state(kind: str) -> bool:
     """Whether it is a state of the optimizer, of all islands or of one."""
-    own = kind.split(".", 2)[-1] if kind.startswith(f"{ISLAND}.") else kind
+    own = own_kind(kind)
     return own.startswith("state.") and own != "state."
+
+
+def _is_unsent(kind: str, index: Index) -> bool:
+    """Whether it is what a rank has not sent, or what codes that it sent have lost."""
+    first, dot, rest = kind.partition(".")
+    if first == LOST:
+        number, _, place = rest.partition(".")
+        return _is_number(number, index.world_size + 1) and _is_number(place, int(number))
+    return first == UNSENT and (not dot or _is_number(rest, index.world_size))
 
 
 def _is_number(text: str, limit: int) -> bool:
@@ -167,7 +186,7 @@ def _numel(where: str, chunk: Chunk, index: Index) -> int:
     if chunk.shape is not None:
         if (chunk.start, chunk.stop) != (0, 0) or len(chunk.shape) > MAX_DIMS:
             raise _WrongError(f"{where} is whole and has elements {chunk.start} to {chunk.stop} as well.")
-        if not _is_state(chunk.kind) and chunk.kind not in (RANK, "factor"):
+        if not _is_state(chunk.kind) and own_kind(chunk.kind) not in (RANK, FACTOR):
             raise _WrongError(f"{where}.shape is for states of an optimizer only.")
         return math.prod(chunk.shape)
     numel = math.prod(index.shapes[chunk.name])

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.content import FACTOR, LOST, Content, Entry
-from shardwise.checkpoint.index import ISLAND, Index
+from shardwise.checkpoint.content import Content, Entry
+from shardwise.checkpoint.index import FACTOR, ISLAND, LOST, UNSENT, Index, own_kind
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.same import settings_of
@@ -70,15 +70,16 @@ def plan(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -
     """Find the elements that this rank needs."""
     recipe = Recipe()
     for entry in content.entries:
-        if entry.kind.removeprefix(_own_prefix(content.island)).startswith("state."):
+        own = own_kind(entry.kind)
+        if own.startswith("state."):
             continue
-        if entry.kind == FACTOR or (entry.num_ranks and not _has_residual(reader, entry)):
-            factor = reader.whole(entry.kind, entry.name) if entry.kind == FACTOR else None
+        if own == FACTOR or (entry.num_ranks and not _has_residual(reader, entry)):
+            factor = reader.whole(entry.kind, entry.name) if own == FACTOR else None
             fits = factor is not None and factor.span.numel == entry.span.numel
             recipe.tensors.append(Filling(entry, [factor] if factor is not None and fits else []))
             continue
         kind = _kind_there(reader, entry)
-        if kind.startswith(("outer.", f"{LOST}.")) and reader.first_chunk(kind, entry.name) is None:
+        if own.startswith(("outer.", f"{LOST}.")) and reader.first_chunk(kind, entry.name) is None:
             recipe.absent.append(entry)  # written without islands, momentum or feedback, or by other ranks
             continue
         recipe.tensors.append(Filling(entry, reader.reads(kind, entry.name, entry.span, entry.box)))
@@ -114,7 +115,10 @@ def _state_kinds(reader: Reader, name: str, island: int | None) -> dict[str, str
 
 
 def _has_residual(reader: Reader, entry: Entry) -> bool:
-    return entry.num_ranks == reader.index.world_size and reader.first_chunk(entry.kind, entry.name) is not None
+    """Whether as many ranks as there are now, of the same island, have written what they had not sent."""
+    of_ranks = f"{entry.kind.removesuffix(own_kind(entry.kind))}{UNSENT}."
+    num_ranks = sum(kind.startswith(of_ranks) for kind in reader.kinds_of(entry.name))
+    return entry.num_ranks == num_ranks and reader.first_chunk(entry.kind, entry.name) is not None
 
 
 def has_states(reader: Reader, name: str) -> bool:
@@ -125,7 +129,7 @@ def has_states(reader: Reader, name: str) -> bool:
 def _kind_there(reader: Reader, entry: Entry) -> str:
     """A rank's own buffer, or an island's own values, else the common ones. Converted formats may have a buffer as
     `param`, or the reverse."""
-    if entry.kind.startswith(("outer.", f"{LOST}.")):
+    if own_kind(entry.kind).startswith(("outer.", f"{LOST}.")):
         return entry.kind
     first, _, rest = entry.kind.partition(".")
     common = rest.partition(".")[2] if first == ISLAND else first
@@ -231,7 +235,7 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
 def _fill_tensor(filling: Filling, reader: Reader) -> Wanted:
     """Returns what has still to be read."""
     entry, out = filling.entry, filling.entry.tensor.detach()
-    if not filling.reads and (entry.num_ranks or entry.kind == FACTOR):
+    if not filling.reads and (entry.num_ranks or own_kind(entry.kind) == FACTOR):
         out.zero_()  # it begins anew
     if entry.rows is not None:
         _stream(reader, entry.rows, out, filling.reads, entry.span, entry.box)

@@ -124,8 +124,18 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise ModelError(
                 f"{what} is a {type(module).__name__}, which spreads a model over ranks by itself, with gradients and "
                 f"parameters of its own. Leave that wrapper out, and shard the plain model (what it has as .module, "
-                f"before it was wrapped)."
+                f"before it was wrapped).{_instead_of_hooks(module)}"
             )
+
+
+def _instead_of_hooks(module: nn.Module) -> str:
+    """What a plan has for the hooks that were registered with DistributedDataParallel, if there are any."""
+    from shardwise.plan.comm_hooks import instead_of_hook, name_of, settings_of  # only what is refused needs it
+
+    return "".join(
+        f" Instead of its hook {name_of(hook)}, {instead_of_hook(name_of(hook), settings_of(state))}."
+        for hook, state in getattr(module, "_comm_hooks", ())
+    )
 
 
 def _refuse_lazy(model: nn.Module) -> None:

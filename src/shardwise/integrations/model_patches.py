@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.plans import has_stages
+from shardwise.plan.comm_hooks import instead_of_hook
 from shardwise.system.own_hooks import hook
 
 _ZERO_GRAD = "zero_grad"
@@ -81,14 +82,9 @@ def refuse_comm_hook(handler: Any) -> None:
         kind = str(getattr(asked, "value", asked or "no"))
         if kind == "no":
             continue
-        cure = "wire: {grad: bf16}"
-        if "power_sgd" in kind:
-            options = handler.comm_state_option
-            rank, start = options.get("matrix_approximation_rank", 1), options.get("start_powerSGD_iter", 1000)
-            cure = f"preset: ddp and powersgd: {{rank: {rank}, start_step: {start}}}"
         raise ConfigError(
             f"{name} is {kind}, a hook of DistributedDataParallel, which does not wrap a sharded model. Leave it out, "
-            f"and set {cure} in the plan."
+            f"and {instead_of_hook(kind, handler.comm_state_option)}."
         )
 
 

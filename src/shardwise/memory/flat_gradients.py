@@ -271,7 +271,8 @@ class FlatGradients:
 
     def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
         """The bytes of `tensor` that are not in the gradient buffer."""
-        return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
+        kept = self._grad_buffer
+        return tensor.nbytes if kept is None or not kept.has(tensor) else 0
 
     def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
         """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,

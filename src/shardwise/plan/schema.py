@@ -285,7 +285,7 @@ class Activations(Strict):
     """What happens to the tensors that a unit's forward saves for its backward. The name of a policy alone is
     enough."""
 
-    shorthand: ClassVar[str] = "the name of a policy"
+    shorthand: ClassVar[str] = "keep, recompute, selective, offload or disk"
     stands_for_first: ClassVar[tuple[type, ...]] = (str,)
     policy: PolicyName | None = Field(
         default=None,
@@ -448,7 +448,7 @@ class Loss(Strict):
 class Fp8(Strict):
     """Linear layers that multiply in 8 bits. The name of a recipe alone is enough."""
 
-    shorthand: ClassVar[str] = "the name of a recipe"
+    shorthand: ClassVar[str] = "tensorwise, rowwise, rowwise_with_gw_hp, blockwise or mxfp8"
     stands_for_first: ClassVar[tuple[type, ...]] = (str,)
     recipe: Fp8RecipeName | None = Field(
         default=None,

@@ -12,6 +12,22 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.plan.files.formats import KeyPath, flatten
 from shardwise.plan.words import known_keys, words_at
 
+_ELSEWHERE = {
+    **dict.fromkeys(("float8", "quantize", "fp8_format", "fp8_recipe"), "fp8"),
+    "recipe_name": "recipe",
+    "filter_fqns": "skip",
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_step",
+    "min_compression_rate": "min_rate",
+    "random_seed": "seed",
+    "sync_every": "every",
+    "outer_optimizer": "optimizer",
+    "fragment_sync_delay": "overlap",
+    "fragment_update_alpha": "mix",
+    "should_quantize": "wire",
+}
+"""Keys of torchtitan, Megatron-LM, torch's PowerSGD and torchft's DiLoCo, and what they are called in a plan."""
+
 
 def as_config_error(
     error: ValidationError,
@@ -57,13 +73,17 @@ def _at(values: Mapping[str, Any], path: KeyPath) -> object:
 
 
 def _unknown_key(path: KeyPath, root: type[BaseModel], name: str) -> str:
-    section = ".".join(path[:-1]) or name
-    return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(root, path[:-1]))}"
+    section, known = ".".join(path[:-1]) or name, known_keys(root, path[:-1])
+    ours = _ELSEWHERE.get(path[-1])
+    hint = f"Here it is called {ours!r}." if ours in known else nearest(path[-1], known)
+    return f"unknown key {path[-1]!r} in {section}. {hint}"
 
 
 def _wrong_value(path: KeyPath, value: object, message: str, root: type[BaseModel], name: str) -> str:
     expected = words_at(root, path)
     hint = f"expected {expected}" if expected else message
+    if path == ("precision",) and value in ("fp8", "transformer-engine"):
+        hint += ": layers that multiply in 8 bits are set by fp8, such as fp8: rowwise, beside precision: bf16"
     if isinstance(value, str) and ":" in value and "mapping" in hint:
         hint += ": {key: value}, with a space after the colon, and quotes around it in a shell"
     return f"{'.'.join(path) or name} is {reprlib.repr(value)}; {hint}."

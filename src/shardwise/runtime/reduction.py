@@ -59,8 +59,9 @@ class Reduction:
         return self._fresh.own.memory if self._fresh is not None and self._fresh.own is not None else None
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        num_bytes = self._flat.grads.bytes_beside_grad_buffer(out)
-        self._is_replaced = out is self.current or (num_bytes == self._bytes and out.numel() == self.current.numel())
+        is_in_place = out is self.current
+        num_bytes = self._bytes if is_in_place else self._flat.grads.bytes_beside_grad_buffer(out)
+        self._is_replaced = is_in_place or (num_bytes == self._bytes and out.numel() == self.current.numel())
         self._meter.hold("working", staging_bytes if self._is_replaced else num_bytes + staging_bytes)
         self._next, self._work, self._staging_bytes = out, work, staging_bytes
         self._next_bytes = num_bytes

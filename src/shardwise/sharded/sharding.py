@@ -513,8 +513,6 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
 def _not_whole(designed: Design, param: nn.Parameter, sends_signs: bool) -> str:
     """Why no optimizer of this plan has all of its parameters whole at once, if `param` is one; empty if it has. One
     that `sends_signs` needs them on the device."""
-    if sends_signs and designed.mesh.island_axes:
-        return "is trained by islands, for which what was not sent is not kept apart"
     if designed.stages is not None:
         return "is one stage's, and the optimizer's other parameters are other stages'"
     row, box = designed.rows.get(param), designed.boxes.get(param)

@@ -10,7 +10,8 @@ Shapes of outputs would not show it: heads of half the width make as many featur
 
 The same two forwards show other code that is right for all features alone: a mean or softmax over split ones, a fused
 matrix that is cut in two (`chunk`) without `parts` in the plan, and a product with the weight of another module, such
-as an embedding's as a head. They are recorded in the same list, and compared in order.
+as an embedding's as a head. With `tensor.sequence` they show an attention whose projections no pattern splits: it would
+attend over a rank's own tokens. All are recorded in the same list, and compared in order.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _REDUCTIONS: Mapping[Callable[..., Any], int] = {
 """Functions that need all entries of a dimension, with the place of that argument."""
 _CUTS: Mapping[Callable[..., Any], int] = dict.fromkeys(named("chunk", "split", "tensor_split"), 2)
 _PRODUCTS = frozenset({*named("linear", "matmul", "mm"), torch.Tensor.__matmul__, torch.nn.functional.embedding})
-_WATCHED = frozenset({*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__})
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_WATCHED = frozenset({*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__, _ATTENTION})
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,15 @@ class ForeignWeight:
     shape: Shape
 
 
-Step = View | Reduction | Cut | ForeignWeight
+@dataclass(frozen=True)
+class Attention:
+    """An attention to so many tokens."""
+
+    path: str
+    num_tokens: int
+
+
+Step = View | Reduction | Cut | ForeignWeight | Attention
 
 
 class ViewCheck:
@@ -170,6 +180,12 @@ def _wrong(whole: Step, part: Step, parts: Collection[int]) -> str:
                 f"{where} takes {whole.piece} of {whole.size} features, of which tensor.plan leaves {part.size} on a "
                 f"rank along {AXIS}, so {part.piece} of others would be taken. Declare fused matrices of equal size "
                 f"with parts, or make them modules of their own."
+            )
+        case Attention(), Attention() if whole.num_tokens > part.num_tokens:
+            return (
+                f"{where} attends to {whole.num_tokens} tokens, of which tensor.sequence leaves {part.num_tokens} on a "
+                f"rank along {AXIS}. Give the projections of its queries, keys and values the style column in "
+                f"tensor.plan, and that of its output row, or leave tensor.sequence out of the plan."
             )
         case ForeignWeight(), ForeignWeight() if whole.shape != part.shape:
             return (
@@ -309,7 +325,10 @@ class _Record(TorchFunctionMode):
         given = args[0] if args else None
         if not isinstance(given, torch.Tensor):
             return
-        if func in _PRODUCTS:
+        if func is _ATTENTION:
+            keys = args[1] if len(args) > 1 else kwargs["key"]
+            yield Attention(path, keys.shape[-2])
+        elif func in _PRODUCTS:
             own = self._modules[path]._parameters.values() if path in self._modules else ()
             for one in args[:2]:
                 if one in self._names and all(one is not param for param in own):

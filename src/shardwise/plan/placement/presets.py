@@ -130,7 +130,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     if rule is None:
         _check_rests(compute, param=param_codes, frozen=frozen_codes, grad=grad_codes)
     if plan.wire.feedback.beta is not None:
-        grad_codes = _with_feedback(grad_codes, plan, mesh)
+        grad_codes = _with_feedback(grad_codes, plan)
     if rule is None:  # not of a rule: nobody asks that its parameters be sent, the plan does
         _check_params_are_sent(plan, param_codes or param_wire, frozen_codes, param.shard, optim.shard)
     table = Table(
@@ -194,7 +194,7 @@ def _with_factors(table: Table, plan: Plan, mesh: Mesh) -> Table:
     """`table` with gradients of matrices sent as factors, or still to be sent so."""
     asked = plan.powersgd
     assert asked.rank is not None
-    split = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+    split = [axis for axis in mesh.axes_of_island if mesh.size(axis) > 1]
     if len(split) > 1 or mesh.has_experts or any(axis not in mesh.data_axes for axis in split):
         raise PlacementError(
             f"powersgd.rank is {asked.rank}, and the mesh is {mesh}. Gradients are sent as factors along a single axis "
@@ -269,7 +269,7 @@ def _wires(asked: WireFormat, kind: str, mesh: Mesh) -> tuple[Wire | None, Codes
     return None, Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], axes, rest=rest, only_outermost=once)
 
 
-def _with_feedback(codes: Codes | None, plan: Plan, mesh: Mesh) -> Codes:
+def _with_feedback(codes: Codes | None, plan: Plan) -> Codes:
     """The codes of gradients, with the plan's error feedback."""
     beta, reset = plan.wire.feedback.beta, plan.wire.feedback.reset
     assert beta is not None
@@ -282,11 +282,6 @@ def _with_feedback(codes: Codes | None, plan: Plan, mesh: Mesh) -> Codes:
         raise PlacementError(
             f"wire.feedback is {beta:g}, and precision is fp16, whose loss scale changes: what codes have lost "
             f"would be added to gradients of another scale. Set precision to bf16, or leave out feedback."
-        )
-    if ISLAND_AXIS in mesh.axes:
-        raise PlacementError(
-            f"wire.feedback is {beta:g}, and the mesh has islands, for which what codes lose is not kept apart. "
-            f"Leave out feedback."
         )
     return replace(codes, feedback=Feedback(beta, reset))
 
