@@ -627,7 +627,7 @@ class Engine:
         living job writes there. The right ends with the engine.
         """
         self._require_open()
-        self._session.asking(lambda: self._state.saver.claim(Path(folder)), alone=lambda: None)
+        self._session.asking(lambda: self._state.saver.claim(Path(folder).absolute()), alone=lambda: None)
 
     def remember(self, **objects: Stateful) -> None:
         """Save these objects' `state_dict()` in every checkpoint, each rank its own; `resume` restores them.
@@ -677,14 +677,14 @@ class Engine:
                         self._sharded,
                         Path(folder),
                         step,
-                        state or {},
+                        {} if state is None else state,
                         wait=wait,
-                        keep=keep or Keep(),
-                        metrics=metrics or {},
+                        keep=Keep() if keep is None else keep,
+                        metrics={} if metrics is None else metrics,
                         without_gradients=without_gradients,
                     )
                 ),
-                alone=lambda: str(Path(folder) / step_name(self.num_steps if step is None else step)),
+                alone=lambda: str(Path(folder).absolute() / step_name(self.num_steps if step is None else step)),
             )
         )
 

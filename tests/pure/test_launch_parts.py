@@ -334,6 +334,11 @@ def test_a_preset_that_is_none_is_refused_before_anything_starts(capsys: pytest.
     assert main(["launch", "--shardwise", "zero33", "--dry-run", __file__]) == 2
     assert "There is no preset 'zero33'. Did you mean 'zero3'?" in capsys.readouterr().err
     assert main(["launch", "--shardwise", "auto", "--dry-run", __file__]) == 0
+    assert main(["launch", "--shardwise", '{"preset": "zero33"}', "--dry-run", __file__]) == 2
+    assert "There is no preset 'zero33'. Did you mean 'zero3'?" in capsys.readouterr().err
+    assert main(["launch", "--shardwise", '{"preset": ', "--dry-run", __file__]) == 2
+    assert "this is not YAML" in capsys.readouterr().err
+    assert main(["launch", "--shardwise", "{preset: zero1}", "--dry-run", __file__]) == 0
 
 
 def test_the_last_collection_takes_place_where_nanobind_would_complain(monkeypatch: pytest.MonkeyPatch) -> None:

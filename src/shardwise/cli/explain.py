@@ -27,6 +27,7 @@ from shardwise.plan.placement.islands import check_islands
 from shardwise.plan.replica_groups import shrinking_axes
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import default_path, read_calibration
+from shardwise.system.named_folder import folder_of
 
 EXAMPLES = """examples:
   shardwise explain --list                                           all presets
@@ -183,9 +184,10 @@ def explained(args: argparse.Namespace) -> Explanation:
 
 def _measured(plan: Plan, mesh: Mesh, time: StepTime) -> Difference | None:
     """How far the prediction is from what the plan's own run has measured, if that had the same preset and mesh."""
-    if plan.run is None or not (Path(plan.run) / RECORD).exists():
+    folder = None if plan.run is None else folder_of(plan.run, "run")
+    if folder is None or not (folder / RECORD).exists():
         return None
-    view = read_run(plan.run)
+    view = read_run(folder)
     sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
     if (view.last_start.get("plan", {}).get("preset"), view.mesh) != (plan.preset, sizes):
         return None

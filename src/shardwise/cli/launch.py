@@ -161,7 +161,7 @@ def _run(args: argparse.Namespace) -> int:
         from shardwise.integrations.accelerate_config import read_accelerate_config
 
         take_config(args, read_accelerate_config(args.accelerate_config), str(args.accelerate_config))
-    if args.shardwise is not None and not args.shardwise.startswith("{"):
+    if args.shardwise is not None:
         from shardwise.plan import load_plan
         from shardwise.plan.placement import preset
 

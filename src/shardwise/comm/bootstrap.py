@@ -25,7 +25,7 @@ from shardwise.errors import CommError, ConfigError
 from shardwise.system.devices import RankDevice, TorchAccelerator
 from shardwise.system.job_token import Seal
 from shardwise.system.listening import listen_at
-from shardwise.system.process_rank import ProcessRank, address_of, number_in
+from shardwise.system.process_rank import ProcessRank, address_of, port_in
 
 LATER_SECONDS = 10
 """gloo's own timeout closes connections and names no rank, so the watchdog's has to come first."""
@@ -204,7 +204,7 @@ def _store_by_mpi(
         return process, *connect(invitation, session.size, timeout, deadline), invitation.token
     is_local = process.local_size == process.size
     # local ranks connect by the loopback interface, others by any: listen on the former, or on all
-    listener = listen_at("127.0.0.1" if is_local else "", number_in(env, "MASTER_PORT", 0))
+    listener = listen_at("127.0.0.1" if is_local else "", port_in(env, 0))
     port = listener.getsockname()[1]
     address = env.get("MASTER_ADDR", "")
     addresses = [address] if address else ["127.0.0.1"] if is_local else addresses_of_this_host()

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
 from shardwise.plan.files.formats import KeyPath, flatten
+from shardwise.plan.other_names import hint_for_key
 from shardwise.plan.words import known_keys, words_at
 
 
@@ -57,8 +58,8 @@ def _at(values: Mapping[str, Any], path: KeyPath) -> object:
 
 
 def _unknown_key(path: KeyPath, root: type[BaseModel], name: str) -> str:
-    section = ".".join(path[:-1]) or name
-    return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(root, path[:-1]))}"
+    above, key = path[:-1], path[-1]
+    return f"unknown key {key!r} in {'.'.join(above) or name}. {hint_for_key(key, known_keys(root, above))}"
 
 
 def _wrong_value(path: KeyPath, value: object, message: str, root: type[BaseModel], name: str) -> str:
