@@ -171,6 +171,7 @@ def test_other_commands_of_accelerate_are_refused(capsys: pytest.CaptureFixture[
         ("num_processes: 2.5", "num_processes is 2.5; give a whole number"),
         ("num_processes: true", "num_processes is True; give a whole number"),
         ("num_processes: -4", "num_processes is -4; give a whole number"),
+        ("mixed_precision: fp17", "mixed_precision is 'fp17'. Did you mean 'fp16'?"),
         ("main_process_port: http", "main_process_port is 'http'; give a whole number"),
         ("fsdp_config: FULL_SHARD", "fsdp_config is 'FULL_SHARD'; give a mapping of its settings"),
         ("deepspeed_config: [2]", r"deepspeed_config is \[2\]; give a mapping"),

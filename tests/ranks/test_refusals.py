@@ -345,6 +345,16 @@ def test_an_address_without_a_rank_is_no_rendezvous() -> None:
         assert not torch.distributed.is_initialized()
 
 
+def test_rank_0_does_not_need_to_reach_itself_at_its_address() -> None:
+    """It may be that of a router, or be left over from another host; its name may not be known yet."""
+    for address in ("192.0.2.1", "no-such-host.invalid"):
+        place = {"MASTER_ADDR": address, "MASTER_PORT": "0", "RANK": "0"}
+        with sw.World.join(environment={**place, "WORLD_SIZE": "1"}) as world:
+            assert (world.rank, world.size) == (0, 1)
+        with pytest.raises(FaultError, match=f"Rank 1 of 2 never came to {address}:0"):
+            sw.World.join(0.2, environment={**place, "WORLD_SIZE": "2"})
+
+
 def test_a_rank_that_fails_releases_the_others() -> None:
     def rank(world: sw.World) -> None:
         if world.rank == 1:

@@ -24,7 +24,7 @@ from shardwise.comm.watch.startup_barrier import StartupBarrier
 from shardwise.errors import CommError, ConfigError
 from shardwise.system.devices import RankDevice, TorchAccelerator
 from shardwise.system.job_token import Seal
-from shardwise.system.listening import listen_at
+from shardwise.system.listening import listen_at, own_address
 from shardwise.system.process_rank import ProcessRank, address_of, port_in
 
 LATER_SECONDS = 10
@@ -183,9 +183,16 @@ def _store_at(
     except OSError:
         gc.collect()  # an earlier world of this process that is part of a cycle keeps its store until then
         listener = listen_at(host, port)
-    descriptor = listener.detach()  # as torch would, but with our own error for a port that is taken
+    # As torch would, but with our own error for a port that is taken. Its own client connects where it listens: the
+    # address may be one at which others reach this host and it does not reach itself, or, left over, another host's.
     return TCPStore(
-        host, port, process.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+        own_address(listener),
+        listener.getsockname()[1],
+        process.size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 

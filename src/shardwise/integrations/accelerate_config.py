@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 from shardwise.integrations.accelerate_fp8 import variables_of
 from shardwise.integrations.deepspeed.config import read_config
 from shardwise.plan.files.formats import SourceError
@@ -28,6 +28,7 @@ _OFFLOADED = {
 }
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 _MEGATRON = "Use a plan with tp, sp or pp in its mesh instead: shardwise launch --shardwise PLAN."
+_PRECISIONS = ("fp16", "bf16", "fp8")
 _OFF: tuple[Any, ...] = (None, False, "no", "none", "None", "NO", "", {}, 0)
 _IGNORED = {
     "compute_environment", "num_machines", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend",
@@ -129,6 +130,8 @@ def _integer(values: Mapping[str, Any], key: str, where: str) -> int:
 
 def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
     if key in _VARIABLES:
+        if key == "mixed_precision" and value not in _OFF and str(value).lower() not in _PRECISIONS:
+            raise ConfigError(f"mixed_precision is {value!r}. {nearest(str(value), ('no', *_PRECISIONS))}")
         if value not in _OFF:
             found.environment[_VARIABLES[key]] = str(value).lower()
     elif key in ("fsdp_config", "deepspeed_config"):

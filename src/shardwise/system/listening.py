@@ -35,6 +35,12 @@ def listen_at(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
+def own_address(listener: socket.socket) -> str:
+    """The address at which this process itself reaches a listening socket."""
+    address = str(listener.getsockname()[0])
+    return "127.0.0.1" if address in ("::", "0.0.0.0") else address
+
+
 def address_towards(host: str) -> str:
     """The address by which this host sends to `host`, and so by which `host` reaches it; `""` if that cannot be told.
 
