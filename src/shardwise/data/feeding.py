@@ -49,8 +49,12 @@ def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
                 f"{process.in_words()} says which rank this is, but not of how many. Give Loader(..., world=world)."
             )
         rank, size = process.rank, process.size
-    elif isinstance(world, tuple):
+    elif isinstance(world, tuple) and len(world) == 2 and all(isinstance(number, int) for number in world):
         rank, size = world
+    elif not (hasattr(world, "rank") and hasattr(world, "size")):
+        raise ConfigError(
+            f"world is {world!r:.60}; give engine.data_ranks, a World, or a pair (rank, size) of numbers."
+        )
     else:
         if getattr(world, "membership", None) is not None:
             raise ConfigError(

@@ -23,12 +23,23 @@ class Samples:
                    out or used twice; `"drop"` leaves out samples that do not fill a batch.
     `transform`    `transform(sample, generator)`; the `numpy.random.Generator` is seeded by seed, epoch and index.
     `collate`      turns a list of samples into a batch. Default: torch's `default_collate`.
+
+    Raises `ConfigError` for a `shuffle` that is neither `True` nor `False`, and for what is no function.
     """
 
     shuffle: bool = True
     tail: Tail = "carry"
     transform: Transform | None = None
     collate: Collate = default_collate
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shuffle, bool):
+            raise ConfigError(f"Samples(shuffle={self.shuffle!r}): give True or False.")
+        for name, function in (("transform", self.transform), ("collate", self.collate)):
+            if function is not None and not callable(function):
+                raise ConfigError(f"Samples({name}={function!r:.60}) is not a function.")
+        if self.collate is None:
+            raise ConfigError("Samples(collate=None): leave it out for torch's default_collate.")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +36,11 @@ class Mixture:
     """
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
+        if not isinstance(sources, Mapping):
+            raise ConfigError(
+                f"The sources of a mixture are a {type(sources).__name__}; give a mapping of names to sources, such as "
+                f"Mixture({{'web': web, 'code': code}})."
+            )
         if not sources:
             raise ConfigError("The mixture has no sources; give at least one.")
         self.sources = {name: _map_style(sources[name], name) for name in sorted(sources)}
@@ -99,6 +104,8 @@ def as_stream(source: Any) -> Stream | None:
         )
     if isinstance(source, DataLoader):
         _check_samples(source)
+    if isinstance(source, Set):
+        raise ConfigError("The source is a set, whose order is another one in each process. Give sorted(source).")
     if not isinstance(source, IterableDataset) and (isinstance(source, MapStyle) or not hasattr(source, "__iter__")):
         return None
 
