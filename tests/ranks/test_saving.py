@@ -367,6 +367,51 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_folder_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def work(engine: sw.Engine) -> None:
+        assert engine.save("~/kept") == tmp_path / "home" / "kept" / "step-00000000"
+        assert engine.resume("~/kept") is not None
+        engine.save_pretrained("~/model", dtype="bfloat16", max_file_bytes="1GiB")  # type: ignore[arg-type]
+        engine.publish("~/weights")
+        assert sw.published("~/weights") is not None
+        for call in (engine.save, engine.resume, engine.claim, engine.save_pretrained, engine.publish):
+            for wrong in (None, "", 5):
+                with pytest.raises(ConfigError, match=r"The folder is .*; give the name of one"):
+                    call(wrong)  # type: ignore[operator]
+            with pytest.raises(ConfigError, match="no such user"):
+                call("~nobody-of-that-name/kept")  # type: ignore[operator]
+
+    on_ranks(2, work)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["home"]
+
+
+def test_weights_in_a_dtype_that_is_none(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        engine.save_pretrained(tmp_path / "model", dtype=torch.bfloat16)  # type: ignore[arg-type]
+        wrong = (
+            ({"dtype": "bf61"}, "dtype is 'bf61'. Did you mean 'bf16'"),
+            ({"max_file_bytes": "x"}, "size of a file"),
+        )
+        for setting, words in wrong:
+            with pytest.raises(ConfigError, match=words):
+                engine.save_pretrained(tmp_path / "other", **setting)  # type: ignore[arg-type]
+
+    on_ranks(2, work)
+
+
+def test_a_checkpoint_that_is_named_and_missing_begins_no_new_run(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        assert engine.resume(tmp_path / "none") is None
+        engine.save(tmp_path / "kept", step=3)
+        with pytest.raises(CheckpointError, match=r"There is no checkpoint .*step-00000004\. There are step-00000003"):
+            engine.resume(tmp_path / "kept" / "step-00000004")
+
+    on_ranks(2, work)
+
+
 @pytest.mark.parametrize("keep", [Keep(best="lss"), Keep(last=1, best="lss", largest=True)])
 def test_nothing_is_removed_while_the_best_cannot_be_known(
     keep: Keep, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -61,7 +61,7 @@ def newest(folder: Path) -> Path | None:
 
     `folder` may also be a checkpoint itself, or the file `latest`. Raises `CheckpointError` if `latest` names a missing
     one: whether to take an older one instead is the user's decision. So it does for another file, and for the folder of
-    a checkpoint that is not whole, where `None` would begin the run anew.
+    a checkpoint that is missing or not whole, where `None` would begin the run anew.
     """
     if folder.name == LATEST and folder.is_file():
         folder = folder.parent
@@ -71,6 +71,8 @@ def newest(folder: Path) -> Path | None:
         )
     if (folder / INDEX).exists():
         return folder
+    if _step_of(folder.name) is not None and not folder.exists():
+        raise CheckpointError(f"There is no checkpoint {folder}.{_advice(checkpoints_in(folder.parent))}")
     found = checkpoints_in(folder)
     try:
         named = read_own_text(folder / LATEST, MAX_NAME_BYTES).strip()

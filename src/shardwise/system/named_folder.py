@@ -1,4 +1,4 @@
-"""The folders that a plan names: of a disk, a run, a profile."""
+"""Folders as users name them: in a plan (of a disk, a run, a profile), and in calls."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def folder_of(text: str, key: str = "disk") -> Path:
             f"folder out."
         )
     return Path(os.path.abspath(place))
+
+
+def given_folder(folder: object) -> Path:
+    """The folder that a caller has named, with `~` for a home as in a shell: a folder of that name is not meant.
+
+    Raises `ConfigError` for what names none.
+    """
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ConfigError(f"The folder is {folder!r:.60}; give the name of one, such as 'run/checkpoints'.")
+    place = os.path.expanduser(os.fspath(folder))
+    if not isinstance(place, str) or place.startswith("~"):
+        raise ConfigError(f"The folder is {folder!r:.60}, and this host has no such user. Write it out.")
+    return Path(place)
