@@ -49,13 +49,13 @@ def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
                 f"{process.in_words()} says which rank this is, but not of how many. Give Loader(..., world=world)."
             )
         rank, size = process.rank, process.size
-    elif isinstance(world, tuple) and len(world) == 2 and all(isinstance(number, int) for number in world):
+    elif isinstance(world, tuple):
+        if len(world) != 2 or not all(isinstance(number, int) for number in world):
+            raise ConfigError(f"world is {world!r:.60}; a pair is (rank, size), two whole numbers.")
         rank, size = world
-    elif not (hasattr(world, "rank") and hasattr(world, "size")):
-        raise ConfigError(
-            f"world is {world!r:.60}; give engine.data_ranks, a World, or a pair (rank, size) of numbers."
-        )
     else:
+        if not (hasattr(world, "rank") and hasattr(world, "size")):
+            raise ConfigError(f"world is {world!r:.60}; give engine.data_ranks, a World, or a pair (rank, size).")
         if getattr(world, "membership", None) is not None:
             raise ConfigError(
                 "In an elastic job the ranks of a World may become fewer or more, and steps are repeated: a loader of "
