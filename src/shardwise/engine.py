@@ -48,6 +48,7 @@ from shardwise.sharded.state import (
 )
 from shardwise.sharded.training import Session, inference
 from shardwise.system.data_ranks import DataRanks, Reader
+from shardwise.system.named_folder import given_folder
 from shardwise.system.units import bytes_of
 
 if TYPE_CHECKING:
@@ -626,7 +627,8 @@ class Engine:
         living job writes there. The right ends with the engine.
         """
         self._require_open()
-        self._session.asking(lambda: self._state.saver.claim(Path(folder)), alone=lambda: None)
+        place = given_folder(folder).absolute()
+        self._session.asking(lambda: self._state.saver.claim(place), alone=lambda: None)
 
     def remember(self, **objects: Stateful) -> None:
         """Save these objects' `state_dict()` in every checkpoint, each rank its own; `resume` restores them.
@@ -669,21 +671,22 @@ class Engine:
         `without_gradients`: a checkpoint has none, and a run that resumes from it begins this step without them.
         """
         self._require_open()
+        place = given_folder(folder)
         return Path(
             self._session.asking(
                 lambda: str(
                     self._state.save(
                         self._sharded,
-                        Path(folder),
+                        place,
                         step,
-                        state or {},
+                        {} if state is None else state,
                         wait=wait,
-                        keep=keep or Keep(),
-                        metrics=metrics or {},
+                        keep=Keep() if keep is None else keep,
+                        metrics={} if metrics is None else metrics,
                         without_gradients=without_gradients,
                     )
                 ),
-                alone=lambda: str(Path(folder) / step_name(self.num_steps if step is None else step)),
+                alone=lambda: str(place.absolute() / step_name(self.num_steps if step is None else step)),
             )
         )
 
@@ -705,20 +708,21 @@ class Engine:
         taken no step yet.
         """
         self._require_open()
+        place = given_folder(folder)
 
         def read() -> Loaded | None:
             self._state.wait_for_copy()
             self._sharded.parts.unfreezing.replan_now()
-            return self._state.resume(self._sharded, Path(folder))
+            return self._state.resume(self._sharded, place)
 
-        return self._session.resume(Path(folder), read)
+        return self._session.resume(place, read)
 
     def save_pretrained(
         self,
         folder: str | Path,
         *,
         dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-        max_file_bytes: int = _FILE_BYTES,
+        max_file_bytes: int | str = _FILE_BYTES,
         overwrite: bool = False,
         merge_adapters: bool = False,
     ) -> None:
@@ -727,16 +731,16 @@ class Engine:
         Works unit by unit: no rank ever has the whole model; rank 0 writes. Parameters have the precision in which the
         optimizer keeps them, unless `dtype` asks for another. A model of the transformers library gets its
         configuration too; for any other module the folder has its state dict, as `model.safetensors`, split at
-        `max_file_bytes`. Adapters of peft are merged into the weights with `merge_adapters`, and refused without it,
-        because peft has files of its own for them. Raises `CheckpointError` on all ranks if `folder` is not empty and
-        `overwrite` is not given.
+        `max_file_bytes` (a number, or text such as `"5GiB"`). Adapters of peft are merged into the weights with
+        `merge_adapters`, and refused without it, because peft has files of its own for them. Raises `CheckpointError`
+        on all ranks if `folder` is not empty and `overwrite` is not given.
         """
         formats.save_pretrained(
             formats.base_model(self.module),
             self._weights_of_files(dtype, merge_adapters=merge_adapters),
             self.world,
-            Path(folder),
-            max_file_bytes=max_file_bytes,
+            given_folder(folder),
+            max_file_bytes=formats.file_bytes(max_file_bytes),
             overwrite=overwrite,
         )
 
@@ -768,8 +772,7 @@ class Engine:
         from shardwise.sharded.weights import weight_stream  # with formats of files, which few jobs need
 
         self._require_open()
-        as_dtype = None if dtype is None else formats.DTYPES[dtype]
-        return weight_stream(self._sharded, names, as_dtype, merge_adapters=merge_adapters)
+        return weight_stream(self._sharded, names, formats.dtype_of(dtype), merge_adapters=merge_adapters)
 
     def publish(
         self,
@@ -805,7 +808,9 @@ class Engine:
 
         self._require_open()
         number = self.num_steps if version is None else version
-        this = Version(Path(folder).absolute(), number, keep)  # a thread writes, and the loop may change its folder
+        this = Version(
+            given_folder(folder).absolute(), number, keep
+        )  # a thread writes, and the loop may change its folder
 
         def publish() -> int:
             weights = self._weights_of_files(dtype, merge_adapters=merge_adapters)

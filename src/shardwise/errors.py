@@ -125,9 +125,12 @@ class LaunchError(ShardwiseError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown `word`: the nearest known name, or all of them."""
+    """A hint for an unknown `word`: the nearest known name, in whichever case it was written, or all of them."""
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if not close:
+        lowered = {name.lower(): name for name in names}
+        close = [lowered[name] for name in difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.5)]
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"Known: {', '.join(names)}."

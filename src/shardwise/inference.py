@@ -32,6 +32,7 @@ from shardwise.parallel.tensor import AXIS, Generators, ModelSplit
 from shardwise.plan import load_plan
 from shardwise.plan.mesh import MODEL_AXES, Mesh
 from shardwise.plan.placement import Box, Span
+from shardwise.system.named_folder import given_folder
 
 __all__ = ["load_for_inference"]
 
@@ -153,7 +154,7 @@ def _built(folder: Folder | None, dtype: torch.dtype | None) -> nn.Module:
         raise ConfigError(
             "load_for_inference() of several files needs the model: load_for_inference(files, model=model)."
         )
-    path = Path(folder)
+    path = given_folder(folder)
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:
@@ -279,7 +280,7 @@ def _opened(folder: Folder) -> WeightFiles:
     if not isinstance(folder, str | Path):
         files = [Path(one) for one in folder]
         return WeightFiles(files) if all(one.suffix == _SAFE for one in files) else _SourceFiles(open_files(files))
-    path = Path(folder)
+    path = given_folder(folder)
     if path.is_dir() and not any((path / name).exists() for name in (SINGLE, INDEX)):
         return _SourceFiles(formats.open_checkpoint(path))
     return WeightFiles(path)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.errors import ConfigError
+from shardwise.integrations.accelerate_config import read_accelerate_config
 from shardwise.launch.cores import seats
 from shardwise.launch.topology import this_host
 
@@ -160,3 +162,61 @@ def test_one_of_several_machines_is_torchruns(folder: Path, capsys: pytest.Captu
 def test_other_commands_of_accelerate_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accelerate", "config"]) == 2
     assert "accelerate config is a command of Accelerate itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("num_processes: two", "num_processes is 'two'; give a whole number"),
+        ("num_processes: 2.5", "num_processes is 2.5; give a whole number"),
+        ("num_processes: true", "num_processes is True; give a whole number"),
+        ("num_processes: -4", "num_processes is -4; give a whole number"),
+        ("mixed_precision: fp17", "mixed_precision is 'fp17'. Did you mean 'fp16'?"),
+        ("main_process_port: http", "main_process_port is 'http'; give a whole number"),
+        ("fsdp_config: FULL_SHARD", "fsdp_config is 'FULL_SHARD'; give a mapping of its settings"),
+        ("deepspeed_config: [2]", r"deepspeed_config is \[2\]; give a mapping"),
+        ("dynamo_config: inductor", "dynamo_config is 'inductor'; give a mapping"),
+        ("fp8_config: 3", "fp8_config is 3; give a mapping"),
+        ("fsdp_config: {fsdp_min_num_params: many}", "fsdp_min_num_params is 'many'; give a whole number"),
+        ("fsdp_confg: {fsdp_offload_params: true}", "unknown key 'fsdp_confg'. Did you mean 'fsdp_config'?"),
+        ("fsdp_config: {fsdp_ofload_params: true}", "'fsdp_ofload_params'. Did you mean 'fsdp_offload_params'?"),
+        ("num_process: 2", "unknown key 'num_process'. Did you mean 'num_processes'?"),
+    ],
+)
+def test_a_config_file_with_a_slip_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"distributed_type: FSDP\n{text}\n")
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        read_accelerate_config(file)
+    assert str(raised.value).startswith(f"{file}: ")
+
+
+def test_a_slip_in_a_deepspeed_section_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stag: 3}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'zero_stag'\. Did you mean 'zero_stage'\?"):
+        read_accelerate_config(file)
+
+
+@pytest.mark.parametrize(
+    ("section", "preset"),
+    [
+        ("", "zero3"),  # as Accelerate shards where nothing says how
+        ("fsdp_config: {fsdp_version: 2}", "zero3"),
+        ("fsdp_config: {fsdp_activation_checkpointing: true}", "zero3"),
+        ("fsdp_config: {sharding_strategy: SHARD_GRAD_OP}", "zero3-kept"),  # names are also taken without their prefix
+        ("fsdp_config: {offload_params: true}", "zero3-offload"),
+        ("fsdp_config: {fsdp_sharding_strategy: NO_SHARD}", "ddp"),
+    ],
+)
+def test_fsdp_shards_unless_its_section_says_otherwise(section: str, preset: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"distributed_type: FSDP\n{section}\n")
+    assert read_accelerate_config(file).plan["preset"] == preset
+
+
+def test_megatron_has_an_alternative(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: MEGATRON_LM\n")
+    with pytest.raises(ConfigError, match="Use a plan with tp, sp or pp in its mesh"):
+        read_accelerate_config(file)

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 from shardwise.plan import Offload, PlaceEdit, Plan, Rows, Wire, WireFormat, load_plan, plan_table, schema_table
 from shardwise.plan.schema import Sequence, Strict, plan_heard, plan_told
 
@@ -214,6 +214,36 @@ def test_a_place_that_a_plan_may_have_is_a_default(path: str) -> None:
     assert twin.origin("units.class") == twin.origin("rules.a.b.max_numel") == "argument"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"preset": "zero1", "wire": {"grad": "fp32"}}',
+        "{preset: zero1, wire: {grad: fp32}}",
+        ' {"preset":"zero1","wire":{"grad":"fp32"}}',
+    ],
+)
+def test_a_plan_may_be_written_out_in_the_place_of_its_name(text: str) -> None:
+    plan = load_plan(text, ["wire.param=bf16"])
+    assert plan == Plan(preset="zero1", wire=Wire(grad=WireFormat(dtype="fp32"), param=WireFormat(dtype="bf16")))
+    assert plan.origin("preset") == "argument"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"preset": "zero1"', 'The plan \'{"preset": "zero1"\': this is not YAML'),
+        ("{preset:zero1}", "The plan '{preset:zero1}': 'preset:zero1' is one word. Put a space after the colon"),
+        ("{presett: zero1}", "argument: unknown key 'presett' in the plan. Did you mean 'preset'?"),
+        (
+            "{preset: zero1, preset: zero2}",
+            "The plan '{preset: zero1, preset: zero2}': the key 'preset' is given twice",
+        ),
+    ],
+)
+def test_a_plan_that_is_written_out_wrongly(text: str, message: str) -> None:
+    assert refused(text).startswith(message)
+
+
 def test_overrides_leave_the_source_alone(write: Any) -> None:
     values = {"mesh": {"dp": 2}}
     load_plan(values, ["mesh.dp=4"])
@@ -256,6 +286,46 @@ def test_an_unknown_key_gets_the_nearest_name_at_its_level(write: Any) -> None:
         "plan.yaml:5: unknown key 'grd' in rows. Did you mean 'grad'?",
         "plan.yaml:6: unknown key 'shart' in rows.grad. Did you mean 'shard'?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "cure"),
+    [
+        ("stage", "preset: zero3"),
+        ("zero_optimization", "shardwise convert"),
+        ("train_micro_batch_size_per_gpu", "accumulate: 4"),
+        ("gradient_accumulation_steps", "Write accumulate: 4."),
+        ("fp16", "Write precision: bf16, or fp16."),
+        ("mixed_precision", "Write precision: bf16, or fp16."),
+        ("fsdp_config", "preset: zero3"),
+        ("max_grad_norm", "Write clip_grad_norm: 1.0."),
+        ("gradient_checkpointing", "Write activations: recompute."),
+        ("tp", "mesh: {dp: -1, tp: 2}"),
+        ("Preset", "Did you mean 'preset'?"),
+        ("MESH", "Did you mean 'mesh'?"),
+    ],
+)
+def test_the_keys_of_other_libraries_get_what_a_plan_says_instead(key: str, cure: str) -> None:
+    message = refused({key: {}})
+    assert message.startswith(f"argument: unknown key {key!r} in the plan. ")
+    assert cure in message
+
+
+def test_other_libraries_keys_are_known_at_the_top_of_a_plan_alone() -> None:
+    assert refused({"rows": {"tp": {}}}) == (
+        "argument: unknown key 'tp' in rows. " + nearest("tp", ["param", "held", "grad", "optim"])
+    )
+
+
+def test_what_names_trackers_is_text_or_a_mapping() -> None:
+    for wrong in ([["wandb"]], [3], [{"wandb"}], [None]):
+        assert refused({"trackers": wrong}).startswith(f"argument: trackers is {wrong}; expected a list of jsonl, ")
+
+
+@pytest.mark.parametrize("overrides", ["accumulate=4", {"accumulate": 4}])
+def test_overrides_are_a_list(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match=r"overrides are a list of texts, such as \['wire.grad=bf16'\], not "):
+        load_plan("zero3", overrides)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +432,24 @@ ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a.yaml", "", "a.yaml: the file is empty."),
         ("a.yml", "# only a remark\n", "a.yml: the file is empty."),
         ("a.json", " \n", "a.json: the file is empty."),
-        ("a.json", '{"a": 1,\n}', "a.json:"),
+        (
+            "a.json",
+            '{"a": 1,\n}',
+            "a.json:2: this is not JSON: Expecting property name enclosed in double quotes. JSON has "
+            "no comma after the last value.",
+        ),
+        (
+            "a.json",
+            '{\n// mine\n"a": 1}',
+            "a.json:2: this is not JSON: Expecting property name enclosed in double quotes. JSON has no comments",
+        ),
+        (
+            "a.json",
+            "{'a': 1}",
+            "a.json:1: this is not JSON: Expecting property name enclosed in double quotes. JSON has no "
+            "comments, and text is in double quotes",
+        ),
+        ("a.json", '{"a": True}', "a.json:1: this is not JSON: Expecting value. In JSON these are written true, false"),
         ("a.json", "[1]", "a.json:1: a plan is a mapping of keys to values"),
         ("a.json", '{"a": {"b": 1,\n"b": 2}}', "a.json:2: the key 'b' is given twice, first on line 1."),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json: this cannot be read: Exceeds the limit"),

@@ -17,10 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from shardwise.data import Loader, Mixture, Samples, Workers
 from shardwise.data.read_ahead import THREAD_NAME, abandon, run_ahead
+from shardwise.data.settings import OF_TORCH
 from shardwise.data.to_device import on_tensors
 from shardwise.errors import ConfigError, DataError
 from tests.patience import PATIENCE
@@ -448,6 +449,49 @@ REFUSED: list[tuple[str, Callable[[], Any], str]] = [
     ("empty", lambda: Loader([], batch_rows=2), "no samples"),
     ("dict", lambda: Loader({"train": [1]}, batch_rows=1), r"keys \['train'\].*Mixture"),
     ("number", lambda: Loader(5, batch_rows=1), "class int"),
+    ("path", lambda: Loader("train.txt", batch_rows=1), "text 'train.txt', whose samples would be its characters"),
+    ("batches", lambda: Loader(DataLoader(range(4), batch_size=2), batch_rows=1), r"batches of their own.*its dataset"),
+    (
+        "shuffled",
+        lambda: Loader(DataLoader(range(4), batch_size=None, shuffle=True), batch_rows=1),
+        "shuffles, differently on each rank",
+    ),
+    *(
+        (name, lambda name=name: Loader(range(4), batch_rows=2, **{name: 1}), f"Loader has no {name}")
+        for name in OF_TORCH
+    ),
+    *(
+        (
+            f"kind of {name}",
+            lambda name=name, value=value: Loader(range(9), **{"batch_rows": 3, name: value}),
+            f"{name} is ",
+        )
+        for name, value in (
+            ("batch_rows", 2.0),
+            ("batch_rows", "2"),
+            ("batch_rows", True),
+            ("accumulate", "2"),
+            ("accumulate", 1.5),
+            ("seed", None),
+            ("seed", "a"),
+            ("steps", "3"),
+            ("steps", 2.5),
+            ("steps", -1),
+            ("workers", "2"),
+            ("workers", None),
+            ("samples", {"shuffle": False}),
+            ("world", "world"),
+            ("world", 3),
+            ("world", (0,)),
+            ("world", (0, "2")),
+        )
+    ),
+    ("shuffle", lambda: Samples(shuffle="no"), r"shuffle='no'\): give True or False"),  # type: ignore[arg-type]
+    ("collate", lambda: Samples(collate=3), r"collate=3\) is not a function"),  # type: ignore[arg-type]
+    ("transform", lambda: Samples(transform="x"), r"transform='x'\) is not a function"),  # type: ignore[arg-type]
+    ("set", lambda: Loader({"b", "a"}, batch_rows=1), r"a set, whose order is another one in each process.*sorted"),
+    ("list of sources", lambda: Mixture([[1], [2]]), "sources of a mixture are a list"),  # type: ignore[arg-type]
+    ("no state", lambda: Loader(range(9), batch_rows=3).load_state_dict(None), "not the state of a data loader"),
     ("rows", lambda: Loader(range(9), batch_rows=4, world=(0, 3)), "4 rows does not divide among 3 ranks"),
     ("micro", lambda: Loader(range(9), batch_rows=4, accumulate=3), "3 micro-batches each.*give 3 or 6"),
     ("accumulate", lambda: Loader(range(9), batch_rows=4, accumulate=0), "accumulate=0"),

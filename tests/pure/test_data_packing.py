@@ -104,3 +104,9 @@ def test_a_row_outside_is_an_index_error() -> None:
 def test_what_cannot_be_packed_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("document", [np.array([0.5, 1.0, 2.0]), ["1", "2", "3"], [1.0, 2.0, 3.0]])
+def test_tokens_that_are_no_whole_numbers_are_refused(document: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Document 1 has tokens of .*; give whole numbers"):
+        PackedRows([np.arange(3), document], row_tokens=2)[2]

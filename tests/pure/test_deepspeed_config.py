@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +310,38 @@ def test_a_config_is_refused(name: str) -> None:
     config, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words):
         read_config(config, world_size=4)
+
+
+@pytest.mark.parametrize("value", [[], {}, [1, "a"], {"a": 1}, math.nan, 10**30, "1e-4"], ids=repr)
+def test_whatever_a_field_says_is_taken_or_refused_by_a_sentence(value: Any) -> None:
+    """Any field, in a section that is on where its fields count only then."""
+    for path in FIELDS:
+        *sections, name = path.split(".")
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+        here = config
+        for section in sections:
+            here = here.setdefault(section, {})
+        if sections and f"{sections[0]}.enabled" in FIELDS and len(sections) == 1:
+            here["enabled"] = True
+        here[name] = value
+        with suppress(ConfigError):
+            load_plan(read_config(config, world_size=2).plan)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stage": [3]}}, r"zero_optimization.stage is \[3\]; it must be 0, 1, 2 or 3"),
+        ({"communication_data_type": ["fp16"]}, r"communication_data_type is \['fp16'\]; it must be one of"),
+        ({"zero_optimization": {"offload_optimizer": {"device": ["cpu"]}}}, "it must be none, cpu or nvme"),
+        ({"gradient_clipping": math.nan}, "gradient_clipping is nan, which is not a finite number"),
+        ({"fp16": {"enabled": True, "hysteresis": math.inf}}, "fp16.hysteresis is inf, which is not a finite number"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 10**6}}, "initial_scale_power is 1000000, and no number"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config(config, world_size=2)
 
 
 def test_all_that_cannot_be_granted_is_said_at_once() -> None:

@@ -654,6 +654,9 @@ def test_what_cannot_be_explained_is_refused() -> None:
     assert refused("zero3", "--world", "0") == "The number of ranks is unknown. Give --world N, at least 1, not 0."
     assert "makes 3 ranks, but the world has 4" in refused("zero3", "--world", "4", "--set", "mesh={dp: 3}")
     assert "--optimizer-states is -1; give 0 or more" in refused("zero3", "--world", "2", "--optimizer-states", "-1")
+    assert refused("zero3", "--world", "2", "--expert-load", "2").startswith("--expert-load is for --batch")
+    assert refused("zero3", "--world", "2", "--hardware", "") == "--hardware is for --time. Add --time."
+    assert "there is no such file" in refused("zero3", "--world", "2", "--calibration", "absent.json")
     with pytest.raises(PlacementError):
         run("ddp", "--world", "2", "--set", "rows.param.shard=[dp]")
     with pytest.raises(ConfigError, match="Did you mean 'accumulate'"):

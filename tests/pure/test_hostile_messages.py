@@ -49,7 +49,7 @@ from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.ssh import SshSettings, plan_ssh
 from shardwise.system import plain_data
 from shardwise.system.job_token import VARIABLE, ForgedError, Seal, new_token
-from shardwise.system.listening import address_towards, listen_at
+from shardwise.system.listening import address_towards, listen_at, own_address
 from tests.patience import PATIENCE
 from tests.pure.test_diagnosis import status
 from tests.thorough import drawn, varies
@@ -563,6 +563,30 @@ def test_unauthenticated_connections_to_horovods_coordinator(monkeypatch: pytest
     assert admitted["links"][0].receive() == [b"hello"]
     for one in (link, admitted["links"][0]):
         one.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "known_as", "address"),
+    [
+        ("localhost", ["127.0.0.1", "::1"], "127.0.0.1"),
+        ("localhost", ["::1"], "::1"),
+        ("ip6-localhost", ["::1"], "::1"),
+        ("ip6-localhost", [], "127.0.0.1"),
+    ],
+)
+def test_listening_is_where_those_connect_who_know_the_name(
+    host: str, known_as: list[str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(name: str, *_: Any, **__: Any) -> list[Any]:
+        if not known_as:
+            raise OSError("Name or service not known")
+        return [(None, None, None, "", (one, 0)) for one in known_as]
+
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this system has no IPv6")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with listen_at(host, 0) as listener:
+        assert listener.getsockname()[0] == own_address(listener) == address
 
 
 def test_listening_is_at_the_named_address_alone() -> None:

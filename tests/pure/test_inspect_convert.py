@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from shardwise.checkpoint.formats import DTYPES, TARGETS
+from shardwise.checkpoint.formats import DTYPES, TARGETS, refuse_others
 from shardwise.cli import convert
 from shardwise.cli.main import main
+from shardwise.errors import CheckpointError
 from tests.patience import PATIENCE
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
@@ -102,3 +103,37 @@ def test_a_long_list_is_shortened_without_full(capsys: pytest.CaptureFixture[str
     assert "more (--full prints all)" in capsys.readouterr().out
     assert main(["inspect", str(FIXTURES / "universal"), "--full"]) == 0
     assert "--full" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["model.safetensors"], "is a model folder of Hugging Face, which cannot be resumed as it is. Convert it once"),
+        (["checkpoint-500/model.safetensors"], "checkpoint-500 is a model folder of Hugging Face, and "),
+        (["pytorch_model_fsdp_0/.metadata"], "pytorch_model_fsdp_0 is a torch distributed checkpoint"),
+        (["step-1000/.metadata"], "step-1000 is a torch distributed checkpoint"),
+        (["latest_checkpointed_iteration.txt"], "is a checkpoint of Megatron-LM .*shardwise cannot read it either"),
+        (["random_states_0.pkl", "optimizer.bin"], "is a state that Accelerate saved"),
+        (["checkpoint-7/trainer_state.json"], "is a checkpoint of the transformers Trainer without weights"),
+    ],
+)
+def test_who_resumes_from_another_librarys_checkpoint_begins_no_new_run(
+    files: list[str], words: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=words):
+        refuse_others(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "notes.txt", "checkpoint-notes/notes.txt"])
+def test_other_files_are_no_reason_not_to_begin(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    refuse_others(tmp_path)
+    refuse_others(tmp_path / "absent")
+    assert not caplog.messages
+    (tmp_path / "model.pt").touch()
+    refuse_others(tmp_path)
+    assert "so a new run begins; model.pt there is not read" in caplog.text

@@ -351,10 +351,33 @@ class TestRanksThatDoNotEnd:
         assert 0 < clock.now - began - ranks.STUCK_SECONDS < 1
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("train.ipynb", "'train.ipynb' is a notebook. Ranks run a script, which `jupyter nbconvert"),
+        ("train.sh", "'train.sh' is a shell script"),
+        ("plan.yaml", "'plan.yaml' is no Python script. A plan, or a config, is an option before the script"),
+        ("config.json", "'config.json' is no Python script"),
+    ],
+)
+def test_what_is_no_script_is_refused(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("{}")
+    assert main(["launch", name]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_preset_that_is_none_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--shardwise", "zero33", "--dry-run", __file__]) == 2
     assert "There is no preset 'zero33'. Did you mean 'zero3'?" in capsys.readouterr().err
     assert main(["launch", "--shardwise", "auto", "--dry-run", __file__]) == 0
+    assert main(["launch", "--shardwise", '{"preset": "zero33"}', "--dry-run", __file__]) == 2
+    assert "There is no preset 'zero33'. Did you mean 'zero3'?" in capsys.readouterr().err
+    assert main(["launch", "--shardwise", '{"preset": ', "--dry-run", __file__]) == 2
+    assert "this is not YAML" in capsys.readouterr().err
+    assert main(["launch", "--shardwise", "{preset: zero1}", "--dry-run", __file__]) == 0
 
 
 def test_the_last_collection_takes_place_where_nanobind_would_complain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -543,6 +543,25 @@ def test_an_unknown_preset_has_a_nearest_one() -> None:
         preset("zero4")
 
 
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("ZeRO-3", "Did you mean 'zero3'?"),
+        ("DDP", "Did you mean 'ddp'?"),
+        ("fsdp", "Did you mean 'zero3'?"),  # and not hsdp, whose letters are nearer
+        ("FULL_SHARD", "Did you mean 'zero3'?"),
+        ("shard_grad_op", "Did you mean 'zero3-kept'?"),
+        ("zero2-offload", "Did you mean 'offload'?"),
+        ("tp", "mesh: {dp: -1, tp: 2}."),
+    ],
+)
+def test_a_preset_by_another_librarys_name(name: str, cure: str) -> None:
+    with pytest.raises(PlacementError) as raised:
+        preset(name)
+    assert str(raised.value).startswith(f"There is no preset {name!r}. ")
+    assert str(raised.value).endswith(cure)
+
+
 def test_a_mesh_that_does_not_multiply_is_refused() -> None:
     with pytest.raises(ConfigError, match="makes 6 ranks, but the world has 4"):
         mesh_for(Plan(mesh={"node": 3, "local": 2}), 4)

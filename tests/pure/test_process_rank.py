@@ -91,6 +91,11 @@ def test_launchers_within_launchers() -> None:
             "two different ranks: OMPI_COMM_WORLD_RANK=5 .* PMI_RANK=1 of PMI_SIZE=8",
         ),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "8"}, "OMPI_COMM_WORLD_RANK=8 is not within OMPI_COMM_WORLD_SIZE=8"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 says .*RANK is not set.*shardwise launch"),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "WORLD_SIZE=4 says .*RANK is not set"),
+        ({"RANK": "0"}, "RANK=0 is set, but WORLD_SIZE is not"),
+        ({"RANK": "3"}, "RANK=3 is set, but WORLD_SIZE is not"),
+        (OPEN_MPI | {"RANK": "5"}, "RANK=5 is set, but WORLD_SIZE is not"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 is not within WORLD_SIZE=4"),
         ({"PMI_RANK": "one", "PMI_SIZE": "4"}, "PMI_RANK='one' is not a number"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 is set.* but OMPI_COMM_WORLD_SIZE is not"),
@@ -102,7 +107,7 @@ def test_launchers_within_launchers() -> None:
 def test_contradictory_variables_are_named(env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         process_rank_of(env)
-    if "WORLD_SIZE" not in env:
+    if "WORLD_SIZE" not in env and env.get("RANK", "0") == "0":
         assert process_rank_of(env | {"WORLD_SIZE": "1"}).size == 1
 
 
@@ -113,7 +118,13 @@ def test_addresses() -> None:
     assert 20_000 <= port < 30_000
     assert address_of(SLURM | {"SLURM_STEP_ID": "1"}, process)[1] != port
     assert address_of(SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, process) == ("a", 7)
-    assert address_of(TORCHRUN, process_rank_of(TORCHRUN)) == ("127.0.0.1", 29500)
+    process = process_rank_of(TORCHRUN)
+    assert address_of(TORCHRUN, process) == ("127.0.0.1", 29500)
+    assert address_of(TORCHRUN | {"MASTER_ADDR": ""}, process) == ("127.0.0.1", 29500)
+    for port in ("65536", "-1"):
+        for env in (TORCHRUN, SLURM):
+            with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port"):
+                address_of(env | {"MASTER_PORT": port}, process_rank_of(env))
 
 
 @pytest.mark.parametrize(

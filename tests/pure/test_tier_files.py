@@ -34,13 +34,13 @@ from shardwise.system.disk import (
     TierFolder,
     check_local,
     copying,
-    folder_of,
     layout,
     remove_files_beside,
 )
 from shardwise.system.disk.align import down, requests
 from shardwise.system.disk.slices import steps, walk
 from shardwise.system.even_parts import round_up
+from shardwise.system.named_folder import folder_of
 from tests.patience import PATIENCE
 from tests.thorough import drawn, varies
 
@@ -471,8 +471,8 @@ def test_a_plan_may_name_a_folder_by_home_and_variables(tmp_path: Path, monkeypa
         ("$NOT_SET_HERE/run", "not all of its variables are set"),
         ("~nobody-of-that-name/run", "no such user"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            folder_of(text)
+        with pytest.raises(ConfigError, match=f"The plan's run is .*{words}"):
+            folder_of(text, "run")
 
 
 def test_a_lock_file_alone_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

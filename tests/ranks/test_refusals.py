@@ -378,6 +378,27 @@ def test_an_environment_that_makes_no_sense() -> None:
         sw.World.join(environment={"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="RANK=2 is not within WORLD_SIZE=2"):
         sw.World.join(environment={"RANK": "2", "WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="MASTER_PORT=70000 is not a port"):
+        sw.World.join(environment={"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"})
+    with pytest.raises(ConfigError, match="SHARDWISE_SHARED_MEMORY='false' says neither 0 nor 1"):
+        sw.World.join(environment={"SHARDWISE_SHARED_MEMORY": "false"})
+
+
+def test_an_address_without_a_rank_is_no_rendezvous() -> None:
+    """It is left over, or meant for others: nothing is listened to or connected to there."""
+    with sw.World.join(environment={"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}) as world:
+        assert world.size == 1
+        assert not torch.distributed.is_initialized()
+
+
+def test_rank_0_does_not_need_to_reach_itself_at_its_address() -> None:
+    """It may be that of a router, or be left over from another host; its name may not be known yet."""
+    for address in ("192.0.2.1", "no-such-host.invalid"):
+        place = {"MASTER_ADDR": address, "MASTER_PORT": "0", "RANK": "0"}
+        with sw.World.join(environment={**place, "WORLD_SIZE": "1"}) as world:
+            assert (world.rank, world.size) == (0, 1)
+        with pytest.raises(FaultError, match=f"Rank 1 of 2 never came to {address}:0"):
+            sw.World.join(0.2, environment={**place, "WORLD_SIZE": "2"})
 
 
 def test_a_rank_that_fails_releases_the_others() -> None:

@@ -341,6 +341,30 @@ def test_what_cannot_be_had_is_refused_before_anything_changes(
     assert sorted(model.state_dict()) == sorted(models(1)[0].state_dict())
 
 
+@pytest.mark.parametrize("run", ["runs/first", "~/runs/first", "$HOME/runs/${NAME}"])
+def test_a_run_is_in_the_folder_that_its_plan_named(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the home or of a variable; a relative one is that of the moment when the engine was made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NAME", "first")
+    monkeypatch.chdir(tmp_path)
+    (model,) = models(1)
+    plan = {"trackers": ["jsonl", "csv"], "profile": {"steps": [1, 1]}}
+    (tmp_path / "elsewhere").mkdir()
+    with engine_of(model, sw.World.join(environment={}), Path(run), **plan) as engine:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        engine.log({"loss": engine.train_step(batch(1, 0), loss_fn=loss_of)})
+    assert {"record.jsonl", "metrics.csv", "profile"} <= {one.name for one in (tmp_path / "runs/first").iterdir()}
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["elsewhere", "runs"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize(("run", "words"), [("", "empty"), ("$NOT_SET_HERE/1", "not all of its variables are set")])
+def test_a_run_in_no_folder_is_refused(run: str, words: str) -> None:
+    (model,) = models(1)
+    with pytest.raises(ConfigError, match=f"The plan's run is .*{words}"):
+        sw.shard(model, {"run": run})
+
+
 @pytest.mark.parametrize("chosen_by", ["plan", "environment"])
 def test_a_profile_of_two_steps_names_units_and_actions(
     chosen_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, write
 from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
@@ -210,6 +210,29 @@ def test_a_file_that_cannot_be_opened_does_not_hold_up_training(
     on_ranks(2, work)
 
 
+def test_a_relative_folder_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the loop goes to another folder before the file is written; the same name is another folder then."""
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    slow = Slow(monkeypatch)
+
+    def work(engine: sw.Engine) -> None:
+        train(engine)
+        path = engine.save("kept", wait=False)
+        engine.world.barrier()
+        os.chdir(elsewhere)
+        slow.go.set()
+        engine.wait_for_save()
+        assert path == tmp_path / "kept" / "step-00000001"
+        assert engine.save("kept") == elsewhere / "kept" / "step-00000001"
+
+    on_ranks(2, work)
+    for kept in (tmp_path / "kept", elsewhere / "kept"):
+        assert list(checkpoints_in(kept)) == [1]
+        assert not (kept / ".lock").exists(), "and both are free again"
+
+
 def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second save waits for the first. Both are good, and memory for one is enough."""
     slow = Slow(monkeypatch)
@@ -342,6 +365,89 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert read_index(tmp_path / "step-00000005").metrics == {"loss": 6.0}
     assert (tmp_path / "latest").read_text() == "step-00000006"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_folder_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def work(engine: sw.Engine) -> None:
+        assert engine.save("~/kept") == tmp_path / "home" / "kept" / "step-00000000"
+        assert engine.resume("~/kept") is not None
+        engine.save_pretrained("~/model", dtype="bfloat16", max_file_bytes="1GiB")  # type: ignore[arg-type]
+        engine.publish("~/weights")
+        assert sw.published("~/weights") is not None
+        for call in (engine.save, engine.resume, engine.claim, engine.save_pretrained, engine.publish):
+            for wrong in (None, "", 5):
+                with pytest.raises(ConfigError, match=r"The folder is .*; give the name of one"):
+                    call(wrong)  # type: ignore[operator]
+            with pytest.raises(ConfigError, match="no such user"):
+                call("~nobody-of-that-name/kept")  # type: ignore[operator]
+
+    on_ranks(2, work)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["home"]
+
+
+def test_weights_in_a_dtype_that_is_none(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        engine.save_pretrained(tmp_path / "model", dtype=torch.bfloat16)  # type: ignore[arg-type]
+        wrong = (
+            ({"dtype": "bf61"}, "dtype is 'bf61'. Did you mean 'bf16'"),
+            ({"max_file_bytes": "x"}, "size of a file"),
+        )
+        for setting, words in wrong:
+            with pytest.raises(ConfigError, match=words):
+                engine.save_pretrained(tmp_path / "other", **setting)  # type: ignore[arg-type]
+
+    on_ranks(2, work)
+
+
+def test_a_checkpoint_that_is_named_and_missing_begins_no_new_run(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        assert engine.resume(tmp_path / "none") is None
+        engine.save(tmp_path / "kept", step=3)
+        with pytest.raises(CheckpointError, match=r"There is no checkpoint .*step-00000004\. There are step-00000003"):
+            engine.resume(tmp_path / "kept" / "step-00000004")
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("keep", [Keep(best="lss"), Keep(last=1, best="lss", largest=True)])
+def test_nothing_is_removed_while_the_best_cannot_be_known(
+    keep: Keep, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(engine: sw.Engine) -> None:
+        for step in (1, 2, 3):
+            engine.save(tmp_path, step=step, keep=keep, metrics={"loss": 1.0 / step})
+        found.append(list(checkpoints_in(tmp_path)))
+        engine.save(tmp_path, step=4, keep=keep, metrics={"lss": 1.0})
+
+    found: list[list[int]] = []
+    on_ranks(2, work)
+    assert found[0] == [1, 2, 3]
+    assert f"keep=Keep(best='lss'): no checkpoint in {tmp_path} has that metric, but 'loss', so none is" in caplog.text
+    assert list(checkpoints_in(tmp_path)) == [4]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"keep": 3}, r"keep is 3; write it as in keep=sw\.Keep\(last=3\)\."),
+        ({"keep": 0}, "keep is 0; write it"),
+        ({"state": [1]}, r"state is \[1\]; write it as in state="),
+        ({"metrics": 0.5}, "metrics is 0.5; write it as in metrics="),
+    ],
+)
+def test_arguments_of_a_save_are_checked_before_anything_is_written(
+    wrong: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    def work(engine: sw.Engine) -> None:
+        engine.save(tmp_path, step=1)
+        with pytest.raises(ConfigError, match=words):
+            engine.save(tmp_path, step=2, **wrong)
+
+    on_ranks(2, work)
+    assert list(checkpoints_in(tmp_path)) == [1]
 
 
 def test_a_second_run_in_the_same_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

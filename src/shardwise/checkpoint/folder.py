@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ def newest(folder: Path) -> Path | None:
 
     `folder` may also be a checkpoint itself, or the file `latest`. Raises `CheckpointError` if `latest` names a missing
     one: whether to take an older one instead is the user's decision. So it does for another file, and for the folder of
-    a checkpoint that is not whole, where `None` would begin the run anew.
+    a checkpoint that is missing or not whole, where `None` would begin the run anew.
     """
     if folder.name == LATEST and folder.is_file():
         folder = folder.parent
@@ -70,6 +71,8 @@ def newest(folder: Path) -> Path | None:
         )
     if (folder / INDEX).exists():
         return folder
+    if _step_of(folder.name) is not None and not folder.exists():
+        raise CheckpointError(f"There is no checkpoint {folder}.{_advice(checkpoints_in(folder.parent))}")
     found = checkpoints_in(folder)
     try:
         named = read_own_text(folder / LATEST, MAX_NAME_BYTES).strip()
@@ -175,7 +178,7 @@ def thin_out(folder: Path, keep: Keep, newest_step: int, metrics: dict[Path, dic
 
     Later steps than `newest_step` are of an earlier run. They do not count, and stay until this run comes to them;
     otherwise they would take the places of its own. A folder is renamed before it is removed, so that a half-removed
-    one is never found.
+    one is never found. While none has the metric that decides which is best, all are kept: which it is cannot be known.
     """
     found = {step: path for step, path in checkpoints_in(folder).items() if step <= newest_step}
     for path in found.values():
@@ -183,6 +186,16 @@ def thin_out(folder: Path, keep: Keep, newest_step: int, metrics: dict[Path, dic
             with contextlib.suppress(CheckpointError):  # damaged: it has no metrics, and is kept or not by its step
                 metrics[path] = read_index(path).metrics
     by_step = {step: metrics.get(path, {}) for step, path in found.items()}
+    if keep.best is not None and not any(keep.best in own for own in by_step.values()):
+        logging.getLogger("shardwise").warning(
+            "keep=Keep(best=%r): no checkpoint in %s has that metric%s, so none is removed. Give it: engine.save(..., "
+            "metrics={%r: ...}).",
+            keep.best,
+            folder,
+            "".join(f", but {name!r}" for name in sorted({name for own in by_step.values() for name in own})),
+            keep.best,
+        )
+        return
     for step in set(by_step) - keep.chosen(by_step) - {newest_step}:
         gone = folder / f"{REMOVED}{found[step].name}"
         with contextlib.suppress(OSError):  # it is tried again after the next save

@@ -32,6 +32,8 @@ class Keep:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"Keep({name}={value!r}) is not valid; give a whole number of at least 1.")
+        if self.best is not None and not isinstance(self.best, str):
+            raise ConfigError(f"Keep(best={self.best!r}) is not valid; give the name of a metric, such as 'loss'.")
 
     def chosen(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """The steps to keep, among those in `metrics`."""

@@ -33,6 +33,7 @@ from shardwise.checkpoint.formats.drafts import remove_draft
 from shardwise.checkpoint.write import flush, said_by, write_text
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init.safetensors_headers import Stored, read_head
+from shardwise.system.named_folder import given_folder
 from shardwise.system.safe_files import inside, is_portable_name, read_json
 
 Tensor = torch.Tensor
@@ -103,7 +104,7 @@ def published(
     `reader`, a name of its own for every process that reads, says so of itself: the version is not deleted while it
     loads, nor is the one that it has acknowledged before. Raises `CheckpointError` if what is announced is not there.
     """
-    home, ends = Path(folder), clock() + timeout
+    home, ends = given_folder(folder), clock() + timeout
     while True:
         found = _latest(home)
         if found is not None and found.version > after:

@@ -27,6 +27,7 @@ from shardwise.plan.placement.islands import check_islands
 from shardwise.plan.replica_groups import shrinking_axes
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import default_path, read_calibration
+from shardwise.system.named_folder import folder_of
 
 EXAMPLES = """examples:
   shardwise explain --list                                           all presets
@@ -119,7 +120,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     found = explained(args)
     if args.trace is not None and found.time is not None:
-        found.time.timeline.write(args.trace)
+        try:
+            found.time.timeline.write(args.trace)
+        except OSError as error:
+            raise ConfigError(f"--trace {args.trace} cannot be written: {error.strerror}.") from error
     if args.json:
         print(json.dumps(as_json(found), indent=2))
     else:
@@ -164,8 +168,13 @@ def explained(args: argparse.Namespace) -> Explanation:
         raise ConfigError("The plan has a budget, which needs a model. Add --model FILE:CALLABLE.")
     if args.batch is None and args.time:
         raise ConfigError("--time needs a model and a batch. Add --model FILE:CALLABLE and --batch FILE:CALLABLE.")
-    if not args.time and (args.hardware or args.trace):
-        raise ConfigError(f"{'--hardware' if args.hardware else '--trace'} is for --time. Add --time.")
+    for option, value in (("--hardware", args.hardware), ("--trace", args.trace)):
+        if value is not None and not args.time:
+            raise ConfigError(f"{option} is for --time. Add --time.")
+    if args.expert_load is not None and args.batch is None:
+        raise ConfigError("--expert-load is for --batch, whose tokens it distributes. Add --batch FILE:CALLABLE.")
+    if args.calibration is not None and not args.calibration.exists():
+        raise ConfigError(f"--calibration {args.calibration}: there is no such file. `shardwise calibrate` makes one.")
     if args.checkpoint_every is not None and not (args.time and 0 < args.checkpoint_every < math.inf):
         raise ConfigError("--checkpoint-every takes seconds, more than 0, and --time, which says how long a step is.")
     hardware = _hardware(args) if args.time else None
@@ -183,9 +192,10 @@ def explained(args: argparse.Namespace) -> Explanation:
 
 def _measured(plan: Plan, mesh: Mesh, time: StepTime) -> Difference | None:
     """How far the prediction is from what the plan's own run has measured, if that had the same preset and mesh."""
-    if plan.run is None or not (Path(plan.run) / RECORD).exists():
+    folder = None if plan.run is None else folder_of(plan.run, "run")
+    if folder is None or not (folder / RECORD).exists():
         return None
-    view = read_run(plan.run)
+    view = read_run(folder)
     sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
     if (view.last_start.get("plan", {}).get("preset"), view.mesh) != (plan.preset, sizes):
         return None
@@ -241,7 +251,7 @@ def _subject(
             )
             subject = replace(subject, smaller=found, smaller_times=words, smaller_seconds=seconds)
     given = args.expert_load
-    if given is not None and not given >= 1:
+    if given is not None and not 1 <= given < math.inf:
         raise ConfigError(f"--expert-load is {given}; give a multiple of an even share, at least 1.")
     load = model_file.EXPERT_LOAD if given is None else given
     if hardware is not None:  # before the model is split

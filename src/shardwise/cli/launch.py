@@ -154,14 +154,14 @@ def _run(args: argparse.Namespace) -> int:
     _read_as_deepspeed(args)
     if args.profile is not None:
         steps = re.fullmatch(r"(\d+):(\d+)(:.+)?", args.profile)
-        if steps is None or int(steps[1]) > int(steps[2]):
-            raise LaunchError(f"--profile {args.profile}: give the first and the last step, such as 10:12.")
+        if steps is None or not 1 <= int(steps[1]) <= int(steps[2]):
+            raise LaunchError(f"--profile {args.profile}: give the first and the last step, from 1, such as 10:12.")
         os.environ["SHARDWISE_PROFILE"] = args.profile
     if args.accelerate_config is not None:
         from shardwise.integrations.accelerate_config import read_accelerate_config
 
         take_config(args, read_accelerate_config(args.accelerate_config), str(args.accelerate_config))
-    if args.shardwise is not None and not args.shardwise.startswith("{"):
+    if args.shardwise is not None:
         from shardwise.plan import load_plan
         from shardwise.plan.placement import preset
 

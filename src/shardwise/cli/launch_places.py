@@ -149,7 +149,8 @@ def place_of(args: argparse.Namespace) -> str:
     if place == "local" and args.nodes == 1:
         args.nodes = None  # as people type for DeepSpeed
     for name, places in _PLACES_OF_OPTION.items():
-        if getattr(args, name) and place not in places:
+        value = getattr(args, name)
+        if value is not None and value is not False and place not in places:
             option = "--" + name.replace("_", "-")
             if place == "local":
                 raise LaunchError(
@@ -157,6 +158,10 @@ def place_of(args: argparse.Namespace) -> str:
                     f"a:8,b:8."
                 )
             raise ConfigError(f"{option} has no effect with --where {place}; it is for {' and '.join(places)}.")
+    for name, least in (("nodes", 1), ("gpus_per_node", 0), ("save_before_end", 0), ("ssh_port", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give {least} or more.")
     return place
 
 
@@ -425,11 +430,11 @@ def _named_hosts(args: argparse.Namespace) -> list[Host]:
         raise ConfigError("--host-discovery-script names the hosts. Remove --hosts and --hostfile.")
     if args.hosts and args.hostfile:
         raise ConfigError("--hosts and --hostfile both name the hosts. Give one of them.")
-    if args.host_discovery_script:
+    if args.host_discovery_script is not None:
         return choose(hosts_by_script(args.host_discovery_script), args.include, args.exclude)
-    if args.hosts:
+    if args.hosts is not None:
         return choose(parse_hosts(args.hosts), args.include, args.exclude)
-    if not args.hostfile:
+    if args.hostfile is None:
         raise ConfigError(f"--where {args.where} needs hosts: --hosts gpu1:4,gpu2:4, or --hostfile FILE.")
     try:
         text = read_config_text(args.hostfile)

@@ -13,6 +13,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.plan import Plan, load_plan
 from shardwise.plan.placement import Table, check_budget, check_offload, mesh_for, table_for
 from shardwise.system.machine import SLOW_BF16, TorchFacts
+from shardwise.system.named_folder import folder_of
 
 
 def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> list[Check]:
@@ -66,9 +67,15 @@ def _of_files(plan: Plan) -> Iterator[Check]:
         yield Check("plan trackers", "fail", str(error), "Install it, or remove the tracker.")
     if plan.profile.steps is not None and plan.profile.folder is None and plan.run is None:
         yield Check("plan profile", "fail", "profile.steps, but no folder for traces", "Set profile.folder or run.")
-    for name, folder in (("run", plan.run), ("profile.folder", plan.profile.folder)):
-        if folder is not None and not _can_be_made(Path(folder)):
-            yield Check(f"plan {name}", "fail", f"{folder} cannot be written", "Name a folder of yours.")
+    for name, named in (("run", plan.run), ("profile.folder", plan.profile.folder)):
+        if named is None:
+            continue
+        try:
+            is_possible, found = _can_be_made(folder_of(named, name)), f"{named} cannot be written"
+        except ShardwiseError as error:
+            is_possible, found = False, str(error)
+        if not is_possible:
+            yield Check(f"plan {name}", "fail", found, "Name a folder of yours.")
     for name, folder in (("disk", plan.disk), ("budget.disk", plan.budget.disk)):
         if folder is not None:
             yield from _of_disk(name, folder)
@@ -89,7 +96,7 @@ def _of_tiers(plan: Plan, table: Table) -> Iterator[Check]:
 
 def _of_disk(name: str, named: str) -> Iterator[Check]:
     try:
-        folder: Path = importlib.import_module("shardwise.system.disk").folder_of(named)
+        folder = folder_of(named)
     except ShardwiseError as error:
         yield Check(f"plan {name}", "fail", str(error), "Name a folder on a disk of this machine.")
         return

@@ -145,6 +145,7 @@ def _simulated(args: argparse.Namespace) -> Simulated:
 def _job(args: argparse.Namespace) -> tuple[Job, str]:
     """The job, and why its ranks restart."""
     check_num_ranks("--world", args.world)
+    _check_numbers(args)
     if args.per_host < 1:
         raise ConfigError(f"--per-host is {args.per_host}; give at least 1.")
     plan = load_plan(args.plan, args.set)
@@ -182,6 +183,19 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         slow=_slow(args.slow_hosts),
     )
     return job, why
+
+
+_ABOVE_0 = ("days", "step_seconds", "least")
+_FROM_0 = ("checkpoint_stall", "restart_seconds", "regroup_seconds", "join_seconds", "spares")
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Here rather than by `Job`, which knows its values by other names, and days as seconds."""
+    for name in (*_ABOVE_0, *_FROM_0):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and (value > 0 or (value == 0 and name in _FROM_0))):
+            least = "more than 0" if name in _ABOVE_0 else "0 or more"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; give {least}, and a finite number.")
 
 
 @dataclass(frozen=True)
@@ -252,7 +266,7 @@ def _every(text: str, step_seconds: float) -> float:
         seconds = float(text)
     except ValueError:
         raise ConfigError(f"--checkpoint-every is {text!r}; give seconds, or auto.") from None
-    if seconds < step_seconds:
+    if not step_seconds <= seconds < math.inf:
         raise ConfigError(
             f"--checkpoint-every is {text} s, but a step takes {step_seconds:g} s, and only whole ones are saved. "
             f"Give at least that, or auto."

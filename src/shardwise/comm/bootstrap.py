@@ -24,8 +24,8 @@ from shardwise.comm.watch.startup_barrier import StartupBarrier
 from shardwise.errors import CommError, ConfigError
 from shardwise.system.devices import RankDevice, TorchAccelerator
 from shardwise.system.job_token import Seal
-from shardwise.system.listening import listen_at
-from shardwise.system.process_rank import ProcessRank, address_of, number_in
+from shardwise.system.listening import listen_at, own_address
+from shardwise.system.process_rank import ProcessRank, address_of, port_in
 
 LATER_SECONDS = 10
 """gloo's own timeout closes connections and names no rank, so the watchdog's has to come first."""
@@ -183,9 +183,16 @@ def _store_at(
     except OSError:
         gc.collect()  # an earlier world of this process that is part of a cycle keeps its store until then
         listener = listen_at(host, port)
-    descriptor = listener.detach()  # as torch would, but with our own error for a port that is taken
+    # As torch would, but with our own error for a port that is taken. Its own client connects where it listens: the
+    # address may be one at which others reach this host and it does not reach itself, or, left over, another host's.
     return TCPStore(
-        host, port, process.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+        own_address(listener),
+        listener.getsockname()[1],
+        process.size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -204,7 +211,7 @@ def _store_by_mpi(
         return process, *connect(invitation, session.size, timeout, deadline), invitation.token
     is_local = process.local_size == process.size
     # local ranks connect by the loopback interface, others by any: listen on the former, or on all
-    listener = listen_at("127.0.0.1" if is_local else "", number_in(env, "MASTER_PORT", 0))
+    listener = listen_at("127.0.0.1" if is_local else "", port_in(env, 0))
     port = listener.getsockname()[1]
     address = env.get("MASTER_ADDR", "")
     addresses = [address] if address else ["127.0.0.1"] if is_local else addresses_of_this_host()

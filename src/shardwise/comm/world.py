@@ -194,13 +194,13 @@ class World:
         env = os.environ if environment is None else environment
         owns = not dist.is_initialized()
         process = process_rank_of(env)
-        shares = env.get("SHARDWISE_SHARED_MEMORY", "1") != "0" if shares_memory is None else shares_memory
+        shares = _shares_memory(env) if shares_memory is None else shares_memory
         by_mpi = _goes_by_mpi(env, process, transport, owns=owns)
         if MEMBER in env:
             _check_elastic(by_mpi=by_mpi, owns=owns)
             return _join_as_member(env, shares, timeout_seconds, patience_seconds)
         if owns:
-            if process.size == 1 and "MASTER_ADDR" not in env:
+            if process.size == 1 and (process.launcher is None or "MASTER_ADDR" not in env):
                 return cls(0, 1, Nobody(), device=device_of(process))
             opened = open_process_group(process, env, timeout_seconds, patience_seconds, by_mpi=by_mpi)
         else:
@@ -427,6 +427,15 @@ def _check_not_importing_main() -> None:
             'if it were that rank again. Put what the script does under `if __name__ == "__main__":`; leave imports, '
             "functions and classes outside."
         )
+
+
+def _shares_memory(env: Mapping[str, str]) -> bool:
+    value = env.get("SHARDWISE_SHARED_MEMORY", "1")
+    if value not in ("0", "1"):
+        raise ConfigError(
+            f"SHARDWISE_SHARED_MEMORY={value!r} says neither 0 nor 1: whether ranks of one host share memory."
+        )
+    return value == "1"
 
 
 def _goes_by_mpi(env: Mapping[str, str], process: ProcessRank, wish: str | None, *, owns: bool) -> bool:

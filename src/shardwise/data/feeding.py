@@ -50,8 +50,12 @@ def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
             )
         rank, size = process.rank, process.size
     elif isinstance(world, tuple):
+        if len(world) != 2 or not all(isinstance(number, int) for number in world):
+            raise ConfigError(f"world is {world!r:.60}; a pair is (rank, size), two whole numbers.")
         rank, size = world
     else:
+        if not (hasattr(world, "rank") and hasattr(world, "size")):
+            raise ConfigError(f"world is {world!r:.60}; give engine.data_ranks, a World, or a pair (rank, size).")
         if getattr(world, "membership", None) is not None:
             raise ConfigError(
                 "In an elastic job the ranks of a World may become fewer or more, and steps are repeated: a loader of "

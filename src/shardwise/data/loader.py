@@ -16,7 +16,7 @@ from shardwise.data.indexed import IndexedFeed
 from shardwise.data.processes import WorkerProcesses
 from shardwise.data.read_ahead import abandon, run_ahead
 from shardwise.data.recipe import Made, Place, Recipe
-from shardwise.data.sampling import Draw, Share, check_numbers, check_rows
+from shardwise.data.sampling import Draw, Share, check_numbers, check_rows, check_whole
 from shardwise.data.settings import Samples, Workers, refuse_unknown
 from shardwise.data.streaming import StreamFeed
 from shardwise.data.to_device import Transfer
@@ -71,10 +71,11 @@ class Loader:
             check_rows(batch_rows, size, accumulate)
         else:
             check_numbers(batch_rows, accumulate)
+        _check_kinds(seed, steps, samples, workers)
         self._share = Share(rank, size, batch_rows, accumulate)
         self._following = Following(engine) if engine is not None else None
         self.batch_rows, self.accumulate, self.steps = batch_rows, accumulate, steps
-        self.workers = Workers(workers) if isinstance(workers, int) else workers
+        self.workers = workers if isinstance(workers, Workers) else Workers(workers)
         device = self.workers.device
         self._transfer = Transfer.to(device) if device is not None else None
         self._pinning = pinning_of(self._transfer, self.workers.pin)
@@ -187,6 +188,10 @@ class Loader:
 
     def _place_of(self, state: Mapping[str, Any]) -> Place:
         known = {field.name for field in fields(Place)}
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"This is not the state of a data loader, but {state!r:.60}. Give what state_dict() returned."
+            )
         if state.keys() != {*known, "identity"}:
             raise ConfigError(
                 f"This is not the state of a data loader: it has the keys {sorted(map(str, state))}. "
@@ -330,3 +335,14 @@ class Loader:
         """The first step whose first row is in `epoch` or later."""
         assert self._rows_per_epoch is not None
         return -(-epoch * self._rows_per_epoch // self.batch_rows)
+
+
+def _check_kinds(seed: object, steps: object, samples: object, workers: object) -> None:
+    """Raise `ConfigError` for arguments of another kind, before they are a `TypeError` of what uses them."""
+    check_whole("seed", seed, "which determines the order of samples")
+    if steps is not None:
+        check_whole("steps", steps, "counted from the beginning of the run", least=0)
+    if not isinstance(samples, Samples):
+        raise ConfigError(f"samples is {samples!r:.60}; give sw.data.Samples(shuffle=..., transform=...).")
+    if not isinstance(workers, Workers):
+        check_whole("workers", workers, "of threads, or sw.data.Workers(...)")

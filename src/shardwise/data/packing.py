@@ -98,9 +98,17 @@ class PackedRows:
                 tokens[until - first - 1] = self._separator
             from_, to = at - begin, min(until - begin, length)
             if from_ < to:
-                tokens[here.start : here.start + to - from_] = self._documents[number][from_:to]
+                tokens[here.start : here.start + to - from_] = _whole(self._documents[number][from_:to], number)
             number, at = number + 1, until
         return tokens, document_ids
+
+
+def _whole(tokens: Any, number: int) -> Any:
+    """Tokens of document `number`; numpy would cut off what is behind the point, and read text as numbers."""
+    found = np.asarray(tokens)
+    if found.dtype.kind not in "iub":
+        raise ConfigError(f"Document {number} has tokens of {found.dtype}; give whole numbers.")
+    return found
 
 
 def _lengths(documents: Any, lengths: ArrayLike | None) -> Tokens:

@@ -226,8 +226,19 @@ class Sampler:
         return self.order.draw(np.arange(first + rows.start, first + rows.stop, dtype=np.int64))
 
 
+def check_whole(name: str, value: object, what: str, least: int | None = None) -> None:
+    """Raise `ConfigError` for what is no whole number, or less than `least`: otherwise it would be a `TypeError` that
+    names nothing, or count as another number."""
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_whole or (least is not None and value < least):  # type: ignore[operator]  # it is a number then
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name} is {value!r:.60}; give a whole number{bound}, {what}.")
+
+
 def check_numbers(batch_rows: int, num_parts: int) -> None:
     """Raise `ConfigError` for an empty batch or step."""
+    check_whole("batch_rows", batch_rows, "of a step over all ranks and micro-batches")
+    check_whole("accumulate", num_parts, "of micro-batches")
     if batch_rows < 1:
         raise ConfigError(f"batch_rows={batch_rows} is not a number of rows; a batch has at least one.")
     if num_parts < 1:

@@ -23,12 +23,23 @@ class Samples:
                    out or used twice; `"drop"` leaves out samples that do not fill a batch.
     `transform`    `transform(sample, generator)`; the `numpy.random.Generator` is seeded by seed, epoch and index.
     `collate`      turns a list of samples into a batch. Default: torch's `default_collate`.
+
+    Raises `ConfigError` for a `shuffle` that is neither `True` nor `False`, and for what is no function.
     """
 
     shuffle: bool = True
     tail: Tail = "carry"
     transform: Transform | None = None
     collate: Collate = default_collate
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shuffle, bool):
+            raise ConfigError(f"Samples(shuffle={self.shuffle!r}): give True or False.")
+        for name, function in (("transform", self.transform), ("collate", self.collate)):
+            if function is not None and not callable(function):
+                raise ConfigError(f"Samples({name}={function!r:.60}) is not a function.")
+        if self.collate is None:
+            raise ConfigError("Samples(collate=None): leave it out for torch's default_collate.")
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,25 @@ MOVED = {
 """Former arguments of `Loader`, and where they are now."""
 
 
+OF_TORCH = {
+    "batch_size": "batch_rows=..., which counts the rows of all ranks and micro-batches",
+    "num_workers": "workers=...",
+    "collate_fn": "samples=sw.data.Samples(collate=...)",
+    "drop_last": "samples=sw.data.Samples(tail='drop')",
+    "pin_memory": "workers=sw.data.Workers(device='cuda'), which pins them",
+    "prefetch_factor": "workers=sw.data.Workers(prefetch=...)",
+    "generator": "seed=...",
+    "sampler": "samples=sw.data.Samples(shuffle=...) for the order, and a torch.utils.data.Subset for a choice",
+    "batch_sampler": "batch_rows=... and samples=sw.data.Samples(shuffle=...)",
+}
+"""Arguments of torch's `DataLoader`, and what says the same here."""
+
+
 def refuse_unknown(names: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for former arguments and `TypeError` for unknown ones."""
+    """Raise `ConfigError` for former arguments and those of torch's `DataLoader`, and `TypeError` for unknown ones."""
     for name in names:
+        if name in OF_TORCH:
+            raise ConfigError(f"Loader has no {name}, which is a DataLoader's. Write {OF_TORCH[name]}.")
         if name in MOVED:
             raise ConfigError(f"Loader takes {name} as part of a group now: {MOVED[name].format(name)}.")
         raise TypeError(f"Loader() got an unexpected keyword argument {name!r}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from shardwise.data.sampling import Blend, Epochs, Order, Tail
 from shardwise.errors import ConfigError, DataError
@@ -36,6 +36,11 @@ class Mixture:
     """
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
+        if not isinstance(sources, Mapping):
+            raise ConfigError(
+                f"The sources of a mixture are a {type(sources).__name__}; give a mapping of names to sources, such as "
+                f"Mixture({{'web': web, 'code': code}})."
+            )
         if not sources:
             raise ConfigError("The mixture has no sources; give at least one.")
         self.sources = {name: _map_style(sources[name], name) for name in sorted(sources)}
@@ -97,6 +102,10 @@ def as_stream(source: Any) -> Stream | None:
             f"The source is a {type(source).__name__}, which can be read only once. "
             f"Give shardwise.data.from_iterable(factory), so that every epoch can begin anew."
         )
+    if isinstance(source, DataLoader):
+        _check_samples(source)
+    if isinstance(source, Set):
+        raise ConfigError("The source is a set, whose order is another one in each process. Give sorted(source).")
     if not isinstance(source, IterableDataset) and (isinstance(source, MapStyle) or not hasattr(source, "__iter__")):
         return None
 
@@ -107,6 +116,20 @@ def as_stream(source: Any) -> Stream | None:
         return opened
 
     return Stream(begin, type(source).__name__)
+
+
+def _check_samples(loader: DataLoader[Any]) -> None:
+    """Raise `ConfigError` for a loader that gives batches, or another order on each rank."""
+    if loader.batch_sampler is not None:
+        raise ConfigError(
+            "The source is a DataLoader, whose items are batches of their own. Give its dataset: "
+            "Loader(loader.dataset, batch_rows=...), with the rows of all ranks; or a DataLoader(batch_size=None)."
+        )
+    if isinstance(loader.sampler, RandomSampler):
+        raise ConfigError(
+            "The source is a DataLoader that shuffles, differently on each rank. Give its dataset, which is shuffled "
+            "here, or a DataLoader(batch_size=None, shuffle=False)."
+        )
 
 
 @dataclass(frozen=True)
@@ -159,6 +182,11 @@ def _map_style(source: Any, name: str) -> MapStyle:
         raise ConfigError(
             f"{name} is a mapping with the keys {sorted(map(str, source))}. Give one of its values, or "
             f"shardwise.data.Mixture(...) of several."
+        )
+    if isinstance(source, str | bytes):
+        raise ConfigError(
+            f"{name} is the text {source!r:.60}, whose samples would be its characters. Give what is to be read: a "
+            f"dataset, an array, a list; or list(text)."
         )
     if isinstance(source, MapStyle):
         return source

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 from shardwise.integrations.accelerate_fp8 import variables_of
 from shardwise.integrations.deepspeed.config import read_config
 from shardwise.plan.files.formats import SourceError
@@ -26,6 +27,8 @@ _OFFLOADED = {
     for name in ("device", "nvme_path")
 }
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
+_MEGATRON = "Use a plan with tp, sp or pp in its mesh instead: shardwise launch --shardwise PLAN."
+_PRECISIONS = ("fp16", "bf16", "fp8")
 _OFF: tuple[Any, ...] = (None, False, "no", "none", "None", "NO", "", {}, 0)
 _IGNORED = {
     "compute_environment", "num_machines", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend",
@@ -85,10 +88,14 @@ def config_of(values: Mapping[str, Any], where: str) -> AccelerateConfig:
     """Convert the values of a file or a command line. Raises `ConfigError` if they contradict each other."""
     kind = str(values["distributed_type"])
     if kind not in _KINDS:
-        raise ConfigError(f"{where}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.")
-    found = AccelerateConfig({"preset": "ddp"})
-    for key, value in values.items():
-        _take(found, str(key), value, kind)
+        cure = f" {_MEGATRON}" if kind == "MEGATRON_LM" else ""
+        raise ConfigError(f"{where}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.{cure}")
+    found = AccelerateConfig({"preset": "zero3" if kind == "FSDP" else "ddp"})  # FSDP shards by default
+    try:
+        for key, value in values.items():
+            _take(found, str(key), value, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     if values.get("num_machines", 1) not in (None, 1, "1"):
         found.machines = _machines(values, found, where)
         found.nproc = (found.nproc or 0) // found.machines.number
@@ -123,31 +130,53 @@ def _integer(values: Mapping[str, Any], key: str, where: str) -> int:
 
 def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
     if key in _VARIABLES:
+        if key == "mixed_precision" and value not in _OFF and str(value).lower() not in _PRECISIONS:
+            raise ConfigError(f"mixed_precision is {value!r}. {nearest(str(value), ('no', *_PRECISIONS))}")
         if value not in _OFF:
             found.environment[_VARIABLES[key]] = str(value).lower()
     elif key in ("fsdp_config", "deepspeed_config"):
-        inner = dict(value or {})
+        inner = _section(key, value)
         if key != f"{kind.lower()}_config":
             found.unsupported += [f"{key}.{name}: distributed_type is {kind}" for name in inner]
         elif key == "deepspeed_config":
             _take_deepspeed(found, inner)
         else:
             for name, one in inner.items():
-                _take_fsdp(found, str(name), one)
+                _take_fsdp(found, name if name.startswith("fsdp_") else f"fsdp_{name}", one)
     elif key == "fp8_config":
-        found.environment |= variables_of(value or {})
+        found.environment |= variables_of(_section(key, value))
     elif key == "num_processes":
-        found.nproc = int(value)
+        found.nproc = None if value is None else _whole(key, value)
     elif key == "main_process_port":
-        found.port = None if value in _OFF else int(value)
+        found.port = None if value in _OFF else _whole(key, value)
     elif key == "gpu_ids":
         if value not in (*_OFF, "all"):
             found.environment["CUDA_VISIBLE_DEVICES"] = str(value)
     elif key == "dynamo_config":
-        for name, one in (value or {}).items():
-            _take(found, str(name), one, kind)
+        for name, one in _section(key, value).items():
+            _take(found, name, one, kind)
     elif key != "distributed_type" and key not in _IGNORED and value not in _OFF:
+        _refuse_slip(key, _TAKEN)
         found.unsupported.append(f"{key}: {value}")
+
+
+def _section(key: str, value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{key} is {value!r:.60}; give a mapping of its settings.")
+    return {str(name): one for name, one in (value or {}).items()}
+
+
+def _whole(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not str(value).isdecimal():
+        raise ConfigError(f"{key} is {value!r}; give a whole number.")
+    return int(value)
+
+
+def _refuse_slip(key: str, known: Iterable[str]) -> None:
+    """Raise `ConfigError` for a name that is nearly one that counts; others are of another version of Accelerate."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    if close:
+        raise ConfigError(f"unknown key {key!r}. Did you mean {close[0]!r}?")
 
 
 _VARIABLES = {
@@ -157,6 +186,17 @@ _VARIABLES = {
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
+
+
+_TAKEN = (
+    *_VARIABLES, "fsdp_config", "deepspeed_config", "fp8_config", "dynamo_config", "num_processes", "num_machines",
+    "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "distributed_type",
+)  # fmt: skip
+_FSDP_TAKEN = (
+    "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "fsdp_min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy",
+)  # fmt: skip
+_DEEPSPEED_TAKEN = ("deepspeed_config_file", "zero_stage", *_OFFLOADED, "gradient_clipping", *_VARIABLES)
 
 
 def _take_fsdp(found: AccelerateConfig, key: str, value: Any) -> None:
@@ -172,11 +212,12 @@ def _take_fsdp(found: AccelerateConfig, key: str, value: Any) -> None:
     elif key == "fsdp_transformer_layer_cls_to_wrap":
         _take_units(found, key, value, lambda name: {"class": name})
     elif key == "fsdp_min_num_params":
-        _take_units(found, key, value, lambda count: {"min_numel": int(count)})
+        _take_units(found, key, value, lambda count: {"min_numel": _whole(key, count)})
     elif key == "fsdp_auto_wrap_policy":
         if value == "NO_WRAP":
             found.unsupported.append(f"{key}: {value} (units are blocks of the model)")
     elif key not in _IGNORED and value not in (*_OFF, "false"):
+        _refuse_slip(key, _FSDP_TAKEN)
         found.unsupported.append(f"{key}: {value}")
 
 
@@ -211,6 +252,7 @@ def _take_deepspeed(found: AccelerateConfig, values: Mapping[str, Any]) -> None:
         elif key == "gradient_clipping" and value not in _OFF:
             found.unsupported.append(f"{key}: {value} (the script clips: accelerator.clip_grad_norm_)")
         elif key not in _IGNORED and value not in (*_OFF, "none"):
+            _refuse_slip(key, _DEEPSPEED_TAKEN)
             found.unsupported.append(f"{key}: {value}")
     plan = read_config({"zero_optimization": zero, "gradient_clipping": 0}, world_size=1).plan
     found.plan |= {key: value for key, value in plan.items() if key != "resident_below"}

@@ -129,9 +129,6 @@ def _merged(args: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         raise LaunchError(f"{' and '.join(asked)} were requested together. Give only one of them.")
     kind = asked[0] if asked else str(merged.get("distributed_type", "MULTI_CPU" if args.cpu else "MULTI_GPU"))
     merged["distributed_type"] = kind
-    sharding = {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"}
-    if kind == "FSDP" and not sharding & set(merged.get("fsdp_config") or {}):
-        merged["fsdp_config"] = {"fsdp_reshard_after_forward": True, **(merged.get("fsdp_config") or {})}
     if kind == "DEEPSPEED":
         merged.setdefault("deepspeed_config", {})
     return merged

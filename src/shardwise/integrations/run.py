@@ -6,7 +6,6 @@ script's own arguments are not changed.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(USAGE)
     plan, command = words[1], words[2:]
     try:
-        takeover = Takeover(json.loads(plan) if plan.startswith("{") else plan)
+        takeover = Takeover(plan)
     except ShardwiseError as error:
         print(f"shardwise: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -171,8 +171,19 @@ def _at_least(least: int, value: float, option: str, reason: str) -> None:
         raise ConfigError(f"{option} is {value}: {reason}. Give {least} or more.")
 
 
+_PLAN = "no Python script. A plan, or a config, is an option before the script: --shardwise, --accelerate-config."
+_NO_SCRIPTS = {
+    ".ipynb": "a notebook. Ranks run a script, which `jupyter nbconvert --to script` makes of it.",
+    **dict.fromkeys((".sh", ".bash"), "a shell script, and ranks run Python. Let it call `shardwise launch` itself."),
+    **dict.fromkeys((".yaml", ".yml", ".toml", ".json"), _PLAN),
+}
+"""What is given in the place of a script, by its suffix. Python would run some notebooks, and do nothing."""
+
+
 def _check_script(script: str) -> None:
     path = Path(script)
+    if path.suffix in _NO_SCRIPTS:
+        raise LaunchError(f"{script!r} is {_NO_SCRIPTS[path.suffix]}")
     if path.is_file() or (path / "__main__.py").is_file():
         return
     if path.is_dir():

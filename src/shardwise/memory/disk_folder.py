@@ -17,7 +17,8 @@ from shardwise.plan.mesh import Mesh
 from shardwise.program import UnitSpec, disk_bytes, resting_disk_bytes
 from shardwise.program.buddies import copy_bytes
 from shardwise.system.calibration import default_path, read_calibration
-from shardwise.system.disk import IoQueue, Patience, folder_of, job_of_process
+from shardwise.system.disk import IoQueue, Patience, job_of_process
+from shardwise.system.named_folder import folder_of
 
 _SHARE_OF_TIMEOUT = 0.9
 """Of the time that a rank may keep the others waiting, how long it waits for a disk that answers nothing."""

@@ -38,7 +38,8 @@ from shardwise.memory.disk_rows import DiskRows
 from shardwise.memory.host_memory import Copy
 from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
 from shardwise.system.devices import RankDevice
-from shardwise.system.disk import BufferPool, DiskFile, IoQueue, Patience, Pending, TierFolder, folder_of
+from shardwise.system.disk import BufferPool, DiskFile, IoQueue, Patience, Pending, TierFolder
+from shardwise.system.named_folder import folder_of
 from shardwise.system.telemetry import ON_THE_WAY, ByteMeter, StepClock, Timeline
 
 Tensor = torch.Tensor

@@ -134,7 +134,8 @@ class _System:
         self._file = os.memfd_create("shardwise-nan")
         with open(self._file, "wb", closefd=False) as file:
             file.write(b"\xff" * _PIECE_BYTES)
-        self._keep_below = int(os.environ.get("MALLOC_MMAP_THRESHOLD_", "") or 32 << 20)
+        threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+        self._keep_below = int(threshold) if threshold.isdecimal() else 32 << 20  # glibc, too, ignores others
         self._kept: dict[int, list[int]] = defaultdict(list)
         """Addresses of kept memory, by its number of bytes."""
         self._kept_bytes = self._staying_bytes = 0

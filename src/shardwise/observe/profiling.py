@@ -11,6 +11,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.plan import Profile, load_plan
+from shardwise.system.named_folder import folder_of
 from shardwise.system.telemetry import Timeline, write_trace
 
 VARIABLE = "SHARDWISE_PROFILE"
@@ -54,7 +55,10 @@ class ProfileWindow:
             raise ConfigError(
                 f"profile.memory is true, but torch records no allocator of {device.type}; leave it out there."
             )
-        self._folder = Path(profile.folder) if profile.folder is not None else Path(str(run)) / "profile"
+        if profile.folder is not None:
+            self._folder = folder_of(profile.folder, "profile.folder")
+        else:
+            self._folder = folder_of(str(run), "run") / "profile"
 
     def follow(self, timeline: Timeline, num_steps: int) -> None:
         """Take units and actions from `timeline` from now on."""

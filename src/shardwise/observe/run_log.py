@@ -38,6 +38,7 @@ from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.sharded.training import Session
 from shardwise.system.data_ranks import HANDED_OUT
 from shardwise.system.job_folder import RECORD_PATH
+from shardwise.system.named_folder import folder_of
 from shardwise.system.process_memory import process_memory
 from shardwise.system.telemetry import Lap
 
@@ -62,7 +63,7 @@ class RunLog:
         check_trackers(self._wanted, plan.run)
         self._plan, self._world = plan, world
         self.profile = ProfileWindow(plan.profile, plan.run, world.rank, world.device)
-        self._folder = None if plan.run is None else Path(plan.run)
+        self._folder = None if plan.run is None else folder_of(plan.run, "run")
         self._has_record = self._folder is not None and (plan.trackers is None or "jsonl" in self._wanted)
         self._trackers: list[Tracker] = []
         self._record: RunRecord | None = None

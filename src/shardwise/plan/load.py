@@ -21,10 +21,12 @@ PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str]
 def load_plan(source: PlanSource, overrides: Sequence[str] = ()) -> Plan:
     """The plan that `source` describes, changed by `overrides`.
 
-    `source` is a `Plan`, a mapping, a `.yaml`, `.yml`, `.toml` or `.json` file, or the bare name of a preset (whether
-    that preset exists is checked in `placement`). `overrides` are texts such as `wire.grad=bf16`, whose values are
-    YAML, applied last. `ConfigError` names every wrong value with its file and line.
+    `source` is a `Plan`, a mapping or its text (`"{preset: zero3}"`), a `.yaml`, `.yml`, `.toml` or `.json` file, or
+    the bare name of a preset (whether that preset exists is checked in `placement`). `overrides` are texts such as
+    `wire.grad=bf16`, whose values are YAML, applied last. `ConfigError` names every wrong value with its file and line.
     """
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(f"overrides are a list of texts, such as ['wire.grad=bf16'], not {overrides!r:.60}.")
     values, origins = _read(source)
     _spell_out(values, origins)
     for override in overrides:
@@ -46,6 +48,9 @@ def _read(source: PlanSource) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     if isinstance(source, Mapping):
         values = _copied(source, "the plan")
         return values, dict.fromkeys(flatten(values), "argument")
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        values = _inline(source)
+        return values, dict.fromkeys(flatten(values), "argument")
     if isinstance(source, str) and _is_name(source):
         return {"preset": source}, {("preset",): "argument"}
     if isinstance(source, str | os.PathLike) and os.fspath(source):
@@ -53,6 +58,17 @@ def _read(source: PlanSource) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         read = read_source(path)
         return _copied(read.values, "the plan"), {key: f"{path}:{line}" for key, line in read.lines.items()}
     raise ConfigError(f"A plan is a preset's name, a file, a mapping or a Plan, not {source!r:.60}.")
+
+
+def _inline(text: str) -> dict[str, Any]:
+    """A plan that is written out in the place of its name, in JSON or YAML."""
+    try:
+        value = parse_value(text)
+    except SourceError as error:
+        raise ConfigError(f"The plan {text!r:.80}: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"The plan {text!r:.80} is no mapping.")
+    return _copied(value, "the plan")
 
 
 def _is_name(source: str) -> bool:

@@ -114,6 +114,8 @@ def _by_name(value: object) -> object:
         return value
     named: dict[object, object] = {}
     for one in value:
+        if not isinstance(one, Mapping | str):
+            return value  # it is refused as it was written
         named.update(one if isinstance(one, Mapping) else {one: {}})
     return named
 

@@ -8,25 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
 from shardwise.plan.files.formats import KeyPath, flatten
+from shardwise.plan.other_names import hint_for_key
 from shardwise.plan.words import known_keys, words_at
-
-_ELSEWHERE = {
-    **dict.fromkeys(("float8", "quantize", "fp8_format", "fp8_recipe"), "fp8"),
-    "recipe_name": "recipe",
-    "filter_fqns": "skip",
-    "matrix_approximation_rank": "rank",
-    "start_powerSGD_iter": "start_step",
-    "min_compression_rate": "min_rate",
-    "random_seed": "seed",
-    "sync_every": "every",
-    "outer_optimizer": "optimizer",
-    "fragment_sync_delay": "overlap",
-    "fragment_update_alpha": "mix",
-    "should_quantize": "wire",
-}
-"""Keys of torchtitan, Megatron-LM, torch's PowerSGD and torchft's DiLoCo, and what they are called in a plan."""
 
 
 def as_config_error(
@@ -73,10 +58,8 @@ def _at(values: Mapping[str, Any], path: KeyPath) -> object:
 
 
 def _unknown_key(path: KeyPath, root: type[BaseModel], name: str) -> str:
-    section, known = ".".join(path[:-1]) or name, known_keys(root, path[:-1])
-    ours = _ELSEWHERE.get(path[-1])
-    hint = f"Here it is called {ours!r}." if ours in known else nearest(path[-1], known)
-    return f"unknown key {path[-1]!r} in {section}. {hint}"
+    above, key = path[:-1], path[-1]
+    return f"unknown key {key!r} in {'.'.join(above) or name}. {hint_for_key(key, known_keys(root, above))}"
 
 
 def _wrong_value(path: KeyPath, value: object, message: str, root: type[BaseModel], name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shardwise.errors import nearest
+from shardwise.plan.other_names import hint_for_key
 
 _PLAIN: dict[object, str] = {
     str: "text",
@@ -56,7 +56,7 @@ def unknown_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
     section = ".".join(above)
     if not is_section(_annotation_at(root, above)):
         return f"{section} has no keys of its own."
-    return f"unknown key {key!r} in {section or 'the plan'}. {nearest(key, known_keys(root, above))}"
+    return f"unknown key {key!r} in {section or 'the plan'}. {hint_for_key(key, known_keys(root, above))}"
 
 
 def _annotation_at(root: type[BaseModel], path: tuple[str, ...]) -> Any:

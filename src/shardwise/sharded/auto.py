@@ -48,6 +48,7 @@ from shardwise.plan.replica_groups import mesh_over
 from shardwise.runtime.micro_batches import called_with
 from shardwise.sharded.sharding import check_device, design, require_elementwise, require_units
 from shardwise.system.machine import Cgroups, host_memory
+from shardwise.system.named_folder import folder_of
 from shardwise.system.units import format_bytes, format_seconds
 
 PLAN_FILE = "plan.yaml"
@@ -90,7 +91,7 @@ def settled(
             summary = "\n".join([*_summary(found, _fewest_ranks(world)), *stages])
             _log.warning("%s\n  the same plan without a search: %s", summary, json.dumps(chosen))
             if plan.run is not None:
-                _write(Path(plan.run) / PLAN_FILE, summary, chosen)
+                _write(folder_of(plan.run, "run") / PLAN_FILE, summary, chosen)
         except (ConfigError, ModelError) as error:
             told = {"error": str(error), "is_model": isinstance(error, ModelError)}
     answer = json.loads(world.exchange(json.dumps(told).encode(), "auto")[0])

@@ -26,7 +26,7 @@ from shardwise.runtime.activations import Treatments, treatments_for
 from shardwise.sharded.engine_report import promise_of
 from shardwise.sharded.rehearsed_step import RehearsedStep, rehearse_step
 from shardwise.sharded.sharded_model import ShardedModel
-from shardwise.system.disk import folder_of
+from shardwise.system.named_folder import folder_of
 from shardwise.system.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

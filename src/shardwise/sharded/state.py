@@ -107,10 +107,14 @@ class State:
         number = progress.num_steps if step is None else step
         sharded.settle_islands()
         check_same_settings({"step": number, "folder": str(folder)}, "save() argument", sharded.world)
+        folder = folder.absolute()  # a thread writes, and the loop may change its folder
 
         def make() -> tuple[Request, Content]:
             if type(number) is not int or not 0 <= number < 10**18:
                 raise ConfigError(f"step is {number!r}, which is not a number of steps; give a whole one, at least 0.")
+            _check_kind("keep", keep, Keep, "keep=sw.Keep(last=3)")
+            _check_kind("state", user_state, Mapping, 'state={"epoch": 3}')
+            _check_kind("metrics", metrics, Mapping, 'metrics={"loss": 0.5}')
             if sharded.disk is not None:
                 sharded.disk.require_whole()
             if not without_gradients and sharded.parts.gradients.wait():
@@ -447,6 +451,12 @@ def _moved(
     if renewed.parts.outer_steps is not None:
         renewed.parts.outer_steps.pending = pending if _dealing(renewed) == dealing else None
     return renewed, training_state.fault
+
+
+def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+    """Raise `ConfigError` for an argument of `save` of another kind: later it would be told as a fault of the disk."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is {value!r:.60}; write it as in {example}.")
 
 
 def _dealing(sharded: ShardedModel) -> str:

@@ -35,6 +35,12 @@ def listen_at(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
+def own_address(listener: socket.socket) -> str:
+    """The address at which this process itself reaches a listening socket."""
+    address = str(listener.getsockname()[0])
+    return "127.0.0.1" if address in ("::", "0.0.0.0") else address
+
+
 def address_towards(host: str) -> str:
     """The address by which this host sends to `host`, and so by which `host` reaches it; `""` if that cannot be told.
 
@@ -51,16 +57,21 @@ def address_towards(host: str) -> str:
 
 def _address_of(host: str) -> str:
     """The one address that `host` means on every machine; `""` if there is none."""
-    if host in _LOOPBACK_NAMES:
-        return "127.0.0.1"
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
         pass  # a name
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)} if host else set()
-    except OSError:
-        return ""
+    found = _addresses_of(host)
+    if host in _LOOPBACK_NAMES:
+        return "::1" if found == {"::1"} else "127.0.0.1"
     if len(found) != 1 or ipaddress.ip_address(next(iter(found)).partition("%")[0]).is_loopback:
         return ""
     return found.pop()
+
+
+def _addresses_of(host: str) -> set[str]:
+    """Those to which others connect who know this name; none if it is not known here."""
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)} if host else set()
+    except OSError:
+        return set()

@@ -123,11 +123,11 @@ def address_of(env: Mapping[str, str], process: ProcessRank) -> tuple[str, int]:
     All ranks of a Slurm step compute the same, and two steps or jobs rarely do.
     """
     if process.launcher is not _SLURM:
-        return env.get("MASTER_ADDR", "127.0.0.1"), number_in(env, "MASTER_PORT", 29500)
+        return env.get("MASTER_ADDR") or "127.0.0.1", port_in(env, 29500)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
     job, step = number_in(env, "SLURM_JOB_ID", 0), number_in(env, "SLURM_STEP_ID", 0)
     port = _FIRST_PORT + (job * 37 + step) % _NUM_PORTS
-    return env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1", number_in(env, "MASTER_PORT", port)
+    return env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1", port_in(env, port)
 
 
 def first_host(nodes: str) -> str:
@@ -137,6 +137,14 @@ def first_host(nodes: str) -> str:
         return before
     ranges, _, after = rest.partition("]")
     return before + re.split(r"[-,]", ranges)[0] + (first_host(f"x{after}")[1:] if after else "")
+
+
+def port_in(env: Mapping[str, str], default: int) -> int:
+    """The port that MASTER_PORT says. Raises `ConfigError` for what is none."""
+    port = number_in(env, "MASTER_PORT", default)
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"MASTER_PORT={port} is not a port. Set a number from 1 to 65535, the same on all ranks.")
+    return port
 
 
 def number_in(env: Mapping[str, str], name: str, default: int) -> int:
@@ -161,6 +169,8 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> ProcessRank:
             f"{launcher.rank}={env[launcher.rank]} is set, as {launcher.starter} of {launcher.name} does, but "
             f"{launcher.size[0]} is not. Unset it, or start the ranks with {launcher.starter}."
         )
+    if launcher is TORCHRUN:
+        _check_both(env)
     rank = number_in(env, launcher.rank, 0)
     size = number_in(env, size_name or "WORLD_SIZE", 1) if launcher.size else None
     if rank < 0 or (size is not None and rank >= size):
@@ -172,6 +182,22 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> ProcessRank:
     if launcher is _SLURM:
         local_size = _tasks_of_node(env)
     return ProcessRank(rank, size, local_rank, local_size, launcher)
+
+
+def _check_both(env: Mapping[str, str]) -> None:
+    """Raise if one of RANK and WORLD_SIZE is there without the other, unless the process is to be alone: with RANK
+    alone it would train alone, and with WORLD_SIZE alone every process would be rank 0."""
+    if "WORLD_SIZE" not in env:
+        raise ConfigError(
+            f"RANK={env['RANK']} is set, but WORLD_SIZE is not. Set it to the number of ranks (1: this process is "
+            f"alone), or start the ranks with `shardwise launch` or torchrun, which set both."
+        )
+    if "RANK" not in env and number_in(env, "WORLD_SIZE", 1) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={env['WORLD_SIZE']} says that there are several ranks, but nothing says which of them this "
+            f"process is (RANK is not set). Start the ranks with `shardwise launch` or torchrun, which set both, or "
+            f"set WORLD_SIZE=1 if this process is to be alone."
+        )
 
 
 def _tasks_of_node(env: Mapping[str, str]) -> int:

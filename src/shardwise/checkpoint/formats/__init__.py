@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         Conversion,
         carry_out,
         convert,
+        dtype_of,
+        file_bytes,
         plan_conversion,
     )
     from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint, refuse_others
@@ -38,7 +40,9 @@ __all__ = [
     "base_model",
     "carry_out",
     "convert",
+    "dtype_of",
     "dtype_word",
+    "file_bytes",
     "form_of",
     "inspect",
     "open_checkpoint",
@@ -59,6 +63,8 @@ _HOMES = {
     "convert": "shardwise.checkpoint.formats.conversion",
     "inspect": "shardwise.checkpoint.formats.inspection",
     "carry_out": "shardwise.checkpoint.formats.conversion",
+    "dtype_of": "shardwise.checkpoint.formats.conversion",
+    "file_bytes": "shardwise.checkpoint.formats.conversion",
     "dtype_word": "shardwise.checkpoint.formats.inspection",
     "form_of": "shardwise.checkpoint.formats.forms",
     "open_checkpoint": "shardwise.checkpoint.formats.forms",

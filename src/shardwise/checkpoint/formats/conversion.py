@@ -111,15 +111,29 @@ class _Settings:
     def of(cls, to: str, dtype: str | None, max_file_bytes: int | str) -> _Settings:
         if to not in TARGETS:
             raise ConfigError(f"There is no format {to!r} to convert to. {nearest(to, TARGETS)}")
-        if dtype is not None and dtype not in DTYPES:
-            raise ConfigError(f"dtype is {dtype!r}. {nearest(dtype, DTYPES)}")
-        try:
-            max_bytes = parse_bytes(max_file_bytes) if isinstance(max_file_bytes, str) else max_file_bytes
-        except ValueError as error:
-            raise ConfigError(f"The largest size of a file: {error}.") from error
-        if max_bytes < 1:
-            raise ConfigError(f"The largest size of a file is {max_bytes}; give at least 1 byte.")
-        return cls(to, None if dtype is None else DTYPES[dtype], max_bytes)
+        return cls(to, dtype_of(dtype), file_bytes(max_file_bytes))
+
+
+def dtype_of(dtype: object) -> torch.dtype | None:
+    """The dtype of this name, `bf16` or torch's `bfloat16`, or the dtype itself. Raises `ConfigError` for others."""
+    if dtype is None or dtype in DTYPES.values():
+        return dtype  # type: ignore[return-value]  # one of those
+    name = str(dtype).removeprefix("torch.")
+    for short, known in DTYPES.items():
+        if name in (short, str(known).removeprefix("torch.")):
+            return known
+    raise ConfigError(f"dtype is {dtype!r}. {nearest(name, DTYPES)}")
+
+
+def file_bytes(size: int | str) -> int:
+    """The largest size of a file, such as `5GiB`. Raises `ConfigError` for what is none."""
+    try:
+        num_bytes = parse_bytes(size) if isinstance(size, str) else size
+    except ValueError as error:
+        raise ConfigError(f"The largest size of a file: {error}.") from error
+    if num_bytes < 1:
+        raise ConfigError(f"The largest size of a file is {num_bytes}; give at least 1 byte.")
+    return num_bytes
 
 
 def _prepared(source: Source, settings: _Settings, weights_only: bool, config: str | Path | None) -> Source:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +23,12 @@ OTHERS = {
     "latest_checkpointed_iteration.txt": "a checkpoint of Megatron-LM",
     "adapter_config.json": "an adapter of PEFT, without the model that it is for",
     "trainer_state.json": "a checkpoint of the transformers Trainer without weights that could be read",
+    "random_states_0.pkl": "a state that Accelerate saved",
 }
 LATEST = "latest"
+_NUMBERED = re.compile(r"(checkpoint|step|global_step|iter|epoch|pytorch_model_fsdp)[-_=]?\d+")
+_LOOSE = (".pt", ".pth", ".ckpt", ".distcp")
+_log = logging.getLogger("shardwise")
 OPENERS: dict[str, Callable[[Path], Source]] = {
     ours.FORM: ours.open_ours,
     hf.FORM: hf.open_hf,
@@ -57,13 +64,32 @@ def _form_of(path: Path) -> str:
 
 
 def refuse_others(path: Path) -> None:
-    """Raise `CheckpointError` if there is a checkpoint of another library at `path`: who resumes there does not mean
-    to begin anew."""
+    """Raise `CheckpointError` if there is a checkpoint of another library at `path`, or in a folder in it that is named
+    as one: who resumes there does not mean to begin anew. Single files are warned of; they may be anything."""
+    if not path.is_dir():
+        return
+    _refuse_other(path, "which cannot be resumed as it is")
+    names = sorted(os.listdir(path))
+    for name in filter(_NUMBERED.fullmatch, names):
+        _refuse_other(path / name, f"and {path} has no checkpoint of shardwise")
+    if loose := [name for name in names if name.endswith(_LOOSE)]:
+        _log.warning(
+            "There is no checkpoint of shardwise in %s, so a new run begins; %s there is not read.", path, loose[0]
+        )
+
+
+def _refuse_other(path: Path, why: str) -> None:
     for form, is_there in ((dcp.FORM, dcp.is_dcp), (deepspeed.FORM, deepspeed.folder_of), (hf.FORM, hf.is_hf)):
         if path.is_dir() and is_there(path):
             raise CheckpointError(
-                f"{path} is {FORMS[form]}, which cannot be resumed as it is. Convert it once, and resume from the "
-                f"result: shardwise convert {path} NEW --to shardwise."
+                f"{path} is {FORMS[form]}, {why}. Convert it once, and resume from the result: shardwise convert "
+                f"{path} NEW --to shardwise. For a new run, name another folder."
+            )
+    for name, words in OTHERS.items():
+        if (path / name).exists():
+            raise CheckpointError(
+                f"{path} is {words} (it has {name}), {why}. shardwise cannot read it either: bring its weights into "
+                f"the form of Hugging Face, and convert those. For a new run, name another folder."
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,6 +276,8 @@ class _Values:
         value = self.get(path)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{path} is {value!r}, which is not a number.")
+        if not isinstance(value, int) and not math.isfinite(value):
+            raise ConfigError(f"{path} is {value!r}, which is not a finite number.")
         return value
 
     def count(self, path: str) -> int | None:
@@ -410,7 +413,7 @@ def _set_precision(plan: dict[str, Any], values: _Values) -> None:
         plan["precision"] = "fp16"
         plan["loss_scale"] = {
             "dynamic": fixed == 0,
-            "initial": float(fixed or 2.0 ** values.number("fp16.initial_scale_power")),
+            "initial": float(fixed or 2.0 ** _exponent(values)),
             "window": int(values.number("fp16.loss_scale_window")),
             "hysteresis": int(values.number("fp16.hysteresis")),
             "minimum": float(values.number("fp16.min_loss_scale")),
@@ -423,6 +426,14 @@ def _set_precision(plan: dict[str, Any], values: _Values) -> None:
         plan["wire"] = {"grad": wire}
     if (kept := _dtype(values, "data_types.grad_accum_dtype")) is not None:
         _edit(plan, "grad", dtype=kept)
+
+
+def _exponent(values: _Values) -> float:
+    path = "fp16.initial_scale_power"
+    exponent = values.number(path)
+    if not -1000 <= exponent <= 1000:
+        raise ConfigError(f"{path} is {exponent!r}, and no number is 2 to that power. Give one such as 16.")
+    return exponent
 
 
 def _skips_in_bf16(values: _Values) -> bool:
@@ -439,14 +450,14 @@ def _dtype(values: _Values, path: str) -> str | None:
     name = values.get(path)
     if name is None:
         return None
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise ConfigError(f"{path} is {name!r}; it must be one of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
 def _set_table(plan: dict[str, Any], values: _Values, notes: list[Note]) -> None:
     stage = values.get("zero_optimization.stage")
-    if stage not in _PRESETS:
+    if not isinstance(stage, int) or stage not in _PRESETS:
         raise ConfigError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3.")
     plan["preset"] = _PRESETS[stage]
     if stage == 3:
@@ -505,7 +516,7 @@ def _tier(values: _Values, section: str, deprecated: str) -> str | None:
     if values.get(f"zero_optimization.{deprecated}"):
         device = "cpu" if device == "none" else device
     tiers = {"none": None, None: None, "cpu": "host", "nvme": "disk"}
-    if device not in tiers:
+    if not isinstance(device, str | None) or device not in tiers:
         raise ConfigError(f"{path} is {device!r}; it must be none, cpu or nvme.")
     return tiers[device]
 

@@ -13,13 +13,23 @@ def read(text: str) -> Source:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise SourceError(f"this is not JSON: {error.msg}.", error.lineno) from None
+        raise SourceError(f"this is not JSON: {error.msg}.{_habit(text, error.pos)}", error.lineno) from None
     except ValueError as error:  # a number with thousands of digits
         raise SourceError(f"this cannot be read: {error}.") from None
     lines: dict[KeyPath, int] = {}
     if isinstance(values, dict):
         _walk_json(text, _skip(text, 0), (), lines)
     return Source(as_mapping(values), lines)
+
+
+def _habit(text: str, at: int) -> str:
+    """What is written at a position, or before it, that is right in Python and YAML."""
+    here = text[at : at + 1]
+    if here in ("'", "/", "#"):
+        return " JSON has no comments, and text is in double quotes; a .yaml file may have both."
+    if here in ("}", "]") and text[:at].rstrip().endswith(","):
+        return " JSON has no comma after the last value."
+    return " In JSON these are written true, false and null." if here in ("T", "F", "N") else ""
 
 
 def _walk_json(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int]) -> int:

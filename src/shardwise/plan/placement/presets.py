@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.errors import ConfigError, PlacementError, nearest
 from shardwise.plan import PlaceEdit, Plan, Rows, Rule, WireFormat
 from shardwise.plan.mesh import ISLAND_AXIS, Mesh
+from shardwise.plan.other_names import hint_for_preset
 from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.plan.placement.table import Outer, Table, narrows
@@ -80,7 +81,7 @@ def preset(name: str) -> Preset:
             "`shardwise plan` before a job. Name a preset: zero3, or any of `shardwise explain --list`."
         )
     if name not in PRESETS:
-        raise PlacementError(f"There is no preset {name!r}. {nearest(name, PRESETS)}")
+        raise PlacementError(f"There is no preset {name!r}. {hint_for_preset(name, PRESETS)}")
     return PRESETS[name]
 
 

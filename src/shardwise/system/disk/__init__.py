@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shardwise.system.disk.slices import Step, steps, walk
     from shardwise.system.disk.tier_folder import (
         TierFolder,
-        folder_of,
         job_of_process,
         remove_files_beside,
     )
@@ -54,7 +53,6 @@ __all__ = [
     "TierFolder",
     "check_local",
     "copy_range",
-    "folder_of",
     "is_memory",
     "job_of_process",
     "layout",
@@ -88,7 +86,6 @@ _HOMES = {
     "TierFolder": "shardwise.system.disk.tier_folder",
     "check_local": "shardwise.system.disk.mounts",
     "copy_range": "shardwise.system.disk.copying",
-    "folder_of": "shardwise.system.disk.tier_folder",
     "is_memory": "shardwise.system.disk.mounts",
     "job_of_process": "shardwise.system.disk.tier_folder",
     "layout": "shardwise.system.disk.align",

@@ -28,7 +28,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from shardwise.errors import CheckpointError, ConfigError, StateError, TierError
+from shardwise.errors import CheckpointError, StateError, TierError
 from shardwise.system.disk.align import PAGE
 from shardwise.system.disk.calls import SYSTEM, Calls
 from shardwise.system.disk.disk_file import DiskFile
@@ -46,24 +46,6 @@ NUM_TRIES = 25
 TRY_SECONDS = 0.02
 """A lock may be held for a moment by a rank that only looks whether somebody has it."""
 _log = logging.getLogger("shardwise")
-
-
-def folder_of(text: str) -> Path:
-    """The folder that a plan names, with `~` and environment variables replaced by what they stand for on this host.
-
-    Raises `ConfigError` if that is no folder.
-    """
-    if not text.strip():
-        raise ConfigError("The plan's disk is an empty text. Name a folder on a local disk, such as /scratch/run.")
-    place = os.path.expanduser(os.path.expandvars(text))
-    if place.startswith("~"):
-        raise ConfigError(f"The plan's disk is {text}, and this host has no such user. Write the folder out.")
-    if "$" in place:
-        raise ConfigError(
-            f"The plan's disk is {text}, and on this host not all of its variables are set. Set them, or write the "
-            f"folder out."
-        )
-    return Path(os.path.abspath(place))
 
 
 def job_of_process() -> str:

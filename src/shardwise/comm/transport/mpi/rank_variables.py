@@ -9,7 +9,7 @@ import time
 from shardwise.comm.transport.mpi.address import Invitation, addresses_of_this_host, invite, invited
 from shardwise.comm.transport.mpi.library import checked_session
 from shardwise.errors import CommError
-from shardwise.system.process_rank import process_rank_of
+from shardwise.system.process_rank import port_in, process_rank_of
 
 _TIMEOUT_SECONDS, _PATIENCE_SECONDS = 600, 10
 
@@ -28,7 +28,7 @@ def as_torchrun_would() -> None:
     if session.rank == 0:
         address = os.environ.get("MASTER_ADDR", "")
         addresses = [address] if address else ["127.0.0.1"] if is_local else addresses_of_this_host()
-        invitation = invite(session, addresses, int(os.environ.get("MASTER_PORT", "0")) or _free_port())
+        invitation = invite(session, addresses, port_in(os.environ, 0) or _free_port())
     else:
         invitation = invited(session, time.monotonic() + _TIMEOUT_SECONDS, _PATIENCE_SECONDS)
     settings = {
