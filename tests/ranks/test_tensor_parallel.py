@@ -557,10 +557,10 @@ def test_what_is_computed_of_a_part_alone_is_refused() -> None:
 SUMS: dict[str, Callable[[Any], Tensor]] = {
     "of squares": lambda params: sum(p.pow(2).sum() for p in params),
     "a norm": lambda params: sum(p.pow(2).sum() for p in params).sqrt(),
-    "norms of each": lambda params: sum(p.pow(2).sum().sqrt() for p in params),
+    "norms of each": lambda params: sum((1 + p).pow(2).sum().sqrt() for p in params),
     "columns": lambda params: sum(p.pow(2).sum(0).sqrt().sum() for p in params if p.dim() == 2),
     "rows": lambda params: sum(p.pow(2).sum(1).sqrt().sum() for p in params if p.dim() == 2),
-    "a product of two": lambda params: (params[0].abs().sum() * params[-1].abs().sum()).log(),
+    "a product of two": lambda params: (params[0].abs().sum() * params[1].exp().sum()).log(),
     "a distance": lambda params: sum(torch.sum((0.5 - p) ** 2) for p in params).log1p(),
 }
 

@@ -102,7 +102,7 @@ def arrive(
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     plan = plan.model_copy(update={"mesh": state["axes"]})
     smaller = SmallerMeshes.heard(state["smaller"])
-    device = next(model.parameters()).device
+    device = next(iter(model.parameters())).device
     trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
     trained.plan_in(model)
     trained.add_groups(model, optimizers)

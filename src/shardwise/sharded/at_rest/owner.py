@@ -310,6 +310,8 @@ class ParamHome:
 
     def set_gradient(self, value: Tensor | None) -> None:
         if not self._flat.spec.trainable:
+            if value is None:  # it has none, and loops drop that of all parameters
+                return
             raise StateError(
                 f"{self.name} is frozen, so a gradient that it is given would not be used. Unfreeze it before the "
                 f"forward, on all ranks: requires_grad_(True)."
