@@ -290,6 +290,16 @@ def grad_none_of_one(loop: Loop) -> Any:
     loop.update()
 
 
+@action(WRITE, "`p.grad = None` of some parameters, frozen ones among them")
+def grad_none_of_frozen(loop: Loop) -> Any:
+    loop.backward()
+    loop.model.offset.grad = None
+    del loop.model.offset.grad
+    for p in loop.model.head.parameters():
+        p.grad = None
+    loop.update()
+
+
 @action(WRITE, "gradients projected (PCGrad): two backwards, their conflict taken out")
 def grad_surgery(loop: Loop) -> Any:
     loop.backward()

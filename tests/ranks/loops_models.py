@@ -110,16 +110,24 @@ def multi_grad_hook(loop: Loop) -> Any:
     return loss, seen[-1]
 
 
-@action(HOOK, "`p.expand_as(p).grad_fn.next_functions[0][0].register_hook`: on the node of a gradient")
+@action(HOOK, "`p.expand_as(p).grad_fn.next_functions[0][0].register_hook`, reads `p.grad`", composes=False)
 def node_hook(loop: Loop) -> Any:
-    head = loop.model.head.weight
-    nodes = [head.expand_as(head).grad_fn.next_functions[0][0], torch.autograd.graph.get_gradient_edge(head).node]
+    head, seen = loop.model.head.weight, list[torch.Tensor]()
+    node = head.expand_as(head).grad_fn.next_functions[0][0]
+    handle = node.register_hook(lambda *_: seen.append(head.grad.detach().clone()))
+    train(loop)
+    handle.remove()
+    return Local(seen)
+
+
+@action(HOOK, "`torch.autograd.graph.get_gradient_edge(p).node.register_hook`: when a gradient comes")
+def edge_hook(loop: Loop) -> Any:
+    edge = torch.autograd.graph.get_gradient_edge(loop.model.head.weight)
     seen: list[int] = []
-    handles = [node.register_hook(lambda *_: seen.append(1)) for node in nodes]
+    handle = edge.node.register_hook(lambda *_: seen.append(1))
     loss = train(loop)
-    for handle in handles:
-        handle.remove()
-    return loss, len(seen) > 0, nodes[0] is nodes[1]
+    handle.remove()
+    return loss, len(seen) > 0
 
 
 @action(HOOK, "`module.register_forward_hook`, `register_forward_pre_hook`")

@@ -13,6 +13,7 @@ REFUSED: dict[str, str] = {
     "grad_read_on_rank_0": ORDER,
     "add_param_group": "is not one of the model's",
     "accumulate_hook": HOOK,
+    "node_hook": HOOK,
     "accumulate_hook_before": "has a post-accumulate hook",
     "step_in_backward": HOOK,
     "to_double": DTYPE,

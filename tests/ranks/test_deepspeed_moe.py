@@ -120,6 +120,60 @@ def test_trains_as_one_process(stage: int, ep_size: int, settings: dict[str, Any
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5)
 
 
+class InStages(nn.Module):
+    """A layer of a `PipelineModule`: the loss is left out, as DeepSpeed's pipelines leave it out, or passed on."""
+
+    def __init__(self, passes: bool) -> None:
+        super().__init__()
+        self.moe = MoE(WIDTH, Expert(), num_experts=2, k=1, use_rts=False, drop_tokens=False)
+        self.passes = passes
+
+    def forward(self, given: Any) -> Any:
+        x, so_far = given if self.passes else (given, None)
+        out, l_aux, _ = self.moe(x)
+        return (x + out, so_far + l_aux) if self.passes else x + out
+
+
+class Begin(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.new_zeros(())
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_in_stages_of_a_pipeline(passes: bool) -> None:
+    def loss_of(out: Any, y: Tensor) -> Tensor:
+        squares: Tensor = ((out[0] if passes else out).sum(-1) - y).square().mean()
+        return squares + 0.1 * out[1] if passes else squares
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        begin = Begin(WIDTH, WIDTH) if passes else nn.Linear(WIDTH, WIDTH)
+        layers = [begin, *[InStages(passes) for _ in range(3)]]
+        return deepspeed.pipe.PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+
+    twin, modules = build(), [build() for _ in range(2)]
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
+    expected = []
+    for x, y in data():
+        loss = torch.stack([loss_of(twin(x[part]), y[part]) for part in range(2)]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+
+    def rank(world: sw.World) -> list[float]:
+        module = modules[world.rank]
+        engine, *_ = deepspeed.initialize(
+            model=module, config=config, optimizer=torch.optim.SGD(module.parameters(), lr=0.01), world=world
+        )
+        batches = ((x[part], y[part]) for x, y in data() for part in range(2))
+        return [float(engine.train_batch(data_iter=batches)) for _ in range(STEPS)]
+
+    for losses in run_ranks(2, rank):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_scripts_ask_of_a_model() -> None:
     model = build(2, {"num_experts": 4})
     assert (has_moe_layers(model), has_moe_layers(model.inward)) == ((True, 4), (False, 0))

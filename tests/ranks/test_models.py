@@ -101,6 +101,22 @@ def test_modules_that_others_reach_into(preset: str) -> None:
     race(Reaching(), preset, num_steps=6)
 
 
+class Graph(Transformer):
+    """Multiplies with a sparse matrix that it is called with, as graph networks do."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        edges = torch.eye(x.shape[1]).roll(1, 0).to_sparse()
+        for block in self.blocks:
+            hidden = block(hidden) + torch.stack([torch.sparse.mm(edges, one) for one in hidden])
+        return self.head(self.norm(hidden))
+
+
+def test_sparse_matrices_in_a_forward(preset: str) -> None:
+    torch.manual_seed(0)
+    race(Graph(), preset, num_steps=4)
+
+
 class Odd(Transformer):
     """Frozen, unused, scalar, non-contiguous and integer parameters, and one that is used everywhere."""
 

@@ -299,6 +299,33 @@ def test_a_write_that_torch_does_not_count_is_seen_in_the_first_pass(how: str, p
         used(lambda *_: None, place, build)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_so_is_one_of_a_module_that_the_loop_calls_by_itself(fails: bool, place: tuple[str, bool]) -> None:
+    """As flows do that begin by their first batch, whose loop asks for log_prob(x)."""
+    torch.manual_seed(0)
+    models = [Transformer() for _ in range(2)]
+
+    def write(block: Any, _: object) -> None:
+        block.up.weight.data.copy_(block.up.weight * 0.5)
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, plan_of(place[0], None), optimizer=adamw(model), world=world):
+            hidden = torch.randn(2, 3, 32)
+            if fails:  # what is looked at ends with the module's call, however that ends
+                with pytest.raises(RuntimeError, match="normalized_shape"):
+                    model.blocks[0](torch.randn(2, 3, 31))
+                with torch.no_grad():
+                    model.blocks[0].up.weight.mul_(1.0)
+            handle = model.blocks[0].register_forward_pre_hook(write)
+            with pytest.raises(ModelError, match="was changed in place while the model computed"):
+                model.blocks[0](hidden)
+            handle.remove()
+            model.blocks[1](model.blocks[0](hidden)).sum().backward()
+
+    run_ranks(2, rank, shares_memory=place[1])
+
+
 def test_whole_tensors_share_the_memory_of_the_parameter(place: tuple[str, bool]) -> None:
     """As with `param.data`: a write to a view changes the parameter, and a step changes the view."""
 

@@ -339,6 +339,7 @@ def test_an_optimizer_of_another_model() -> None:
     other = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     message = refused(1, lambda world: sw.shard(Transformer(), optimizer=other, world=world), ModelError)
     assert "shape (3, 3) that is not one of the model's" in message
+    assert "sw.shard(nn.ModuleList([model, other]), ...)" in message
 
 
 def test_calls_that_make_no_sense() -> None:

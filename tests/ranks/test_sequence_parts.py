@@ -66,6 +66,36 @@ RIGHT: dict[str, Loss] = {
 }
 
 
+def token_losses(logits: Tensor, words: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.mT, words, reduction="none", ignore_index=-100)
+
+
+OWN_MEANS: dict[str, Loss] = {
+    "by the sum of a mask": lambda logits, words: (
+        (token_losses(logits, words) * (words != -100)).sum() / (words != -100).sum()
+    ),
+    "by a float mask": lambda logits, words: (
+        (token_losses(logits, words) * words.ne(-100).float()).sum() / words.ne(-100).float().sum().clamp(min=1.0)
+    ),
+    "by a number": lambda logits, words: token_losses(logits, words).sum() / (words != -100).sum().item(),
+    "by an int": lambda logits, words: token_losses(logits, words).sum() / max(int((words >= 0).sum()), 1),
+    "by a product": lambda logits, words: (
+        token_losses(logits, words).sum() * (1.0 / torch.count_nonzero(words != -100))
+    ),
+    "in place": lambda logits, words: token_losses(logits, words).sum().div_((words != -100).sum() + 1e-6),
+    "flat": lambda logits, words: token_losses(logits, words).view(-1).sum() / (words.view(-1) != -100).sum(),
+    "of two masks": lambda logits, words: token_losses(logits, words).sum() / ((words != -100) & (words != 3)).sum(),
+    "of what counts": lambda logits, words: token_losses(logits, words)[words != -100].mean(),
+    "of what is selected": lambda logits, words: torch.masked_select(token_losses(logits, words), words != -100).mean(),
+    "entropy of what counts": lambda logits, words: functional.cross_entropy(
+        logits[words != -100], words[words != -100]
+    ),
+    "squares of what counts": lambda logits, words: functional.mse_loss(
+        logits[words != -100][:, 0], torch.zeros(int(words.shape[0] and logits[words != -100].shape[0]))
+    ),
+}
+
+
 def on_two(work: Callable[[sw.Engine], object], **more: Any) -> None:
     torch.manual_seed(0)
     model = Gpt()
@@ -128,6 +158,48 @@ def test_a_mean_of_losses_is_refused_if_other_numbers_of_labels_count_on_the_ran
             engine.mean_over_tokens(losses, words != -100)
 
     on_two(work, sequence={"attention": "ulysses"})
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_own_means_are_refused_if_other_numbers_of_tokens_count_on_the_ranks(attention: str) -> None:
+    def work(engine: sw.Engine) -> None:
+        (batch,) = batches(1)
+        uneven, even = batch["labels"].clone(), batch["labels"].clone()
+        uneven[:, 1:4], even[:, 2::4] = -100, -100
+        even[:, 3::4] = -100
+        for labels in (uneven, even):
+            part = engine.split_sequence({**batch, "labels": labels})
+            for name, mean in OWN_MEANS.items():
+                logits = engine(part["input_ids"], part["position_ids"])
+                if labels is even:
+                    assert mean(logits, part["labels"]).isfinite() or name == "of two masks"
+                    continue
+                with pytest.raises(ModelError, match=r"on the ranks along sp.*engine.mean_over_tokens"):
+                    mean(logits, part["labels"])
+        part = engine.split_sequence({**batch, "labels": uneven})
+        words = part["labels"].masked_fill(part["labels"] == -100, 0)
+        losses = token_losses(engine(part["input_ids"], part["position_ids"]), words)
+        assert engine.mean_over_tokens(losses, part["labels"] != -100).isfinite()
+
+    on_two(work, sequence={"attention": attention})
+
+
+def test_own_means_over_as_many_tokens_train_as_on_whole_sequences() -> None:
+    torch.manual_seed(0)
+    model, data = Gpt(), batches(2)
+    for batch in data:
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][:, ::2] = -100
+
+    def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        losses, mask = (
+            token_losses(model(batch["input_ids"], batch["position_ids"]), batch["labels"]),
+            batch["labels"] >= 0,
+        )
+        total: Tensor = (losses * mask).sum() / mask.sum().clamp(min=1) + losses[mask].mean()
+        return total
+
+    assert_same(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
 
 
 def test_copies_are_plain() -> None:

@@ -522,7 +522,8 @@ OF_A_PART: dict[str, Callable[[nn.Parameter], Any]] = {
     "a row of what is derived": lambda param: param.detach().abs()[3],
     "a ratio": lambda param: (param.grad / (param.detach().abs() + 1)).std(),
     "a dot product": lambda param: torch.dot(param.detach().flatten(), param.grad.flatten()),
-    "a norm in a loss, in steps": lambda param: param.pow(2).mean(),
+    "a mean in a loss": lambda param: param.pow(2).mean(),
+    "a factor that trains": lambda param: param * torch.ones((), requires_grad=True),
 }
 OF_EACH_PART: dict[str, Callable[[nn.Parameter], Any]] = {
     "elementwise": lambda param: param.detach().clamp_(-0.5, 0.5),
@@ -559,6 +560,37 @@ def test_what_is_computed_of_a_part_alone_is_refused() -> None:
             assert model.norm.weight.detach().norm().item() > 0  # whole on each rank
 
     run_ranks(2, rank)
+
+
+SUMS: dict[str, Callable[[Any], Tensor]] = {
+    "of squares": lambda params: sum(p.pow(2).sum() for p in params),
+    "a norm": lambda params: sum(p.pow(2).sum() for p in params).sqrt(),
+    "norms of each": lambda params: sum((1 + p).pow(2).sum().sqrt() for p in params),
+    "columns": lambda params: sum(p.pow(2).sum(0).sqrt().sum() for p in params if p.dim() == 2),
+    "rows": lambda params: sum(p.pow(2).sum(1).sqrt().sum() for p in params if p.dim() == 2),
+    "a product of two": lambda params: (params[0].abs().sum() * params[1].exp().sum()).log(),
+    "a distance": lambda params: sum(torch.sum((0.5 - p) ** 2) for p in params).log1p(),
+}
+
+
+@pytest.mark.parametrize("term", SUMS)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_sums_over_split_parameters_are_the_whole_ones_in_a_loss(term: str, preset: str) -> None:
+    plan = {"preset": preset, "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
+    twin, models = seeded(Transformer), [seeded(Transformer) for _ in range(4)]
+    loss = twin(tokens(0)) + SUMS[term](list(twin.parameters()))
+    loss.backward()
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
+            ours = engine(tokens(0)) + SUMS[term](list(model.parameters()))
+            torch.testing.assert_close(ours.detach(), loss.detach())
+            engine.backward(ours)
+            for name, param in twin.named_parameters():
+                torch.testing.assert_close(engine.get(name, "grad"), param.grad)
+
+    run_ranks(4, rank)
 
 
 def test_whole_tensors_are_read_and_written() -> None:

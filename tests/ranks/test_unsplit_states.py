@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
 
@@ -139,6 +140,27 @@ def test_averages_of_states_are_those_of_the_unsplit_model() -> None:
     for average in run_ranks(4, rank):
         for name, value in expected.items():
             assert torch.allclose(average[name], value, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"dp": 2, "tp": 2}])
+def test_torchs_functions_for_states_have_values(axes: dict[str, int]) -> None:
+    """With some options rank 0 alone reads what they are given, which must be no whole tensor of all ranks then."""
+    models, twin = [build() for _ in range(4)], build()
+    every = dcp.StateDictOptions(full_state_dict=True)
+    more = {"tensor": TENSOR} if "tp" in axes else {}
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, {"preset": "zero3", "mesh": axes, **more}, optimizer=sgd(model), world=world) as engine:
+            state = dcp.get_model_state_dict(model, options=every)
+            assert all(type(value) is Tensor for value in state.values())
+            assert_same(state, twin.state_dict())
+            other = {name: value + 1 for name, value in twin.state_dict().items()}
+            dcp.set_model_state_dict(model, dict(other), options=every)
+            assert_same(engine.state_dict(), other)
+
+    run_ranks(4, rank)
 
 
 def test_a_part_of_a_state_is_refused_by_name() -> None:

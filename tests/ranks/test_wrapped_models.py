@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from small_transformers import VOCAB, dinov2, gpt2, llama, mixtral, qwen_moe
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import unwrapped
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 
@@ -107,3 +111,69 @@ def test_one_of_two_without_a_plan_is_named() -> None:
             sw.shard(models[world.rank], {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}}, world=world)
 
     run_ranks(2, rank)
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.TransformerEncoderLayer))
+    return model
+
+
+def _blocks_compiled(model: nn.Module) -> nn.Module:
+    for index, block in enumerate(model):
+        model[index] = torch.compile(block, backend="eager")
+    return model
+
+
+WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "nothing": lambda model: model,
+    "checkpoint_wrapper": _checkpointed,
+    "torch.compile of blocks": _blocks_compiled,
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item]
+    "both": lambda model: _blocks_compiled(_checkpointed(model)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_is_that_of_the_same_model_without_wrappers(tmp_path: Path) -> None:
+    """Names inside of wrappers have a part for each, in the model and in checkpoints that were written with them."""
+
+    def build(how: str) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+        return WRAPPINGS[how](nn.Sequential(*layers, nn.Linear(8, 8)))
+
+    def run(how: str, then: Callable[[sw.Engine], Any]) -> Any:
+        models = [build(how) for _ in range(2)]
+
+        def rank(world: sw.World) -> Any:
+            model = models[world.rank]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            with sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine:
+                return then(engine)
+
+        return run_ranks(2, rank)[0]
+
+    def trained(engine: sw.Engine, folder: Path) -> dict[str, torch.Tensor]:
+        x = torch.ones(2, 3, 8)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        engine.save(folder)
+        return state(engine)
+
+    def state(engine: sw.Engine) -> dict[str, torch.Tensor]:
+        engine.resume(folder)
+        moments = {name: engine.get(name, "exp_avg") for name, _ in engine.module.named_parameters()}
+        weights = {name: engine.get(name) for name in moments}
+        return {unwrapped(name): torch.stack([weights[name], moments[name]]) for name in moments}
+
+    for writer in WRAPPINGS:
+        folder = tmp_path / writer.replace(" ", "_")
+        written = run(writer, lambda engine: trained(engine, folder))  # noqa: B023
+        assert {spec.name for spec in sw.inspect(folder).source.specs} == written.keys()
+        for reader in WRAPPINGS:
+            if "nothing" in (writer, reader):
+                read = run(reader, state)
+                assert read.keys() == written.keys()
+                assert all(torch.equal(read[name], value) for name, value in written.items()), (writer, reader)

@@ -17,6 +17,7 @@ from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
 from shardwise.checkpoint.json_codec import encode
 from shardwise.checkpoint.keep import Keep, numbers_of
 from shardwise.checkpoint.saver import Request, Saver
+from shardwise.checkpoint.wrappers import unwrapped
 from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "numbers_of",
     "of_island",
     "step_name",
+    "unwrapped",
 ]
 
 _HOMES = {

@@ -19,6 +19,7 @@ from shardwise.checkpoint.json_codec import decode
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.read_plan import Recipe, fill, plan, read_and_check
 from shardwise.checkpoint.same import check_same_groups, check_same_model, check_same_optimizer, check_same_settings
+from shardwise.checkpoint.wrappers import named_as
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, CommError
 from shardwise.optim import AdoptedOptimizer
@@ -83,7 +84,7 @@ def load(
     if one rank raises, all raise the same `CheckpointError`. `before_change` is called when all have agreed.
     """
     objects, before = objects or {}, dict[str, Any]()
-    with _reader(path, world) as reader, _undone_on_refusal(objects, before):
+    with _reader(path, content, world) as reader, _undone_on_refusal(objects, before):
         with _agreed(world):
             check_same_model(path, reader, content, world)
             check_same_groups(path, reader.index, content, optimizer)
@@ -114,9 +115,10 @@ def _num_threads(world: World) -> int:
 
 
 @contextmanager
-def _reader(path: Path, world: World) -> Iterator[Reader]:
+def _reader(path: Path, content: Content, world: World) -> Iterator[Reader]:
     with _agreed(world):
-        reader = Reader(path, read_index(path), _num_threads(world))
+        index = named_as(read_index(path), [*content.shapes, *content.ties])
+        reader = Reader(path, index, _num_threads(world))
     with reader:
         yield reader
 

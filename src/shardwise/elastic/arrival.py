@@ -98,7 +98,7 @@ def arrive(
         without_states(optimizer, num_steps)
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     budget, smaller = Budget(**state["budget"]), SmallerMeshes.heard(state["smaller"])
-    device = next(model.parameters()).device
+    device = next(iter(model.parameters())).device
     trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
     trained.plan_in(model)
     trained.add_groups(model, optimizers)

@@ -127,7 +127,7 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
     buffers = model.get_submodule(prefix)._buffers
     present = buffers[key]
     if present is None or (present.shape, present.dtype) != (value.shape, value.dtype):
-        device = next(model.parameters()).device if present is None else present.device
+        device = next(iter(model.parameters())).device if present is None else present.device
         buffers[key] = value.to(device)
     else:
         present.copy_(value)

@@ -68,7 +68,7 @@ class FirstValues:
         self._model = model
         self._data_group = data_group
         self._wishes = wishes
-        self._is_meta = next(model.parameters()).is_meta
+        self._is_meta = next(iter(model.parameters())).is_meta
         self._is_deferred = any(isinstance(param, Deferred) for param in model.parameters())
         self._match = _matched(model, wishes, world)
         if wishes.init is not None and not self._is_meta:

@@ -70,7 +70,9 @@ def _vetted(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Param
             if param not in known:
                 raise ModelError(
                     f"Group {number} of the optimizer has a parameter of shape {tuple(param.shape)} that is not one "
-                    f"of the model's. Make the optimizer from model.parameters(), of this same model."
+                    f"of the model's. Make the optimizer from model.parameters(), of this same model. If it trains "
+                    f"another module as well (a head of the loss, a second generator), shard both as one: "
+                    f"sw.shard(nn.ModuleList([model, other]), ...); each is called as before."
                 )
     return updates_of(optimizer, optimizer.param_groups)
 

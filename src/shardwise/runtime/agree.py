@@ -86,6 +86,19 @@ class Agreement:
                     put_part(whole, box, theirs[: box.numel])
         return whole
 
+    def added_up(self, flat: Flat, slot: Slot, of_part: Tensor) -> Tensor:
+        """The sum over the unsplit tensor, from `of_part`, which is that over this rank's part of the slot."""
+        whole = of_part
+        for axis in flat.spec.split_axes or flat.spec.mesh.same_params_axes:  # there is one
+            group = self._groups[axis]
+            boxes = self._boxes_of(slot, group)
+            sums = of_part.new_zeros(len(boxes), round_up(of_part.numel(), ALIGN))
+            sums[group.index, : of_part.numel()] = of_part.reshape(-1)
+            self._collectives.all_gather(sums.view(-1), group, slot.name).wait()
+            once = [theirs for box, theirs in zip(boxes, sums, strict=True) if box.place == boxes[0].place]
+            whole = torch.stack(once).sum(0)[: of_part.numel()].view(of_part.shape)
+        return whole
+
     def _boxes_of(self, slot: Slot, group: Group) -> list[Box]:
         """The boxes along `group`; exchanged once per parameter."""
         if slot.name not in self._boxes:

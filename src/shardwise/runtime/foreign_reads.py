@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from shardwise.memory import FullState, Unit
+from shardwise.memory import Flat, FullState, Unit
 from shardwise.runtime.hooks import changed_inside
 from shardwise.runtime.nested import argument_tensors
 from shardwise.system.own_hooks import hook
@@ -73,17 +74,27 @@ class Reach(TorchDispatchMode):
 
     def _require_unchanged(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if `func` writes to a parameter. This sees even writes to `param.data`."""
-        for tensor in argument_tensors(written_by(func._schema, args, kwargs)):
-            with DisableTorchFunctionSubclass():
-                found = self._units.get(storage_id(tensor.untyped_storage()))
-            if found is not None:
-                raise changed_inside(found[0].name)
+        for unit, _ in self._found(written_by(func._schema, args, kwargs)):
+            raise changed_inside(unit.name)
 
     def _missing(self, values: object) -> list[Unit]:
         """The units that tensors among `values` belong to and that are not gathered."""
+        states = (FullState.ABSENT, FullState.GATHERING)
+        return [unit for unit, flat in self._found(values) if flat.state in states]
+
+    def _found(self, values: object) -> list[tuple[Unit, Flat]]:
+        """What the tensors among `values` belong to. Sparse ones have no storage, and are nobody's."""
         with DisableTorchFunctionSubclass():  # parameters at rest would hide their storage
-            found = [self._units.get(storage_id(tensor.untyped_storage())) for tensor in argument_tensors(values)]
-        return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.GATHERING)]
+            strided = [tensor for tensor in argument_tensors(values) if tensor.layout is torch.strided]
+            found = [self._units.get(storage_id(tensor.untyped_storage())) for tensor in strided]
+        return [one for one in found if one is not None]
+
+
+class Writes(Reach):
+    """Looks for writes to parameters alone."""
+
+    def _missing(self, values: object) -> list[Unit]:  # noqa: ARG002
+        return []
 
 
 class RehearsedReach(Reach, UncompiledMode):

@@ -478,7 +478,10 @@ def _cannot_sum(grad: Tensor, name: str) -> ModelError:
             f"summed over ranks outside of it. Use torch.autograd.grad(..., create_graph=True) for what is "
             f"differentiated again, and a plain backward() for the rest."
         )
-    return ModelError(f"The gradient of {name} is sparse; build the embedding with sparse=False.")
+    return ModelError(
+        f"The gradient of {name} is sparse; build the embedding with sparse=False, and train it with Adam if that was "
+        f"SparseAdam, which takes no other gradients."
+    )
 
 
 def _taken_at_rest(param: Tensor) -> Tensor | None:

@@ -97,7 +97,9 @@ class Runner:
         self._paths = Paths(self.passes, self._evaluation, self._post_backward, self.programs, paths, drops_layers)
         self._paths.may_differ = settings.paths_differ
         to_say = settings.if_forward_communicates
-        self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._paths, to_say)
+        self._watching = Watching(
+            model, self.gathering, self._hooks, self.passes, self._paths, to_say, self._is_model_running
+        )
         self.step = Step(
             executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers, heap
         )
@@ -136,6 +138,10 @@ class Runner:
         self._watching.stop()
         if self._compiled is not None:
             self._compiled.install()
+
+    def _is_model_running(self) -> bool:
+        """Whether modules are called by the model itself, or in an inference of this rank's."""
+        return self._is_training_root is not None or self._inference is not None
 
     def _require_values(self) -> None:
         """Of parameters that are whole here shapes can be computed, too, once those on their way have come."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.errors import ModelError
 from shardwise.init import is_distributed
 from shardwise.memory import Unit
-from shardwise.runtime.foreign_reads import Callers, Reach
+from shardwise.runtime.foreign_reads import Callers, Reach, Writes
 from shardwise.runtime.gathering import Gathering
-from shardwise.runtime.hooks import Hooks, changed_inside
+from shardwise.runtime.hooks import Hooks, changed_inside, in_backward
 from shardwise.runtime.passes import Passes
 from shardwise.runtime.paths import Paths
+from shardwise.system.own_hooks import hook
 
 _log = logging.getLogger("shardwise")
 
@@ -32,6 +34,7 @@ class Watching:
         passes: Passes,
         paths: Paths,
         if_forward_communicates: str,
+        is_model_running: Callable[[], bool],
     ) -> None:
         self._model = model
         self._if_forward_communicates = if_forward_communicates
@@ -43,6 +46,18 @@ class Watching:
         self._callers: Callers | None = None
         self._has_seen = {True: False, False: False}
         """By whether a pass is a training pass: whether everything that it reads is known."""
+        self._alone = _CalledAlone(self)
+        self.is_model_running = is_model_running
+
+    @property
+    def sites(self) -> list[nn.Module]:
+        """The modules that units compute in, but the model itself."""
+        sites = dict.fromkeys(site for unit in self._units for site in unit.sites)
+        return [site for site in sites if site is not self._model]
+
+    def writes(self) -> Writes:
+        """What raises where a module writes to a parameter."""
+        return Writes(self._units, self.gather_reached)
 
     def has_seen(self, *, training: bool) -> bool:
         """Whether passes of this kind need not be watched."""
@@ -81,6 +96,7 @@ class Watching:
     def stop(self) -> None:
         """Stop watching for good. Call it only while no module runs."""
         self.pause()
+        self._alone.remove()
         if self._callers is not None:
             self._callers.remove()
             self._callers = None
@@ -122,3 +138,38 @@ class Watching:
         if all(site is not known for known in unit.sites):
             unit.sites.append(site)
             self._hooks.add_site(unit, site, num_running=callers.num_running(site))
+
+
+class _CalledAlone:
+    """Looks for writes to parameters in modules that a loop calls one by one, and not the model, until passes of them
+    are known. In the model's own passes `Watching` does."""
+
+    def __init__(self, watching: Watching) -> None:
+        self._watching = watching
+        self._running: tuple[nn.Module, Writes] | None = None
+        self._handles = [
+            handle
+            for site in watching.sites
+            for handle in (
+                site.register_forward_pre_hook(hook(self._enter)),
+                site.register_forward_hook(hook(self._leave), always_call=True),
+            )
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        watching = self._watching
+        if self._running is not None or watching.is_model_running() or is_dynamo_compiling():
+            return
+        if not (in_backward() or watching.has_seen(training=torch.is_grad_enabled())):
+            self._running = module, watching.writes()
+            self._running[1].__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        if self._running is not None and self._running[0] is module:
+            writes, self._running = self._running[1], None
+            writes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own

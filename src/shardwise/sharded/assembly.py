@@ -34,7 +34,7 @@ from shardwise.runtime.activations import (
     Treatments,
 )
 from shardwise.sharded.access import Access
-from shardwise.sharded.at_rest import Owner, Structure, use_unsplit_states
+from shardwise.sharded.at_rest import Owner, Structure, give_values_to_torch, use_unsplit_states
 from shardwise.sharded.gradients import Gradients
 from shardwise.sharded.sharding import Sharding
 from shardwise.sharded.unfreezing import Unfreezing
@@ -205,6 +205,7 @@ class _Assembly:
         )
         self._hooks.callback(owner.close)
         self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
+        self._hooks.callback(give_values_to_torch(self._model))
         self._hooks.callback(Structure(self._model).release)
         cast = self._model.register_forward_pre_hook(hook(self._steps.cast_inputs), prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)

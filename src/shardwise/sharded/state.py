@@ -27,6 +27,7 @@ from shardwise.checkpoint import (
     of_island,
     rng,
     step_name,
+    unwrapped,
 )
 from shardwise.comm import World
 from shardwise.errors import ConfigError, StateError, TierError
@@ -219,10 +220,10 @@ class State:
             sharded.parts.optimizer.find_changed_updates()
         sharded.begin_factors_when_due()
         synchronize_generators(sharded.model, sharded.mesh, sharded.world)
-        extra = loaded.state.get("extra_state", {})
+        extra = {unwrapped(name): value for name, value in loaded.state.get("extra_state", {}).items()}
         for name, module in with_extra_state(sharded.model):
-            if name in extra:
-                module.set_extra_state(extra[name])
+            if unwrapped(name) in extra:
+                module.set_extra_state(extra[unwrapped(name)])
         self.user_state = loaded.state["user"]
         self.saver.resumed(path)
         return replace(loaded, state=loaded.state["user"])

@@ -37,10 +37,11 @@ class Marked(Tensor):
 
     @classmethod
     @abstractmethod
-    def _marks_of(
+    def _completed(
         cls, results: Sequence[Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Sequence[Any]:
-        """The mark of each of the results of a call, which are tensors or not; `None` for those that are no parts."""
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The results of a call, which are tensors or not, as the loop is to have them, and the mark of each: `None`
+        for those that are no parts."""
 
     @classmethod
     def __torch_function__(
@@ -66,7 +67,7 @@ class Marked(Tensor):
         if result is None or isinstance(result, bool | int | float | torch.Size | torch.dtype | torch.device):
             return result
         results, form = tree_flatten(result)
-        marks = cls._marks_of(results, func, args, kwargs)
+        results, marks = cls._completed(results, func, args, kwargs)
         return tree_unflatten(cls.each_marked(results, marks, tree_leaves((args, kwargs))), form)
 
     @classmethod

@@ -47,3 +47,25 @@ def is_called_by_us() -> bool:
     ):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OURS)
+
+
+def is_called_by(name: str) -> bool:
+    """Whether the call that a tensor's `__torch_function__` is handling is made by a function of this name."""
+    frame = _caller()
+    return frame is not None and frame.f_code.co_name == name
+
+
+def is_called_by_torch() -> bool:
+    """Whether that call is made by a function of torch's, whoever has called that."""
+    frame = _caller()
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _caller() -> FrameType | None:
+    """What has called the innermost `__torch_function__` that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name.strip("_") != "torch_function":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name.strip("_") == "torch_function":
+        frame = frame.f_back
+    return frame

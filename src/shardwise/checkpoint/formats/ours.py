@@ -24,6 +24,7 @@ from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of
 from shardwise.checkpoint.index_schema import RANK, read_index
 from shardwise.checkpoint.json_codec import decode, dtype_name, dtype_of, encode
 from shardwise.checkpoint.read import Reader
+from shardwise.checkpoint.wrappers import named_as
 from shardwise.errors import CheckpointError
 from shardwise.optim import SCALAR_STATES, WHOLE_STATES
 from shardwise.plan.placement import Span
@@ -49,7 +50,7 @@ def open_ours(path: Path) -> Source:
     folder = newest(path)
     if folder is None:
         raise CheckpointError(f"There is no checkpoint in {path}.")
-    index = read_index(folder)
+    index = named_as(read_index(folder))
     state = decode(index.state)  # `read_index` has tried it
     reader = Reader(folder, index)
     return Source(

@@ -133,7 +133,7 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.shardwise.module.parameters()).device
+        return next(iter(self.shardwise.module.parameters())).device
 
     @property
     def world_size(self) -> int:

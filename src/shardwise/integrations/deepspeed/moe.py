@@ -67,6 +67,9 @@ class ExpertCopies(Experts):
 class MOELayer(nn.Module):
     """A gate and its experts. `l_aux` and `exp_counts` are from the last forward."""
 
+    is_in_stages = False
+    """Set by `PipelineModule`, whose loss is made of what layers return: there `l_aux` is kept as a value alone."""
+
     def __init__(self, gate: TopKGate, experts: ExpertCopies) -> None:
         super().__init__()
         self.gate = gate
@@ -142,13 +145,16 @@ class MoE(nn.Module):
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the output, `l_aux` and `exp_counts`."""
-        output = self.deepspeed_moe(hidden_states, used_token)
+        layer = self.deepspeed_moe
+        output, loss = layer(hidden_states, used_token), layer.l_aux
+        if loss is not None and layer.is_in_stages:
+            layer.l_aux = loss.detach()
         if self.use_residual:
             residual = self.mlp(hidden_states)
             residual = residual[0] if isinstance(residual, tuple) else residual
             coefficients = self.coefficient(hidden_states).softmax(dim=-1)
             output = output * coefficients[..., 0:1] + residual * coefficients[..., 1:]
-        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        return output, loss, layer.exp_counts
 
 
 def expert_ranks_of(model: nn.Module) -> int:

@@ -4,13 +4,14 @@
 rank, or pairs wrong ones; one that pools, or sums by sample, has those of a part. No error would follow. So parts are
 marked (`system/marked.py`) as long as their dimension 1 is the rank's tokens, and functions that mix those are refused,
 as in a model: [Note: along tokens] in `mixing.py`. A mean of losses is one over the rank's own tokens, which is right
-if as many count on each: labels are known of all ranks, so that others are refused.
+if as many count on each: labels and masks are known of all ranks, so that others are refused, also those that a loop
+takes by itself: `losses[mask].mean()`, `(losses * mask).sum() / mask.sum()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,14 +20,39 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.parallel.sequence.token_layout import Layout
 from shardwise.system.marked import Marked
-from shardwise.system.torch_functions import is_called_by_us
-from shardwise.system.torch_private import tree_leaves, tree_map_only
+from shardwise.system.torch_functions import is_called_by_us, named
+from shardwise.system.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 Tensor = torch.Tensor
 _MEANS = frozenset({functional.cross_entropy, functional.nll_loss})
 _ROWS = frozenset({Tensor.__getitem__, Tensor.unbind, torch.unbind, Tensor.select, torch.select, Tensor.squeeze})
 """What gives rows of a batch by themselves."""
 _IGNORED = -100
+_COMPARED = named("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "greater", "less", "greater_equal", "less_equal")
+_COMBINED = named(
+    *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
+    *("mul", "multiply", "sub", "add", "isin", "clamp", "clamp_min", "masked_fill", "where"),
+    *("__and__", "__or__", "__invert__", "__mul__", "__rmul__", "__rsub__", "__sub__", "__add__", "__radd__"),
+)
+_CONVERTED = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "byte")
+_ELEMENTWISE = _COMPARED | _COMBINED | _CONVERTED
+"""Of labels and masks they give masks: those of all ranks, of what is known of all ranks."""
+_REARRANGED = named(
+    *("view", "reshape", "flatten", "ravel", "contiguous", "detach", "clone", "unsqueeze", "squeeze", "view_as", "cpu"),
+    *("transpose", "swapaxes", "t", "permute", "movedim", "unflatten", "__getitem__", "expand", "reshape_as"),
+) | {Tensor.T.__get__, Tensor.mT.__get__, Tensor.data.__get__}
+_COUNTS = named("sum", "count_nonzero", "nansum")
+_SELECTS = named("masked_select", "__getitem__")
+_AVERAGES = named("mean", "nanmean", "median", "var", "std")
+_LOSSES = named(
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "gaussian_nll_loss", "poisson_nll_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss"),
+)
+_DIVISIONS = named(
+    "div", "divide", "true_divide", "div_", "divide_", "__truediv__", "__itruediv__", "__div__", "__idiv__"
+)
+_DIVIDES_BY_FIRST = named("reciprocal", "__rtruediv__", "__rdiv__")
+_NUMBERS = named("item", "tolist", "__float__", "__int__", "__index__", "numpy", "__array__")
 
 
 @dataclass(frozen=True)
@@ -37,27 +63,47 @@ class Tokens:
     dim: int | None = 1
     """The dimension that is the tokens; `None` if there is one entry for each of them somehow."""
     whole: Tensor | None = None
-    """Of integers that a split has cut: those of all ranks, which `layout` divides."""
+    """Of labels and masks that a split has cut: those of all ranks, which `layout` divides."""
     layout: Layout | None = None
 
-    def counts(self, ignored: int) -> list[int]:
-        """How many entries other than `ignored` each rank has."""
-        if self.whole is None or self.layout is None:
-            return []
-        counted = self.whole != ignored
-        return [int(self.layout.take(counted, rank).sum()) for rank in range(self.layout.num_ranks)]
+    def counts(self, mask_of: Callable[[Tensor], Tensor] | None = None) -> tuple[float, ...]:
+        """How many entries count on each rank: those of a mask, or of that which `mask_of` makes of labels. Nothing
+        where it is not known, or this is no mask."""
+        if self.whole is None or self.layout is None or self.whole.device.type != "cpu":
+            return ()  # elsewhere counting would wait for the device in each step
+        mask = self.whole if mask_of is None else mask_of(self.whole)
+        if not (mask.is_floating_point() or mask.dtype == torch.bool) and mask.numel() and int(mask.max()) > 1:
+            return ()
+        return tuple(float(self.layout.take(mask, rank).sum()) for rank in range(self.layout.num_ranks))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a tensor has that comes of counting a rank's tokens."""
+
+    by_rank: tuple[float, ...]
+    """How many count on each rank."""
+    are_entries: bool
+    """Whether the tensor has an entry for each of them; if not, it is their number."""
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.by_rank)) <= 1
 
 
 class PartOfSequence(Marked):
     """This rank's part of a split sequence."""
 
-    mark: Tokens
+    mark: Tokens | Counted
 
     @classmethod
     def _require_right(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if func is Tensor.__setitem__ and _is_part(args[0]):  # those of other ranks are not known any more
+            args[0].mark = replace(args[0].mark, whole=None)
         if func in _MEANS:
             _require_even(func, args, kwargs)
-        marks = {id(one): one.mark for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
+        _require_even_counts(func, args, kwargs)
+        marks = {id(one): one.mark for one in tree_leaves((args, kwargs)) if _is_part(one)}
         known = next((mark for mark in marks.values() if mark.dim is not None), None)
         if known is None:
             return
@@ -74,31 +120,94 @@ class PartOfSequence(Marked):
             )
 
     @classmethod
-    def _marks_of(
+    def _completed(
         cls, results: Sequence[Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Tokens | None]:
-        of = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
-        return [_mark_of(one, func, of.plain(), of.mark) if isinstance(one, Tensor) else None for one in results]
+    ) -> tuple[Sequence[Any], Sequence[Tokens | Counted | None]]:
+        marks = [_mark_of(one, func, args, kwargs) if isinstance(one, Tensor) else None for one in results]
+        for one, mark in zip(results, marks, strict=True):
+            if isinstance(one, cls) and isinstance(mark, Tokens):  # changed in place
+                one.mark = mark
+        return results, marks
 
 
-def _mark_of(result: Tensor, func: Callable[..., Any], of: Tensor, mark: Tokens) -> Tokens | None:
-    """What `result`, which `func` has made of `of`, has of the sequence."""
+def _is_part(value: Any) -> bool:
+    return isinstance(value, PartOfSequence) and isinstance(value.mark, Tokens)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, PartOfSequence) and isinstance(value.mark, Counted)
+
+
+def _mark_of(
+    result: Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tokens | Counted | None:
+    """What `result` has of the sequence."""
+    if (counted := _counted(result, func, args, kwargs)) is not None:
+        return counted
+    part = next((one for one in tree_leaves((args, kwargs)) if _is_part(one)), None)
+    if part is None:
+        return None
+    of, mark = part.plain(), part.mark
+    whole = _whole_of(result, func, args, kwargs, part)
     is_looked_up = result.is_floating_point() and not of.is_floating_point() and result.shape != of.shape
     sizes, dim = result.shape, mark.dim
     if dim is not None and not is_looked_up and result.dim() > dim and sizes[dim] == mark.num_local:
         if sizes[:dim] == of.shape[:dim]:
-            return mark
+            return replace(mark, whole=whole)
         if func is Tensor.__getitem__:  # some of the rows
             return Tokens(mark.num_local)
     if dim == 1 and func in _ROWS and result.dim() == of.dim() - 1 and sizes[:1] == (mark.num_local,):
         return Tokens(mark.num_local, dim=0)
-    is_rearranged = mark.whole is not None and result.dtype == of.dtype and result.numel() == of.numel()
-    return Tokens(mark.num_local, None, mark.whole, mark.layout) if is_rearranged else None
+    return Tokens(mark.num_local, None, whole, mark.layout) if whole is not None else None
+
+
+def _whole_of(
+    result: Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], part: PartOfSequence
+) -> Tensor | None:
+    """What all ranks have of `result`, if that is known of what it was made of."""
+    if part.mark.whole is None or result.numel() != part.numel():
+        return None
+    if func in _REARRANGED:
+        return part.mark.whole if result.dtype == part.dtype else None
+    if func not in _ELEMENTWISE or part.mark.whole.device.type != "cpu":
+        return None
+    leaves, form = tree_flatten((tuple(args), dict(kwargs)))
+    wholes = [one.mark.whole if _is_part(one) else one for one in leaves]
+    are_known = all(not isinstance(one, Tensor) or one.dim() == 0 or _is_part(one) for one in leaves)
+    is_alike = len({one.mark.dim for one in leaves if _is_part(one)}) == 1
+    if not (are_known and is_alike) or any(_is_part(one) and one.mark.whole is None for one in leaves):
+        return None
+    given, named_ones = tree_unflatten(wholes, form)
+    whole: Tensor = func(*given, **named_ones)
+    return whole
+
+
+def _counted(
+    result: Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Counted | None:
+    """What comes of counting tokens: how many a mask has, what a mask has selected, and what is made of these."""
+    given = args[0] if args else kwargs.get("input")
+    if func in _COUNTS and _is_part(given) and not result.dim():
+        counts = given.mark.counts()
+        return Counted(counts, are_entries=False) if counts else None
+    if func in _SELECTS:
+        index = args[1] if len(args) > 1 else kwargs.get("mask")
+        mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+        if _is_part(mask) and mask.dtype == torch.bool and (counts := mask.mark.counts()):
+            return Counted(counts, are_entries=True)
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    of = next((one for one in tensors if _is_count(one)), None)
+    if of is None:
+        return None
+    if of.mark.are_entries:
+        return of.mark if result.dim() and result.shape[0] == of.shape[0] else None
+    are_numbers = all(_is_count(one) or not (one.dim() or one.requires_grad) for one in tensors)
+    return of.mark if not result.dim() and are_numbers else None
 
 
 def mark_cut(part: Tensor, whole: Tensor, layout: Layout) -> Tensor:
     """`part`, which a split has cut from `whole`, marked."""
-    is_counted = not (whole.is_floating_point() or whole.dtype == torch.bool)
+    is_counted = whole.dim() == 2 or not (whole.is_floating_point() or whole.dtype == torch.bool)
     return PartOfSequence.of(part, Tokens(layout.num_local, 1, whole if is_counted else None, layout))
 
 
@@ -117,15 +226,41 @@ def unmarked(value: Any) -> Any:
 def _require_even(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if a mean over losses has as many terms as labels count on this rank, and on others others count."""
     given = dict(zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False)) | dict(kwargs)
-    target = given.get("target")
+    target, ignored = given.get("target"), given.get("ignore_index", _IGNORED)
     if not isinstance(target, PartOfSequence) or given.get("reduction", "mean") != "mean":
         return
-    if target.device.type != "cpu":  # counting would wait for the device in each step
-        return
-    counts = target.mark.counts(given.get("ignore_index", _IGNORED))
+    mark = target.mark
+    counts = mark.counts(lambda labels: labels != ignored) if isinstance(mark, Tokens) else mark.by_rank
     if len(set(counts)) > 1:
         raise ModelError(
             f"{func.__name__} takes the mean over the tokens of this rank that count, and the labels of this batch "
-            f"count {', '.join(map(str, counts))} of them on the ranks along sp: the mean over ranks would not be that "
+            f"count {_listed(counts)} of them on the ranks along sp: the mean over ranks would not be that "
             f"over tokens. Use reduction='none' and engine.mean_over_tokens(losses, counted)."
         )
+
+
+def _require_even_counts(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a loop averages by itself over the tokens of this rank that count, and on others others count."""
+    if getattr(func, "__module__", "").startswith("torch.distributed"):  # a loop that adds up counts by itself
+        for one in tree_leaves((args, kwargs)):
+            if _is_count(one):
+                one.mark = Counted((), one.mark.are_entries)
+        return
+    by = args[0] if args else kwargs.get("input")
+    if func in _DIVISIONS:
+        by = args[1] if len(args) > 1 else kwargs.get("other")
+    averages = func in _AVERAGES or (func in _LOSSES and kwargs.get("reduction", "mean") == "mean")
+    if not (averages or func in _DIVISIONS | _DIVIDES_BY_FIRST | _NUMBERS):
+        return
+    if not _is_count(by) or by.mark.is_even or by.mark.are_entries != averages or is_called_by_us():
+        return
+    raise ModelError(
+        f"{getattr(func, '__name__', func)} takes the number of tokens of this rank that count, and on the ranks along "
+        f"sp these are {_listed(by.mark.by_rank)}: the mean over ranks of what is divided by it would not be that over "
+        f"tokens. Average by engine.mean_over_tokens(values, mask), and take numbers of a whole batch from its mask "
+        f"before engine.split_sequence."
+    )
+
+
+def _listed(counts: Sequence[float]) -> str:
+    return ", ".join(f"{count:g}" for count in counts)

@@ -127,7 +127,8 @@ class _Kept:
     def watch(self, tensor: torch.Tensor) -> None:
         """Also check `tensor`, a view of the result."""
         self._versions.append((with_same_version(tensor), tensor._version))
-        self.storages.add(storage_id(tensor.untyped_storage()))
+        if tensor.layout is torch.strided:
+            self.storages.add(storage_id(tensor.untyped_storage()))
 
     @property
     def is_unchanged(self) -> bool:
@@ -155,14 +156,14 @@ class _Results:
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
-                for tensor in tensors_in(value):
+                for tensor in _strided_in(value):
                     kept = self._by_storage.get(storage_id(tensor.untyped_storage()))
                     if kept is not None:
                         kept.is_changed = True
 
     def watch(self, output: Any) -> None:
         """Check the versions of `output`, which the forward has returned and others may write to."""
-        for tensor in tensors_in(output):
+        for tensor in _strided_in(output):
             kept = self._by_storage.get(storage_id(tensor.untyped_storage()))
             if kept is not None:
                 kept.watch(tensor)
@@ -219,6 +220,11 @@ class _Replaying(TorchDispatchMode):
                 f"Leave this operator out of activations.keep, or let the model make a new tensor."
             )
         return tree_map_only(torch.Tensor, with_same_version, found.result)
+
+
+def _strided_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in `value` that have a storage, as sparse ones have not."""
+    return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]
 
 
 def _is_kept(func: Any, operators: frozenset[Operator], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

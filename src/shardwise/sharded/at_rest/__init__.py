@@ -2,6 +2,7 @@
 
 from shardwise.sharded.at_rest.owner import Owner
 from shardwise.sharded.at_rest.structure import Structure
+from shardwise.sharded.at_rest.torch_checkpoints import give_values_to_torch
 from shardwise.sharded.at_rest.unsplit import use_unsplit_states
 
-__all__ = ["Owner", "Structure", "use_unsplit_states"]
+__all__ = ["Owner", "Structure", "give_values_to_torch", "use_unsplit_states"]

@@ -90,6 +90,10 @@ class Home(Source, Protocol):
         """How often a gradient counts that does not come through the model."""
         ...
 
+    def added_up(self, of_part: Tensor) -> Tensor:
+        """The sum over the unsplit tensor, from that over the part that `opened` yields. All ranks call."""
+        ...
+
     def require_open(self) -> None:
         """Raise unless the engine still holds the parameter."""
         ...

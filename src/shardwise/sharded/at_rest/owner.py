@@ -267,6 +267,9 @@ class ParamHome:
         """The tensor of the unsplit model, of which this rank has `part`."""
         return self._owner.agreement.assembled(self._flat, self.slot, part)
 
+    def added_up(self, of_part: Tensor) -> Tensor:
+        return self._owner.agreement.added_up(self._flat, self.slot, of_part)
+
     def unsplit(self) -> Whole:
         """A tensor that stands for the one of the unsplit model."""
         param = self.param
@@ -307,6 +310,8 @@ class ParamHome:
 
     def set_gradient(self, value: Tensor | None) -> None:
         if not self._flat.spec.trainable:
+            if value is None:  # it has none, and loops drop that of all parameters
+                return
             raise StateError(
                 f"{self.name} is frozen, so a gradient that it is given would not be used. Unfreeze it before the "
                 f"forward, on all ranks: requires_grad_(True)."
@@ -352,9 +357,9 @@ class ParamHome:
 
     def refuse_hook(self) -> NoReturn:
         raise StateError(
-            f"A post-accumulate hook on {self.name} would see a gradient of this rank alone, before it is averaged, "
-            f"and what it does to it would be lost. Read gradients between backward and step instead: param.grad, or "
-            f"engine.get({self.name!r}, 'grad')."
+            f"A hook on {self.name}, or on its node in autograd's graph, that is called once its gradient is added up "
+            f"would see that of this rank alone, before it is averaged, and what it does to it would be lost. Read "
+            f"gradients between backward and step instead: param.grad, or engine.get({self.name!r}, 'grad')."
         )
 
     def refuse(self, what: str) -> NoReturn:

@@ -28,6 +28,8 @@ class PartOf(NamedTuple):
 
     name: str
     unsplit_shape: tuple[int, ...]
+    added_up: Callable[[Tensor], Tensor] | None
+    """See `Home.added_up`; `None` for what is no parameter."""
 
 
 class Part(Marked):
@@ -36,47 +38,74 @@ class Part(Marked):
     mark: PartOf
 
     @classmethod
-    def _marks_of(
+    def _completed(
         cls, results: Sequence[Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[PartOf | None]:
+    ) -> tuple[Sequence[Any], Sequence[PartOf | None]]:
         leaves, form = tree_flatten((tuple(args), dict(kwargs)))
-        return marks_of(results, func, leaves, form)
+        return completed(results, func, leaves, form)
 
 
-def marks_of(results: Sequence[Any], func: Callable[..., Any], leaves: Sequence[Any], form: Any) -> list[PartOf | None]:
-    """What of the `results` of a function of `leaves` is a part of what the unsplit parameters would give. Raises
-    `StateError` for one that was computed of parts alone."""
+class _AddedUp(torch.autograd.Function):
+    """The sum over all parts, of that over a rank's own, to which the gradient of the whole one goes as it is: all
+    ranks go on with the same value."""
+
+    @staticmethod
+    def forward(ctx: Any, of_part: Tensor, added_up: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG004
+        return added_up(of_part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+def completed(
+    results: Sequence[Any], func: Callable[..., Any], leaves: Sequence[Any], form: Any
+) -> tuple[Sequence[Any], Sequence[PartOf | None]]:
+    """`results` of a function of `leaves`, and what of them is a part of what the unsplit parameters would give. A sum
+    in a loss is that over all parts. Raises `StateError` for anything else that was computed of parts alone."""
     nothing: list[PartOf | None] = [None] * len(results)
-    split = next((one for one in map(_part_of, leaves) if one is not None), None)
-    if split is None:
-        return nothing
-    part, of = split
+    splits = [one for one in map(_part_of, leaves) if one is not None]
+    if not splits:
+        return results, nothing
+    part, of = next((one for one in splits if one[1].added_up is not None), splits[0])
     try:
         with torch.no_grad(), DisableTorchFunctionSubclass():
             args, kwargs = tree_unflatten([_unsplit(leaf) for leaf in leaves], form)
             expected = [one.shape if isinstance(one, Tensor) else None for one in tree_leaves(func(*args, **kwargs))]
     except NotImplementedError:
-        return nothing  # its result depends on values
+        return results, nothing  # its result depends on values
     except (RuntimeError, ValueError, TypeError, IndexError):  # it is given other parts too
         is_mixing = any(isinstance(one, Tensor) and one.shape.numel() < math.prod(part) for one in results)
         expected = []
     else:
         pairs = zip(results, expected, strict=False)
         is_mixing = any(isinstance(one, Tensor) and one.shape == other for one, other in pairs)
-    is_term = func in uses.SUMS and any(isinstance(one, Tensor) and one.requires_grad for one in results)
-    if is_mixing and not is_term:
+    is_term = func in uses.SUMS and _has_gradient(results)
+    if is_mixing and is_term and of.added_up is not None:
+        with DisableTorchFunctionSubclass():
+            return [_AddedUp.apply(results[0], of.added_up)], nothing
+    if is_mixing or (_has_gradient(results) and _has_gradient([one for one in leaves if _part_of(one) is None])):
         raise StateError(
             f"{of.name} is split along a model axis: this rank has {list(part)} of {list(of.unsplit_shape)}, and "
             f"{getattr(func, '__name__', func)} would compute with that part alone. engine.get(name), or "
             f"engine.get(name, 'grad'), called by all ranks, gives the whole tensor, and engine.set(name, value) "
-            f"changes it; engine.clip_grad_norm_ and engine.gradient_norm are of the whole model."
+            f"changes it; engine.clip_grad_norm_ and engine.gradient_norm are of the whole model. In a loss, take a "
+            f"sum of the parameter alone, which is the whole one's, as in param.pow(2).sum().sqrt()."
         )
     if len(expected) != len(results):
-        return nothing
-    return [
-        PartOf(of.name, tuple(whole)) if whole is not None and isinstance(one, Tensor) and one.shape != whole else None
+        return results, nothing
+    return results, [
+        of._replace(unsplit_shape=tuple(whole))
+        if whole is not None and isinstance(one, Tensor) and one.shape != whole
+        else None
         for one, whole in zip(results, expected, strict=True)
     ]
+
+
+def _has_gradient(tensors: Sequence[Any]) -> bool:
+    """Whether a gradient goes to one of the `tensors`, as far as they are some."""
+    with DisableTorchFunctionSubclass():
+        return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)
 
 
 def source_of(handle: Resting | Whole) -> Source:
@@ -91,7 +120,10 @@ def _part_of(leaf: Any) -> tuple[tuple[int, ...], PartOf] | None:
     if not isinstance(leaf, Resting | Whole):
         return None
     source = source_of(leaf)
-    return None if source.unsplit_shape is None else (_shape(leaf), PartOf(source.name, source.unsplit_shape))
+    if source.unsplit_shape is None:
+        return None
+    added_up = leaf.home().added_up if isinstance(leaf, Resting) else None
+    return _shape(leaf), PartOf(source.name, source.unsplit_shape, added_up)
 
 
 def _unsplit(leaf: Any) -> Any:

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
-from shardwise.sharded.at_rest.parts import Part, marks_of
+from shardwise.sharded.at_rest.parts import Part, completed
+from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     is_checkpointing,
@@ -134,7 +135,9 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
-        marks = marks_of(tree_leaves(result), func, leaves, form)
+        parts, result_form = tree_flatten(result)
+        parts, marks = completed(parts, func, leaves, form)
+        result = tree_unflatten(parts, result_form)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
             for handle in handles:
                 if isinstance(handle, Resting):
@@ -328,6 +331,8 @@ def _set_grad(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def _detach(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Whole:  # noqa: ARG001
     handle, steps = args[0], (uncounted,) if func == uses.GET_DATA else ()
+    if is_called_by("distribute_tensor"):  # it would send values from one rank, which alone reads them
+        _refuse(handle, "its memory, for a DTensor (parallelize_module, distribute_module: leave that call out),")
     if isinstance(handle, Whole):
         return Whole(handle.memory, (*handle.steps, *steps), handle)
     return handle.home().whole(steps)  # type: ignore[no-any-return]
@@ -392,8 +397,11 @@ def _copied(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _own_node(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A view of a parameter as itself is for its node, and reads no values."""
+    """A view of a parameter as itself is for its node, and reads no values. Others than torch hook into that, to find
+    the gradient that has just been added up, which is this rank's alone and already gone."""
     is_own = len(args) > 1 and args[0] is args[1] and isinstance(args[0], Resting) and torch.is_grad_enabled()
+    if is_own and not is_called_by_torch():
+        args[0].home().refuse_hook()
     return plainly(func, args, kwargs) if is_own else _generic(func, args, kwargs)
 
 
