@@ -110,7 +110,12 @@ def _waits_for(late: sw.World, world: sw.World) -> bool:
 def stall(late: sw.World, worlds: Collection[sw.World], timeout_seconds: float) -> None:
     """Keep the other ranks waiting until that is a fault: for longer than `timeout_seconds`, all of them at once."""
     await_waiting(late, worlds)
+    time_out(worlds, timeout_seconds)
+    await_fault(late)
+
+
+def time_out(worlds: Collection[sw.World], timeout_seconds: float) -> None:
+    """From now on ranks that wait for longer than `timeout_seconds` raise."""
     for world in worlds:
         assert world._watch is not None
         world._watch._timeout_seconds = timeout_seconds
-    await_fault(late)

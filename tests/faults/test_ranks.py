@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -425,16 +426,25 @@ def test_a_connection_that_breaks_between_living_ranks_is_nobodys_fault(monkeypa
 
 def test_a_message_that_never_arrives_is_the_networks_fault() -> None:
     """Both have begun the same, and wait for each other's part."""
+    worlds: dict[int, sw.World] = {}
 
     def rank(world: sw.World) -> FaultError:
         world.barrier()
         entry = world.journal.enter("gather", world.everybody, 64, torch.uint8, "full")
         never = world.transport.receive(torch.empty(1), 1 - world.rank, 7)
+        worlds[world.rank] = world
         with pytest.raises(FaultError) as raised:
             Awaited(world.journal, entry, never).wait()
         return raised.value
 
-    errors = run_ranks(2, rank, patience_seconds=0.3, timeout_seconds=1, shares_memory=False)
+    def lose_patience() -> None:
+        wait_until(lambda: len(worlds) == 2 and all(world.journal.waiting is not None for world in worlds.values()))
+        inside.time_out(worlds.values(), 1)
+
+    with ThreadPoolExecutor(1) as beside:
+        losing = beside.submit(lose_patience)
+        errors = run_ranks(2, rank, patience_seconds=0.3, shares_memory=False)
+        losing.result()
     assert {(error.kind, error.ranks) for error in errors} == {("disconnected", (0, 1))}
     assert "Timeout of 1 s: ranks 0 and 1 could not reach each other, though all are alive." in str(errors[0])
 

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 import shardwise as sw
 import warm
 from shardwise.comm import StartupBarrier
+from shardwise.comm.watch import startup_barrier
 from shardwise.errors import CommError, FaultError
 from tests.free_port import free_port
 from tests.patience import PATIENCE
@@ -69,16 +70,60 @@ def test_all_come_and_come_again(connect: Connect) -> None:
     assert len(keys) <= 2 * 3  # those of the last meeting, and of the one before if somebody was slow
 
 
-def test_a_rank_that_never_comes_is_named(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+class OwnClock(threading.local):
+    """Of each thread: it shows how long that has slept, and the first sleep ends when the others sleep, too."""
+
+    now, has_slept, others = 0.0, False, threading.Barrier(2)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        if not self.has_slept:
+            self.has_slept = True
+            self.others.wait(PATIENCE)
+        self.now += seconds
+
+
+def test_a_rank_that_never_comes_is_named(
+    connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup_barrier, "time", OwnClock())
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         errors = attended(connect, [(0, 4), (2, 4)], timeout_seconds=2.0, patience_seconds=0.8)
     for error in errors:
         assert error is not None
         assert (error.kind, error.ranks) == ("timeout", (1, 3))
         assert str(error).startswith("Ranks 1 and 3 of 4 never came to here, where the others have waited for 2 s.")
-    assert caplog.messages
-    assert all(message.startswith("Ranks 1 and 3 of 4 did not come to here yet") for message in caplog.messages)
-    assert len(caplog.messages) <= 2  # one rank speaks, and ever more seldom
+    assert [message.partition(" yet")[0] for message in caplog.messages] == [
+        "Ranks 1 and 3 of 4 did not come to here"
+    ] * 2  # one rank speaks, and ever more seldom
+
+
+class Stopped:
+    """The clock of a rank that stands still for a minute after its first look at who is there."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile, self._num_looks = meanwhile, 0
+
+    def monotonic(self) -> float:
+        self._num_looks += 1
+        if self._num_looks == 1:
+            return 0.0
+        if self._num_looks == 2:
+            self._meanwhile()
+        return 60.0
+
+
+def test_a_rank_that_was_stopped_for_longer_than_the_timeout_finds_who_came_meanwhile(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_comes() -> None:
+        other = StartupBarrier(connect(), "0", me="other")
+        assert other.wait(1, 2, "here", timeout_seconds=2, patience_seconds=1, is_host=False) == 1
+
+    monkeypatch.setattr(startup_barrier, "time", Stopped(other_comes))
+    assert attended(connect, [(0, 2)], timeout_seconds=2.0) == [None]
 
 
 def test_two_processes_that_are_one_rank(connect: Connect) -> None:
@@ -152,7 +197,7 @@ def test_a_rank_that_ends_before_it_joins(tmp_path: Path) -> None:
         "import shardwise as sw\n"
         "with sw.World.join(): raise AssertionError\n"
     )
-    command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", str(script)]
+    command = [warm.python(), "-m", "shardwise", "launch", "--timeout", str(PATIENCE), "--nproc", "3", str(script)]
     environment = {**os.environ, **warm.RANKS_TOO}
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert done.returncode == 1

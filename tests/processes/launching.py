@@ -25,6 +25,8 @@ def launch(
             "-m",
             "shardwise",
             "launch",
+            "--timeout",  # for ranks to end: beside other work, that may take long
+            str(PATIENCE),
             "--nproc",
             str(num_ranks),
             str(script),

@@ -24,8 +24,9 @@ from tests.thorough import sampled, soak, thorough_only
 
 
 def command(*, is_warm: bool) -> list[str]:
-    """The launcher imports torch, which takes two seconds; a fork of a process that has done so acts the same."""
-    return [warm.python() if is_warm else sys.executable, "-m", "shardwise", "launch"]
+    """The launcher imports torch, which takes two seconds; a fork of a process that has done so acts the same. Its
+    ranks may take as long to end as it takes a busy machine, unless a test says otherwise."""
+    return [warm.python() if is_warm else sys.executable, "-m", "shardwise", "launch", "--timeout", str(PATIENCE)]
 
 
 class Bench:
@@ -577,7 +578,7 @@ class TestSignals:
         begin = time.monotonic()
         launcher.send_signal(signal.SIGINT)
         _, err = launcher.communicate(timeout=PATIENCE)
-        assert time.monotonic() - begin < 5  # of the ten that they would have had
+        assert time.monotonic() - begin < 5  # of the minutes that they would have had
         assert launcher.returncode == 130
         assert "2 had to be killed" in err
         assert not any(is_alive(bench.pid(name)) for name in ("pid0", "pid1"))

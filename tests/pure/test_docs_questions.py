@@ -107,12 +107,6 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert where in sections(to), f"{page.name} links to {to.name}#{where}"
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "decisions.md"])
-def test_files_that_it_names_exist(page: str) -> None:
-    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / page).read_text()):
-        assert any((folder / name).exists() for folder in (ROOT / "src" / "shardwise", ROOT)), name
-
-
 def test_what_would_be_found() -> None:
     assert anchor("Checking a machine: `shardwise doctor`") == "checking-a-machine-shardwise-doctor"
     assert "rules-other-rows-for-some-parameters" in sections(ROOT / "docs" / "plans.md")

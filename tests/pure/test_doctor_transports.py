@@ -153,7 +153,7 @@ class TestMpirun:
         (tmp_path / "mpirun").write_text("#!/bin/sh\necho libprrte.so: cannot open shared object file >&2; exit 127\n")
         (tmp_path / "mpirun").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-        (check,) = examine_mpi(mpi_facts(), 1.0)
+        (check,) = examine_mpi(mpi_facts(), PATIENCE)
         assert check.status == "warn"
         assert "status 127: libprrte.so: cannot open shared object file" in check.found
         assert list(examine_mpi(mpi_facts(), 1.0, HOSTS)) == []

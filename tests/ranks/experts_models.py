@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import sequences
 import torch
 from fake_devices import Devices
 from torch import nn
@@ -26,14 +27,9 @@ def mixture(**settings: Any) -> Mixture:
 
 
 @dataclass
-class Run:
-    """Losses, gradient norms and all gradients of each step; final parameters, and the result of `after`."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
+class Run(sequences.Run):
     extra: Any = None
+    """What `after` has returned."""
 
 
 def micro_batches(batch: Batch, number: int) -> list[Batch]:
@@ -117,20 +113,3 @@ def dealt_run(
         assert other.norms == runs[0].norms
     runs[0].extra = [run.extra for run in runs]
     return runs[0]
-
-
-def assert_same(run: Run, twin: Run, tolerance: float = 1e-5) -> None:
-    assert len(run.losses) == len(twin.losses) > 0
-    for mine, others in ((run.losses, twin.losses), (run.norms, twin.norms)):
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(others), rtol=tolerance, atol=tolerance)
-    for step, (mine, others) in enumerate(zip(run.grads, twin.grads, strict=True)):
-        assert mine.keys() == others.keys()
-        for name, grad in others.items():
-            torch.testing.assert_close(
-                mine[name], grad, rtol=tolerance, atol=tolerance, msg=lambda text, at=(step, name): f"{at}: {text}"
-            )
-    assert run.params.keys() == twin.params.keys()
-    for name, value in twin.params.items():
-        torch.testing.assert_close(
-            run.params[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, at=name: f"{at}: {text}"
-        )

@@ -128,6 +128,7 @@ def assert_same(run: Run, twin: Run, *, tolerance: float = 1e-5) -> None:
             torch.tensor(getattr(run, name)), torch.tensor(getattr(twin, name)), rtol=tolerance, atol=tolerance
         )
     for step, (mine, other) in enumerate(zip(run.grads, twin.grads, strict=True)):
+        assert mine.keys() == other.keys()
         for name, grad in other.items():
             torch.testing.assert_close(
                 mine[name], grad, rtol=tolerance, atol=tolerance, msg=lambda text, at=(step, name): f"{at}: {text}"

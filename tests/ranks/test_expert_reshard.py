@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import split_models
 import torch
-from experts_models import Run, assert_same, micro_batches, mixture, whole_grads, whole_run
+from experts_models import Run, micro_batches, mixture, whole_grads, whole_run
+from sequences import assert_same
 from test_experts import TENSOR, CutTransformer
 from torch import nn
 from twins import Batch, adamw, batches

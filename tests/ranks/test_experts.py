@@ -13,10 +13,11 @@ import pytest
 import sequences
 import split_models
 import torch
-from experts_models import Run, assert_same, dealt_run, micro_batches, mixture, whole_grads, whole_run
+from experts_models import Run, dealt_run, micro_batches, mixture, whole_grads, whole_run
 from fake_devices import WHENS, Devices, FakeGroups, FakeWork, When
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequences import assert_same
 from test_pipeline import CLIP
 from test_pipeline import assert_same as assert_same_in_stages
 from test_pipeline import pipelined as pipelined_run
@@ -381,7 +382,7 @@ def test_beside_split_sequences(preset: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     model, data = SplitMixture(), sequences.batches(3)
     run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, read_grads=whole_grads)
-    sequences.assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
+    assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
 
 
 def own_loss(called: Any, batch: sequences.Batch) -> Tensor:
@@ -401,7 +402,7 @@ def test_beside_split_sequences_and_split_attention(preset: str, mesh: dict[str,
     torch.manual_seed(0)
     model, data = SplitMixture(has_cut_blocks=True), sequences.batches(2)
     run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, read_grads=whole_grads, tensor=ATTENTION)
-    sequences.assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
+    assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

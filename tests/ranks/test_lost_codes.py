@@ -174,16 +174,16 @@ def test_an_image_says_how_its_codes_are_read(tmp_path: Path) -> None:
         train(engine, 2, {})
         image = inside.survival(engine).image
         inside.survival(engine).await_copies()
-        found = [(cell.name, cell.coded, cell.shape) for cell in image.directory.cells if cell.coded is not None]
+        coded = [(cell, cell.codes) for cell in image.directory.cells if isinstance(cell.codes, Coded)]
         for piece in inside.adopted(engine).pieces:
             dense = inside.adopted(engine).state_of(piece)
-            for cell in image.directory.cells:
-                if cell.coded is not None and cell.name == piece.name:
-                    scales = image.directory.scales()[cell.name, cell.coded.scales]
-                    values = cell.coded.read(image.shadow(cell), image.shadow(scales))
+            for cell, codes in coded:
+                if cell.name == piece.name:
+                    scales = image.directory.scales()[cell.name, codes.scales]
+                    values = codes.read(image.shadow(cell), image.shadow(scales))
                     assert torch.equal(values, dense[cell.kind].reshape(-1))
         engine.close()
-        return found
+        return [(cell.name, codes, cell.shape) for cell, codes in coded]
 
     results = run_members(3, work, tmp_path)
     every = [one for found in results.values() for one in found]

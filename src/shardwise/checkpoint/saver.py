@@ -350,7 +350,6 @@ class Saver:
                     self._notes(prepared).wait()  # the others shall not fail because the folder is gone
                 raise
             written()
-            self._notes(prepared).wait()
             self._publish(prepared)
         except BaseException:
             remove_draft(draft)

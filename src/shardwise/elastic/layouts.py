@@ -25,10 +25,11 @@ from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.regroup_reports import IMAGES, Report
 from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuffers, StageBuffers
-from shardwise.elastic.state_image import AT, BLOCK, CODES, PARAM, TORN, Cell, Image
+from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Image, RestingCodes
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, StateError
 from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, torch_dtype
+from shardwise.optim.quantize import Coded
 from shardwise.plan.mesh import place_along
 from shardwise.plan.placement import Codes, Slot
 from shardwise.plan.replica_groups import is_lone, parts_of_copies
@@ -473,8 +474,8 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
     for cell in image.directory.cells:
         if (cell.name, cell.kind) in scales:
             continue
-        if cell.coded is not None:
-            tensor = cell.coded.read(image.shadow(cell), image.shadow(scales[cell.name, cell.coded.scales]))
+        if isinstance(cell.codes, Coded):
+            tensor = cell.codes.read(image.shadow(cell), image.shadow(scales[cell.name, cell.codes.scales]))
         elif cell.rows is None:
             tensor = image.shadow(cell)
         else:
@@ -484,8 +485,9 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
             numbers: dict[str, dict[str, Any]] = json.loads(bytes(tensor.numpy().tobytes()).rstrip(b"\0"))
             for name, values in numbers.items():
                 held.values.setdefault(name, {}).update({key: decode(value) for key, value in values.items()})
-        elif cell.kind == CODES:
-            _read_codes(held, rank, cell, tensor)
+        elif isinstance(cell.codes, RestingCodes):
+            held.rows[rank, cell.name] = resting = _resting(cell.codes, cell.name, tensor)
+            held.tensors[rank, cell.name, PARAM] = resting.param
         elif cell.is_piece:
             held.tensors[rank, cell.name, cell.kind] = tensor.reshape(-1)
             if not cell.is_still:
@@ -494,14 +496,10 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
 
 
-def _read_codes(held: Held, rank: int, cell: Cell, made: Tensor) -> None:
-    """A parameter of `rank` that lies as the codes `made`."""
-    assert cell.rests_as is not None
-    codes = Codes(cell.rests_as.dtype, cell.rests_as.block, rests=True)
-    codec, dtype = codec_for(codes), torch_dtype(cell.rests_as.elements)
-    rows = CodedRows.of(made, cell.name, codec, codes, dtype)
-    held.tensors[rank, cell.name, PARAM] = rows.param
-    held.rows[rank, cell.name] = rows
+def _resting(rest: RestingCodes, name: str, made: Tensor) -> CodedRows:
+    """The rows of a parameter that lies as the codes `made`."""
+    codes = Codes(rest.dtype, rest.block, rests=True)
+    return CodedRows.of(made, name, codec_for(codes), codes, torch_dtype(rest.elements))
 
 
 def _file_name(label: int, rank: int) -> str:

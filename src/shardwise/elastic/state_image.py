@@ -51,8 +51,6 @@ Tensor = torch.Tensor
 PARAM = "param"
 BLOCK = "#block"
 """The kind of a cell that contains other cells."""
-CODES = "#codes"
-"""The kind of a cell with a parameter that rests as codes."""
 AT = "#at"
 """The name and kind of the cell that says, for each flat buffer on a disk, which of its files has the state."""
 TORN = -1
@@ -67,7 +65,8 @@ rows of 512 KiB, and 10.3 to 10.9 ms at once; with rows of 128 KiB 10.0 to 10.6.
 
 @dataclass(frozen=True)
 class RestingCodes:
-    """Elements that lie as codes of whole blocks (`dtype`, `block` as in the plan), and the dtype that they have."""
+    """A parameter that lies as codes of whole blocks (`dtype`, `block` as in the plan), and the dtype of its
+    elements."""
 
     dtype: CodeDtype
     block: int
@@ -92,10 +91,13 @@ class Cell:
     """Whether it never changes, and is written to the shadow once."""
     rows: int | None = None
     """If it lies on a disk: the number of its flat buffer in `Directory.rows`; `offset` is its place in the file."""
-    rests_as: RestingCodes | None = None
-    """If these are codes of a parameter that rests as such: of what."""
-    coded: Coded | None = None
-    """How it is read, if it has codes of a state: see [Note: codes in an image]."""
+    codes: RestingCodes | Coded | None = None
+    """How it is read, if it has codes, of a parameter or of a state: see [Note: codes in an image]."""
+
+    @classmethod
+    def of(cls, name: str, kind: str, tensor: Tensor, offset: int, **more: Any) -> Cell:
+        """That of `tensor`; `more` are the fields that its form does not say."""
+        return cls(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes, **more)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Directory:
     def scales(self) -> dict[tuple[str, str], Cell]:
         """The cells with the scales of codes, by their names and kinds."""
         every = {(cell.name, cell.kind): cell for cell in self.cells}
-        keys = ((cell.name, cell.coded.scales) for cell in self.cells if cell.coded is not None)
+        keys = ((cell.name, cell.codes.scales) for cell in self.cells if isinstance(cell.codes, Coded))
         return {key: every[key] for key in keys}
 
     @property
@@ -183,10 +185,10 @@ class Plot:
         *,
         is_live: bool,
         is_piece: bool = True,
-        coded: Coded | None = None,
+        codes: Coded | None = None,
     ) -> None:
         at = self._room(tensor.nbytes, is_live=is_live)
-        self._put(name, kind, tensor, at, is_live=is_live, is_piece=is_piece, coded=coded)
+        self._put(Cell.of(name, kind, tensor, at, is_live=is_live, is_piece=is_piece, codes=codes))
 
     def add_block(self, name: str, block: Tensor, cells: Sequence[tuple[str, str, Tensor]], *, is_live: bool) -> None:
         """Add `cells`, views of `block`. If they are live, `block` is a cell too and they are placed inside it."""
@@ -195,17 +197,16 @@ class Plot:
                 self.add(*cell, is_live=False)
             return
         start = self._room(block.nbytes, is_live=True)
-        self._put(name, BLOCK, block, start, is_live=True, is_piece=False)
+        self._put(Cell.of(name, BLOCK, block, start, is_live=True, is_piece=False))
         for cell in cells:
             offset = start + cell[2].data_ptr() - block.data_ptr()
-            self._put(*cell, offset, is_live=True, is_piece=True)
+            self._put(Cell.of(*cell, offset, is_live=True))
 
-    def add_still(self, name: str, kind: str, tensor: Tensor, rests_as: RestingCodes | None = None) -> None:
+    def add_still(self, name: str, kind: str, tensor: Tensor, codes: RestingCodes | None = None) -> None:
         """Add a tensor that never changes."""
         start = self._ends[2]
         self._ends[2] = round_up(start + tensor.nbytes, _ALIGNED)
-        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), start, tensor.nbytes, False, True, True)
-        self._still.append(replace(cell, rests_as=rests_as))
+        self._still.append(Cell.of(name, kind, tensor, start, is_live=False, is_still=True, codes=codes))
 
     def add_rows(self, rows: RowsOnDisk) -> int:
         """Add a flat buffer on a disk, and return its number."""
@@ -214,8 +215,8 @@ class Plot:
 
     def add_in_rows(self, name: str, kind: str, tensor: Tensor, rows: int, place: int) -> None:
         """Add a tensor that lies at byte `place` of the files of `rows`."""
-        cell = Cell(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), place, tensor.nbytes, is_live=True)
-        self._in_rows.append(replace(cell, is_still=self._rows[rows].is_still, rows=rows))
+        is_still = self._rows[rows].is_still
+        self._in_rows.append(Cell.of(name, kind, tensor, place, is_live=True, is_still=is_still, rows=rows))
 
     def directory(self) -> Directory:
         live_bytes, rest, still = self._ends
@@ -231,20 +232,8 @@ class Plot:
         self._ends[region] = round_up(start + num_bytes, _ALIGNED)
         return start
 
-    def _put(
-        self,
-        name: str,
-        kind: str,
-        tensor: Tensor,
-        offset: int,
-        *,
-        is_live: bool,
-        is_piece: bool,
-        coded: Coded | None = None,
-    ) -> None:
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        cell = Cell(name, kind, dtype, shape, offset, tensor.nbytes, is_live, is_piece, coded=coded)
-        (self._live if is_live else self._other).append(cell)
+    def _put(self, cell: Cell) -> None:
+        (self._live if cell.is_live else self._other).append(cell)
 
 
 class Image:
@@ -347,13 +336,10 @@ class Image:
 
 
 def _cell_of(fields: dict[str, Any]) -> Cell:
-    shape, rests_as, coded = (fields.pop(name) for name in ("shape", "rests_as", "coded"))
-    return Cell(
-        **fields,
-        shape=tuple(shape),
-        rests_as=None if rests_as is None else RestingCodes(**rests_as),
-        coded=None if coded is None else Coded(**coded),
-    )
+    shape, codes = fields.pop("shape"), fields.pop("codes")
+    if codes is not None:
+        codes = Coded(**codes) if "scales" in codes else RestingCodes(**codes)
+    return Cell(**fields, shape=tuple(shape), codes=codes)
 
 
 def _view(memory: Tensor, start: int, cell: Cell) -> Tensor:

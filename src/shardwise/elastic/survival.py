@@ -22,7 +22,6 @@ from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, StageBuf
 from shardwise.elastic.state_image import (
     AT,
     BLOCK,
-    CODES,
     PARAM,
     TORN,
     Cell,
@@ -259,15 +258,15 @@ class Survival:
                     plot.add(*cell, is_live=False)
             else:
                 for cell in _cells_of(flat):
-                    plot.add_still(*cell, _rests_as(flat))
+                    plot.add_still(*cell, _codes_of(flat))
         states = list(self._states())
         for piece, key, value in states:
             if (own := piece.flat.on_disk(value)) is not None:
                 plot.add_in_rows(piece.name, key, value, self.rows.index(own), own.place(value))
                 continue
             is_piece = value.shape == piece.tensor.shape and piece.span.numel > 0
-            coded = self._coded(piece).get(key)
-            plot.add(piece.name, key, value, is_live=True, is_piece=is_piece, coded=coded)
+            codes = self._coded(piece).get(key)
+            plot.add(piece.name, key, value, is_live=True, is_piece=is_piece, codes=codes)
         numbers = self._numbers_now()
         if numbers:
             plot.add(
@@ -548,11 +547,11 @@ def _rows_on_disk(flats: Sequence[Flat]) -> list[DiskRows]:
 def _cells_of(flat: Flat) -> list[tuple[str, str, Tensor]]:
     pieces = ((slot.name, flat.param_piece(index)) for index, slot in enumerate(flat.slots))
     if (coded := flat.coded) is not None:
-        return [(name, CODES, coded.codes_of(piece)) for name, piece in pieces if piece.numel()]
+        return [(name, PARAM, coded.codes_of(piece)) for name, piece in pieces if piece.numel()]
     return [(name, PARAM, piece) for name, piece in pieces if piece.numel()]
 
 
-def _rests_as(flat: Flat) -> RestingCodes | None:
+def _codes_of(flat: Flat) -> RestingCodes | None:
     codes = flat.spec.table.rests_as
     return None if codes is None else RestingCodes(codes.dtype, codes.block, flat.spec.table.param.dtype)
 

@@ -5,6 +5,7 @@ A candidate is light: 100,000 of them are bounded in seconds, and only those tha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -193,6 +194,7 @@ def candidates(
     policies = space.activations or (base.activations.policy or "keep",)
     precisions: tuple[PrecisionName | None, ...] = space.precisions or (None,)
     wires: tuple[str | None, ...] = (None, *space.wires)
+    treatments = list(itertools.product(policies, precisions, wires))
     for preset in space.presets or (base.preset,):
         for sizes in _meshes(preset, world_size, ranks_per_node, num_blocks, base, space):
             mesh = Mesh(tuple(axis for axis, _ in sizes), tuple(size for _, size in sizes))
@@ -205,13 +207,9 @@ def candidates(
                 accumulate = num_rows // num_data // rows
                 parts = space.parts if num_stages > 1 else 0
                 for schedule, chunks in _schedules(num_stages, accumulate, num_blocks, base, space):
-                    for policy in policies:
-                        for precision in precisions:
-                            for wire in wires:
-                                yield Candidate(
-                                    preset, sizes, rows, accumulate, policy, schedule, chunks, precision, wire,
-                                    parts=parts,
-                                )  # fmt: skip
+                    for policy, precision, wire in treatments:
+                        how = (policy, schedule, chunks, precision, wire)
+                        yield Candidate(preset, sizes, rows, accumulate, *how, parts=parts)
 
 
 def _schedules(

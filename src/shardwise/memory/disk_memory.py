@@ -94,9 +94,9 @@ class DiskMemory:
         keeps_versions: bool = False,
     ) -> None:
         """`device` is the rank's, if tensors lie there; `job` as in `TierFolder`; `named` is the folder as the plan
-        names it; `clock` counts how long the rank waits. With `keeps_versions`, an
-        update writes to other files than it reads, and other ranks can read both when this one is lost. Raises
-        `TierError` for a folder that cannot be opened."""
+        names it; `clock` counts how long the rank waits. With `keeps_versions`, an update writes to other files than
+        it reads, and other ranks can read both when this one is lost. Raises `TierError` for a folder that cannot be
+        opened."""
         self._queue = IoQueue() if queue is None else queue
         self.folder = TierFolder(folder, rank=rank, job=job, patience=self._queue.patience)
         self._named = str(folder) if named is None else named

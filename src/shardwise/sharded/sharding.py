@@ -144,7 +144,7 @@ class Sharding:
         terms outside of the model] in `at_rest/use.py`."""
         of_experts = frozenset() if self.experts is None else self.experts.params
         weights: dict[str, float] = {}
-        for flat in (flat for unit in self.units for flat in unit.flats):
+        for flat in self.flats:
             for slot, param in zip(flat.slots, flat.params, strict=True):
                 weight = float(self.mesh.size(EXPERTS)) if param in of_experts else 1.0
                 weights[slot.name] = weight / (1 if self.staged is None else len(self.staged.holders[slot.name]))

@@ -97,6 +97,8 @@ class StartupBarrier:
             waited = time.monotonic() - started
             if waited > min(warn_after, timeout_seconds):
                 missing = [other for other in range(size) if not self._store.check([here[other]])]
+                if not missing:  # a process that was stopped meanwhile finds all here, however late it is
+                    continue
                 if waited > timeout_seconds:
                     raise _overdue(missing, size, where, timeout_seconds).error()
                 warn_after *= 2
@@ -134,10 +136,10 @@ def _overdue(missing: list[int], size: int, where: str, timeout_seconds: float) 
 
 
 def _named(ranks: list[int]) -> str:
-    """`Rank 3`, `Ranks 1 and 3`, `Ranks 1, 2, 3 and 40 more`; all may have come meanwhile."""
+    """`Rank 3`, `Ranks 1 and 3`, `Ranks 1, 2, 3 and 40 more`."""
     names = [str(rank) for rank in ranks[:_MOST_SHOWN]]
     if len(ranks) > _MOST_SHOWN:
         names.append(f"{len(ranks) - _MOST_SHOWN} more")
     if len(names) < 2:
-        return f"Rank {names[0]}" if names else "Nobody"
+        return f"Rank {names[0]}"
     return f"Ranks {', '.join(names[:-1])} and {names[-1]}"

@@ -46,7 +46,9 @@ LONGEST_PERIOD_SECONDS = 0.5
 _LOST_AFTER_SECONDS = 0.4
 _HURRIED_PERIOD_SECONDS = 0.1
 _CLOSING_SECONDS = 10
-_EXPLAINED_AFTER_SECONDS = 4 * LONGEST_PERIOD_SECONDS
+_MOST_HURRIED_PERIODS = 20
+"""For which a rank waits to be told why its link broke. They are counted, so that a machine that stands still in one of
+them, for however long, leaves the watch the others."""
 _log = logging.getLogger("shardwise")
 
 
@@ -339,9 +341,11 @@ class Watchdog:
     # -- the rank's own thread --------------------------------------------------------------------------
 
     def _explain(self, error: LinkError) -> CommError:
-        """Why a link broke. Blocks until the watchdog knows, for a few of its periods."""
+        """Why a link broke. Blocks until the watchdog knows, for two seconds at most."""
         self._lost = BrokenLink(error)
         self._wake.set()
-        self._is_delivered.wait(_EXPLAINED_AFTER_SECONDS)
+        for _ in range(_MOST_HURRIED_PERIODS):
+            if self._is_delivered.wait(_HURRIED_PERIOD_SECONDS):
+                break
         fault = self._journal.fault
         return fault.error() if fault is not None else CommError(str(error))

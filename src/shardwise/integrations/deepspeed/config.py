@@ -30,7 +30,6 @@ from shardwise.system.safe_files import read_config_text
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _TRACKERS = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb", "comet": "comet"}
-_ENABLED = {f"{section}.enabled": tracker for section, tracker in _TRACKERS.items()}
 _COMET_OPTIONS = ("project", "workspace", "api_key", "experiment_key", "mode")
 SAMPLES_LOG_INTERVAL = "samples_log_interval"
 """An option of `TranslatedConfig.monitors` that trackers do not have: the least number of samples between two values of
@@ -44,7 +43,6 @@ _STAGES_OF_MODULE = "the arguments of PipelineModule are used"
 _BY_SIZE = ("best", "parameters")
 """Values of `pipeline.partition` for which stages are about equally large."""
 _STATES_TOO = "parameters are offloaded together with gradients and optimizer states"
-_EXPLAINED = (_STATES_TOO,)
 _GENERATES = "generate inside `with engine.inference():`"
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
@@ -136,13 +134,14 @@ class TranslatedConfig:
         """
         notes = self.notes
         if monitors_by is not None:
-            enabled = [note.path for note in notes if note.path in _ENABLED and _ENABLED[note.path] in self.monitors]
+            used = {f"{section}.enabled" for section, tracker in _TRACKERS.items() if tracker in self.monitors}
+            enabled = [note.path for note in notes if note.path in used]
             notes = (*notes, *(Note(path, FieldStatus.ELSEWHERE, monitors_by) for path in enabled))
             if self.value("hybrid_engine.enabled"):
                 notes = (*notes, Note("hybrid_engine.enabled", FieldStatus.ELSEWHERE, _GENERATES))
         order = (FieldStatus.UNKNOWN, FieldStatus.AUTO, FieldStatus.ELSEWHERE, FieldStatus.NOT_NEEDED)
         shown = [note for status in order for note in notes if note.status is status]
-        shown += [note for note in notes if note.status is FieldStatus.HONOURED and note.text in _EXPLAINED]
+        shown += [note for note in notes if note.status is FieldStatus.HONOURED and note.text == _STATES_TOO]
         return "\n".join(map(str, shown))
 
 
@@ -232,19 +231,19 @@ def read_config(
     if optimizer is not None and optimizer.params.get("fp32_optimizer_states") is False:
         notes.append(Note("optimizer.params.fp32_optimizer_states", FieldStatus.NOT_NEEDED, _STATES_AS_WEIGHTS))
     return TranslatedConfig(
-        plan,
-        micro_batch,
-        accumulate,
-        sizes.replicas,
-        int(values.number("zero_optimization.stage")),
-        optimizer,
-        values.named("scheduler"),
-        values.get("steps_per_print"),
-        tuple(notes),
-        _monitors(values),
-        values.count_or_0("pipeline.activation_checkpoint_interval"),
-        config,
-        values.given,
+        plan=plan,
+        micro_batch=micro_batch,
+        accumulate=accumulate,
+        num_replicas=sizes.replicas,
+        stage=int(values.number("zero_optimization.stage")),
+        optimizer=optimizer,
+        scheduler=values.named("scheduler"),
+        steps_per_print=values.get("steps_per_print"),
+        notes=tuple(notes),
+        monitors=_monitors(values),
+        recomputed_run=values.count_or_0("pipeline.activation_checkpoint_interval"),
+        source=config,
+        given=values.given,
     )
 
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-import shardwise as sw
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed import (
@@ -42,10 +41,21 @@ from shardwise.integrations.deepspeed import (
 )
 from shardwise.integrations.deepspeed import logging as messages
 from shardwise.integrations.deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
-from shardwise.integrations.deepspeed.config import ComponentConfig, load_config
+from shardwise.integrations.deepspeed.config import load_config
 from shardwise.integrations.deepspeed.logging import log_dist, logger
 from shardwise.integrations.deepspeed.monitor import MonitorMaster, get_monitor_config
 from shardwise.integrations.deepspeed.names import RefusedImports, refusal
+from shardwise.integrations.deepspeed.optimizers import (
+    CPUAdagrad,
+    CPUAdam,
+    CPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+    OnebitAdam,
+    OnebitLamb,
+    ZeroOneAdam,
+)
 from shardwise.integrations.name_table import attribute_errors
 
 VERSION = "0.19.8"
@@ -331,99 +341,6 @@ class _Builders(dict[str, bool]):
 
     def __missing__(self, name: str) -> bool:
         return name in _HAD
-
-
-class _Factory(type):
-    """The class of names that make optimizers of torch or shardwise; `isinstance` asks for one of those."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.KIND)  # type: ignore[attr-defined]
-
-
-class FusedAdam(metaclass=_Factory):
-    """`torch.optim.AdamW` with DeepSpeed's arguments; Adam with `adam_w_mode=False`. The engine fuses its updates."""
-
-    KIND = torch.optim.Adam  # AdamW is derived from it
-
-    def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return initialization.make_optimizer(ComponentConfig("Adam", {"lr": lr, **options}), list(params))
-
-
-class CPUAdam(metaclass=_Factory):
-    """As `FusedAdam`, with the arguments of `DeepSpeedCPUAdam`. The engine updates on the CPU what is offloaded
-    there."""
-
-    KIND = torch.optim.Adam
-
-    def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        if "adamw_mode" in options:
-            options["adam_w_mode"] = options.pop("adamw_mode")
-        return FusedAdam(model_params, lr, **options)
-
-
-class CPUAdagrad(metaclass=_Factory):
-    """`torch.optim.Adagrad` with DeepSpeed's arguments. The engine updates on the CPU what is offloaded there."""
-
-    KIND = torch.optim.Adagrad
-
-    def __new__(cls, model_params: Any, lr: float = 1e-2, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        if options.pop("amsgrad", False):
-            raise ConfigError("DeepSpeedCPUAdagrad(amsgrad=True) has no effect in DeepSpeed either. Leave it out.")
-        return initialization.make_optimizer(ComponentConfig("Adagrad", {"lr": lr, **options}), list(model_params))
-
-
-class FusedLamb(metaclass=_Factory):
-    """`shardwise.optim.Lamb` with DeepSpeed's arguments."""
-
-    KIND = sw.optim.Lamb
-
-    def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return initialization.make_optimizer(ComponentConfig("Lamb", {"lr": lr, **options}), list(params))
-
-
-class OnebitAdam(metaclass=_Factory):
-    """`shardwise.optim.OneBitAdam` with DeepSpeed's arguments. Its second is DeepSpeed's engine, and is not needed."""
-
-    KIND = sw.optim.OneBitAdam
-
-    def __new__(cls, params: Any, deepspeed: object = None, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return initialization.make_optimizer(ComponentConfig("OneBitAdam", {"lr": lr, **options}), list(params))
-
-
-class OnebitLamb(metaclass=_Factory):
-    """`shardwise.optim.OneBitLamb` with DeepSpeed's arguments. Its second is DeepSpeed's engine, and is not needed."""
-
-    KIND = sw.optim.OneBitLamb
-
-    def __new__(cls, params: Any, deepspeed: object = None, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return initialization.make_optimizer(ComponentConfig("OneBitLamb", {"lr": lr, **options}), list(params))
-
-
-class ZeroOneAdam(metaclass=_Factory):
-    """`shardwise.optim.ZeroOneAdam` with DeepSpeed's arguments. Its second is DeepSpeed's engine, and is not needed."""
-
-    KIND = sw.optim.ZeroOneAdam
-
-    def __new__(cls, params: Any, deepspeed: object = None, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return initialization.make_optimizer(ComponentConfig("ZeroOneAdam", {"lr": lr, **options}), list(params))
-
-
-class FusedLion(metaclass=_Factory):
-    """`shardwise.optim.Lion` with DeepSpeed's arguments."""
-
-    KIND = sw.optim.Lion
-
-    def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return initialization.make_optimizer(ComponentConfig("Lion", {"lr": lr, **options}), list(params))
-
-
-class CPULion(metaclass=_Factory):
-    """As `FusedLion`, with the arguments of `DeepSpeedCPULion`."""
-
-    KIND = sw.optim.Lion
-
-    def __new__(cls, model_params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        return FusedLion(model_params, lr, **options)
 
 
 class RepeatingLoader:

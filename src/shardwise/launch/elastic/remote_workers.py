@@ -449,9 +449,10 @@ class RemoteWorkers:
 
     def _send_all(self, do: str, **details: object) -> int:
         """Send an order to all connected hosts; return their number."""
-        there = [host.connection for host in self._hosts.values() if host.state in ("ready", "leaving")]
-        for connection in filter(None, there):
-            connection.send(do, **details)
+        there = self.connected
+        for host in there:
+            assert host.connection is not None
+            host.connection.send(do, **details)
         return len(there)
 
 
