@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shardwise.sharded.engine_report import MemoryReport
-from shardwise.system.heap import FREE_SHARE, LEAST_BYTES, LIMIT, FreeHeap, Glibc, heap_to_keep_small
+from shardwise.system.heap import LEAST_BYTES, FreeHeap
 from tests.patience import PATIENCE
 
 MIB = 1 << 20
@@ -40,20 +40,17 @@ class Told:
     ("used", "free", "resident", "returned"),
     [
         (50, 4, 54, 0),  # no more than the least
-        (50, 5, 55, 5),  # nothing of the step is in use, so that the least counts
-        (150, 20, 170, 0),  # a fifth of what the step has in use
-        (150, 21, 171, 21),
-        (150, 40, 160, 0),  # most of it was returned before
+        (50, 5, 55, 5),
+        (150, 40, 154, 0),  # most of it was returned before
         (150, 40, 175, 25),
     ],
 )
-def test_free_pages_are_returned_if_they_are_many_beside_what_a_step_uses(
+def test_free_pages_are_returned_if_they_are_more_than_the_least(
     used: int, free: int, resident: int, returned: int
 ) -> None:
-    assert (FREE_SHARE, LEAST_BYTES) == (0.2, 4 * MIB)
-    told = Told(used=50 * MIB)
+    assert LEAST_BYTES == 4 * MIB
+    told = Told(used * MIB, free * MIB, resident * MIB)
     heap = FreeHeap(told)
-    told.used, told.free, told.resident = used * MIB, free * MIB, resident * MIB
     heap.after_forward()
     assert (heap.num_returns, heap.returned_bytes) == (bool(returned), returned * MIB)
     assert ("trim" in told.looked) == bool(returned)
@@ -62,25 +59,9 @@ def test_free_pages_are_returned_if_they_are_many_beside_what_a_step_uses(
 
 
 def test_the_kernel_is_not_asked_where_little_is_free() -> None:
-    told = Told(used=50 * MIB)
-    heap = FreeHeap(told)
-    told.used, told.free = 100 * MIB, 10 * MIB
-    heap.after_forward()
+    told = Told(100 * MIB, 4 * MIB)
+    FreeHeap(told).after_forward()
     assert told.looked == []
-
-
-def test_what_rests_between_steps_is_not_of_a_step_and_with_a_budget_only_the_least_stays() -> None:
-    told = Told()
-    heap, strict = FreeHeap(told), FreeHeap(told, share=0.0)
-    told.used, told.free, told.resident = 100 * MIB, 15 * MIB, 115 * MIB
-    heap.after_forward()
-    assert heap.num_returns == 0
-    heap.rest()
-    heap.after_forward()
-    assert heap.num_returns == 1, "optimizer states, since the first step"
-    told.resident = 115 * MIB
-    strict.after_forward()
-    assert strict.num_returns == 1
 
 
 def test_a_report_says_how_often_and_how_much() -> None:
@@ -89,15 +70,6 @@ def test_a_report_says_how_often_and_how_much() -> None:
     assert str(report).splitlines()[-1].split("  ")[0] == "free heap, returned 3 times"
     assert "12.0 MiB" in str(report)
     assert "heap" not in str(MemoryReport(kinds, kinds, kinds))
-
-
-@pytest.mark.skipif(Glibc.found() is None, reason="not Linux with glibc 2.33")
-def test_free_pages_stay_where_glibc_may_keep_what_is_freed() -> None:
-    """By its defaults nearly all of a heap is free at some time of a step, and comes back page by page."""
-    limited = {LIMIT: "4000000"}
-    assert heap_to_keep_small(has_budget=False, environ={}) is None
-    assert heap_to_keep_small(has_budget=False, environ=limited) is not None
-    assert heap_to_keep_small(has_budget=True, environ={}) is not None
 
 
 OF_A_PROCESS = """
@@ -111,7 +83,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 heap.trim()
-kept = FreeHeap(heap, share=0.0)
+kept = FreeHeap(heap)
 before = heap.used_and_free()[0]
 blocks = [libc.malloc(96 << 10) for _ in range(256)]  # below every threshold for mmap
 for block in blocks:

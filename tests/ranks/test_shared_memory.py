@@ -476,6 +476,24 @@ def test_blocks_are_used_again_once_nobody_needs_them() -> None:
     assert arena.find(torch.zeros(4)) is None
 
 
+def test_requests_of_several_sizes_take_blocks_that_stay_in_any_case() -> None:
+    """Messages alternate with gradients in a backward, and each new block is new pages."""
+    arena = Arena(SharedFile.create(), mmap.PAGESIZE)
+
+    def place_of(num_bytes: int) -> int:
+        return arena.take(num_bytes).data_ptr()  # idle again at once
+
+    message, gradient = place_of(900_000), place_of(8 * 2**20)
+    assert place_of(300_000) == message, "a small block stays beside a large one"
+    assert place_of(2 * 2**20) != gradient, "a large one is given back, where none is kept between steps"
+    gradient = place_of(8 * 2**20)
+    arena.rest(keeps_some=True)
+    assert place_of(2 * 2**20) == gradient == place_of(8 * 2**20)
+    assert place_of(300_000) == message
+    arena.rest(keeps_some=False)
+    assert place_of(900_000) == message
+
+
 def test_pages_of_idle_blocks_are_given_back() -> None:
     file = SharedFile.create()
     arena = Arena(file, mmap.PAGESIZE)

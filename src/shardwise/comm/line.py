@@ -187,11 +187,13 @@ class Line:
         """Send `sent[i]`, one-dimensional, to the rank at position i. Returns what came from each of them,
         one-dimensional, with as many elements as shape `like[i]`.
 
-        This rank's own entry is returned as it is. Where nothing is sent, and after a fault, the others are zeros or
-        what they sent: numbers by which a caller may allocate.
+        This rank's own entry is returned as it is. Where nothing is sent, the others are zeros, and integers are also
+        after a fault, unless they have come: numbers by which a caller may allocate.
         """
-        arrived = [sent[index].new_zeros(math.prod(shape)) for index, shape in enumerate(like)]
-        arrived[self.index] = sent[self.index]
+        own = sent[self.index]
+        is_filled = self._collectives is not None and own.is_floating_point()
+        make = own.new_empty if is_filled else own.new_zeros
+        arrived = [own if index == self.index else make(math.prod(shape)) for index, shape in enumerate(like)]
         self.deal_into(arrived, sent)
         return arrived
 

@@ -52,6 +52,10 @@ RATE = re.compile(
 several links. Words are in lower case, and rates in bits per second, unless they say `bytes` (`_in_words`)."""
 WITHIN_NODES = r"nvl(?:ink|\b)|nvswitch|xgmi|infinity fabric|pci-?e"
 """Links of one node, whose rates are the profile's; what is said of them says nothing of those between nodes."""
+TIMES = "\\s*[\u00d7*]\\s*"
+COUNTS = {"dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8}
+LINKS_BEHIND = r"(\d{1,6}\s*[gt](?:be|bps|bits?/s|bytes/s|b)\b|[ehnx]dr\d{0,3})\s*\(?x ?(\d{1,3})\b\)?"
+"""A rate and, behind it, of how many links."""
 BETWEEN_NODES = r"\bib\b|infiniband|roce|rdma|eth|efa|slingshot|omni|\bopa|[ehnx]dr|cx-?\d|connectx|gbe"
 PORTS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 """Gbit/s of a port of four lanes, by generation of InfiniBand (InfiniBand Trade Association's roadmap)."""
@@ -68,16 +72,16 @@ GPUS = (
     (r"gb200", "gb200"),
     (r"b200|^blackwell", "b200"),
     (r"(?<!g)h200(?!\d)(?!.*nvl\b)", "h200"),
-    (r"h100(?!\d)(?!.*nvl\b)", "h100-sxm"),
+    (r"h100(?!\d)(?!.*(?:nvl|cnx)\b)", "h100-sxm"),
     (r"a100(?![\dx]).*(?<!\d)40(?!\d)", "a100-40"),
     (r"a100(?![\dx])", "a100-80"),
-    (r"v100", "v100-32"),
+    (r"v100(?!s)", "v100-32"),
     (r"mi300x", "mi300x"),
     (r"l40s", "l40s"),
-    (r"(?<!\d)4090(?!\d)", "4090"),
+    (r"(?<!\d)4090(?!\d)(?! ?(?:d\b|laptop|mobile|m\b))", "4090"),
 )
 """What names of devices have, and their profile. Others have the chip, and another rate or memory: GH200, H100 NVL,
-H200 NVL, A100X, RTX PRO 6000 Blackwell, RTX A1000."""
+H100 CNX, H200 NVL, A100X, V100S, RTX 4090 D, RTX PRO 6000 Blackwell, RTX A1000."""
 MODERN = ("gb300", "b300", "gb200", "b200", "h200", "h100-sxm", "mi300x", "l40s", "4090")
 """Profiles of devices that also compute in fp8."""
 GATED = (
@@ -87,11 +91,16 @@ GATED = (
 """Families whose multilayer perceptrons are gated (SwiGLU or GeGLU), by their reports."""
 NOTHING = frozenset(("", "-", "--", "n/a", "na", "none", "null"))
 """How tables write that a number is not given."""
-WITH_EXPERTS = r"\bmoe\b|mixtral|dbrx|switch|glam|deepseek-?v\d|llama[-_ ]*4|[-_ ]a\d+(\.\d+)?b\b|\d+x\d+b\b|\d+e\b"
+WITH_EXPERTS = (
+    r"moe\b|mixtral|dbrx|switch|glam|deepseek[-_ ]*(?:v[2-9]|r1)|llama[-_ ]*4(?!\d)|grok|kimi|gpt[-_ ]*oss|arctic"
+    r"|hunyuan|glm[-_ ]*4\.5|dots\.|[-_ ]a\d+(\.\d+)?b\b|\d+x\d+b\b|\d+e\b"
+)
 """What names of models with experts have: the word, a family, or how many parameters are active."""
 OTHER_MODELS = (
-    r"mamba|rwkv|hyena|jamba|zamba|retnet|nemotron[-_ ]*(?:h\b|3(?!\d))|qwen3[-_ ]next|\b(?:m|by)?t5|bart\b|albert"
-    r"|deberta|electra|whisper|wav2vec|\bvit\b|swin|resnet|unet|diffusion|sdxl|\bdit\b|\bclip\b|llava|[-_ ]vl\b|dlrm"
+    r"mamba|rwkv|hyena|jamba|zamba|bamba|samba|retnet|xlstm|griffin|recurrentgemma|falcon[-_ ]*h\d|minimax|\blfm"
+    r"|nemotron[-_ ]*(?:h\b|3(?!\d))|qwen3[-_ ]next|\b(?:m|by)?t5|\bul2\b|bart\b|albert|pegasus|nllb|m2m|opus-mt"
+    r"|deberta|electra|whisper|wav2vec|hubert|\bvit\b|\bmae\b|dino|swin|resnet|convnext|unet|diffusion|sdxl|flux|\bdit\b"
+    r"|\bclip\b|llava|[-_ ]?vl\b|vision|pixtral|paligemma|flamingo|blip|dlrm"
 )
 """Names of models that are no stack of equal layers of attention and a multilayer perceptron with one head."""
 NVLINK_DOMAIN = 64
@@ -99,12 +108,14 @@ NVLINK_DOMAIN = 64
 
 
 STAGES = (
-    (r"shard_grad_op", 2),
-    (r"^full_shard|fsdp", 3),
+    (r"hybrid|hsdp", None),
+    (r"shard_grad_op|reshard_after_forward\W*false|fsdp.*(?:zero|stage)[-_ ]?2", 2),
+    (r"^full_shard|fsdp(?!.*(?:zero|stage)[-_ ]?[0-2])", 3),
     (r"distributed[-_ ]optimizer", 1),
-    (r"^(?:none|no|off|false|ddp)$", 0),
+    (r"^(?:none|no|off|false|ddp|no_shard)$", 0),
 )
-"""What words for how states are sharded say, the first that is found: the stage of ZeRO which does the same."""
+"""What words for how states are sharded say, the first that is found: the stage of ZeRO which does the same. None does
+as states that are sharded within a node and copied between nodes."""
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -254,8 +265,12 @@ def _is_within_nodes(words: str) -> bool:
 
 
 def _in_words(link: str) -> str:
-    """In lower case, with the one letter in words that makes bits of bytes."""
-    return re.sub(r"(?<=[GT])B(?:/s|ps)\b", "bytes/s", link).lower()
+    """In lower case, with the one letter in words that makes bits of bytes, and numbers of links before their rate:
+    `HDR x4` as `4x hdr`, `2*100GbE` and `dual 100GbE` as `2x 100gbe`."""
+    link = re.sub(r"(?<=[GT])B(?:/s|ps)\b", "bytes/s", re.sub(r"(?<=[GT])b/s\b", "bps", link)).lower()
+    link = re.sub(TIMES, "x ", link)
+    link = re.sub(r"\b(dual|two|quad|four|eight)[- ](?=\d|[ehnx]dr)", lambda found: f"{COUNTS[found[1]]}x ", link)
+    return re.sub(LINKS_BEHIND, r"\2x \1", link)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
@@ -282,9 +297,9 @@ def read_run(row: Row) -> Run:
     sizes = _Sizes.of(cells, model)
     recompute = cells.text("recompute")
     precision = cells.precision()
-    if len(set(re.findall(r"\b(?:bf16|fp16|fp8|fp4)\b(?! tail)", re.sub(r"\(.*?\)", "", precision)))) > 1:
+    if len(set(re.findall(r"(?:bf16|fp16|fp8|fp4)(?![a-z\d])(?! tail)", re.sub(r"\(.*?\)", "", precision)))) > 1:
         raise UnpricedError(f"precision is {precision[:40]!r}, which names several")
-    if precision and not re.search("bf16|fp16|fp8|float8|fp4", precision):
+    if precision and not re.search("bf16|fp16|fp8|fp4", precision):
         raise UnpricedError(f"precision is {precision[:40]!r}, and prices are for bf16, fp16, fp8 and fp4")
     if gpu == "v100-32" and "bf16" in precision:
         raise UnpricedError(f"precision is {precision[:40]!r}, in which a V100 does not compute")
@@ -307,7 +322,7 @@ def read_run(row: Row) -> Run:
         whole_logits=software.whole_logits,
         logit_bytes=software.logit_bytes,
         dropout=not (cells.is_gated or cells.is_mpt or modern),
-        product_dtype="fp8" if re.search("fp8|float8", precision) else "fp4" if "fp4" in precision else "",
+        product_dtype=next((narrow for narrow in ("fp8", "fp4") if narrow in precision), ""),
         casts_weights=1 / sizes.num_micro_batches,
         sends_once=software.sends_once or "deepep" in cells.about,
         overlaps=(*software.overlaps, *(("ep",) if "a2a overlap" in cells.about else ())),
@@ -394,7 +409,7 @@ class _Cells:
 
     def precision(self) -> str:
         """As it is written, with one word for each dtype."""
-        text = self._of("precision").replace("bfloat16", "bf16").replace("float16", "fp16")
+        text = self._of("precision").replace("bfloat16", "bf16").replace("float16", "fp16").replace("float8", "fp8")
         return "fp16" if text == "half" else text
 
     def shape(self, column: str) -> int | None:
@@ -525,9 +540,13 @@ class _Sizes:
 
 def _zero(cells: _Cells, software: Software, modern: bool) -> int:
     given = cells.text("zero")
-    by_name = next((stage for pattern, stage in STAGES if re.search(pattern, given)), None)
+    if re.search("offload|infinity", given) and cells.text("offload") in NOTHING:
+        raise UnpricedError(f"zero is {given[:40]!r}, and offload does not say what is off the device")
+    is_named, by_name = next(((True, stage) for pattern, stage in STAGES if re.search(pattern, given)), (False, None))
     if by_name is not None:
         return by_name
+    if is_named:
+        raise UnpricedError(f"zero is {given[:40]!r}, which names no stage")
     said = given or " ".join(re.findall(r"deepspeed zero \d+", cells.about))
     said = re.sub(r"\(.*?\)|(?<=\d)\.0(?!\d)", "", said)
     named = re.findall(r"(?<![\d.-])[0-3](?![\d.]|e\d)", re.sub(r"(zero|stage)-", r"\1 ", said))
@@ -545,9 +564,11 @@ def _recompute(given: str) -> Recompute:
 
 
 def _offloads(given: str) -> bool:
-    if given not in ("", "none", "no", "off") and "cpu" not in given:
-        raise UnpricedError(f"offload is {given[:40]!r}, and only what goes to the cpu is priced")
-    return "cpu" in given
+    if given in NOTHING or given in ("no", "off", "false"):
+        return False
+    if "cpu" not in given or re.search(r"nvme|disk|ssd|activation|\b(?:no|not|without)\b", given):
+        raise UnpricedError(f"offload is {given[:40]!r}, and only states that go to the cpu are priced")
+    return True
 
 
 def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Attention:

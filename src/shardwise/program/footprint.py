@@ -43,9 +43,8 @@ lie. Two are used in turn: one is filled while the other is read."""
 
 HEAP_GAPS = 0.3
 """Of the activations that lie in the heap of a process on a CPU, so much again is free between all of its blocks, where
-the next one does not fit, and is not returned ([Note: free heap is returned] in `system/heap.py`). Without that it was
-0.1 to 0.9 of all that is used, by the order in which blocks come and go. Chosen on 21 plans of three models, all in
-view (docs/planner-accuracy.md)."""
+the next one does not fit: 0.1 to 0.9 of all that is used, by the order in which blocks come and go. Chosen on 30 plans
+of three models, with the allowances of [Note: process memory] (docs/planner-accuracy.md has these and others)."""
 
 
 @dataclass(frozen=True)

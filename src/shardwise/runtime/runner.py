@@ -100,9 +100,7 @@ class Runner:
         self._watching = Watching(
             model, self.gathering, self._hooks, self.passes, self._paths, to_say, self._is_model_running
         )
-        self.step = Step(
-            executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers, heap
-        )
+        self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)
         backend = settings.compile_backend
         self._compiled = CompiledUnits(model, units, backend) if backend else None
 

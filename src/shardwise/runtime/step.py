@@ -12,7 +12,6 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.passes import Passes
 from shardwise.runtime.post_backward import PostBackward
 from shardwise.runtime.programs import Programs
-from shardwise.system.heap import FreeHeap
 
 
 class Step:
@@ -26,7 +25,6 @@ class Step:
         gathering: Gathering,
         post_backward: PostBackward,
         shared_buffers: Sequence[SharedBuffers],
-        heap: FreeHeap | None,
     ) -> None:
         self._executor = executor
         self._programs = programs
@@ -34,7 +32,6 @@ class Step:
         self._gathering = gathering
         self._post_backward = post_backward
         self._shared_buffers = shared_buffers
-        self._heap = heap
         self._keeps_memory = all(flat.spec.resident for unit in gathering.units for flat in unit.flats)
         """Whether memory may be kept between steps. Where parameters come and go memory is short, and the forward needs
         it."""
@@ -92,8 +89,6 @@ class Step:
         self._programs.step[AFTER_STEP].run()
         self.close_params()
         self._executor.rest(keeps_some=self._keeps_memory)
-        if self._heap is not None:
-            self._heap.rest()
 
     def take_first_values(self) -> None:
         """They have been written. What rests as it was sent is sent once, so that the first forward of all ranks

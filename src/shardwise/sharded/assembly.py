@@ -351,8 +351,8 @@ class _Assembly:
         to_say = sharding.if_forward_communicates
         settings = Settings(prefetch_bytes, plan.compile, plan.paths == "by_rank", to_say)
         exchange = self._data_group.exchange
-        has_budget = sharding.budget.device is not None
-        heap = heap_to_keep_small(has_budget=has_budget) if on_host(sharding.device) else None
+        is_short = sharding.budget.device is not None and on_host(sharding.device)
+        heap = heap_to_keep_small() if is_short else None
         return Runner(self._model, sharding.units, executor, exchange, sharding.shared_buffers, settings, heap)
 
     def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:

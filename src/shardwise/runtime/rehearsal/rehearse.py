@@ -66,19 +66,18 @@ class Watch(Protocol):
         ...
 
 
-PROCESS_BYTES = 18 * 2**20
-HALF_PROCESS_BYTES = 2 * 2**20
+PROCESS_BYTES = 16 * 2**20
+HALF_PROCESS_BYTES = 12 * 2**20
 """[Note: process memory] On a CPU a process that begins to compute grows by pages of libraries that are first used
 then, scratch memory of the matrix kernels (MKL packs, oneDNN compiles), and the engine's own Python objects. Measured
 with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a tiny model, of which plain PyTorch takes 12 and 24. In
 30 plans of three models it was 5 to 13 MiB in fp32 and 8 to 30 in bf16, and half as many pages of code as there are
-processes that read them, 12 MiB for one. What bf16 took more was free heap, which oneDNN leaves when it compiles, and
-which is returned now ([Note: free heap is returned] in `system/heap.py`): 1 to 3 MiB of it were left in the plans of
-these models. It hardly grows with the model, so constants are used: `HALF_PROCESS_BYTES` is added for products in bf16
-and fp16. So are [Note: cached kernels] in `grouped.py`, and gaps between live blocks in the
-heap (`HEAP_GAPS` in `program/footprint.py`). Python modules that are imported late are not included: 16 MiB by the
-first `shard`, and some 80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's peak
-contains none of this.
+processes that read them, 12 MiB for one. What bf16 takes more is mostly free heap, which oneDNN leaves when it
+compiles. It hardly grows with the model, so constants are used: `HALF_PROCESS_BYTES` is added for products in bf16 and
+fp16, also where a budget has free heap returned ([Note: free heap is returned] in `system/heap.py`), which leaves 1 to
+3 MiB of it. So are [Note: cached kernels] in `grouped.py`, and gaps between live blocks in the heap (`HEAP_GAPS` in
+`program/footprint.py`). Python modules that are imported late are not included: 16 MiB by the first `shard`, and some
+80 by the first optimizer of torch, with or without shardwise. On a GPU the allocator's peak contains none of this.
 
 What freed activations leave in the heap is counted by moment on top of that ([Note: the heap does not shrink] in
 `system/heap.py`). Gaps can be larger. By default glibc takes blocks of up to 32 MiB from one heap, and cannot return

@@ -2,11 +2,18 @@
 
 A block is in use as long as a tensor over it lives, or a neighbour has not yet read an offer from it. After that it is
 kept, with its pages, for the next request: fresh pages cost several times a copy into warm ones.
+
+[Note: requests of several sizes] In a backward, messages along `sp` and `tp` alternate with gradients of units that are
+not equally large. A request takes whatever idle block has room for it, where that block would stay in any case: a small
+one, or one of the largest of a rank that keeps some. Else the idle ones are given back before another one is made, so
+that no more is held than is counted. When each request had to have about the size of its block, `offload` on two ranks
+along `tp` made 18 blocks in a step of two micro-batches and two layers, and each was new pages and a new mapping.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -19,9 +26,12 @@ from shardwise.comm.transport.shm.file import Mapping, SharedFile, give_back, wh
 from shardwise.program import NUM_KEPT_BLOCKS
 
 Tensor = torch.Tensor
-_SMALL_BYTES = 2**16
+_TINY_BYTES = 2**16
+"""Requests of fewer wait for no block, and take the first."""
+_SMALL_BYTES = 2**20
+"""Blocks of fewer stay. There are as many of them as messages that have not been read."""
 _MOST_WASTE = 1.5
-"""A block may be up to this many times larger than requested; among small blocks the ratio does not matter."""
+"""A larger block that does not stay may be up to this many times larger than requested."""
 
 
 class Block:
@@ -58,13 +68,15 @@ class Arena:
         self._file = file
         self._end = whole_pages(start)
         self._blocks: list[Block] = []
+        self._keeps_largest = False
+        """Whether the largest idle blocks stay between steps."""
         self._unused: dict[int, list[int]] = defaultdict(list)
         """Offsets whose pages were given back, by their number of bytes."""
 
     def take(self, num_bytes: int) -> Tensor:
         """A uint8 tensor of `num_bytes` of undefined content. Raises `OSError` if the system has no more memory."""
         idle = (block for block in self._fitting(num_bytes) if block.is_idle)
-        found = next(idle, None) if num_bytes < _SMALL_BYTES else _smallest(idle)
+        found = next(idle, None) if num_bytes < _TINY_BYTES else _smallest(idle)
         return (found or self._make(num_bytes)).tensor(num_bytes)
 
     def soon(self, num_bytes: int) -> Block | None:
@@ -72,22 +84,24 @@ class Arena:
 
         `None` if a block is idle, or there are only few blocks.
         """
-        if num_bytes < _SMALL_BYTES:
+        if num_bytes < _TINY_BYTES:
             return None
         fitting = self._fitting(num_bytes)
         if any(block.is_idle for block in fitting):
             return None
-        num_large = sum(block.num_bytes >= _SMALL_BYTES for block in self._blocks)
+        num_large = sum(block.num_bytes >= _TINY_BYTES for block in self._blocks)
         unlent = [block for block in fitting if not block.has_tensor]
         return _smallest(unlent) if num_large >= NUM_KEPT_BLOCKS else None
 
     def _fitting(self, num_bytes: int) -> list[Block]:
-        longest = max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
+        """Those that have room for it, whether they are idle or not; see [Note: requests of several sizes]."""
+        longest = math.inf if self._keeps_largest else max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
         return [block for block in self._blocks if num_bytes <= block.num_bytes <= longest]
 
     def rest(self, *, keeps_some: bool) -> None:
-        """Give back the pages of all idle blocks, or of all but the largest few. Small ones are kept: giving back and
-        mapping them again takes longer than what they are used for."""
+        """A step has ended: give back the pages of all idle blocks, or of all but the largest few. Small ones are kept:
+        giving back and mapping them again takes longer than what they are used for."""
+        self._keeps_largest = keeps_some
         large = [block for block in self._blocks if block.num_bytes >= _SMALL_BYTES and block.is_idle]
         idle = sorted(large, key=lambda block: block.num_bytes)
         for block in idle[:-NUM_KEPT_BLOCKS] if keeps_some else idle:
