@@ -154,10 +154,14 @@ def test_a_model_that_torchao_has_converted_trains_as_it_does_alone(plan: dict[s
     for found in run_ranks(2, rank):
         assert found == pytest.approx(expected, rel=1e-5)
     late = of_blocks()
-    with sw.shard(late, plan, optimizer=sgd(late)) as engine:
-        with pytest.raises(ModelError, match="was put into a model that is sharded.*before shard"):
+
+    def convert_late() -> None:
+        with sw.shard(late, plan, optimizer=sgd(late)) as engine:
             by_torchao(late)
             engine(data[0])
+
+    with pytest.raises(ModelError, match=r"was put into a model that is sharded.*before shard"):
+        convert_late()
 
 
 # -- settings ------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ Shapes of outputs would not show it: heads of half the width make as many featur
 
 The same two forwards show other code that is right for all features alone: a mean or softmax over split ones, a fused
 matrix that is cut in two (`chunk`) without `parts` in the plan, and a product with the weight of another module, such
-as an embedding's as a head. With `tensor.sequence` they show an attention whose projections no pattern splits: it would
-attend over a rank's own tokens. All are recorded in the same list, and compared in order.
+as an embedding's as a head. With `tensor.sequence` they show an attention, or a convolution, for whose modules no
+pattern gathers the sequence: it would see a rank's own tokens. All are recorded in one list, and compared in order.
 """
 
 from __future__ import annotations
@@ -59,8 +59,12 @@ _REDUCTIONS: Mapping[Callable[..., Any], int] = {
 """Functions that need all entries of a dimension, with the place of that argument."""
 _CUTS: Mapping[Callable[..., Any], int] = dict.fromkeys(named("chunk", "split", "tensor_split"), 2)
 _PRODUCTS = frozenset({*named("linear", "matmul", "mm"), torch.Tensor.__matmul__, torch.nn.functional.embedding})
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_WATCHED = frozenset({*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__, _ATTENTION})
+_MIXING: Mapping[Callable[..., Any], tuple[int, str, int]] = {
+    torch.nn.functional.scaled_dot_product_attention: (1, "key", -2),
+    torch.conv1d: (0, "input", -1),
+}
+"""Functions that read several tokens for each: the place and the name of the argument with them, and the dimension."""
+_WATCHED = frozenset({*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__, *_MIXING})
 
 
 @dataclass(frozen=True)
@@ -100,14 +104,15 @@ class ForeignWeight:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """An attention to so many tokens."""
+class Mixing:
+    """A function that reads so many tokens together."""
 
     path: str
+    what: str
     num_tokens: int
 
 
-Step = View | Reduction | Cut | ForeignWeight | Attention
+Step = View | Reduction | Cut | ForeignWeight | Mixing
 
 
 class ViewCheck:
@@ -181,11 +186,12 @@ def _wrong(whole: Step, part: Step, parts: Collection[int]) -> str:
                 f"rank along {AXIS}, so {part.piece} of others would be taken. Declare fused matrices of equal size "
                 f"with parts, or make them modules of their own."
             )
-        case Attention(), Attention() if whole.num_tokens > part.num_tokens:
+        case Mixing(), Mixing() if whole.num_tokens > part.num_tokens:
             return (
-                f"{where} attends to {whole.num_tokens} tokens, of which tensor.sequence leaves {part.num_tokens} on a "
-                f"rank along {AXIS}. Give the projections of its queries, keys and values the style column in "
-                f"tensor.plan, and that of its output row, or leave tensor.sequence out of the plan."
+                f"{where} computes {whole.what} over {whole.num_tokens} tokens, of which tensor.sequence leaves "
+                f"{part.num_tokens} on a rank along {AXIS}. Give the linear modules before it the style column in "
+                f"tensor.plan, and the one behind it row, between which the sequence is whole; or leave "
+                f"tensor.sequence out of the plan."
             )
         case ForeignWeight(), ForeignWeight() if whole.shape != part.shape:
             return (
@@ -325,9 +331,10 @@ class _Record(TorchFunctionMode):
         given = args[0] if args else None
         if not isinstance(given, torch.Tensor):
             return
-        if func is _ATTENTION:
-            keys = args[1] if len(args) > 1 else kwargs["key"]
-            yield Attention(path, keys.shape[-2])
+        if func in _MIXING:
+            place, name, dim = _MIXING[func]
+            read = args[place] if len(args) > place else kwargs[name]
+            yield Mixing(path, func.__name__, read.shape[dim])
         elif func in _PRODUCTS:
             own = self._modules[path]._parameters.values() if path in self._modules else ()
             for one in args[:2]:
