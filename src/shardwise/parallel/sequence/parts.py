@@ -31,7 +31,9 @@ _IGNORED = -100
 _COMPARED = named("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "greater", "less", "greater_equal", "less_equal")
 _COMBINED = named(
     *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
-    *("mul", "multiply", "sub", "add", "isin", "clamp", "clamp_min", "masked_fill", "where"),
+    *("mul", "multiply", "sub", "add", "div", "divide", "true_divide", "pow", "isin", "clamp", "clamp_min", "where"),
+    *("masked_fill", "clamp_max", "clip", "minimum", "maximum", "exp", "log", "log1p", "sqrt", "square", "abs", "neg"),
+    *("sigmoid", "remainder", "floor_divide", "__truediv__", "__pow__", "__mod__", "__floordiv__"),
     *("__and__", "__or__", "__invert__", "__mul__", "__rmul__", "__rsub__", "__sub__", "__add__", "__radd__"),
 )
 _CONVERTED = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "byte")
@@ -167,6 +169,8 @@ def _whole_of(
     """What all ranks have of `result`, if that is known of what it was made of."""
     if part.mark.whole is None or result.numel() != part.numel():
         return None
+    if func is Tensor.__getitem__ and args[1] is part and part.dtype != torch.bool:  # weights of classes
+        return args[0][part.mark.whole]
     if func in _REARRANGED:
         return part.mark.whole if result.dtype == part.dtype else None
     if func not in _ELEMENTWISE or part.mark.whole.device.type != "cpu":
@@ -230,7 +234,13 @@ def _require_even(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if not isinstance(target, PartOfSequence) or given.get("reduction", "mean") != "mean":
         return
     mark = target.mark
-    counts = mark.counts(lambda labels: labels != ignored) if isinstance(mark, Tokens) else mark.by_rank
+    weight = given.get("weight")
+
+    def counted(labels: Tensor) -> Tensor:
+        counts = labels != ignored
+        return counts if weight is None else counts * weight.detach()[labels.clamp(0, len(weight) - 1)]
+
+    counts = mark.counts(counted) if isinstance(mark, Tokens) else mark.by_rank
     if len(set(counts)) > 1:
         raise ModelError(
             f"{func.__name__} takes the mean over the tokens of this rank that count, and the labels of this batch "
