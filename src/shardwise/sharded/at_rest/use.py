@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed
+from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -134,7 +134,11 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         )
         if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
-        result = plainly(func, args, kwargs)
+        try:
+            result = plainly(func, args, kwargs)
+        except RuntimeError as error:
+            refuse_wholes(func, leaves, error)
+            raise
         parts, result_form = tree_flatten(result)
         parts, marks = completed(parts, func, leaves, form)
         result = tree_unflatten(parts, result_form)
