@@ -241,7 +241,8 @@ class Hooks:
         if is_transforming():
             raise StateError(
                 "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
-                "with memory that comes and goes. Use loss.backward() or torch.autograd.grad()."
+                "with memory that comes and goes. Use loss.backward() or torch.autograd.grad(), or torch.autograd."
+                "functional.jvp and jacobian, which compute by backwards."
             )
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch's own
             raise StateError(
