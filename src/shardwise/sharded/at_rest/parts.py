@@ -83,7 +83,7 @@ def completed(
     is_term = func in uses.SUMS and _has_gradient(results)
     if is_mixing and is_term and of.added_up is not None:
         with DisableTorchFunctionSubclass():
-            return [_AddedUp.apply(results[0], of.added_up)], nothing
+            return [_AddedUp.apply(results[0], of.added_up)], nothing  # type: ignore[no-untyped-call]  # torch's own
     if is_mixing or (_has_gradient(results) and _has_gradient([one for one in leaves if _part_of(one) is None])):
         raise StateError(
             f"{of.name} is split along a model axis: this rank has {list(part)} of {list(of.unsplit_shape)}, and "

@@ -139,8 +139,8 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         except RuntimeError as error:
             refuse_wholes(func, leaves, error)
             raise
-        parts, result_form = tree_flatten(result)
-        parts, marks = completed(parts, func, leaves, form)
+        made, result_form = tree_flatten(result)
+        parts, marks = completed(made, func, leaves, form)
         result = tree_unflatten(parts, result_form)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
             for handle in handles:
