@@ -308,6 +308,9 @@ def test_so_is_one_of_a_module_that_the_loop_calls_by_itself(fails: bool, place:
     def write(block: Any, _: object) -> None:
         block.up.weight.data.copy_(block.up.weight * 0.5)
 
+    def assign(block: Any, _: object) -> None:
+        block.up.weight.data = block.up.weight.data * 0.5
+
     def rank(world: sw.World) -> None:
         model = models[world.rank]
         with sw.shard(model, plan_of(place[0], None), optimizer=adamw(model), world=world):
@@ -317,10 +320,11 @@ def test_so_is_one_of_a_module_that_the_loop_calls_by_itself(fails: bool, place:
                     model.blocks[0](torch.randn(2, 3, 31))
                 with torch.no_grad():
                     model.blocks[0].up.weight.mul_(1.0)
-            handle = model.blocks[0].register_forward_pre_hook(write)
-            with pytest.raises(ModelError, match="was changed in place while the model computed"):
-                model.blocks[0](hidden)
-            handle.remove()
+            for change in (write, assign):
+                handle = model.blocks[0].register_forward_pre_hook(change)
+                with pytest.raises(ModelError, match="was changed in place while the model computed"):
+                    model.blocks[0](hidden)
+                handle.remove()
             model.blocks[1](model.blocks[0](hidden)).sum().backward()
 
     run_ranks(2, rank, shares_memory=place[1])

@@ -335,6 +335,23 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_a_model_that_is_spread_as_dtensors_afterwards(preset: str) -> None:
+    """On all ranks, before one waits for values that another one sends."""
+    from torch.distributed.tensor import distribute_module
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = dist.init_device_mesh("cpu", (1,))
+    models = [Transformer() for _ in range(2)]
+
+    def spread(world: sw.World) -> None:
+        with sw.shard(models[world.rank], preset, world=world):
+            distribute_module(models[world.rank], mesh)
+
+    told = refused(2, spread, StateError)
+    assert "for a DTensor (parallelize_module, distribute_module: leave that call out)" in told
+
+
 def test_an_optimizer_of_another_model() -> None:
     other = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     message = refused(1, lambda world: sw.shard(Transformer(), optimizer=other, world=world), ModelError)

@@ -555,6 +555,10 @@ def test_what_is_computed_of_a_part_alone_is_refused() -> None:
                     compute(weight)
             for compute in OF_EACH_PART.values():
                 compute(weight)
+            with pytest.raises(
+                StateError, match=r"blocks.0.up.weight .* add_ is given the part .* model.state_dict\(\)"
+            ):
+                torch.zeros(72, 24).mul_(0.9).add_(weight.detach(), alpha=0.1)
             assert weight.grad is not None
             torch.testing.assert_close(weight.grad.norm(), twin.blocks[0].up.weight.grad.norm())
             assert model.norm.weight.detach().norm().item() > 0  # whole on each rank

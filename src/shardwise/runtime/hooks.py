@@ -241,7 +241,8 @@ class Hooks:
         if is_transforming():
             raise StateError(
                 "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
-                "with memory that comes and goes. Use loss.backward() or torch.autograd.grad()."
+                "with memory that comes and goes. Use loss.backward() or torch.autograd.grad(), or torch.autograd."
+                "functional.jvp and jacobian, which compute by backwards."
             )
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch's own
             raise StateError(
@@ -529,5 +530,6 @@ def changed_inside(unit: str) -> ModelError:
     return ModelError(
         f"A parameter of {unit} was changed in place while the model computed. Each rank would change it by its own "
         f"batch, and where parameters are gathered the change would be lost. Change parameters between steps, under "
-        f"torch.no_grad(), or keep what a forward changes in a buffer."
+        f"torch.no_grad(), or keep what a forward changes in a buffer. What the first forward sets by its batch, set "
+        f"by one before shard()."
     )

@@ -89,9 +89,13 @@ class Watching:
         """Raise `ModelError` if the forward that was watched has given a parameter other memory (`param.data = ...`),
         as no operation shows; the parameter has its own again then."""
         if self._gathering.watcher is not None:
-            moved = [unit.name for unit in self._units for flat in unit.flats if flat.put_back()]
-            if moved:
-                raise changed_inside(moved[0])
+            self.require_own_memory()
+
+    def require_own_memory(self) -> None:
+        """The same of what has run, whether it was watched or not."""
+        moved = [unit.name for unit in self._units for flat in unit.flats if flat.put_back()]
+        if moved:
+            raise changed_inside(moved[0])
 
     def stop(self) -> None:
         """Stop watching for good. Call it only while no module runs."""
@@ -173,3 +177,5 @@ class _CalledAlone:
         if self._running is not None and self._running[0] is module:
             writes, self._running = self._running[1], None
             writes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            if sys.exc_info()[1] is None:
+                self._watching.require_own_memory()

@@ -66,8 +66,8 @@ class Marked(Tensor):
             result = func(*args, **kwargs)
         if result is None or isinstance(result, bool | int | float | torch.Size | torch.dtype | torch.device):
             return result
-        results, form = tree_flatten(result)
-        results, marks = cls._completed(results, func, args, kwargs)
+        found, form = tree_flatten(result)
+        results, marks = cls._completed(found, func, args, kwargs)
         return tree_unflatten(cls.each_marked(results, marks, tree_leaves((args, kwargs))), form)
 
     @classmethod

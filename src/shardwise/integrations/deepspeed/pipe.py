@@ -113,9 +113,10 @@ class PipelineModule(nn.Sequential):
                 (seed_fn or set_random_seed)(base_seed + number)
             built.append(_built_layer(layer, first_of_key))
         super().__init__(*built)
-        for module in self.modules():
-            if hasattr(module, "is_in_stages"):  # layers of DeepSpeed's MoE
-                module.is_in_stages = True
+        inner: Any
+        for inner in self.modules():
+            if hasattr(inner, "is_in_stages"):  # layers of DeepSpeed's MoE
+                inner.is_in_stages = True
         self._num_layers = len(built)
         self.num_stages = num_stages
         self.given_topology = topology

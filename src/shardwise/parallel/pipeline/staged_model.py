@@ -619,7 +619,8 @@ class StagedModel:
         raise ModelError(
             f"{name} does not run where pipeline stage {now.stage} ({around[0]} to {around[1]}) has it in the order of "
             f"the forward. List the modules in the order in which {type(self.model).__name__} calls them: "
-            f"pipeline.stages."
+            f"pipeline.stages. If it calls {name} twice, as the embedding of an encoder and a decoder, let it call two "
+            f"modules that share the weight: second.weight = first.weight."
         )
 
 

@@ -21,7 +21,13 @@ from shardwise.errors import ModelError
 from shardwise.parallel.sequence.token_layout import Layout
 from shardwise.system.marked import Marked
 from shardwise.system.torch_functions import is_called_by_us, named
-from shardwise.system.torch_private import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from shardwise.system.torch_private import (
+    TENSOR_ATTRIBUTES,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 Tensor = torch.Tensor
 _MEANS = frozenset({functional.cross_entropy, functional.nll_loss})
@@ -31,7 +37,9 @@ _IGNORED = -100
 _COMPARED = named("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "greater", "less", "greater_equal", "less_equal")
 _COMBINED = named(
     *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
-    *("mul", "multiply", "sub", "add", "isin", "clamp", "clamp_min", "masked_fill", "where"),
+    *("mul", "multiply", "sub", "add", "div", "divide", "true_divide", "pow", "isin", "clamp", "clamp_min", "where"),
+    *("masked_fill", "clamp_max", "clip", "minimum", "maximum", "exp", "log", "log1p", "sqrt", "square", "abs", "neg"),
+    *("sigmoid", "remainder", "floor_divide", "__truediv__", "__pow__", "__mod__", "__floordiv__"),
     *("__and__", "__or__", "__invert__", "__mul__", "__rmul__", "__rsub__", "__sub__", "__add__", "__radd__"),
 )
 _CONVERTED = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "byte")
@@ -40,7 +48,7 @@ _ELEMENTWISE = _COMPARED | _COMBINED | _CONVERTED
 _REARRANGED = named(
     *("view", "reshape", "flatten", "ravel", "contiguous", "detach", "clone", "unsqueeze", "squeeze", "view_as", "cpu"),
     *("transpose", "swapaxes", "t", "permute", "movedim", "unflatten", "__getitem__", "expand", "reshape_as"),
-) | {Tensor.T.__get__, Tensor.mT.__get__, Tensor.data.__get__}
+) | {TENSOR_ATTRIBUTES[name].__get__ for name in ("T", "mT", "data")}
 _COUNTS = named("sum", "count_nonzero", "nansum")
 _SELECTS = named("masked_select", "__getitem__")
 _AVERAGES = named("mean", "nanmean", "median", "var", "std")
@@ -98,12 +106,12 @@ class PartOfSequence(Marked):
 
     @classmethod
     def _require_right(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if func is Tensor.__setitem__ and _is_part(args[0]):  # those of other ranks are not known any more
-            args[0].mark = replace(args[0].mark, whole=None)
+        if func is Tensor.__setitem__ and (tokens := _tokens_of(args[0])):
+            args[0].mark = replace(tokens, whole=None)  # those of other ranks are not known any more
         if func in _MEANS:
             _require_even(func, args, kwargs)
         _require_even_counts(func, args, kwargs)
-        marks = {id(one): one.mark for one in tree_leaves((args, kwargs)) if _is_part(one)}
+        marks = {id(one): mark for one in tree_leaves((args, kwargs)) if (mark := _tokens_of(one))}
         known = next((mark for mark in marks.values() if mark.dim is not None), None)
         if known is None:
             return
@@ -130,12 +138,12 @@ class PartOfSequence(Marked):
         return results, marks
 
 
-def _is_part(value: Any) -> bool:
-    return isinstance(value, PartOfSequence) and isinstance(value.mark, Tokens)
+def _tokens_of(value: object) -> Tokens | None:
+    return value.mark if isinstance(value, PartOfSequence) and isinstance(value.mark, Tokens) else None
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, PartOfSequence) and isinstance(value.mark, Counted)
+def _count_of(value: object) -> Counted | None:
+    return value.mark if isinstance(value, PartOfSequence) and isinstance(value.mark, Counted) else None
 
 
 def _mark_of(
@@ -144,11 +152,12 @@ def _mark_of(
     """What `result` has of the sequence."""
     if (counted := _counted(result, func, args, kwargs)) is not None:
         return counted
-    part = next((one for one in tree_leaves((args, kwargs)) if _is_part(one)), None)
-    if part is None:
+    part = next((one for one in tree_leaves((args, kwargs)) if _tokens_of(one)), None)
+    mark = _tokens_of(part)
+    if part is None or mark is None:
         return None
-    of, mark = part.plain(), part.mark
-    whole = _whole_of(result, func, args, kwargs, part)
+    of: Tensor = part.plain()
+    whole = _whole_of(result, func, args, kwargs, part, mark)
     is_looked_up = result.is_floating_point() and not of.is_floating_point() and result.shape != of.shape
     sizes, dim = result.shape, mark.dim
     if dim is not None and not is_looked_up and result.dim() > dim and sizes[dim] == mark.num_local:
@@ -162,21 +171,32 @@ def _mark_of(
 
 
 def _whole_of(
-    result: Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], part: PartOfSequence
+    result: Tensor,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    part: Tensor,
+    mark: Tokens,
 ) -> Tensor | None:
-    """What all ranks have of `result`, if that is known of what it was made of."""
-    if part.mark.whole is None or result.numel() != part.numel():
+    """What all ranks have of `result`, if that is known of `part`, which is the first of what it was made of."""
+    if mark.whole is None or result.numel() != part.numel():
         return None
+    if func is Tensor.__getitem__ and args[1] is part and part.dtype != torch.bool:  # weights of classes
+        looked_up: Tensor = args[0][mark.whole]
+        return looked_up
     if func in _REARRANGED:
-        return part.mark.whole if result.dtype == part.dtype else None
-    if func not in _ELEMENTWISE or part.mark.whole.device.type != "cpu":
+        return mark.whole if result.dtype == part.dtype else None
+    if func not in _ELEMENTWISE or mark.whole.device.type != "cpu":
         return None
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))
-    wholes = [one.mark.whole if _is_part(one) else one for one in leaves]
-    are_known = all(not isinstance(one, Tensor) or one.dim() == 0 or _is_part(one) for one in leaves)
-    is_alike = len({one.mark.dim for one in leaves if _is_part(one)}) == 1
-    if not (are_known and is_alike) or any(_is_part(one) and one.mark.whole is None for one in leaves):
-        return None
+    wholes = []
+    for leaf in leaves:
+        own = _tokens_of(leaf)
+        if own is None and isinstance(leaf, Tensor) and leaf.dim():
+            return None
+        if own is not None and (own.whole is None or own.dim != mark.dim):
+            return None
+        wholes.append(leaf if own is None else own.whole)
     given, named_ones = tree_unflatten(wholes, form)
     whole: Tensor = func(*given, **named_ones)
     return whole
@@ -186,23 +206,24 @@ def _counted(
     result: Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Counted | None:
     """What comes of counting tokens: how many a mask has, what a mask has selected, and what is made of these."""
-    given = args[0] if args else kwargs.get("input")
-    if func in _COUNTS and _is_part(given) and not result.dim():
-        counts = given.mark.counts()
-        return Counted(counts, are_entries=False) if counts else None
+    mask, are_entries = args[0] if args else kwargs.get("input"), False
     if func in _SELECTS:
         index = args[1] if len(args) > 1 else kwargs.get("mask")
-        mask = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        if _is_part(mask) and mask.dtype == torch.bool and (counts := mask.mark.counts()):
-            return Counted(counts, are_entries=True)
+        mask, are_entries = index[0] if isinstance(index, tuple) and len(index) == 1 else index, True
+    tokens = _tokens_of(mask)
+    is_count = (func in _COUNTS and not result.dim()) or (are_entries and getattr(mask, "dtype", None) == torch.bool)
+    if tokens is not None and is_count:
+        counts = tokens.counts()
+        return Counted(counts, are_entries) if counts else None
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    of = next((one for one in tensors if _is_count(one)), None)
-    if of is None:
+    of = next((one for one in tensors if _count_of(one)), None)
+    mark = _count_of(of)
+    if of is None or mark is None:
         return None
-    if of.mark.are_entries:
-        return of.mark if result.dim() and result.shape[0] == of.shape[0] else None
-    are_numbers = all(_is_count(one) or not (one.dim() or one.requires_grad) for one in tensors)
-    return of.mark if not result.dim() and are_numbers else None
+    if mark.are_entries:
+        return mark if result.dim() and result.shape[0] == of.shape[0] else None
+    are_numbers = all(_count_of(one) or not (one.dim() or one.requires_grad) for one in tensors)
+    return mark if not result.dim() and are_numbers else None
 
 
 def mark_cut(part: Tensor, whole: Tensor, layout: Layout) -> Tensor:
@@ -230,7 +251,13 @@ def _require_even(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if not isinstance(target, PartOfSequence) or given.get("reduction", "mean") != "mean":
         return
     mark = target.mark
-    counts = mark.counts(lambda labels: labels != ignored) if isinstance(mark, Tokens) else mark.by_rank
+    weight = given.get("weight")
+
+    def counted(labels: Tensor) -> Tensor:
+        counts: Tensor = labels != ignored
+        return counts if weight is None else counts * weight.detach()[labels.clamp(0, len(weight) - 1)]
+
+    counts = mark.counts(counted) if isinstance(mark, Tokens) else mark.by_rank
     if len(set(counts)) > 1:
         raise ModelError(
             f"{func.__name__} takes the mean over the tokens of this rank that count, and the labels of this batch "
@@ -243,8 +270,8 @@ def _require_even_counts(func: Callable[..., Any], args: Sequence[Any], kwargs: 
     """Raise if a loop averages by itself over the tokens of this rank that count, and on others others count."""
     if getattr(func, "__module__", "").startswith("torch.distributed"):  # a loop that adds up counts by itself
         for one in tree_leaves((args, kwargs)):
-            if _is_count(one):
-                one.mark = Counted((), one.mark.are_entries)
+            if count := _count_of(one):
+                one.mark = Counted((), count.are_entries)
         return
     by = args[0] if args else kwargs.get("input")
     if func in _DIVISIONS:
@@ -252,11 +279,12 @@ def _require_even_counts(func: Callable[..., Any], args: Sequence[Any], kwargs: 
     averages = func in _AVERAGES or (func in _LOSSES and kwargs.get("reduction", "mean") == "mean")
     if not (averages or func in _DIVISIONS | _DIVIDES_BY_FIRST | _NUMBERS):
         return
-    if not _is_count(by) or by.mark.is_even or by.mark.are_entries != averages or is_called_by_us():
+    count = _count_of(by)
+    if count is None or count.is_even or count.are_entries != averages or is_called_by_us():
         return
     raise ModelError(
         f"{getattr(func, '__name__', func)} takes the number of tokens of this rank that count, and on the ranks along "
-        f"sp these are {_listed(by.mark.by_rank)}: the mean over ranks of what is divided by it would not be that over "
+        f"sp these are {_listed(count.by_rank)}: the mean over ranks of what is divided by it would not be that over "
         f"tokens. Average by engine.mean_over_tokens(values, mask), and take numbers of a whole batch from its mask "
         f"before engine.split_sequence."
     )

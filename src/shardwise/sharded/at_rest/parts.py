@@ -83,7 +83,7 @@ def completed(
     is_term = func in uses.SUMS and _has_gradient(results)
     if is_mixing and is_term and of.added_up is not None:
         with DisableTorchFunctionSubclass():
-            return [_AddedUp.apply(results[0], of.added_up)], nothing
+            return [_AddedUp.apply(results[0], of.added_up)], nothing  # type: ignore[no-untyped-call]  # torch's own
     if is_mixing or (_has_gradient(results) and _has_gradient([one for one in leaves if _part_of(one) is None])):
         raise StateError(
             f"{of.name} is split along a model axis: this rank has {list(part)} of {list(of.unsplit_shape)}, and "
@@ -106,6 +106,20 @@ def _has_gradient(tensors: Sequence[Any]) -> bool:
     """Whether a gradient goes to one of the `tensors`, as far as they are some."""
     with DisableTorchFunctionSubclass():
         return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)
+
+
+def refuse_wholes(func: Callable[..., Any], leaves: Sequence[Any], error: RuntimeError) -> None:
+    """Raise `StateError` for the `error` of a function that was given a part together with something as large as the
+    unsplit parameter, such as an average of the plain model's parameters."""
+    parts = [of for _, of in filter(None, map(_part_of, leaves))]
+    wholes = {_shape(one) for one in leaves if isinstance(one, Tensor) and _part_of(one) is None}
+    for of in parts:
+        if of.unsplit_shape in wholes:
+            raise StateError(
+                f"{of.name} is split along a model axis, and {getattr(func, '__name__', func)} is given the part of "
+                f"this rank with a tensor of the whole shape, {list(of.unsplit_shape)}. model.state_dict() has tensors "
+                f"of the unsplit model under the parameters' names, and engine.get({of.name!r}) one of them."
+            ) from error
 
 
 def source_of(handle: Resting | Whole) -> Source:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed
+from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -134,9 +134,13 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         )
         if saves and not is_checkpointing():
             stack.enter_context(_saving_homes(opened, handles))
-        result = plainly(func, args, kwargs)
-        parts, result_form = tree_flatten(result)
-        parts, marks = completed(parts, func, leaves, form)
+        try:
+            result = plainly(func, args, kwargs)
+        except RuntimeError as error:
+            refuse_wholes(func, leaves, error)
+            raise
+        made, result_form = tree_flatten(result)
+        parts, marks = completed(made, func, leaves, form)
         result = tree_unflatten(parts, result_form)
         if differentiates and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(result)):
             for handle in handles:
