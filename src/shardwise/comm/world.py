@@ -469,7 +469,9 @@ def _check_elastic(*, by_mpi: bool, owns: bool) -> None:
     if not owns:
         raise ConfigError(
             "In an elastic job each generation opens a process group of its own, but there is one already. Leave out "
-            "init_process_group() and join one World, or start the job without --elastic."
+            "init_process_group() and join one World. If a library has made it, as Accelerate, transformers' Trainer "
+            "and Lightning do, start the job with --max-restarts instead of --elastic: then all ranks restart from the "
+            "last checkpoint when one is lost."
         )
     if by_mpi:
         raise ConfigError("MPI ends with its first dead rank. Leave out SHARDWISE_TRANSPORT=mpi, or --elastic.")
