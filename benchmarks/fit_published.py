@@ -1,15 +1,11 @@
 """Fit what a profile cannot say by published figures: shares of peaks, and what frameworks do, by the clock itself.
 
-    python -m benchmarks.fit_published rows.csv --gpu a100 --free products.share=0.8 local.share=0.8 [--leave-out]
+    python -m benchmarks.fit_published rows.csv --gpu a100 --free products.share=0.8 local.share=0.8
 
 Fits on rows of `FITTED` (published_rows.py) only, of which it takes a few of each source, so that no source outweighs
 the others. Damped Gauss-Newton on the logarithms of parameters and of times, with a loss that grows linearly for
 outliers, and a weak pull to where it begins. Prints the parameters, which belong into src/shardwise/fit/profiles and
-published_software.yaml.
-
-With `--leave-out` it is fitted once more for each source, on the rows of all others, and the errors of the source that
-was left out are printed: what a fit is worth for a source that it has not seen. What frameworks do is not fitted then,
-and stays as it is in published_software.yaml.
+published_software.yaml. What a fit is worth for publishers that it has not seen, `python -m benchmarks.left_out` says.
 """
 
 from __future__ import annotations
@@ -158,15 +154,6 @@ def fit(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[Parame
         yield named(at)
 
 
-def left_out(cases: Sequence[Case], start: Parameters, steps: int) -> Iterator[tuple[str, Parameters, Array]]:
-    """Each source, what a fit on all others finds, and the errors that the rows of this one have with it."""
-    for source in dict.fromkeys(case.published.source for case in cases):
-        own = [case for case in cases if case.published.source == source]
-        others = [case for case in cases if case.published.source != source]
-        found = [start, *fit(others, start, steps)][-1] if others else start
-        yield source, found, errors(own, found)
-
-
 def by_source(cases: Sequence[Case], error: Array) -> str:
     found: dict[str, list[float]] = {}
     for case, one in zip(cases, error, strict=True):
@@ -189,18 +176,11 @@ def main() -> None:
     parser.add_argument("--free", nargs="+", required=True, help="names of parameters, each with =START or not")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--per-source", type=int, default=PER_SOURCE)
-    parser.add_argument("--leave-out", action="store_true", help="cross-validate instead, by source")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     cases = cases_of(given.rows, GENERATIONS[given.gpu], per_source=given.per_source)
     start = {name: float(value) for name, _, value in (one.rpartition("=") for one in given.free)}
     print(f"{len(cases)} rows\n{by_source(cases, errors(cases, start))}", flush=True)
-    if given.leave_out:
-        for source, found, error in left_out(cases, start, given.steps):
-            sizes = 100 * np.abs(np.exp(error) - 1)
-            figures = f"median {np.median(sizes):.1f} % mean {sizes.mean():.1f} %"
-            print(f"without {source}: {len(sizes)} rows, {_rounded(found)}: {figures}", flush=True)
-        return
     found = start
     for found in fit(cases, start, given.steps):
         print(_rounded(found), flush=True)
