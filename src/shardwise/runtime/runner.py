@@ -97,8 +97,9 @@ class Runner:
         self._paths = Paths(self.passes, self._evaluation, self._post_backward, self.programs, paths, drops_layers)
         self._paths.may_differ = settings.paths_differ
         to_say = settings.if_forward_communicates
+        is_model_running = partial(Runner._is_model_running, weakref.proxy(self))  # no ring: buffers go with the runner
         self._watching = Watching(
-            model, self.gathering, self._hooks, self.passes, self._paths, to_say, self._is_model_running
+            model, self.gathering, self._hooks, self.passes, self._paths, to_say, is_model_running
         )
         self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)
         backend = settings.compile_backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,7 +47,7 @@ class Watching:
         self._callers: Callers | None = None
         self._has_seen = {True: False, False: False}
         """By whether a pass is a training pass: whether everything that it reads is known."""
-        self._alone = _CalledAlone(self)
+        self._alone = _CalledAlone(weakref.proxy(self))  # no ring: buffers go with the runner
         self.is_model_running = is_model_running
 
     @property
