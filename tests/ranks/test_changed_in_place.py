@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.in_stages import optimizer_of, plain, race
 
@@ -22,10 +23,10 @@ WIDTH = 8
 class Block(nn.Module):
     """Its input, which a stage may begin with, and the outputs of all of its layers are changed in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: int = 1) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 1)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=kernel // 2)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -40,9 +41,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kernel: int = 1) -> None:
         super().__init__()
-        self.first, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList(Block() for _ in range(4))
+        self.first, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList(Block(kernel) for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -101,3 +102,17 @@ def test_over_tensor_parallel_ranks(sequence: bool) -> None:
         assert ours == pytest.approx(losses, rel=1e-5)
         for name, expected in params.items():
             torch.testing.assert_close(state[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_convolution_over_the_tokens_of_one_rank_is_refused() -> None:
+    """Unlike one that reads a token for each, such as that of the test above."""
+    replicas, batch = [Net(kernel=3) for _ in range(2)], drawn()[0][0]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": {"plan": PATTERNS, "sequence": True}}
+
+    def rank(world: sw.World) -> None:
+        mine = replicas[world.rank]
+        with sw.shard(mine, plan, optimizer=optimizer_of(mine), world=world) as engine:
+            engine(**batch)
+
+    with pytest.raises(ModelError, match=r"blocks.0.conv computes conv1d over 6 tokens, of which .* 3"):
+        run_ranks(2, rank)

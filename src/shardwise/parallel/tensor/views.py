@@ -333,8 +333,10 @@ class _Record(TorchFunctionMode):
             return
         if func in _MIXING:
             place, name, dim = _MIXING[func]
-            read = args[place] if len(args) > place else kwargs[name]
-            yield Mixing(path, func.__name__, read.shape[dim])
+            num_tokens = _argument(args, kwargs, place, name).shape[dim]
+            is_pointwise = func is torch.conv1d and _argument(args, kwargs, 1, "weight").shape[-1] == 1
+            if not is_pointwise or result.shape[dim] != num_tokens:
+                yield Mixing(path, func.__name__, num_tokens)
         elif func in _PRODUCTS:
             own = self._modules[path]._parameters.values() if path in self._modules else ()
             for one in args[:2]:
@@ -352,6 +354,10 @@ class _Record(TorchFunctionMode):
             yield Cut(path, given.shape[dim], result[0].shape[dim])
         elif func is torch.Tensor.__getitem__ and _is_last(args[1]):
             yield Cut(path, given.shape[-1], result.shape[-1])
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs[name]
 
 
 def _is_last(index: Any) -> bool:
