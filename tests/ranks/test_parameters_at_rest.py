@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Use, type[Exception], str]] = {
     "a hook after": (
         lambda e, m, o: param_of(m).register_post_accumulate_grad_hook(print),
         StateError,
-        "would see a gradient of this rank alone",
+        "would see that of this rank alone",
     ),
     "a collective in the background": (
         lambda e, m, o: dist.all_reduce(param_of(m).data, async_op=True),
