@@ -28,6 +28,10 @@ gradients have arrived. If a module around the checkpointed one is a site of the
 reads a parameter itself, its own backward is still to come and reads parameters again. The outer backward has opened
 the unit, so the inner one must not close it, and none of its gradients is the last. Autograd numbers backwards in the
 order in which they begin.
+
+[Note: hooks of parameters] What a post-accumulate hook refers to lives as long as its parameter, and Python's garbage
+collector does not see that it does (torch 2.13): a hook that refers to its own parameter keeps it for ever. So ours
+refer weakly to what they need, and a program may drop a model and its engine without `close()`.
 """
 
 from __future__ import annotations
@@ -154,6 +158,15 @@ class _Use:
         self.backward = None
 
 
+class _Watched:
+    """What the hooks of a buffer's parameters need."""
+
+    def __init__(self, hooks: Hooks, unit: Unit, flat: Flat) -> None:
+        self.hooks, self.unit, self.flat = hooks, unit, flat
+        self.guard, self.arrive = flat.guard, flat.grads.arrive
+        self.use, self.halves = hooks._uses[unit.name], hooks._halves
+
+
 class Hooks:
     """The hooks of one model. `remove()` takes them off.
 
@@ -173,6 +186,7 @@ class Hooks:
         self._outer_compile = OuterCompile(root, [site for unit in units for site in unit.sites])
         self._root = root
         self._kept = KeptViews(root)
+        self._watched: list[_Watched] = []
         self._handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
         for unit in units:
@@ -223,6 +237,7 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self._root_handles.clear()
+        self._watched.clear()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(NO_COPY)
@@ -393,25 +408,31 @@ class Hooks:
         self._listener.before_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
-        guard, arrive, use, halves = flat.guard, flat.grads.arrive, self._uses[unit.name], self._halves
+        watched = _Watched(self, unit, flat)
+        self._watched.append(watched)
+        known = weakref.ref(watched)  # see [Note: hooks of parameters]
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:  # [Note: once for each gradient]
-                if guard.is_resting:
+                watched = known()
+                if watched is None:
+                    return
+                hooks, use, halves = watched.hooks, watched.use, watched.halves
+                if watched.guard.is_resting:
                     grad = _taken_at_rest(param)
                 else:
                     grad, param.grad = param.grad, None
                 if grad is None:
                     return
                 if grad.requires_grad or grad.is_sparse:
-                    raise _cannot_sum(grad, flat.slots[index].name)
-                if not self._awaits_end:
-                    self._await_end()
-                if halves.units and halves.keep(unit, flat, index, grad):
+                    raise _cannot_sum(grad, watched.flat.slots[index].name)
+                if not hooks._awaits_end:
+                    hooks._await_end()
+                if halves.units and halves.keep(watched.unit, watched.flat, index, grad):
                     return
                 is_last = use.backward is None or use.backward >= graph_task()  # [Note: a backward inside]
-                if arrive(index, grad, is_last):
-                    self._close_backward(unit)
+                if watched.arrive(index, grad, is_last):
+                    hooks._close_backward(watched.unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)
             self._handles.append(handle)

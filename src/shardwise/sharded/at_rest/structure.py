@@ -20,12 +20,16 @@ from shardwise.errors import ModelError
 
 
 class _Watch:
-    """The modules of all sharded models of the process, with the `Structure` of each."""
+    """The modules of all sharded models of the process, with the `Structure` of each.
+
+    Structures are their engines': they have parameters, by which a model would keep itself alive here, and its engine,
+    if a program drops both without `close()`, as one does that trains a model for each fold of its data.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_registered = False
-        self._structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
+        self._structures: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Structure]] = weakref.WeakKeyDictionary()
 
     def add(self, structure: Structure, model: nn.Module) -> None:
         with self._lock:
@@ -34,28 +38,31 @@ class _Watch:
                 register_module_module_registration_hook(self._module)
                 self._is_registered = True
             for module in model.modules():
-                self._structures[module] = structure
+                self._structures[module] = weakref.ref(structure)
 
     def follow(self, structure: Structure, module: nn.Module) -> None:
         """`module`, which has no parameters yet, has become a part of the model."""
         with self._lock:
-            self._structures.setdefault(module, structure)
+            if self._of(module) is None:
+                self._structures[module] = weakref.ref(structure)
 
     def drop(self, structure: Structure) -> None:
         """Modules that were taken out of the model are dropped, too."""
         with self._lock:
-            for module in [module for module, known in self._structures.items() if known is structure]:
+            for module in [module for module, known in self._structures.items() if known() is structure]:
                 del self._structures[module]
 
     def _parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        structure = self._structures.get(module)
-        if structure is not None:
+        if (structure := self._of(module)) is not None:
             structure.require_same_parameter(module, name, param)
 
     def _module(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
-        structure = self._structures.get(module)
-        if structure is not None:
+        if (structure := self._of(module)) is not None:
             structure.require_known_module(module, name, inner)
+
+    def _of(self, module: nn.Module) -> Structure | None:
+        known = self._structures.get(module)
+        return None if known is None else known()
 
 
 _WATCH = _Watch()
