@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 import socket
+from contextlib import ExitStack
 
 
-def free_port() -> int:
-    """One at which nothing listens. The system gives the ports from 32768 on to whoever asks for any, also between this
-    call and the start of a process; these it does not."""
+def free_port(count: int = 1) -> int:
+    """The first of `count` at which nothing listens. The system gives the ports from 32768 on to whoever asks for any,
+    also between this call and the start of a process; these it does not."""
     while True:
-        port = random.SystemRandom().randrange(20000, 32768)
-        with socket.socket() as tried:
+        port = random.SystemRandom().randrange(20000, 32768 - count)
+        with ExitStack() as tried:
             try:
-                tried.bind(("", port))
+                for place in range(count):
+                    tried.enter_context(socket.socket()).bind(("", port + place))
             except OSError:
                 continue
             return port

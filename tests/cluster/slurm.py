@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 from tests.cluster.namespaces import UNTIL_WE_END, Cluster, obstacle
+from tests.free_port import free_port
 from tests.patience import wait_until
 
 # A job that is put into the queue again begins when its old credentials are over.
@@ -72,7 +72,7 @@ class Slurm:
         nodes = "\n".join(f"NodeName={name} NodeAddr={addresses[name]} CPUs=2 State=UNKNOWN" for name in self._names)
         config.write_text(
             _CONFIG.format(
-                name=os.uname().nodename, network=self.hosts.network, port=_free_port(), folder=folder, nodes=nodes
+                name=os.uname().nodename, network=self.hosts.network, port=free_port(), folder=folder, nodes=nodes
             )
         )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
@@ -113,9 +113,3 @@ class Slurm:
             return "\n".join([" ".join(states()), *logs])
 
         wait_until(lambda: states() == ["idle"] * num_nodes, told)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,14 +20,14 @@ import jax  # noqa: F401
 import tensorflow  # noqa: F401  # imported before the forks
 import torch
 
+from tests.free_port import free_port
+
 RANKS, SECONDS = 2, 200
 PAGE = Path(__file__).parents[2] / "docs" / "horovod-frameworks.md"
 
 
 def on_ranks(job: Callable[..., Any], *args: str) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     ranks = []
     for rank in range(RANKS):

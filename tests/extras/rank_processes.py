@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
 from multiprocessing import forkserver
 from typing import Any
+
+from tests.free_port import free_port
 
 _SERVER = multiprocessing.get_context("forkserver")
 SECONDS = 240
@@ -49,9 +50,7 @@ def on_ranks(size: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def begin(size: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], list[Any]]:
     """The same, begun: the result waits for it."""
     _preload()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in range(size):
         here, there = _SERVER.Pipe(duplex=False)

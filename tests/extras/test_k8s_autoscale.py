@@ -27,7 +27,8 @@ from tests.extras.k8s_server import Cluster
 from tests.extras.test_k8s_elastic import Submitted
 from tests.extras.test_k8s_manifests import VERSIONS, saying, tell_of
 from tests.faults import survivor
-from tests.faults.test_pods import free_ports, losses_of
+from tests.faults.test_pods import losses_of
+from tests.free_port import free_port
 from tests.patience import wait_until
 from tests.thorough import soak
 
@@ -270,7 +271,7 @@ def test_a_job_grows_by_itself_and_no_step_is_lost(
     """The launcher in its pod asks for three pods, as its schedule says; losses are those of the plain model."""
     script = (survivor.__file__, str(tmp_path), "zero3", "engine", str(10**6))
     elastic = Elastic(1, 3, launcher_timeout_seconds=0, autoscale=parse_policy("schedule:00:00 3"))
-    job = Job(script, nproc=1, port=free_ports(), grace_seconds=3, elastic=elastic)
+    job = Job(script, nproc=1, port=free_port(2), grace_seconds=3, elastic=elastic)
     submitted = Submitted(cluster, plan_k8s(job, PodRequest("image:1", name="train"), {}), tmp_path)
     submitted.wait_for_ranks(3)
     (launcher,) = cluster.pods("train-launcher")
@@ -286,7 +287,7 @@ def test_a_job_fills_what_is_admitted_and_gives_back_what_does_not_pay(
     """By what its ranks measure and tell the launcher, whatever that is on this machine."""
     script = (survivor.__file__, str(tmp_path), "zero3", "engine", str(10**6))
     elastic = Elastic(1, 2, launcher_timeout_seconds=0, autoscale=Fill())
-    job = Job(script, nproc=1, port=free_ports(), grace_seconds=3, elastic=elastic)
+    job = Job(script, nproc=1, port=free_port(2), grace_seconds=3, elastic=elastic)
     submitted = Submitted(cluster, plan_k8s(job, PodRequest("image:1", name="train"), {}), tmp_path)
     submitted.wait_for_ranks(2)
     time.sleep(30)

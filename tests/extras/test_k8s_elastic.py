@@ -16,7 +16,8 @@ from shardwise.launch.places.k8s_run import run_k8s
 from tests.extras.k8s_server import Cluster
 from tests.extras.test_k8s_manifests import tell_of
 from tests.faults import survivor
-from tests.faults.test_pods import free_ports, losses_of
+from tests.faults.test_pods import losses_of
+from tests.free_port import free_port
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,7 +62,7 @@ class Submitted:
 
 def survivors(out: Path, kind: str, nodes: int, elastic: Elastic) -> K8sPlan:
     script = (survivor.__file__, str(out), "zero3", "engine", str(10**6))
-    job = Job(script, nproc=1, port=free_ports(), grace_seconds=3, elastic=elastic)
+    job = Job(script, nproc=1, port=free_port(2), grace_seconds=3, elastic=elastic)
     return plan_k8s(job, PodRequest("image:1", nodes=nodes, kind=kind, name="train"), {})
 
 
@@ -107,7 +108,7 @@ def test_a_script_that_fails_ends_both_jobs(
 ) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('no')\n")
-    job = Job((str(script),), nproc=1, port=free_ports(), elastic=Elastic(1, 1, retries=0, launcher_timeout_seconds=0))
+    job = Job((str(script),), nproc=1, port=free_port(2), elastic=Elastic(1, 1, retries=0, launcher_timeout_seconds=0))
     assert run_k8s(plan_k8s(job, PodRequest("image:1", name="train"), {}), 0.1) == 1
     shown = capsys.readouterr()
     assert "ValueError: no" in shown.out

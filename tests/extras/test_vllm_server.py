@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ import torch
 import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.integrations.samplers import VllmServer
+from tests.free_port import free_port
 from tests.patience import PATIENCE, wait_until
 
 transformers = pytest.importorskip("transformers")
@@ -56,9 +56,7 @@ def tiny_llama(folder: Path) -> Any:
 
 @contextmanager
 def serving(model: Path, log: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--max-model-len", "64", "--max-num-seqs", "4", "--enforce-eager"]

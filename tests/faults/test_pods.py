@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,30 +19,18 @@ import warm
 from shardwise.launch.hosts.pod import JOB_FAILED
 from tests.faults import survivor
 from tests.faults.test_survival import oracle
+from tests.free_port import free_port
 from tests.patience import wait_until
 from tests.thorough import soak
 
 SOON_SECONDS = 120.0
 
 
-def free_ports() -> int:
-    """The first of two."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            try:
-                other.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
 class Pods:
     """A launcher and pods, as somebody's controller starts them."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.port, self.num_launchers = out, free_ports(), 0
+        self.out, self.port, self.num_launchers = out, free_port(2), 0
         self.are_warm = True
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
