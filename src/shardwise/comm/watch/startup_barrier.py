@@ -75,8 +75,8 @@ class StartupBarrier:
             self._refuse(
                 rank,
                 f"Two processes are rank {rank}: {there}, and {me}. Give each a RANK of its own, from 0 to WORLD_SIZE "
-                f"- 1, and each job an address (MASTER_ADDR, MASTER_PORT) of its own. A program that a rank starts has its "
-                f"variables, too: start it without RANK and WORLD_SIZE.",
+                f"- 1, and each job an address (MASTER_ADDR, MASTER_PORT) of its own. A program that a rank starts "
+                f"has its variables, too: start it without RANK and WORLD_SIZE.",
             )
         first = self._store.compare_set("size", "", f"{size} {rank}").decode()
         their_size, other = map(int, first.split())
