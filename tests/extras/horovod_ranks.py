@@ -20,6 +20,8 @@ import jax  # noqa: F401
 import tensorflow  # noqa: F401  # imported before the forks
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from tests.free_port import free_port
 
 RANKS, SECONDS = 2, 200

@@ -13,7 +13,6 @@ import atexit
 import logging
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +82,6 @@ class RunLog:
         self._memory: list[dict[str, Any]] = []
         self._bytes = _Bytes()
         self._timeline = StepTimeline(self._folder, is_made=world.is_newcomer)
-        self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
         self._stragglers: StragglerWindow | None = None
         self._has_stragglers = False
@@ -94,8 +92,7 @@ class RunLog:
         """The last log that counted. See [Note: each step once]."""
 
     def _open(self, folder: Path) -> None:
-        self._at_exit = _closer(weakref.ref(self))
-        atexit.register(self._at_exit)
+        atexit.register(self._end_at_exit)  # not weakly: a script may have dropped the engine, and its record ends, too
         self._notes = Notes(folder, self._world.rank)
         if self._world.rank != 0:
             return
@@ -428,6 +425,10 @@ class RunLog:
             self._record.close()
         self._record, self._trackers = None, []
 
+    def _end_at_exit(self) -> None:
+        """The engine was not closed."""
+        self.close(getattr(sys, "last_value", None))  # the uncaught exception, if there is one
+
     def leave(self) -> None:
         """Stop logging, because the others continue without this rank, and with the record."""
         self.rest()
@@ -438,8 +439,7 @@ class RunLog:
         if not self._is_open:
             return
         self._is_open = False
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)
+        atexit.unregister(self._end_at_exit)
         if self._sharded is not None:
             self._sharded.progress.on_step.clear()
         self.profile.close()
@@ -524,14 +524,3 @@ def _consequence(membership: Membership[World] | None, num_spare: int) -> tuple[
     if num_spare > 0:
         return True, "; it is left out"
     return False, f"; it stays, because the job needs {membership.least} ranks (--elastic)"
-
-
-def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:
-    """A function that ends the log of a script that does not close its engine."""
-
-    def close() -> None:
-        alive = log()
-        if alive is not None:
-            alive.close(getattr(sys, "last_value", None))  # the uncaught exception, if there is one
-
-    return close
