@@ -808,9 +808,8 @@ class Engine:
 
         self._require_open()
         number = self.num_steps if version is None else version
-        this = Version(
-            given_folder(folder).absolute(), number, keep
-        )  # a thread writes, and the loop may change its folder
+        place = given_folder(folder).absolute()  # a thread writes, and the loop may change its folder
+        this = Version(place, number, keep)
 
         def publish() -> int:
             weights = self._weights_of_files(dtype, merge_adapters=merge_adapters)

@@ -533,6 +533,11 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
             "precision is 'fp8'; expected fp64, fp32, bf16, fp16 or auto: layers that multiply in 8 bits are set by "
             "fp8, such as fp8: rowwise, beside precision: bf16.",
         ),
+        (
+            "wire.grad=sign",
+            "wire.grad.dtype is 'sign'; expected fp64, fp32, bf16, fp16, int8, int4, fp8 or null: signs are what an "
+            "optimizer sends: sw.optim.OneBitAdam, ",
+        ),
     ],
 )
 def test_a_bad_override_is_named(override: str, message: str) -> None:

@@ -17,8 +17,8 @@ from shardwise.comm import World
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.ranks.lost_groups import DiesBefore
-from tests.ranks.test_lost_residuals import KINDS, NUM_ROWS, ROUNDING, Twin
-from tests.ranks.threads_as_members import ThreadMembership, run_members
+from tests.ranks.test_lost_residuals import KINDS, ROUNDING, Twin, steps_taken
+from tests.ranks.threads_as_members import run_members
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -172,17 +172,7 @@ def test_all_begin_at_zero_when_an_island_leaves_or_joins(
         model = models[member]
         engine = sw.shard(model, plan, optimizer=make_optimizer(model), world=world)
         fault(engine, member)
-        membership = engine.world.membership
-        assert isinstance(membership, ThreadMembership)
-        found: dict[int, list[Pair]] = {}
-        while engine.num_steps < num_steps:
-            number, void, members = engine.num_steps, engine.num_void, membership.members
-            place, num = engine.data_ranks
-            engine.weigh(NUM_ROWS // num, NUM_ROWS)
-            engine.backward(of_kind.loss_of(engine, data[number].chunk(num)[place]))
-            engine.step()
-            if engine.num_steps == number + 1 and engine.num_void == void:
-                found[number] = pairs_of(members)
+        found = {number: pairs_of(members) for number, members in steps_taken(engine, of_kind, data).items()}
         own = {name: engine.get(name) for name, _ in model.named_parameters()}
         engine.close()
         return found, own  # type: ignore[return-value]  # a rank with all has no `None`

@@ -140,6 +140,22 @@ CASES = [
 ]
 
 
+def steps_taken(engine: sw.Engine, of_kind: Any, data: Sequence[Tensor]) -> dict[int, Members]:
+    """Take a step for each of `data`; which members took it with this one."""
+    membership = engine.world.membership
+    assert isinstance(membership, ThreadMembership)
+    found: dict[int, Members] = {}
+    while engine.num_steps < len(data):
+        step, void, members = engine.num_steps, engine.num_void, membership.members
+        place, num = engine.data_ranks
+        engine.weigh(NUM_ROWS // num, NUM_ROWS)
+        engine.backward(of_kind.loss_of(engine, data[step].chunk(num)[place]))
+        engine.step()
+        if engine.num_steps == step + 1 and engine.num_void == void:
+            found[step] = members
+    return found
+
+
 def steps_of(kind: str, preset: str, fault: DiesBefore, folder: Path, *, num_newcomers: int) -> list[Members]:
     """Train on threads, of which one dies, beside the twin. Returns who took each step."""
     make_twin, plan, of_kind, make_optimizer, num_steps = KINDS[kind]
@@ -152,17 +168,7 @@ def steps_of(kind: str, preset: str, fault: DiesBefore, folder: Path, *, num_new
         optimizer = make_optimizer(model)
         engine = sw.shard(model, {**plan, "preset": preset}, optimizer=optimizer, world=world)
         fault(engine, member)
-        membership = engine.world.membership
-        assert isinstance(membership, ThreadMembership)
-        found: dict[int, Members] = {}
-        while engine.num_steps < num_steps:
-            step, void, members = engine.num_steps, engine.num_void, membership.members
-            place, num = engine.data_ranks
-            engine.weigh(NUM_ROWS // num, NUM_ROWS)
-            engine.backward(of_kind.loss_of(engine, data[step].chunk(num)[place]))
-            engine.step()
-            if engine.num_steps == step + 1 and engine.num_void == void:
-                found[step] = members
+        found = steps_taken(engine, of_kind, data)
         state = {name: engine.get(name) for name, _ in model.named_parameters()}
         engine.close()
         return found, state  # type: ignore[return-value]  # a rank with all has no `None`

@@ -46,6 +46,14 @@ class DiesInside:
         membership.plant(lambda world: plant(counted, world))
 
 
+def replicas(number: int) -> tuple[list[torch.nn.Module], torch.nn.Module]:
+    """So many of one model, and what it is after all steps."""
+    torch.manual_seed(3)
+    model = Layers().make()
+    _, plain = trained_alone(Layers(), model)
+    return [copy.deepcopy(model) for _ in range(number)], plain
+
+
 def saved(model: torch.nn.Module, folder: Path) -> None:
     world = World(0, 1, ThreadTransport(PostOffice(), 0))
     with sw.shard(model, "ddp", optimizer=(optimizer := adamw(model)), world=world) as engine:
@@ -54,17 +62,23 @@ def saved(model: torch.nn.Module, folder: Path) -> None:
         engine.save(folder, state={"mine": 5})
 
 
+def trained_on(engine: sw.Engine, optimizer: torch.optim.Optimizer, loop: str) -> dict[str, Any]:
+    """What the model has after the steps that are left."""
+    while engine.num_steps < NUM_STEPS:
+        Layers().take_step(loop, engine, optimizer, engine.num_steps, *engine.data_ranks)
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
 @sampled
 @pytest.mark.parametrize("nth", [1, 2, 4, 8, 12])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_others_read_the_checkpoint_again(name: str, nth: int, tmp_path: Path) -> None:
     images, folder = tmp_path / "images", tmp_path / "checkpoints"
     images.mkdir()
-    torch.manual_seed(3)
-    model = Layers().make()
-    _, plain = trained_alone(Layers(), model)
-    *models, first = (copy.deepcopy(model) for _ in range(6))
-    saved(first, folder)
+    models, plain = replicas(6)
+    saved(models.pop(), folder)
     dies = DiesInside(nth)
     found: dict[int, Any] = {}
 
@@ -78,12 +92,7 @@ def test_the_others_read_the_checkpoint_again(name: str, nth: int, tmp_path: Pat
         loaded = engine.resume(folder)
         dies.is_inside = dies.is_inside and member != 1
         found[member] = None if loaded is None else (loaded.step, loaded.state.get("mine"))
-        while engine.num_steps < NUM_STEPS:
-            loop = "train_step" if name == "stages" else "engine"
-            Layers().take_step(loop, engine, optimizer, engine.num_steps, *engine.data_ranks)
-        state = engine.state_dict()
-        engine.close()
-        return state
+        return trained_on(engine, optimizer, "train_step" if name == "stages" else "engine")
 
     results = run_members(4, work, images, num_newcomers=1)
     assert dies.is_dead or nth > 8
@@ -96,10 +105,7 @@ def test_the_others_read_the_checkpoint_again(name: str, nth: int, tmp_path: Pat
 def test_the_others_begin_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     """They have looked for one together when a rank was lost."""
     dies = DiesInside(1)
-    torch.manual_seed(3)
-    model = Layers().make()
-    _, plain = trained_alone(Layers(), model)
-    models = [copy.deepcopy(model) for _ in range(3)]
+    models, plain = replicas(3)
 
     def work(world: World, member: int) -> dict[str, Any]:
         mine = models[member]
@@ -109,11 +115,7 @@ def test_the_others_begin_where_there_is_no_checkpoint(tmp_path: Path) -> None:
             dies.watch(engine)
             dies.is_inside = True
         assert engine.resume(tmp_path / "none") is None
-        while engine.num_steps < NUM_STEPS:
-            Layers().take_step("plain", engine, optimizer, engine.num_steps, *engine.data_ranks)
-        state = engine.state_dict()
-        engine.close()
-        return state
+        return trained_on(engine, optimizer, "plain")
 
     (tmp_path / "images").mkdir()
     results = run_members(3, work, tmp_path / "images")
@@ -131,11 +133,8 @@ def test_the_first_step_after_a_checkpoint_is_repeated_with_its_states(
     """The optimizer has had none before. A new rank gets them, too."""
     images, folder = tmp_path / "images", tmp_path / "checkpoints"
     images.mkdir()
-    torch.manual_seed(3)
-    model = Layers().make()
-    _, plain = trained_alone(Layers(), model)
-    *models, first = (copy.deepcopy(model) for _ in range(6))
-    saved(first, folder)
+    models, plain = replicas(6)
+    saved(models.pop(), folder)
     dies = DiesBefore(1, num_taken, point)
 
     def work(world: World, member: int) -> dict[str, Any]:
@@ -144,12 +143,7 @@ def test_the_first_step_after_a_checkpoint_is_repeated_with_its_states(
         engine = sw.shard(mine, PLANS[name], optimizer=optimizer, world=world)
         engine.resume(folder)
         dies(engine, member)
-        while engine.num_steps < NUM_STEPS:
-            loop = "train_step" if name == "stages" else "engine"
-            Layers().take_step(loop, engine, optimizer, engine.num_steps, *engine.data_ranks)
-        state = engine.state_dict()
-        engine.close()
-        return state
+        return trained_on(engine, optimizer, "train_step" if name == "stages" else "engine")
 
     results = run_members(4, work, images, num_newcomers=1)
     assert dies.is_dead

@@ -489,6 +489,9 @@ def test_requests_of_several_sizes_take_blocks_that_stay_in_any_case() -> None:
     gradient = place_of(8 * 2**20)
     arena.rest(keeps_some=True)
     assert place_of(2 * 2**20) == gradient == place_of(8 * 2**20)
+    held = arena.take(900_000)
+    assert place_of(64) != gradient, "a few bytes take no large block from what comes next"
+    del held
     assert place_of(300_000) == message
     arena.rest(keeps_some=False)
     assert place_of(900_000) == message

@@ -153,7 +153,8 @@ class Ranks:
         """
         if any(rank.process.returncode for rank in self._ranks):
             return True
-        return True in [rank.lingers(patience_seconds) for rank in self._ranks]
+        linger = [rank.lingers(patience_seconds) for rank in self._ranks]  # all: each notes when that was first seen
+        return any(linger)
 
     def ended_and_living(self) -> tuple[list[int], list[int]]:
         """The ranks that have ended with 0, and those that are alive."""

@@ -64,6 +64,14 @@ _PRESETS = {
     **dict.fromkeys(("no_shard", "dp", "none", "horovod"), "ddp"),
     **dict.fromkeys(("zero2-offload", "zero_offload", "cpu_offload"), "offload"),
 }
+_FP8 = "layers that multiply in 8 bits are set by fp8, such as fp8: rowwise, beside precision: bf16"
+_SIGNS = "signs are what an optimizer sends: sw.optim.OneBitAdam, ZeroOneAdam or OneBitLamb, with preset: ddp"
+_VALUES = {
+    ("precision", "fp8"): _FP8,
+    ("precision", "transformer-engine"): _FP8,
+    ("wire.grad.dtype", "sign"): _SIGNS,
+}
+"""By the path of a key, and what was written there."""
 _AXES = ("tp", "pp", "sp", "ep", "3d", "megatron")
 
 
@@ -73,6 +81,11 @@ def hint_for_key(key: str, known: Collection[str]) -> str:
         return f"Here it is called {ours!r}."
     cure = _KEYS.get(key.lower()) if "preset" in known else None
     return f"{cure}." if cure else nearest(key, known)
+
+
+def hint_for_value(path: str, value: object) -> str | None:
+    """What to write in the place of a value that no key at `path` takes."""
+    return _VALUES.get((path, value)) if isinstance(value, str) else None
 
 
 def hint_for_preset(name: str, known: Collection[str]) -> str:

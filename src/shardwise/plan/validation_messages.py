@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardwise.errors import ConfigError
 from shardwise.plan.files.formats import KeyPath, flatten
-from shardwise.plan.other_names import hint_for_key
+from shardwise.plan.other_names import hint_for_key, hint_for_value
 from shardwise.plan.words import known_keys, words_at
 
 
@@ -65,8 +65,8 @@ def _unknown_key(path: KeyPath, root: type[BaseModel], name: str) -> str:
 def _wrong_value(path: KeyPath, value: object, message: str, root: type[BaseModel], name: str) -> str:
     expected = words_at(root, path)
     hint = f"expected {expected}" if expected else message
-    if path == ("precision",) and value in ("fp8", "transformer-engine"):
-        hint += ": layers that multiply in 8 bits are set by fp8, such as fp8: rowwise, beside precision: bf16"
+    if cure := hint_for_value(".".join(path), value):
+        hint += f": {cure}"
     if isinstance(value, str) and ":" in value and "mapping" in hint:
         hint += ": {key: value}, with a space after the colon, and quotes around it in a shell"
     return f"{'.'.join(path) or name} is {reprlib.repr(value)}; {hint}."

@@ -61,6 +61,16 @@ def is_called_by_torch() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
+def is_called_within(module: str) -> bool:
+    """Whether a function of `module`, by its name, is among those that are running on this thread."""
+    if module not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _caller() -> FrameType | None:
     """What has called the innermost `__torch_function__` that is running."""
     frame: FrameType | None = sys._getframe(1)

@@ -7,14 +7,13 @@ sharded model have to be plain tensors, which all ranks read while the state dic
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from shardwise.sharded.at_rest.handles import Whole
+from shardwise.system.torch_functions import is_called_within
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
@@ -26,16 +25,7 @@ def give_values_to_torch(model: nn.Module) -> Callable[[], None]:
 
 def _read(_: nn.Module, state: dict[str, Any], *__: object) -> None:
     """All ranks call, if torch does."""
-    if _is_called_by_torch():
+    if is_called_within(_MODULE):  # torch calls `state_dict()` as anybody does
         for name, value in state.items():
             if isinstance(value, Whole):
                 state[name] = value.clone()
-
-
-def _is_called_by_torch() -> bool:
-    if _MODULE not in sys.modules:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _MODULE:
-        frame = frame.f_back
-    return frame is not None

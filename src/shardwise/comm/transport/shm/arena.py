@@ -27,7 +27,7 @@ from shardwise.program import NUM_KEPT_BLOCKS
 
 Tensor = torch.Tensor
 _TINY_BYTES = 2**16
-"""Requests of fewer wait for no block, and take the first."""
+"""Requests of fewer wait for no block, and take the first that is small."""
 _SMALL_BYTES = 2**20
 """Blocks of fewer stay. There are as many of them as messages that have not been read."""
 _MOST_WASTE = 1.5
@@ -95,7 +95,8 @@ class Arena:
 
     def _fitting(self, num_bytes: int) -> list[Block]:
         """Those that have room for it, whether they are idle or not; see [Note: requests of several sizes]."""
-        longest = math.inf if self._keeps_largest else max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
+        takes_any = self._keeps_largest and num_bytes >= _TINY_BYTES
+        longest = math.inf if takes_any else max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
         return [block for block in self._blocks if num_bytes <= block.num_bytes <= longest]
 
     def rest(self, *, keeps_some: bool) -> None:
