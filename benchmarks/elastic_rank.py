@@ -35,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp x tp": {
         "preset": "zero1",
         "mesh": {"dp": 2, "tp": 2},
-        "tensor": {"plan": {"0": "column", "2": "row", "4": "column", "6": "row"}},
+        "tensor": {"plan": {"0.0": "column", "1.0": "row", "2.0": "column", "3.0": "row"}},
     },
     "dp x pp": {"preset": "zero1", "mesh": {"dp": 2, "pp": 2}, "accumulate": 2},
     "dp x ep": {"preset": "zero1", "mesh": {"dp": 2, "ep": 2}},
@@ -52,8 +52,8 @@ def build(with_experts: bool = False) -> nn.Module:
 
         experts = sw.experts.MoE(WIDTH, WIDTH, num_experts=4, top_k=2)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), experts, nn.Linear(WIDTH, 8))
-    layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 8))
 
 
 def sources() -> torch.utils.data.TensorDataset:
