@@ -14,7 +14,7 @@ from shardwise.fit.hardware import AttentionShare, Disk, Hardware, Host, Link, h
 from shardwise.fit.operations import Operation, UnitWork, Work, Worked
 from shardwise.fit.prices import COPIES_TO_DECODE, COPIES_TO_ENCODE, PRICES, Prices
 from shardwise.fit.step_time import step_time
-from shardwise.plan import Plan
+from shardwise.plan import Plan, PrecisionName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import PRESETS, Codes, SumOfCodes, Wire, mesh_for, pack, padded_numel, table_for
 from shardwise.program import (
@@ -166,6 +166,17 @@ def test_processors_add_up_what_they_receive(verb: str, rounds: int) -> None:
     assert Prices(step, TOY, TWO).of(action).computing == 0
 
 
+@pytest.mark.parametrize(("verb", "rounds", "share"), [("reduce_scatter", 1, 0.5), ("all_reduce", 2, 1.0)])
+def test_processors_allocate_sums_that_are_made_in_no_kept_buffer(verb: str, rounds: int, share: float) -> None:
+    action = Action(verb, "a", "grad", "dp", "fp32", rounds * GATHERED // 2)  # type: ignore[arg-type]
+    slow = PROCESSOR.model_copy(update={"fresh_blocks": ((GATHERED, 100.0),)})
+    (unit,) = units("a", TWO)
+    for keeps in (False, True):
+        own = replace(unit, flats=(replace(unit.flats[0], keeps_grad_buffer=keeps),))
+        costs = [Prices(StepProgram((own,), (), ()), on, TWO).of(action).computing for on in (PROCESSOR, slow)]
+        assert costs[1] - costs[0] == pytest.approx(0 if keeps else 100.0 * share)
+
+
 def test_processors_copy_their_own_part_into_a_sum_in_a_wider_dtype() -> None:
     """What arrives in bf16 is added to a copy of what is here in bf16."""
     (unit,) = units("a", TWO)
@@ -180,7 +191,7 @@ def test_gradients_that_wait_on_the_host_are_added_there() -> None:
     step = StepProgram(units("a", TWO, "offload"), (), ())
     action = Action("wait", "a", "grad")
     for on, computing in ((PROCESSOR, 3 * GATHERED / 2 / 8.0), (TOY, 0.0)):
-        prices = Prices(step, on, TWO, accumulates=True)
+        prices = Prices(step, on, TWO, num_micro_batches=2)
         assert prices.of(action).computing == pytest.approx(computing)
         assert Prices(step, on, TWO).of(action).computing == 0
 
@@ -282,6 +293,31 @@ def test_offloaded_activations_leave_and_come_beside_the_computation() -> None:
     evicted = [event for event in timeline.events if event.stream == "evict"]
     assert [event.begin for event in evicted] == pytest.approx([1, 2])
     assert timeline.step_seconds == pytest.approx(1 + 1 + 1, rel=1e-5)  # fetched beside the last eviction
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision", "num_ranks", "new"),
+    [
+        ("ddp", "fp32", 1, 0),  # each stays where autograd has made it
+        ("ddp", "bf16", 1, 1),  # in fp32, where they wait for the step
+        ("zero2", "fp32", 2, 4 * 0.5),  # sent from blocks that stay; sums of halves are new
+        ("zero3", "fp32", 2, 4 * 1.5),  # sent from blocks that are given back
+    ],
+)
+def test_how_often_gradients_are_written_to_new_pages(
+    preset: str, precision: PrecisionName, num_ranks: int, new: float
+) -> None:
+    """In a step of four micro-batches, on processors."""
+    mesh = Mesh.of({"dp": num_ranks}, num_ranks)
+    table = table_for(Plan(preset=preset, precision=precision), mesh).on(mesh)
+    (unit,) = units("a", mesh)
+    unit = replace(unit, flats=(replace(unit.flats[0], table=table),))
+    step = plan_step((unit,), straight_trace((unit,)))
+    seconds = [
+        time_step(step, {"a": computing(1)}, on, mesh, num_micro_batches=4).step_seconds
+        for on in (PROCESSOR, PROCESSOR.model_copy(update={"fresh_blocks": ((GATHERED, 100.0),)}))
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(100.0 * new)
 
 
 def test_gradients_in_new_pages_take_longer_than_in_a_kept_buffer() -> None:

@@ -390,9 +390,9 @@ class _Rank:
         self.send: Callable[[_Key, int, float, float, int], None] = _send_nowhere
         self._num_ranks = num_ranks
         self._times = 1 if program.step.is_over_schedule else num_micro_batches
-        accumulates = num_micro_batches > 1 or program.step.is_over_schedule
+        num_added = max(num_micro_batches, *(1 + op.micro_batch for op in program.row), 1)
         self._prices = Prices(
-            program.step, hardware, mesh, rank=program.rank, num_states=num_states, accumulates=accumulates
+            program.step, hardware, mesh, rank=program.rank, num_states=num_states, num_micro_batches=num_added
         )
         self._streams = _Streams(hardware.contention, copies_contend=hardware.is_processor)
         self._made: dict[tuple[str, str], _Flight] = {}

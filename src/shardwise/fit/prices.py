@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
-from shardwise.fit.hardware import Hardware
+from shardwise.fit.hardware import Hardware, fresh_seconds
 from shardwise.fit.operations import Operation
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Dtype, SumOfCodes
@@ -25,6 +25,7 @@ from shardwise.program import (
     backward_makes,
     disk_bytes,
     resting_disk_bytes,
+    stay_as_made,
 )
 from shardwise.program.effects import Buffer, Subject, Verb
 
@@ -68,13 +69,15 @@ class Prices:
         *,
         rank: int = 0,
         num_states: int = 2,
-        accumulates: bool = False,
+        num_micro_batches: int = 1,
     ) -> None:
+        """`num_micro_batches` are those whose gradients are added in a step."""
         self.hardware = hardware
         self.num_states = num_states
-        self.accumulates = accumulates
-        """Whether gradients are added to those of earlier micro-batches."""
+        self.num_micro_batches = num_micro_batches
         self.flats: Mapping[str, FlatSpec] = {flat.name: flat for unit in step.units for flat in unit.flats}
+        self._keeps_blocks = all(flat.resident for flat in self.flats.values())
+        """Whether blocks from which gradients are sent stay, with their pages, from one step to the next."""
         self.exchanges = step.matrix_exchanges
         self._mesh = mesh
         self._coordinate = mesh.coordinate(rank)
@@ -118,19 +121,35 @@ class Prices:
 
     # -- what is not an action --------------------------------------------------------------------------
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added to those of earlier micro-batches."""
+        return self.num_micro_batches > 1
+
     def gradients_left(self, flats: Iterable[FlatSpec]) -> float:
-        """After a backward: each gradient is written to its place in the flat buffer, by an operator of its own. The
-        buffer's pages are new unless it is kept."""
-        num_bytes, fresh_bytes, num_params = 0, 0, 0
+        """After a backward: each gradient is written to its place in the flat buffer, by an operator of its own, unless
+        it stays where it was made. The pages of what is sent are new, unless it is kept or sent from a block that is;
+        those of what waits are new once a step."""
+        hardware = self.hardware
+        num_bytes, num_params, allocating = 0, 0, 0.0
         for flat in flats:
-            if flat.trainable:
-                left = flat.table.grad.dtype if backward_makes(flat) == "grad" else flat.fresh.dtype
-                adds = self.accumulates and backward_makes(flat) == "grad"
+            if not flat.trainable:
+                continue
+            waits = backward_makes(flat) == "grad"
+            left = flat.table.grad.dtype if waits else flat.fresh.dtype
+            adds, stays = waits and self.accumulates, hardware.is_processor and stay_as_made(flat)
+            num_params += flat.num_params
+            if not stays or adds:
                 num_bytes += flat.numel * (WIDTH[flat.table.compute] + WIDTH[left] * (2 if adds else 1))
-                fresh_bytes += 0 if flat.keeps_grad_buffer else flat.numel * WIDTH[left]
-                num_params += flat.num_params
-        starting = 0.0 if self.hardware.runs_ahead else num_params * self.hardware.launch_seconds
-        return self.hardware.flat_seconds(num_bytes) + self.hardware.small_pages_seconds(fresh_bytes) + starting
+            if stays or flat.keeps_grad_buffer:
+                continue
+            if waits:
+                fresh = fresh_seconds(hardware.fresh_blocks, flat.numel * WIDTH[left])
+                allocating += fresh / self.num_micro_batches
+            elif not self._keeps_blocks:
+                allocating += hardware.small_pages_seconds(flat.numel * WIDTH[left])
+        starting = 0.0 if hardware.runs_ahead else num_params * hardware.launch_seconds
+        return hardware.flat_seconds(num_bytes) + allocating + starting
 
     def activations(self, operations: Iterable[Operation], verb: str) -> tuple[Cost, ...]:
         """What copies of activations to a tier (`evict`) or back (`fetch`) cost, one for each tier."""
@@ -209,7 +228,7 @@ def _collective(kind: str, rounds: int) -> Price:
         seconds = prices.hardware.collective_seconds(kind, part * len(ranks), ranks)
         computing = _encoding(prices, action)
         if kind != "all_gather" and prices.hardware.is_processor:
-            computing += _adding(prices, action, part, len(ranks))
+            computing += _adding(prices, action, part, len(ranks)) + _sum_memory(prices, action, part, len(ranks))
         return Cost(seconds, prices.hardware.links_of(ranks), action.over, computing)
 
     return price
@@ -226,6 +245,17 @@ def _adding(prices: Prices, action: Action, part: float, num_ranks: int) -> floa
     wire, added = WIDTH[table.grad_wire.dtype], WIDTH[summed]
     copied = 0 if summed == table.grad_wire.dtype else wire + added
     return prices.hardware.flat_seconds(part / wire * (copied + (num_ranks - 1) * (wire + 2 * added)))
+
+
+def _sum_memory(prices: Prices, action: Action, part: float, num_ranks: int) -> float:
+    """What it costs processors to allocate a sum of which a part has so many bytes on the wire: it is new memory,
+    unless it is made in a gradient buffer that is kept."""
+    if action.flat == ALL_FLATS or prices.flat(action).keeps_grad_buffer:
+        return 0.0
+    table = prices.flat(action).table
+    summed = table.grad.dtype if action.dtype == "-" else action.dtype
+    numel = part / WIDTH[table.grad_wire.dtype] * (num_ranks if action.verb == "all_reduce" else 1)
+    return fresh_seconds(prices.hardware.fresh_blocks, numel * WIDTH[summed])
 
 
 def _sum_of_codes(prices: Prices, action: Action, ranks: Sequence[int]) -> Cost:

@@ -12,7 +12,7 @@ from shardwise.memory.fresh import FreshGradients, LooseGradients, OwnChunk, pla
 from shardwise.memory.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.memory.host_memory import Copied, Copy, HostMemory
 from shardwise.plan.placement import Slot, Span
-from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due, step_gradients
+from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due, stay_as_made
 from shardwise.system.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -89,13 +89,12 @@ class FlatGradients:
         self._wire = torch_dtype(table.grad_wire.dtype)
         self._fresh_dtype = torch_dtype(table.grad.dtype if self._waits_as_fresh else spec.fresh.dtype)
         self._added_dtype = torch.promote_types(self._fresh_dtype, torch_dtype(table.grad.dtype))
-        are_moved = bool(table.axes) or not self._waits_as_fresh or bool(step_gradients(spec))
         computed = torch_dtype(table.compute)
         is_as_computed = self._fresh_dtype == computed
         is_wide = self._fresh_dtype == torch.promote_types(self._fresh_dtype, computed)
         self._is_widened = self._device.type == "cpu" and is_wide and not is_as_computed
         self._add: Callable[..., object] = Tensor.add_ if is_as_computed else add_to
-        self._is_loose = not are_moved and is_as_computed and self._device.type == "cpu"
+        self._is_loose = self._device.type == "cpu" and stay_as_made(spec)
         self._unweighed = 1.0
         for axis in spec.mesh.replica_axes:  # experts have seen the tokens of every rank along `split_axes`
             self._unweighed /= spec.mesh.size(axis)

@@ -280,6 +280,13 @@ def backward_makes(flat: FlatSpec) -> Buffer:
     return "fresh" if reduce_due(flat) else "grad"
 
 
+def stay_as_made(flat: FlatSpec) -> bool:
+    """Whether nothing moves or casts gradients between a backward and the update, so that on a processor each may stay
+    in the tensor that autograd has made: [Note: gradients that stay] in `memory/fresh.py`."""
+    are_moved = bool(flat.table.axes) or bool(reduce_due(flat)) or bool(step_gradients(flat))
+    return not are_moved and flat.table.grad.dtype == flat.table.compute
+
+
 def _has_held_buffer(flat: FlatSpec) -> bool:
     """Whether what is held between forward and backward is neither the resting shard nor the whole."""
     return flat.table.held not in (flat.table.param, flat.table.full)
