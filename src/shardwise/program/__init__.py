@@ -11,6 +11,7 @@ from shardwise.program.action import (
     Moment,
     Program,
     UnitMoments,
+    actions_of,
     update_moment,
 )
 from shardwise.program.activations import Activations, Mark
@@ -117,6 +118,7 @@ __all__ = [
     "UnitSpec",
     "Update",
     "Verb",
+    "actions_of",
     "adds_in_place",
     "backward_makes",
     "build_pass",
