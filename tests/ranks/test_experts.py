@@ -115,7 +115,7 @@ def test_counts_of_rows_that_are_read_too_early_are_found(monkeypatch: pytest.Mo
 def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> Run:
     """Train three steps, compare with the whole model, and return the results of the ranks."""
     data = batches(3, 8)
-    known = {"make_optimizer": "make_optimizer", "accumulate": "accumulate", "clip_grad_norm": "clip"}
+    known = {"make_optimizer": "make_optimizer", "accumulate": "shares", "clip_grad_norm": "clip"}
     run = dealt_run(model, data, preset, mesh, **wishes)
     assert_alike(run, whole_run(model, data, **{known[key]: wishes[key] for key in wishes if key in known}))
     return run

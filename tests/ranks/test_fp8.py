@@ -336,8 +336,8 @@ def test_scales_of_split_layers_are_those_of_whole_ones(
     )
     twin = test_tensor_parallel.plain(in_fp8(test_tensor_parallel.seeded(build), recipe), dp)
     for run in runs:
-        assert run["losses"] == pytest.approx(twin["losses"], rel=1e-3)
-        assert run["norms"] == pytest.approx(twin["norms"], rel=2e-3)
+        assert run.losses == pytest.approx(twin.losses, rel=1e-3)
+        assert run.norms == pytest.approx(twin.norms, rel=2e-3)
 
 
 @sampled

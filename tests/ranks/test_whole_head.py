@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -47,7 +48,8 @@ class Fused(Transformer):
     ],
 )
 def test_all_words_are_there_in_a_forward(tied: bool, plan: dict[str, Any]) -> None:
-    plain = Fused(tied=tied)
+    model = Fused(tied=tied)
+    plain = copy.deepcopy(model)
     num_ranks = plan["mesh"]["dp"] * plan["mesh"]["tp"]
     data = [tokens(step).chunk(plan["mesh"]["dp"]) for step in range(STEPS)]
 
@@ -73,7 +75,7 @@ def test_all_words_are_there_in_a_forward(tied: bool, plan: dict[str, Any]) -> N
             losses.append(loss.item())
         return share, losses, engine.state_dict()
 
-    for share, losses, state in work_on_ranks(num_ranks, work, plan, plain, sgd):
+    for share, losses, state in work_on_ranks(num_ranks, work, plan, model, sgd):
         assert losses == pytest.approx([by_share[share] for by_share in expected], rel=1e-5)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ TWO = {
 
 @pytest.mark.parametrize("axis", TWO)
 def test_of_two_beside_each_other_each_is_split_by_its_own_plan(axis: str) -> None:
-    whole = TWO[axis]()
+    model = TWO[axis]()
+    whole = copy.deepcopy(model)
     tokens = torch.randint(VOCAB, (4, 6))
     optimizer = torch.optim.SGD(whole.student.parameters(), lr=0.1)
     expected = []
@@ -96,7 +98,7 @@ def test_of_two_beside_each_other_each_is_split_by_its_own_plan(axis: str) -> No
         for name, part in mine.named_children():
             assert sum(map(torch.numel, part.parameters())) < 0.8 * sizes[name], name
 
-    work_on_ranks(2, work, plan, whole, lambda mine: torch.optim.SGD(mine.student.parameters(), lr=0.1))
+    work_on_ranks(2, work, plan, model, lambda mine: torch.optim.SGD(mine.student.parameters(), lr=0.1))
 
 
 def test_one_of_two_without_a_plan_is_named() -> None:

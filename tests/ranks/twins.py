@@ -48,13 +48,13 @@ def batches(num_steps: int, rows: int = 8, seed: int = 1) -> list[Batch]:
 
 @dataclass
 class Run:
-    """Results of a training run: losses, norms and gradients of each step, final parameters by name."""
+    """Results of a training run: losses and norms of each step, final parameters by name, gradients of each step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     """Before they are clipped. Of ranks, those that the test compares."""
-    params: dict[str, Tensor] = field(default_factory=dict)
     each: list[Any] = field(default_factory=list)
     """What a test has looked at after each step, and `extra` at the end."""
     extra: Any = field(default_factory=dict)

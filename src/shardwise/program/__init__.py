@@ -12,19 +12,16 @@ from shardwise.program.action import (
     Program,
     UnitMoments,
     actions_of,
-    update_moment,
 )
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import (
     backward_makes,
     build_pass,
     build_restore,
-    build_step,
     drop_due,
     fills_grad,
     gather_due,
     norms_axes,
-    norms_numel,
     reduce_due,
     step_gradients,
     step_parameters,
@@ -32,15 +29,13 @@ from shardwise.program.build import (
     verdict_numel,
 )
 from shardwise.program.check import check, check_step
-from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Phase, Subject, Verb, adds_in_place
-from shardwise.program.feedback import KeptLosses, kept_losses
+from shardwise.program.effects import EFFECTS, Buffer, Phase, Subject, Verb, adds_in_place
+from shardwise.program.feedback import kept_losses
 from shardwise.program.footprint import (
     NUM_DISK_BUFFERS,
     NUM_KEPT_BLOCKS,
     NUM_READ_BUFFERS,
-    DiskFootprint,
     Footprint,
-    HostFootprint,
     disk_bytes,
     footprint,
     resting_disk_bytes,
@@ -66,13 +61,7 @@ from shardwise.program.update import (
     state_of,
     update_by,
 )
-from shardwise.program.whole_schedule import (
-    PassTraces,
-    build_schedule,
-    is_over_schedule,
-    schedule_trace,
-    straight_passes,
-)
+from shardwise.program.whole_schedule import PassTraces, is_over_schedule, schedule_trace, straight_passes
 
 __all__ = [
     "AFTER_STEP",
@@ -80,7 +69,6 @@ __all__ = [
     "BEFORE_STEP",
     "BITS",
     "BLOCK",
-    "COMPUTES",
     "DURING_STEP",
     "EFFECTS",
     "END_OF_BACKWARD",
@@ -93,14 +81,10 @@ __all__ = [
     "Activations",
     "Block",
     "Buffer",
-    "DiskFootprint",
-    "Effect",
     "Factored",
     "FactoredMatrix",
     "FlatSpec",
     "Footprint",
-    "HostFootprint",
-    "KeptLosses",
     "Mark",
     "Matrix",
     "MatrixExchange",
@@ -123,8 +107,6 @@ __all__ = [
     "backward_makes",
     "build_pass",
     "build_restore",
-    "build_schedule",
-    "build_step",
     "check",
     "check_step",
     "crossing_bytes",
@@ -144,7 +126,6 @@ __all__ = [
     "matrix_exchanges",
     "merged",
     "norms_axes",
-    "norms_numel",
     "overlap",
     "parse",
     "pipelined",
@@ -164,7 +145,6 @@ __all__ = [
     "straight_passes",
     "straight_trace",
     "update_by",
-    "update_moment",
     "verdict_dtype",
     "verdict_numel",
 ]
