@@ -220,8 +220,8 @@ def stage_schedules() -> Figure:
         "Four stages, eight micro-batches: what each rank does when",
         "By the simulation that checks them: a backward takes twice its forward. Darker: a rank's second stage",
     )
-    timings = {name: timed(schedule_for(name, 4, 8, 2 if name == "interleaved" else 1)) for name in SCHEDULES}
-    lengths = {name: timing.length / (2 if name == "interleaved" else 1) for name, timing in timings.items()}
+    timings = {name: timed(schedule_for(name, 4, 8, kind.usual_chunks)) for name, kind in SCHEDULES.items()}
+    lengths = {name: timing.length / SCHEDULES[name].usual_chunks for name, timing in timings.items()}
     longest = max(lengths.values())
     for number, (name, timing) in enumerate(timings.items()):
         axes = area(figure, 0.72, 4.85 - 1.42 * number, 8.55, 0.88)

@@ -7,7 +7,7 @@ expected, and what to do next. `ShardwiseError` is the base class of all of them
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ShardwiseError(Exception):
@@ -122,6 +122,14 @@ class TierError(ShardwiseError, RuntimeError):
 
 class LaunchError(ShardwiseError, RuntimeError):
     """A job that could not be started, or whose ranks failed."""
+
+
+def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> ModelError:
+    """For a state whose tensor `name` is not of the model's shape."""
+    return ModelError(
+        f"The state has {name} with shape {list(found)}, but the model has {list(expected)}. Give the whole state, on "
+        f"every rank, of a model of the same size."
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

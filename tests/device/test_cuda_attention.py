@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_fused_attention_is_that_of_tiles(dtype: torch.dtype, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     tokens, heads = 256, (4, 2, 2)
     tensors = [torch.randn(2, num, tokens, 64, device="cuda", dtype=dtype) for num in heads]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 import torch
 from one_device import OneDevice
 from sequences import Batch as NamedBatch
-from sequences import Run as StepsRun
-from sequences import assert_same as assert_same_steps
 from sequences import whole_run
 from test_all_products import CLIP, llama, micro_batches, mixtral, sgd
 from test_all_products import batches as token_batches
@@ -25,11 +22,14 @@ from twins import (
     MakeOptimizer,
     Run,
     adamw,
+    assert_alike,
     assert_as_near,
+    at_once,
     batches,
     full_params,
     plain_run,
     plan_of,
+    ranks_run,
     sharded_run,
     share_of,
 )
@@ -301,34 +301,18 @@ WITH_EXPERTS: list[tuple[str, dict[str, int]]] = [
     ids=lambda value: getattr(value, "__name__", None) or name_of(value),
 )
 def test_splits(build: Callable[[], nn.Module], preset: str, mesh: dict[str, int], device: OneDevice) -> None:
-    torch.manual_seed(0)
     model = build().to(device.device)
     data: list[NamedBatch] = [
         {name: value.to(device.device) for name, value in batch.items()} for batch in token_batches()[:4]
     ]
     num_micro = micro_batches(mesh)
-    twin = whole_run(model, data, loss_of=own_loss, accumulate=num_micro, clip=CLIP, make_optimizer=sgd)
-    models = [copy.deepcopy(model) for _ in range(math.prod(mesh.values()))]
-    names = [name for name, _ in model.named_parameters()]
+    twin = whole_run(model, data, loss_of=own_loss, shares=num_micro, clip=CLIP, make_optimizer=sgd)
     plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": num_micro, "clip_grad_norm": CLIP}
-
-    def rank(world: sw.World) -> StepsRun:
-        mine, run = models[world.rank], StepsRun()
-        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
-            share, num_shares = engine.data_ranks
-            for batch in data:
-                rows = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
-                run.losses.append(engine.mean(engine.forward_backward(rows).item()))
-                grads = {name: engine.get(name, "grad") for name in names}
-                run.grads.append({name: grad.cpu() for name, grad in grads.items() if grad is not None})
-                run.norms.append(float(engine.step() or 0.0))
-            run.params = engine.state_dict()
-        return run
-
-    twin.grads = [{name: grad.cpu() for name, grad in grads.items()} for grads in twin.grads]
     twin.params = {name: param.cpu() for name, param in twin.params.items()}
-    for run in device.run(len(models), rank):
-        assert_same_steps(run, twin)
+    for run in ranks_run(model, data, plan, sgd, train=at_once(), run=device.run):
+        for one in (run, twin):
+            one.grads = [{name: grad.cpu() for name, grad in grads.items()} for grads in one.grads]
+        assert_alike(run, twin)
 
 
 # -- a run's other calls --------------------------------------------------------------------------------

@@ -140,7 +140,6 @@ def name_of(one: Any) -> str:
 
 @pytest.mark.parametrize(("preset", "mesh"), DENSE, ids=name_of)
 def test_adapters_of_a_dense_model(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     race(llama(), preset, mesh)
 
 
@@ -148,12 +147,10 @@ def test_adapters_of_a_dense_model(preset: str, mesh: dict[str, int]) -> None:
     ("preset", "mesh"), [("zero3", {"dp": 2}), ("zero1", {"tp": 2}), ("zero3", {"pp": 2})], ids=name_of
 )
 def test_adapters_on_a_head_of_logits_in_chunks(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     model = adapted(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)), ["q_proj", "lm_head"])
     race(model, preset, mesh, loss={"logits": "chunked", "chunk": 4 * VOCAB * 5})
 
 
 @pytest.mark.parametrize(("preset", "mesh"), WITH_EXPERTS, ids=name_of)
 def test_adapters_of_a_model_with_experts(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     race(mixtral(), preset, mesh)

@@ -158,7 +158,7 @@ BUILDER = _of(
     ),
     (
         "matrices of the last flat buffer are not waited for",
-        "    return due + ([returning] if returning else [])",
+        "    return due + returning",
         "    return due",
         "golden program optimizers",
     ),

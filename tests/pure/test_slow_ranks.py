@@ -114,7 +114,6 @@ class Time:
 @pytest.mark.parametrize(("leave", "least"), [(False, 1), (True, 2), (True, 3)])
 def test_a_running_job_names_it_and_may_leave_it_out(leave: bool, least: int, caplog: pytest.LogCaptureFixture) -> None:
     """It stays where the job needs every rank."""
-    torch.manual_seed(0)
     models = [nn.Linear(4, 4) for _ in range(3)]
     members = [Left(least) for _ in range(3)]
     plan = {"preset": "ddp", "survive": "checkpoint", "slow": {"factor": 3.0, "seconds": 0.2, "leave": leave}}

@@ -281,7 +281,7 @@ def test_without_another_rank_of_the_stage_it_may_be_either() -> None:
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_a_schedule_takes_as_long_as_by_its_own_clock(name: str) -> None:
-    schedule = schedule_for(name, 4, 8, (SCHEDULES[name].chunks or (1,))[0])
+    schedule = schedule_for(name, 4, 8, SCHEDULES[name].usual_chunks)
     mesh = Mesh(("pp", "dp"), (4, 2))
     kinds = Counter(op.kind for op in schedule.rows[0])
     spent = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from twins import adamw
+from twins import plain_run
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -28,43 +28,13 @@ def batches(num_steps: int, rows: int, *, lengths: Sequence[int] = (LENGTH,)) ->
     return drawn
 
 
-@dataclass
-class Told:
-    """Results of a run: losses and norms of each step, gradients of the last one, final parameters."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    grads: dict[str, Tensor | None] = field(default_factory=dict)
-    params: dict[str, Tensor] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def names_of(self, model: nn.Module) -> list[str]:
-        """The name of every third parameter, including some of each block and both ends. Gathered from all stages."""
-        return [name for name, _ in model.named_parameters()][::3]
+unsplit = partial(plain_run, whole_state=True)
+"""Trains in one process with plain PyTorch and whole batches."""
 
 
-def unsplit(
-    model: nn.Module,
-    data: Sequence[tuple[Tensor, Tensor]],
-    *,
-    clip: float | None = None,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-) -> Told:
-    """Train in one process with plain PyTorch and whole batches."""
-    model = copy.deepcopy(model)
-    optimizer = make_optimizer(model)
-    told = Told()
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
-        told.grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
-        optimizer.step()
-        told.losses.append(loss.item())
-        told.norms.append(float(norm))
-    told.params = {name: value.clone() for name, value in model.state_dict().items()}
-    return told
+def some_names(model: nn.Module) -> list[str]:
+    """The name of every third parameter, including some of each block and both ends. Gathered from all stages."""
+    return [name for name, _ in model.named_parameters()][::3]
 
 
 def rows_of(engine: sw.Engine, tensor: Tensor) -> Tensor:

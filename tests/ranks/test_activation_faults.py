@@ -225,7 +225,6 @@ def test_stages_ask_for_room_once_whatever_share_each_has_on_the_host(
 ) -> None:
     """Ranks whose update runs unit by unit record a step later than others, so the record says nothing of the rest.
     An evaluation is a pass too, and needs no room."""
-    torch.manual_seed(0)
     model, data = Decoder(), pipeline_batches(3, 8)
     asked: list[int] = []
     ask = activation_disk._ask
@@ -279,7 +278,6 @@ def test_a_model_that_cannot_be_rehearsed_trains(tmp_path: Path) -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_change_of_plan_moves_activations_elsewhere(tmp_path: Path) -> None:
     """From policy to policy and folder to folder: losses stay the same, and files remain only in the folder in use."""
-    torch.manual_seed(0)
     model, data = Transformer(), batches(7, rows=36)
     first, second = tmp_path / "first", tmp_path / "second"
     kept = {"preset": "zero3"}

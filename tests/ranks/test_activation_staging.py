@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from twins import adamw, batches
+from twins import batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.fit import stage_rehearsal
 from shardwise.runtime.activations import on_disk
-from shardwise.testing import run_ranks
 from tests.models import Transformer
 from tests.thorough import sampled, thorough_only
 
@@ -47,27 +45,24 @@ def test_no_more_is_staged_than_promised(
     micro_batch = tuple(part[:12] for part in batch) if "pipeline" in plan else batch
 
     def run() -> list[tuple[int, int, int]]:
-        replicas = [copy.deepcopy(model) for _ in range(2)]
 
-        def rank(world: sw.World) -> tuple[int, int, int]:
-            replica = replicas[world.rank]
-            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-                promised = engine.rehearse(micro_batch)
-                for _ in range(2):
-                    if "pipeline" in plan:
-                        engine.train_step(batch)
-                        continue
-                    for _ in range(plan.get("accumulate", 1)):
-                        engine.backward(engine(*batch))
-                    engine.step()
-                report = engine.memory()
-                assert promised.host is not None
-                assert promised.disk is not None
-                assert report.promised_on_host["staging"] == promised.host.staging
-                assert report.measured_on_disk["activations"] <= promised.disk.activations
-                return promised.host.staging, report.measured_on_host["staging"], promised.disk.activations
+        def work(engine: sw.Engine) -> tuple[int, int, int]:
+            promised = engine.rehearse(micro_batch)
+            for _ in range(2):
+                if "pipeline" in plan:
+                    engine.train_step(batch)
+                    continue
+                for _ in range(plan.get("accumulate", 1)):
+                    engine.backward(engine(*batch))
+                engine.step()
+            report = engine.memory()
+            assert promised.host is not None
+            assert promised.disk is not None
+            assert report.promised_on_host["staging"] == promised.host.staging
+            assert report.measured_on_disk["activations"] <= promised.disk.activations
+            return promised.host.staging, report.measured_on_host["staging"], promised.disk.activations
 
-        return run_ranks(2, rank)
+        return work_on_ranks(2, work, plan, model)
 
     for promised, measured, promised_on_disk in run():
         assert 0 < measured <= promised <= promised_on_disk

@@ -161,7 +161,6 @@ def rehearsed(model: nn.Module, batch: object, plan: sw.Plan) -> Activations:
 
 @pytest.mark.parametrize("choice", ["keep", *(choice for choice in CHOICES if choice != "disk")])
 def test_a_rehearsal_counts_what_a_real_run_holds(choice: str) -> None:
-    torch.manual_seed(0)
     model = Transformer(num_blocks=4)
     batch = tuple(tensor.contiguous() for tensor in batches(1, rows=64)[0])
     plan = load_plan({"preset": "zero3", **CHOICES.get(choice, {})})
@@ -209,7 +208,6 @@ class Adding(nn.Module):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_kept_result_that_is_written_to_is_refused(*, inside: bool) -> None:
-    torch.manual_seed(0)
     model, x = Adding(inside=inside), torch.randn(4, 3, 8)
 
     def grads(*keep: str) -> list[Tensor]:
@@ -267,7 +265,6 @@ def twice(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
 def test_dropout_statistics_and_several_backwards(policy: str) -> None:
-    torch.manual_seed(0)
     model, x, store = Deep(), torch.randn(32, 16), Elsewhere()
     twin = copy.deepcopy(model)
     with treated(twin, load_plan({"activations": policy}), store):
@@ -281,7 +278,6 @@ def test_dropout_statistics_and_several_backwards(policy: str) -> None:
 
 
 def test_a_storage_that_every_block_saves_leaves_once() -> None:
-    torch.manual_seed(0)
     store, x = Elsewhere(), torch.randn(32, 16)
     model = Deep()
     own: list[int] = []
@@ -381,7 +377,6 @@ def test_a_unit_that_recomputes_itself_is_refused() -> None:
 
 
 def test_an_engine_says_and_counts_what_is_elsewhere() -> None:
-    torch.manual_seed(0)
     model, batch = Transformer(), batches(1, rows=64)[0]
     plan = {"preset": "zero2", "activations": "offload", "rules": {"last": {"params": ["blocks.2.*"]}}}
     plan["rules"]["last"]["activations"] = "recompute"

@@ -164,7 +164,6 @@ def test_the_program_has_both_messages_with_their_bytes() -> None:
 @pytest.mark.parametrize("axis", SPLIT)
 def test_with_stages_and_beside_split_layers(axis: str) -> None:
     """Of split layers AdamW updates the weights; parameters that both ranks along `tp` have count once."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     inputs = [torch.randn(8, 8) for _ in range(3)]
 

@@ -43,7 +43,6 @@ def adamw_of_trainable(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["plain input", "leaf input"])
 @pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 2), ("zero3", 4), ("zero2", 3)])
 def test_adapters_train_like_the_plain_model(preset: str, num_ranks: int, needs_grad: bool, recompute: bool) -> None:
-    torch.manual_seed(0)
     model = Adapted(recompute=recompute, needs_grad=needs_grad)
     data = batches(5, rows=12)
 
@@ -92,7 +91,6 @@ CASES = [
 @pytest.mark.parametrize("trainable", [False, True], ids=["adapters", "all"])
 @pytest.mark.parametrize(("order", "preset", "shares_memory"), CASES)
 def test_forwards_and_backwards_in_any_order(order: Any, preset: str, shares_memory: bool, trainable: bool) -> None:
-    torch.manual_seed(0)
     model = Adapted(recompute=False, needs_grad=False)
     if trainable:
         model.requires_grad_(True)
@@ -114,7 +112,6 @@ def test_forwards_and_backwards_in_any_order(order: Any, preset: str, shares_mem
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "messages"])
 def test_recomputed_in_an_inner_backward(shares_memory: bool) -> None:
     """Reentrant checkpointing runs a nested backward inside the backward. Training equals the plain model's."""
-    torch.manual_seed(0)
     model = Adapted(recompute=True, needs_grad=True, reentrant=True)
     data = batches(4, rows=12)
     run = sharded_run(model, data, "zero3", 2, None, adamw_of_trainable, shares_memory=shares_memory)

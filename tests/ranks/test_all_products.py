@@ -3,18 +3,15 @@ each step are those of the unsplit model."""
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from sequences import Batch, Run, assert_same, whole_run
+from sequences import Batch, whole_run
 from test_sequence_transformers import own_loss
 from torch import nn
+from twins import Run, assert_alike, at_once, ranks_run
 
-import shardwise as sw
-from shardwise.testing import run_ranks
 from tests.thorough import sampled, thorough_only
 
 pytestmark = [thorough_only("ten steps of many products"), sampled]
@@ -87,32 +84,15 @@ def micro_batches(mesh: dict[str, int]) -> int:
 
 
 def run_over(model: nn.Module, mesh: dict[str, int], preset: str, **more: Any) -> list[Run]:
-    num_ranks = math.prod(mesh.values())
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
-    names = [name for name, _ in model.named_parameters()]
-    plan: dict[str, Any] = {"preset": preset, "mesh": mesh, "accumulate": micro_batches(mesh), "clip_grad_norm": CLIP}
-    plan |= more
-
-    def rank(world: sw.World) -> Run:
-        mine, run = models[world.rank], Run()
-        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
-            share, num_shares = engine.data_ranks
-            for batch in batches():
-                rows = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
-                run.losses.append(engine.mean(engine.forward_backward(rows).item()))
-                run.grads.append({name: engine.get(name, "grad") for name in names})
-                run.norms.append(float(engine.step() or 0.0))
-            run.params = engine.state_dict()
-        return run
-
-    return run_ranks(num_ranks, rank)
+    plan = {"preset": preset, "mesh": mesh, "accumulate": micro_batches(mesh), "clip_grad_norm": CLIP, **more}
+    return ranks_run(model, batches(), plan, sgd, train=at_once())
 
 
 def race(model: nn.Module, preset: str, mesh: dict[str, int], **more: Any) -> None:
     model.train()
-    twin = whole_run(model, batches(), loss_of=own_loss, accumulate=micro_batches(mesh), clip=CLIP, make_optimizer=sgd)
+    twin = whole_run(model, batches(), loss_of=own_loss, shares=micro_batches(mesh), clip=CLIP, make_optimizer=sgd)
     for run in run_over(model, mesh, preset, **more):
-        assert_same(run, twin)
+        assert_alike(run, twin)
 
 
 def name_of(one: Any) -> str:
@@ -121,17 +101,14 @@ def name_of(one: Any) -> str:
 
 @pytest.mark.parametrize(("preset", "mesh"), DENSE, ids=name_of)
 def test_a_dense_model_trains_as_the_unsplit_one(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     race(llama(), preset, mesh)
 
 
 @pytest.mark.parametrize(("preset", "mesh"), WITH_EXPERTS, ids=name_of)
 def test_a_model_with_experts_trains_as_the_unsplit_one(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     race(mixtral(), preset, mesh)
 
 
 @pytest.mark.parametrize("mesh", [one for _, one in DENSE if "tp" in one], ids=name_of)
 def test_logits_may_be_split_in_every_product(mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     race(llama(), "zero1" if "pp" in mesh else "zero3", mesh, tensor={"cut_logits": True})

@@ -86,7 +86,6 @@ def run(model: nn.Module, data: Any, plan: dict[str, Any], num_ranks: int = 2) -
 @pytest.mark.parametrize("kind", ["wide", "transformer"])
 def test_what_is_chosen_fits_and_trains_as_the_plain_loop(kind: str) -> None:
     """With much memory nothing is sharded or recomputed that need not be; with less, as little as possible."""
-    torch.manual_seed(0)
     model, data = (Transformer(), batches(3, rows=16)) if kind == "transformer" else (Wide(), wide_batches(3))
     plain = plain_run(model, data)
     roomy, losses, params, most, _ = run(model, data, {"preset": "auto", "budget": {"device": "4GiB"}})
@@ -106,7 +105,6 @@ def test_a_plan_of_an_elastic_job_fits_when_ranks_have_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sharding saves nothing on the rank that remains."""
-    torch.manual_seed(0)
     model, data = Wide(), wide_batches(3)
     limit = run(model, data, {"preset": "zero1"})[3]
     plan = {"preset": "auto", "budget": {"device": limit}}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint.index_schema import read_index
@@ -55,18 +56,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def trained(folder: Path, preset: str, mesh: dict[str, int]) -> dict[str, Tensor]:
     num_ranks = torch.tensor(list(mesh.values())).prod().item()
     torch.manual_seed(0)
-    models = [Transformer() for _ in range(int(num_ranks))]
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        model = models[world.rank]
-        with sw.shard(model, plan_of(preset, mesh), optimizer=optimizer_of(model), world=world) as engine:
-            for step in range(2):
-                engine.backward(engine(tokens(step)))
-                engine.step()
-            engine.save(folder)
-            return states_of(engine)
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        for step in range(2):
+            engine.backward(engine(tokens(step)))
+            engine.step()
+        engine.save(folder)
+        return states_of(engine)
 
-    return run_ranks(int(num_ranks), rank)[0]
+    return work_on_ranks(int(num_ranks), work, plan_of(preset, mesh), Transformer, optimizer_of)[0]
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

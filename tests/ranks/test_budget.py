@@ -12,7 +12,7 @@ import torch
 from experts_models import mixture
 from fake_devices import Devices
 from pipelined import unsplit
-from twins import adamw, assert_same, batches, plain_run, sharded_run
+from twins import adamw, assert_same, batches, plain_run, sharded_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, TierError
@@ -141,7 +141,6 @@ def test_units_on_different_tiers_train_together(case: str, tmp_path: Path, *, s
 def test_a_disk_takes_what_the_host_has_no_room_for(
     preset: str, share: float, room: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
     model, data = Transformer(num_blocks=8), batches(3)
     device = int(share * 4 * sum(map(torch.numel, model.parameters())))
     alone = sharded_run(model, batches(1), preset, 2, None, after=held, budget={"device": device})
@@ -288,7 +287,6 @@ class SmallerDevice(RankDevice):
 def test_a_disk_without_room_is_refused_before_anything_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     model = Transformer(num_blocks=8)
     model_bytes = 4 * sum(map(torch.numel, model.parameters()))
     before = copy.deepcopy(model.state_dict())
@@ -303,20 +301,16 @@ def test_a_disk_without_room_is_refused_before_anything_changes(
 
 @pytest.mark.parametrize("rows", [{}, {"param": {"tier": "host"}}], ids=["states", "params"])
 def test_stages_of_a_pipeline_update_on_the_host(rows: dict[str, Any]) -> None:
-    torch.manual_seed(0)
     model, data = Decoder(tied=True), batches(3, 8)
     twin = unsplit(model, data, clip=0.5)
-    models = [copy.deepcopy(model) for _ in range(4)]
     plan = {"preset": "zero3-offload", "rows": rows, "mesh": {"pp": 2, "dp": 2}, "accumulate": 2, "clip_grad_norm": 0.5}
 
-    def rank(world: sw.World) -> tuple[list[float], dict[str, torch.Tensor]]:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            place, _ = engine.data_ranks
-            shares = [(x.chunk(2)[place], y.chunk(2)[place]) for x, y in data]
-            return [world.mean(engine.train_step(share).item()) for share in shares], engine.state_dict()
+    def work(engine: sw.Engine) -> tuple[list[float], dict[str, torch.Tensor]]:
+        place, _ = engine.data_ranks
+        shares = [(x.chunk(2)[place], y.chunk(2)[place]) for x, y in data]
+        return [engine.world.mean(engine.train_step(share).item()) for share in shares], engine.state_dict()
 
-    for losses, params in run_ranks(4, rank):
+    for losses, params in work_on_ranks(4, work, plan, model):
         assert losses == pytest.approx(twin.losses, rel=1e-5)
         for name, value in twin.params.items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5)
@@ -334,7 +328,6 @@ SPLIT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_a_pipeline_s_budget_is_of_its_whole_schedule(preset: str, schedule: str) -> None:
     """The budget includes what a stage holds between the forwards of later micro-batches and their backwards."""
-    torch.manual_seed(0)
     models = [Decoder(num_blocks=8) for _ in range(4)]
     plan = {"preset": preset, "mesh": {"pp": 2, "dp": 2}, "accumulate": 6, "pipeline": {"schedule": schedule}}
 
@@ -373,7 +366,6 @@ def test_later_micro_batches_hold_what_those_before_them_do(
 @pytest.mark.parametrize("axis", SPLIT)
 def test_models_that_are_split_have_a_budget(axis: str) -> None:
     """The rank that holds most fits the budget; with one unit less offloaded it would not. Training is unchanged."""
-    torch.manual_seed(0)
     model: torch.nn.Module = mixture() if axis == "ep" else Decoder()
     data = batches(2, 8)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -41,20 +41,19 @@ class Counting(nn.Module):
 
 def trained(model: nn.Module, change: Change | None, preset: str = "zero3", **plan: Any) -> list[dict[str, Tensor]]:
     """Train, and return the buffers of each rank after the last step."""
-    replicas = [copy.deepcopy(model) for _ in range(2)]
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        replica = replicas[world.rank]
-        replica.change, replica.rank = change, world.rank
-        numbers = torch.Generator().manual_seed(world.rank)
-        optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
-        with sw.shard(replica, {"preset": preset, **plan}, optimizer=optimizer, world=world) as engine:
-            for _ in range(NUM_STEPS):
-                engine.backward(engine(torch.randn(6, 8, generator=numbers)))
-                engine.step()
-            return {name: buffer.clone() for name, buffer in replica.named_buffers()}
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        replica = engine.module
+        replica.change, replica.rank = change, engine.world.rank
+        numbers = torch.Generator().manual_seed(engine.world.rank)
+        for _ in range(NUM_STEPS):
+            engine.backward(engine(torch.randn(6, 8, generator=numbers)))
+            engine.step()
+        return {name: buffer.clone() for name, buffer in replica.named_buffers()}
 
-    return run_ranks(2, rank)
+    return work_on_ranks(
+        2, work, {"preset": preset, **plan}, model, lambda replica: torch.optim.SGD(replica.parameters(), lr=0.1)
+    )
 
 
 def assert_equal(ranks: list[dict[str, Tensor]]) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pipelined import batches
-from test_pipeline_loops import assert_same, looped, plainly
+from test_pipeline_loops import looped, plainly
 from torch import nn
-from twins import adamw
+from twins import adamw, assert_alike, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
@@ -46,7 +46,6 @@ class Returning(Decoder):
 
 
 def test_calls_return_namedtuples_and_dataclasses() -> None:
-    torch.manual_seed(0)
     model, data = Returning(), batches(2, 8)
 
     def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ def test_calls_return_namedtuples_and_dataclasses() -> None:
         return F.cross_entropy(logits, y.flatten()) + named.logits.square().mean() + named.hidden[0].mean()
 
     for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
-        assert_same(told, plainly(model, data, loss_of))
+        assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
 
 
 class Unfound(Decoder):
@@ -71,16 +70,12 @@ class Unfound(Decoder):
 
 def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
     ((x, _),) = batches(1, 8)
-    models = [Unfound() for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        with (
-            sw.shard(models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}}, world=world) as engine,
-            pytest.raises(ModelError, match=r"Unfound returns a local, a class that other ranks cannot find"),
-        ):
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match=r"Unfound returns a local, a class that other ranks cannot find"):
             engine(x)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, {"preset": "zero1", "mesh": {"pp": 2}}, Unfound, None)
 
 
 class Mixing(nn.Module):
@@ -107,7 +102,6 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize("how", ["mean", "negatives", "batch norm", "spread", "nothing"])
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     if is_chain:
         chain = [nn.Embedding(VOCAB, WIDTH), *(Mixing(how) for _ in range(3)), nn.Linear(WIDTH, VOCAB)]
         model: nn.Module = nn.Sequential(*chain)
@@ -119,7 +113,7 @@ def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, cap
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
-        assert_same(told, plainly(model, data, loss_of))
+        assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
     assert ("because blocks mix them" in caplog.text) == (how != "nothing")
 
 
@@ -134,7 +128,6 @@ class Masked(Decoder):
 
 
 def test_a_mask_with_as_many_rows_as_there_are_samples_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     model, data = Masked(), batches(2, LENGTH)
 
     def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -142,7 +135,7 @@ def test_a_mask_with_as_many_rows_as_there_are_samples_stays_whole(caplog: pytes
         return F.cross_entropy(model(x, mask=mask, kept=(x > 3).float()).flatten(0, 1), y.flatten())
 
     for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
-        assert_same(told, plainly(model, data, loss_of))
+        assert_alike(told, plainly(model, data, loss_of), rtol=1e-4, of_all=False)
     assert f"mask, [{LENGTH}, {LENGTH}], is that of all samples" in caplog.text
 
 

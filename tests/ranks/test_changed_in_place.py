@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -88,17 +88,14 @@ PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row", "first": "column_ga
 def test_over_tensor_parallel_ranks(sequence: bool) -> None:
     """With whole sequences, and with parts of them, where columns have a product of their own."""
     model, data = net(), drawn()
-    models = [copy.deepcopy(model) for _ in range(2)]
     tensor = {"plan": PATTERNS, "sequence": sequence}
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "accumulate": 4, "tensor": tensor}
 
-    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=optimizer_of(mine), world=world) as engine:
-            return [float(engine.train_step(parts)) for parts in data], engine.state_dict()
+    def work(engine: sw.Engine) -> tuple[list[float], dict[str, Tensor]]:
+        return [float(engine.train_step(parts)) for parts in data], engine.state_dict()
 
     losses, _, params = plain(model, data, itself)
-    for ours, state in run_ranks(2, rank):
+    for ours, state in work_on_ranks(2, work, plan, model, optimizer_of):
         assert ours == pytest.approx(losses, rel=1e-5)
         for name, expected in params.items():
             torch.testing.assert_close(state[name], expected, rtol=1e-4, atol=1e-5, msg=name)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import adamw, work_on_ranks
+from twins import adamw, sgd, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, saver, snapshot, write
@@ -427,7 +427,7 @@ def test_a_rank_that_died_behind_a_save_is_noticed_at_once(tmp_path: Path, monke
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": adamw,
     "Adam": lambda model: torch.optim.Adam(model.parameters()),
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "SGD": sgd,
     "Momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "Lion": lambda model: sw.optim.Lion(model.parameters()),
     "our AdamW": lambda model: sw.optim.AdamW(model.parameters()),

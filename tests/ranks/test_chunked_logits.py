@@ -104,7 +104,6 @@ def test_equals_the_plain_loss(kind: str, options: dict[str, Any]) -> None:
 
 def test_dropout_in_a_head_is_the_same_in_the_backward() -> None:
     """In several chunks: the gradient is that of the loss that was computed, by finite differences."""
-    torch.manual_seed(0)
     head = Adapted().double()
     hidden, labels = torch.randn(6, H, dtype=torch.float64, requires_grad=True), torch.randint(0, V, (6,))
 
@@ -121,7 +120,6 @@ def test_dropout_in_a_head_is_the_same_in_the_backward() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, None])
 def test_log_probs_and_entropies_equal_plain_ones(chunk_rows: int | None) -> None:
-    torch.manual_seed(0)
     head, tokens = nn.Linear(H, V), torch.randint(0, V, (3, 5))
     hidden = torch.randn(3, 5, H, requires_grad=True)
     logits = 3.0 * torch.tanh(head(hidden).double() / 3.0) / 0.7
@@ -141,7 +139,6 @@ def test_log_probs_and_entropies_equal_plain_ones(chunk_rows: int | None) -> Non
 
 
 def test_a_weight_does_as_a_head() -> None:
-    torch.manual_seed(0)
     weight, bias = torch.randn(V, H, requires_grad=True), torch.randn(V, requires_grad=True)
     hidden, labels = torch.randn(7, H), torch.randint(0, V, (7,))
     expected = functional.cross_entropy(functional.linear(hidden, weight, bias), labels)
@@ -154,7 +151,6 @@ def test_a_weight_does_as_a_head() -> None:
 
 def test_sums_of_narrow_gradients_are_wide() -> None:
     """In bf16 with a chunk per row, the weight's gradient is as near to that of fp64 as with all rows at once."""
-    torch.manual_seed(0)
     exact = nn.Linear(H, V).double()
     narrow = copy.deepcopy(exact).bfloat16()
     exact.load_state_dict({name: value.double() for name, value in narrow.state_dict().items()})
@@ -171,7 +167,6 @@ def test_sums_of_narrow_gradients_are_wide() -> None:
 
 
 def test_under_autocast() -> None:
-    torch.manual_seed(0)
     head, hidden = nn.Linear(H, V), torch.randn(9, H, requires_grad=True)
     labels = torch.randint(0, V, (9,))
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,7 +310,6 @@ CUT = {"plan": {"blocks.*.1": "column_gathered", "head": "vocabulary_cut", "embe
 def test_a_model_that_calls_the_function(
     tied: bool, trains_head: bool, activations: str, preset: str, num_ranks: int, more: dict[str, Any]
 ) -> None:
-    torch.manual_seed(0)
     model = Own(tied=tied, trains_head=trains_head)
     whole = copy.deepcopy(model)
     whole.chunk_rows = None
@@ -428,7 +422,6 @@ def deferring(run: Callable[[Any], Any]) -> Any:
 
 
 def test_code_that_reads_logits_gets_what_they_mean(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     plain, batch = llama(), tokens()[0]["input_ids"]
 
     def run(engine: sw.Engine) -> None:
@@ -449,7 +442,6 @@ def test_code_that_reads_logits_gets_what_they_mean(caplog: pytest.LogCaptureFix
 
 
 def test_any_other_operator_computes_all_logits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     plain, batch = llama(), tokens()[0]["input_ids"]
     expected = plain(batch).logits.topk(3).values.sum()
     expected.backward()
@@ -474,7 +466,6 @@ def test_any_other_operator_computes_all_logits_and_says_so(caplog: pytest.LogCa
 
 
 def test_a_metric_without_gradients_costs_the_loss_none() -> None:
-    torch.manual_seed(0)
     plain, batch = llama(), tokens()[0]["input_ids"]
     plain(batch).logits.logsumexp(-1).sum().backward()
 
@@ -494,7 +485,6 @@ def test_a_metric_without_gradients_costs_the_loss_none() -> None:
 
 
 def test_without_gradients_and_in_inference() -> None:
-    torch.manual_seed(0)
     plain, batch = llama(), tokens()[0]["input_ids"]
     with torch.no_grad():
         expected = plain(input_ids=batch, labels=batch).loss.item()

@@ -108,7 +108,6 @@ def test_accumulates(preset: str, model: Transformer) -> None:
 def test_tied_and_frozen(preset: str, mesh: Any, wire: dict[str, Any]) -> None:
     """A head that is tied to the embedding is sent as it is; frozen matrices are codes where they are gathered, also if
     they alone are."""
-    torch.manual_seed(0)
     model = Transformer(tied=True)
     for name, param in model.named_parameters():
         param.requires_grad_("blocks.1" not in name)
@@ -323,7 +322,6 @@ def test_an_overflow_on_one_rank_is_seen_by_all(preset: str, dtype: str, model: 
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_beside_a_split_along_tp(preset: str) -> None:
     """Codes are of the part that a rank has. Sends and holds what the program says, and trains nearly alike."""
-    torch.manual_seed(0)
     start = split_models.Transformer(width=32)
 
     def losses(**plan: Any) -> list[float]:

@@ -30,7 +30,6 @@ BACKEND = "aot_eager"  # traces forward and backward like inductor, and needs no
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads .grad of an input that is no leaf
 @pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", NUM_RANKS), ("zero2", NUM_RANKS)])
 def test_compiled_units_train_like_the_plain_model(preset: str, num_ranks: int) -> None:
-    torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
     model, data = Transformer(), batches(5, rows=12)
@@ -100,7 +99,6 @@ def test_room_for_graphs_is_made_where_torch_compile_has_no_argument_for_it(monk
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_hooks_of_units_inside_others_are_not_traced() -> None:
     """Units by size: a decoder's layer has other units inside, and is not compiled; its attention is."""
-    torch.manual_seed(0)
     torch._dynamo.reset()
     model = llama(use_cache=False)
     twin, models = copy.deepcopy(model), [copy.deepcopy(model) for _ in range(2)]

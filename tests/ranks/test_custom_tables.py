@@ -28,7 +28,6 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 @sampled
 def test_rows_between_the_presets_train_like_the_plain_model(name: str, precision: Any) -> None:
-    torch.manual_seed(0)
     model = Transformer()
     data = batches(6, rows=12)
     preset, rows = ROWS[name]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twins import sgd, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -282,46 +283,37 @@ def test_every_use_of_logits_is_that_of_whole_logits(
         made, loss = result_of(twin, use)
         loss.backward()
         expected[name] = made.detach(), loss.item(), {key: param.grad for key, param in twin.named_parameters()}
-    models = [seeded() for _ in range(num_ranks)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": num_ranks}, "tensor": PLAN}
 
-    def rank(world: sw.World) -> None:
-        model = models[world.rank]
-        plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": num_ranks}, "tensor": PLAN}
-        with sw.shard(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world) as engine:
-            for name, use in uses.items():
-                wanted, loss, grads = expected[name]
-                made, found = result_of(model, use)
-                assert made.shape == wanted.shape
-                torch.testing.assert_close(sw.tensor.full_tensor(made.detach()), wanted, rtol=1e-5, atol=1e-6, msg=name)
-                assert found.item() == pytest.approx(loss, rel=1e-4, abs=1e-5), name
-                engine.backward(found)
-                for key, grad in grads.items():
-                    ours = engine.get(key, "grad")
-                    ours = torch.zeros(()) if ours is None else ours
-                    grad = torch.zeros_like(ours) if grad is None else grad
-                    torch.testing.assert_close(ours, grad, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
-                engine.zero_grad()
-                if world.rank == 0:
-                    said = [record.message for record in caplog.records if "so they are gathered" in record.message]
-                    assert bool(said) == (are_gathered and name != "whole"), (name, said)
-                    model.head.forward._gathered.clear()
-                    caplog.clear()
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        for name, use in uses.items():
+            wanted, loss, grads = expected[name]
+            made, found = result_of(model, use)
+            assert made.shape == wanted.shape
+            torch.testing.assert_close(sw.tensor.full_tensor(made.detach()), wanted, rtol=1e-5, atol=1e-6, msg=name)
+            assert found.item() == pytest.approx(loss, rel=1e-4, abs=1e-5), name
+            engine.backward(found)
+            for key, grad in grads.items():
+                ours = engine.get(key, "grad")
+                ours = torch.zeros(()) if ours is None else ours
+                grad = torch.zeros_like(ours) if grad is None else grad
+                torch.testing.assert_close(ours, grad, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+            engine.zero_grad()
+            if engine.world.rank == 0:
+                said = [record.message for record in caplog.records if "so they are gathered" in record.message]
+                assert bool(said) == (are_gathered and name != "whole"), (name, said)
+                model.head.forward._gathered.clear()
+                caplog.clear()
 
     with caplog.at_level(logging.WARNING, "shardwise"):
-        run_ranks(num_ranks, rank)
+        work_on_ranks(num_ranks, work, plan, seeded, sgd)
 
 
 def over(num_ranks: int, work: Callable[[sw.Engine, Model], Any], **plan: Any) -> list[Any]:
     """What `work` returns on each rank, given an engine over the model with a split head."""
-    models = [seeded() for _ in range(num_ranks)]
     full = {"preset": "zero1", "mesh": {"dp": 1, "tp": num_ranks}, "tensor": PLAN, **plan}
-
-    def rank(world: sw.World) -> Any:
-        model = models[world.rank]
-        with sw.shard(model, full, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world) as engine:
-            return work(engine, model)
-
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, lambda engine: work(engine, engine.module), full, seeded, sgd)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -471,24 +463,20 @@ class Around(nn.Module):
 @sampled
 @pytest.mark.parametrize("activations", ["recompute", "selective", "offload"])
 def test_losses_inside_of_a_unit(activations: str) -> None:
-    torch.manual_seed(0)
     twin = Around()
     batch = tokens()
     twin(batch[:, :-1], batch[:, 1:]).backward()
-    models = [copy.deepcopy(twin) for _ in range(2)]
     plan = {"preset": "zero3", "mesh": {"dp": 1, "tp": 2}, "tensor": PLAN, "activations": activations}
     plan["units"] = {"class": "WithLoss"}
 
-    def rank(world: sw.World) -> None:
-        model = models[world.rank]
-        with sw.shard(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world) as engine:
-            for _ in range(2):
-                engine.zero_grad()
-                engine.backward(engine(batch[:, :-1], batch[:, 1:]))
-                for key, param in twin.named_parameters():
-                    torch.testing.assert_close(engine.get(key, "grad"), param.grad, rtol=1e-4, atol=1e-5)
+    def work(engine: sw.Engine) -> None:
+        for _ in range(2):
+            engine.zero_grad()
+            engine.backward(engine(batch[:, :-1], batch[:, 1:]))
+            for key, param in twin.named_parameters():
+                torch.testing.assert_close(engine.get(key, "grad"), param.grad, rtol=1e-4, atol=1e-5)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, twin, sgd)
 
 
 @sampled

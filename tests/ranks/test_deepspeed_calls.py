@@ -87,7 +87,6 @@ def trained(engine: deepspeed.DeepSpeedEngine, steps: list[Tensor], rank: int) -
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_the_plain_loop(stage: int, tmp_path: Path) -> None:
     """Six steps, the last three after an engine with another ZeRO stage has loaded a checkpoint."""
-    torch.manual_seed(0)
     model = Transformer()
     steps = batches(6)
     twin = copy.deepcopy(model)
@@ -126,7 +125,6 @@ def test_trains_as_the_plain_loop(stage: int, tmp_path: Path) -> None:
 
 
 def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Transformer()
     twin = copy.deepcopy(model)
     step = batches(1)[0]
@@ -166,7 +164,6 @@ def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_backwards_of_other_kinds(stage: int) -> None:
     """A graph that is retained for a second backward, and a loss that is not divided by the number of micro-batches."""
-    torch.manual_seed(0)
     model, tokens = Transformer(), batches(1)[0]
     twin = copy.deepcopy(model)
     torch.stack([loss_of(twin, tokens[0, rank]) for rank in range(RANKS)]).mean().backward()
@@ -191,7 +188,6 @@ def test_backwards_of_other_kinds(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_backwards_whose_gradients_are_summed_once(stage: int) -> None:
     """Two backwards in `coalesce_grad_reduction` leave the sum of their gradients, and the step takes it."""
-    torch.manual_seed(0)
     model, tokens = Transformer(), batches(1)[0]
     twin = copy.deepcopy(model)
     for micro in range(GAS):
@@ -270,7 +266,6 @@ def test_a_model_that_is_never_whole_may_be_built_inside_of_another() -> None:
 
 
 def test_fp16_counts_what_it_skipped() -> None:
-    torch.manual_seed(0)
     models = [Transformer() for _ in range(RANKS)]
     config = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 40}, "zero_optimization": {"stage": 2}}
     steps = batches(2)
@@ -292,7 +287,6 @@ def test_fp16_counts_what_it_skipped() -> None:
 @pytest.mark.parametrize(("stage", "skips"), [(0, False), (1, True), (2, True), (3, False)])
 def test_bf16_skips_gradients_that_are_not_finite_where_deepspeed_does(stage: int, skips: bool) -> None:
     """One rank's loss is NaN in the first step. Where it is skipped, the schedule does not advance."""
-    torch.manual_seed(0)
     models = [Transformer() for _ in range(RANKS)]
     config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     steps = batches(2)
@@ -323,7 +317,6 @@ def events(path: Path) -> list[dict[str, float]]:
 
 def test_a_csv_monitor_is_told_of_losses_and_rates_against_samples(tmp_path: Path) -> None:
     """Four steps. After the third, a new engine loads the second one's checkpoint: its events replace older ones."""
-    torch.manual_seed(0)
     model, steps = Transformer(), batches(4)
     twin = copy.deepcopy(model)
     wanted, _ = plain(twin, steps)
@@ -361,7 +354,6 @@ def test_a_csv_monitor_is_told_of_losses_and_rates_against_samples(tmp_path: Pat
 
 
 def test_a_monitor_is_told_of_the_loss_scale(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     section = {"enabled": True, "output_path": str(tmp_path)}
     config = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 4}, "csv_monitor": section}
     steps = batches(2)
@@ -528,7 +520,6 @@ def test_loaders_shuffle_what_is_trained_on(route: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parts_of_a_checkpoint_are_loaded(stage: int, tmp_path: Path) -> None:
     """Weights alone, into an engine with another optimizer; or all but the optimizer, or all but the schedule."""
-    torch.manual_seed(0)
     model, steps = Transformer(), batches(4)
     models = [[copy.deepcopy(model) for _ in range(RANKS)] for _ in range(4)]
     config = {**CONFIG, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}}
@@ -926,7 +917,6 @@ def test_an_elastic_job_restarts_from_its_checkpoint(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("hpz", [1, 2])
 def test_quantized_weights_and_gradients(hpz: int) -> None:
     """ZeRO++: sent as codes between hosts if the config says where these are, and trains nearly like the plain loop."""
-    torch.manual_seed(0)
     model = Transformer()
     steps = batches(3)
     losses, _ = plain(copy.deepcopy(model), steps)
@@ -958,7 +948,6 @@ def test_what_init_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gathers_parameters_of_several_engines(stage: int) -> None:
     """A moving average beside its model; ranks list the engines in one order wherever their objects lie in memory."""
-    torch.manual_seed(0)
     tokens = batches(1)[0]
     nets = [[Transformer(num_blocks=1) for _ in range(2)] for _ in range(2)]
     for others in nets[1:]:

@@ -64,7 +64,6 @@ def assert_weights(found: dict[str, Tensor], wanted: nn.Module) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_may_be_away_for_a_while(stage: int) -> None:
     """Between steps, and also in a step, which goes on from the host."""
-    torch.manual_seed(0)
     model, steps = Transformer(), batches(4)
     twin = copy.deepcopy(model)
     plain(twin, steps, torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0))
@@ -102,7 +101,6 @@ def test_states_may_be_away_for_a_while(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_initialize_again_goes_on_with_the_weights(stage: int) -> None:
     """With a new optimizer, whether the script has kept its first engine or not."""
-    torch.manual_seed(0)
     model, steps = Transformer(), batches(3)
     twin = copy.deepcopy(model)
     for tokens in steps:
@@ -134,7 +132,6 @@ def heads(name: str, width: int) -> nn.ModuleDict:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_common_part_of_a_checkpoint_is_loaded(stage: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     config = {**ADAM, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     firsts, others = ([heads(name, 3) for _ in range(RANKS)] for name in ("old", "new"))
     wider = [heads("old", 5) for _ in range(RANKS)]
@@ -162,7 +159,6 @@ def test_the_common_part_of_a_checkpoint_is_loaded(stage: int, tmp_path: Path) -
 
 
 def test_a_part_of_a_state_is_loaded_into_a_pipeline() -> None:
-    torch.manual_seed(0)
     models = [deepspeed.PipelineModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2) for _ in range(RANKS)]
 
     def rank_of(world: sw.World) -> None:
@@ -217,7 +213,6 @@ def test_tied_weights_of_a_checkpoint_are_one_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_updated_one_by_one(stage: int) -> None:
-    torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(RANKS)]
     for model in models:
         model[0].bias.requires_grad_(False)
@@ -240,7 +235,6 @@ def test_gradients_are_updated_one_by_one(stage: int) -> None:
 
 
 def test_generation_under_an_engine() -> None:
-    torch.manual_seed(0)
     models = [nn.Linear(4, 4) for _ in range(RANKS)]
 
     def rank_of(world: sw.World) -> None:
@@ -256,7 +250,6 @@ def test_generation_under_an_engine() -> None:
 
 
 def test_a_pipeline_reads_from_what_it_is_given() -> None:
-    torch.manual_seed(0)
     layers = deepspeed.PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
     pairs = [(torch.full((2, 4), float(number)), torch.zeros(2, 4)) for number in range(4)]
 
@@ -333,7 +326,6 @@ def test_leaf_modules_of_the_config() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2), (2, 5)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_layer_in_tiles(rows: int, columns: int, bias: bool) -> None:
-    torch.manual_seed(0)
     whole = nn.Linear(5, 7, bias=bias)
     tiled = tiling.TiledLinear(5, 7, bias, in_splits=columns, out_splits=rows, init_linear=whole)
     inputs, twin = (torch.ones(3, 5, requires_grad=True) for _ in range(2))

@@ -192,7 +192,6 @@ SHARED: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
 @pytest.mark.parametrize("take", SHARED)
 def test_views_that_outlive_it_refuse_to_be_computed_with(take: str) -> None:
     """Their memory never gets values: reading it used to end the process."""
-    torch.manual_seed(0)
     with sw.deferred_init():
         model = nn.Linear(4, 3)
         taken = SHARED[take](model.weight)
@@ -314,7 +313,6 @@ def test_one_inside_another_is_part_of_it() -> None:
 
 def test_values_may_be_shown_inside() -> None:
     """Torch shows tensors, and gives them to numpy, below what a recording sees: that used to end the process."""
-    torch.manual_seed(0)
     twin = nn.Linear(3, 2)
     torch.manual_seed(0)
     with sw.deferred_init():

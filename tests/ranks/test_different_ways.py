@@ -277,7 +277,6 @@ def test_any_ways(seed: int) -> None:
 
 
 def test_what_no_rank_has_called_has_no_gradient() -> None:
-    torch.manual_seed(0)
     models = [Sees() for _ in range(2)]
 
     def of_rank(world: sw.World) -> list[bool]:
@@ -339,7 +338,6 @@ def test_a_pipeline_has_one_way() -> None:
 @pytest.mark.parametrize("script", ["part by part, whole", "whole, part by part, whole"])
 def test_a_model_that_was_called_part_by_part_is_called_whole(script: str) -> None:
     """The program of such a pass frees the root's own parameters between its parts, and they were read all the same."""
-    torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
     data = torch.randn(2, 4)
     plan = plan_for("zero3", units=["1"])

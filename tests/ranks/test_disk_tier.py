@@ -236,7 +236,6 @@ def test_some_parameters_on_a_disk_and_several_optimizers(tmp_path: Path) -> Non
 
 def test_new_states_are_in_memory_one_parameter_at_a_time(tmp_path: Path) -> None:
     """An optimizer creates its states itself, in its first step. Those of a whole unit are never in memory at once."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8))))
     twin = copy.deepcopy(model)
     plain = torch.optim.RAdam(twin.parameters(), lr=0.01, foreach=False)

@@ -187,7 +187,6 @@ def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
 ) -> None:
     """The third unit cannot be read once, on both ranks. The half-updated state cannot be saved; after a resume,
     training continues as if nothing had happened."""
-    torch.manual_seed(0)
     model, data = Transformer(), batches(4, rows=12)
     fails, fetch = [False, False], DiskMemory.fetch
 
@@ -380,7 +379,6 @@ def test_a_change_of_plan_that_fails_leaves_the_new_folder_to_others(
 
 def test_a_byte_that_has_changed_on_the_disk_is_found(tmp_path: Path) -> None:
     """A read between steps and the next step both detect it; resuming from a checkpoint repairs it."""
-    torch.manual_seed(0)
     replica, data = Transformer(), batches(4, rows=6)
 
     def rank(world: sw.World) -> None:
@@ -410,7 +408,6 @@ def test_a_byte_that_has_changed_on_the_disk_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("use", ["forward", "generation"])
 def test_a_byte_of_a_parameter_that_has_changed_on_the_disk_is_found(use: str, tmp_path: Path) -> None:
     """Parameters are read without the states behind them in the same file, and checked alone."""
-    torch.manual_seed(0)
     replica, data = Transformer(), batches(3, rows=6)
 
     def rank(world: sw.World) -> None:

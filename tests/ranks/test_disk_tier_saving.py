@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import adamw, batches, train
+from twins import adamw, batches, train, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
@@ -169,7 +169,6 @@ def test_a_background_save_that_cannot_read_fails_alone(tmp_path: Path, monkeypa
 
 def test_a_background_save_holds_no_states_in_memory(tmp_path: Path) -> None:
     """It stages only what is in memory anyway, and two windows, however large the states are."""
-    torch.manual_seed(0)
     replica = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
 
     def rank(world: sw.World) -> None:
@@ -189,25 +188,22 @@ def test_a_background_save_holds_no_states_in_memory(tmp_path: Path) -> None:
 
 def test_an_edit_behind_a_background_save_is_not_taken_for_one_by_hand(tmp_path: Path) -> None:
     """A rank may have no elements of a small parameter. The checkpoint has the values as of the `save` call."""
-    torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(2, 2, 4)
-    replicas = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), "units": {"min_numel": 1000}}
 
-    def rank(world: sw.World) -> None:
-        mine = replicas[world.rank]
-        plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), "units": {"min_numel": 1000}}
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            for number, x in enumerate(data):
-                engine.backward(mine(x).square().mean())
-                engine.step()
-                before = {name: engine.get(name) for name, _ in mine.named_parameters()}
-                engine.save(tmp_path / f"run-{number}", wait=False)
-                for name, value in before.items():
-                    assert value is not None
-                    engine.set(name, value * 2)
-                engine.wait_for_save()
-                engine.resume(tmp_path / f"run-{number}")
-                for name, value in before.items():
-                    torch.testing.assert_close(engine.get(name), value, rtol=0, atol=0)
+    def work(engine: sw.Engine) -> None:
+        mine = engine.module
+        for number, x in enumerate(data):
+            engine.backward(mine(x).square().mean())
+            engine.step()
+            before = {name: engine.get(name) for name, _ in mine.named_parameters()}
+            engine.save(tmp_path / f"run-{number}", wait=False)
+            for name, value in before.items():
+                assert value is not None
+                engine.set(name, value * 2)
+            engine.wait_for_save()
+            engine.resume(tmp_path / f"run-{number}")
+            for name, value in before.items():
+                torch.testing.assert_close(engine.get(name), value, rtol=0, atol=0)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, model)

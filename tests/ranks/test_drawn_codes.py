@@ -327,7 +327,6 @@ def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_pat
 
 def test_micro_batches_of_a_pipeline_are_added_before_they_are_rounded() -> None:
     """Eight of them, with `ddp`: the sum is rounded once, where it is sent. It takes the memory that was promised."""
-    torch.manual_seed(0)
     plan = {"preset": "ddp", "mesh": {"pp": 2, "dp": 2}, "accumulate": 8, "wire": {"grad": "bf16"}}
     within, data = Within(plan, Decoder(num_blocks=2)), batches(2, rows=16)
     race_within("pp", within, data)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.testing import run_ranks
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -76,9 +76,8 @@ def evaluated(model: nn.Module, batch: Tensor) -> float:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("preset", ["zero3", "zero3-kept", "zero2", "ddp", "hpz"])
 def test_each_rank_skips_others(preset: str, accumulate: int) -> None:
-    torch.manual_seed(0)
-    plain = Dropping()
-    models = [copy.deepcopy(plain) for _ in range(2)]
+    model = Dropping()
+    plain = copy.deepcopy(model)
     data = torch.randn(len(SKIPPED), 2, 4, WIDTH)
     optimizer, expected = adamw(plain), []
     for number, skipped in enumerate(SKIPPED):
@@ -92,18 +91,17 @@ def test_each_rank_skips_others(preset: str, accumulate: int) -> None:
     if preset == "hpz":
         plan["mesh"] = {"node": 1, "local": 2}
 
-    def of_rank(world: sw.World) -> tuple[dict[str, Tensor], list[float]]:
-        model = models[world.rank]
-        model.skipped = (skipped[world.rank] for skipped in SKIPPED)
+    def work(engine: sw.Engine) -> tuple[dict[str, Tensor], list[float]]:
+        model = engine.module
+        model.skipped = (skipped[engine.world.rank] for skipped in SKIPPED)
         found = []
-        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
-            for batch in data:
-                engine.backward(model(batch[world.rank]))
-                engine.step()
-                found.append(evaluated(model, batch[0]))
-            return engine.state_dict(), found
+        for batch in data:
+            engine.backward(model(batch[engine.world.rank]))
+            engine.step()
+            found.append(evaluated(model, batch[0]))
+        return engine.state_dict(), found
 
-    for state, found in run_ranks(2, of_rank, shares_memory=False):
+    for state, found in work_on_ranks(2, work, plan, model, adamw, shares_memory=False):
         assert found == pytest.approx(expected, rel=1e-5)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)
@@ -118,17 +116,14 @@ class Talking(Dropping):
 
 
 def test_layers_in_which_ranks_need_each_other_are_not_skipped() -> None:
-    torch.manual_seed(0)
-    models = [Talking() for _ in range(2)]
 
-    def of_rank(world: sw.World) -> None:
-        model = models[world.rank]
-        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
-            evaluated(model, torch.ones(4, WIDTH))
-            with pytest.raises(ModelError, match=r"Talking skips layers .* ranks along dp need each other there"):
-                model(torch.ones(4, WIDTH))
-            model.layerdrop = 0.0
-            engine.backward(model(torch.ones(4, WIDTH) * (1 + world.rank)))
-            engine.step()
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        evaluated(model, torch.ones(4, WIDTH))
+        with pytest.raises(ModelError, match=r"Talking skips layers .* ranks along dp need each other there"):
+            model(torch.ones(4, WIDTH))
+        model.layerdrop = 0.0
+        engine.backward(model(torch.ones(4, WIDTH) * (1 + engine.world.rank)))
+        engine.step()
 
-    run_ranks(2, of_rank)
+    work_on_ranks(2, work, "zero3", Talking, adamw)

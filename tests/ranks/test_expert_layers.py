@@ -60,7 +60,6 @@ def written_out(layer: MoE, hidden: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("inner", [12, 10], ids=["aligned", "not aligned"])  # with torch's kernel, and without
 def test_a_layer_computes_what_its_experts_do(settings: dict[str, Any], inner: int) -> None:
-    torch.manual_seed(0)
     layer = MoE(HIDDEN, inner, EXPERTS, **settings)
     if layer.router.bias is not None:
         layer.router.bias += torch.randn(EXPERTS)
@@ -75,7 +74,6 @@ def test_a_layer_computes_what_its_experts_do(settings: dict[str, Any], inner: i
 
 
 def test_gradients_of_gradients() -> None:
-    torch.manual_seed(0)
     layer = MoE(6, 4, 3, 2, activation="gelu").double()
     hidden = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(layer, (hidden,))
@@ -111,7 +109,6 @@ def test_what_has_no_room_is_dropped_by_choice_and_then_by_position() -> None:
 
 
 def test_losses_are_those_of_the_papers() -> None:
-    torch.manual_seed(0)
     router = Router(HIDDEN, EXPERTS, 2, balance_loss=0.3, z_loss=0.2)
     hidden = torch.randn(11, HIDDEN)
     index, _ = router(hidden)
@@ -126,7 +123,6 @@ def test_losses_are_those_of_the_papers() -> None:
 
 
 def test_biases_move_towards_experts_with_few_tokens_and_even_out_their_load() -> None:
-    torch.manual_seed(0)
     router = Router(HIDDEN, 4, 1, bias_rate=0.02)
     router.weight.data[0] += 0.6
     hidden = torch.randn(400, HIDDEN) + 0.3

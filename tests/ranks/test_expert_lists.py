@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError
@@ -86,7 +87,6 @@ def in_one_form(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
 def test_stacked_experts_are_trained_as_those_of_the_list(
     mesh: dict[str, int], plan: dict[str, Any], gated: bool
 ) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(Listed(gated=gated) for _ in range(4)))
     x, y = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
     plain, losses = copy.deepcopy(model), []
@@ -99,17 +99,16 @@ def test_stacked_experts_are_trained_as_those_of_the_list(
         losses.append(loss.item())
     expected = in_one_form(plain.state_dict(), model)
     num_ranks = torch.Size(mesh.values()).numel()
-    models = [stacked(model) for _ in range(num_ranks)]
+    full = {"mesh": mesh, "accumulate": 2, **plan}
 
-    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
-        mine = models[world.rank]
-        full = {"mesh": mesh, "accumulate": 2, **plan}
-        with sw.shard(mine, full, optimizer=torch.optim.SGD(mine.parameters(), lr=0.3), world=world) as engine:
-            place, num_shares = engine.mesh.data_place(world.rank)
-            own = x.chunk(num_shares)[place], y.chunk(num_shares)[place]
-            return [float(engine.train_step(*own, loss_fn=F.mse_loss)) for _ in range(3)], engine.state_dict()
+    def work(engine: sw.Engine) -> tuple[list[float], dict[str, Tensor]]:
+        place, num_shares = engine.mesh.data_place(engine.world.rank)
+        own = x.chunk(num_shares)[place], y.chunk(num_shares)[place]
+        return [float(engine.train_step(*own, loss_fn=F.mse_loss)) for _ in range(3)], engine.state_dict()
 
-    told = run_ranks(num_ranks, rank)
+    told = work_on_ranks(
+        num_ranks, work, full, lambda: stacked(model), lambda mine: torch.optim.SGD(mine.parameters(), lr=0.3)
+    )
     means = torch.tensor([one for one, _ in told]).mean(0)
     assert means.tolist() == pytest.approx(losses, rel=1e-5)
     for _, state in told:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from experts_models import mixture
 from test_experts import expert_decoder
 from test_split_products import CUT, net
 from torch import nn
-from twins import adamw, peak_of_third_step
+from twins import peak_of_third_step, work_on_ranks
 
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError
 from shardwise.parallel.experts import Router
 from shardwise.program import Footprint
-from shardwise.testing import run_ranks
 from tests.models import VOCAB, Gpt
 from tests.thorough import sampled, thorough_only
 
@@ -37,22 +35,18 @@ def promised_and_made(
     model: nn.Module, preset: str, batch: Any, expert_load: float, mesh: dict[str, int]
 ) -> list[tuple[Footprint, int]]:
     """For each rank, the prediction and the peak of what its third step allocated."""
-    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
 
-    def rank(world: sw.World) -> tuple[Footprint, int]:
-        mine = models[world.rank]
-        with sw.shard(mine, {"preset": preset, "mesh": mesh}, optimizer=adamw(mine), world=world) as engine:
+    def work(engine: sw.Engine) -> tuple[Footprint, int]:
+        def step() -> None:
+            output = engine(**batch) if isinstance(batch, dict) else engine(*batch)
+            engine.backward(output if isinstance(output, Tensor) else output.loss)
+            del output
+            engine.step()
 
-            def step() -> None:
-                output = engine(**batch) if isinstance(batch, dict) else engine(*batch)
-                engine.backward(output if isinstance(output, Tensor) else output.loss)
-                del output
-                engine.step()
+        promised = engine.rehearse(batch, expert_load=expert_load)
+        return promised, peak_of_third_step(engine, step)
 
-            promised = engine.rehearse(batch, expert_load=expert_load)
-            return promised, peak_of_third_step(engine, step)
-
-    return run_ranks(NUM_RANKS, rank)
+    return work_on_ranks(NUM_RANKS, work, {"preset": preset, "mesh": mesh}, model)
 
 
 def held(promised: Footprint) -> int:
@@ -175,16 +169,14 @@ def test_explain_promises_what_a_live_engine_does(
     assert main([*asked, "--json"]) == 0
     promised = json.loads(capsys.readouterr().out)["bytes"]
     torch.manual_seed(0)
-    models = [MODELS[kind]() for _ in range(4)]
 
-    def rank(world: sw.World) -> tuple[int, int, int | None]:
-        mine = models[world.rank]
-        optimizer = torch.optim.AdamW(mine.parameters())
-        with sw.shard(mine, PLANS[kind], optimizer=optimizer, world=world) as engine:
-            found = engine.rehearse(BATCHES[kind]())
-            return found.param, found.total, found.activations
+    def work(engine: sw.Engine) -> tuple[int, int, int | None]:
+        found = engine.rehearse(BATCHES[kind]())
+        return found.param, found.total, found.activations
 
-    _, total, activations = max(run_ranks(4, rank))
+    _, total, activations = max(
+        work_on_ranks(4, work, PLANS[kind], MODELS[kind], lambda mine: torch.optim.AdamW(mine.parameters()))
+    )
     assert (promised["total"], promised["activations"]) == (total, activations)
     assert main(asked) == 0
     said = "".join(capsys.readouterr().out.split())

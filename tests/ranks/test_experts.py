@@ -13,17 +13,16 @@ import pytest
 import sequences
 import split_models
 import torch
-from experts_models import Run, dealt_run, micro_batches, mixture, whole_grads, whole_run
+from experts_models import dealt_run, mixture, whole_run
 from fake_devices import WHENS, Devices, FakeGroups, FakeWork, When
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sequences import assert_same
 from test_pipeline import CLIP
 from test_pipeline import assert_same as assert_same_in_stages
 from test_pipeline import pipelined as pipelined_run
 from torch import nn
 from torch.nn import functional
-from twins import adamw, batches
+from twins import Run, adamw, assert_alike, batches, chunked, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
@@ -72,7 +71,7 @@ def test_every_preset_trains_as_the_whole_model(
     run = dealt_run(
         model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, shares_memory=shares_memory
     )
-    assert_same(run, twin)
+    assert_alike(run, twin)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -85,7 +84,7 @@ def test_on_devices_whenever_collectives_act(
     """The counts of rows, the rows and their gradients are used once they have come, and not changed on their way."""
     model, data, devices = mixture(**of_experts), batches(2, 12), Devices(when)
     run = dealt_run(model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, devices=devices)
-    assert_same(run, whole_run(model, data, clip=0.5, after_step=update_biases))
+    assert_alike(run, whole_run(model, data, clip=0.5, after_step=update_biases))
     assert devices.num_works == devices.num_waited
 
 
@@ -116,9 +115,9 @@ def test_counts_of_rows_that_are_read_too_early_are_found(monkeypatch: pytest.Mo
 def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> Run:
     """Train three steps, compare with the whole model, and return the results of the ranks."""
     data = batches(3, 8)
-    known = {"make_optimizer": "make_optimizer", "accumulate": "accumulate", "clip_grad_norm": "clip"}
+    known = {"make_optimizer": "make_optimizer", "accumulate": "shares", "clip_grad_norm": "clip"}
     run = dealt_run(model, data, preset, mesh, **wishes)
-    assert_same(run, whole_run(model, data, **{known[key]: wishes[key] for key in wishes if key in known}))
+    assert_alike(run, whole_run(model, data, **{known[key]: wishes[key] for key in wishes if key in known}))
     return run
 
 
@@ -233,7 +232,7 @@ def test_random_mixtures_on_random_meshes(data: st.DataObject) -> None:
     accumulate = data.draw(st.sampled_from([1, 2] if math.prod(mesh.values()) < 4 else [1]))
     shares_memory = data.draw(st.booleans())
     run = dealt_run(model, rows, preset, mesh, accumulate=accumulate, shares_memory=shares_memory)
-    assert_same(run, whole_run(model, rows, accumulate=accumulate))
+    assert_alike(run, whole_run(model, rows, shares=accumulate))
 
 
 def test_experts_without_tokens_and_ranks_without_them() -> None:
@@ -249,20 +248,18 @@ def test_experts_without_tokens_and_ranks_without_them() -> None:
     assert torch.count_nonzero(own[2:]) == 0
 
     twin = mixture(num_blocks=2)
-    models = [copy.deepcopy(twin) for _ in range(2)]
     x, y = batches(1, 2)[0]
     (2 * _summed(twin, x, y) / 2).backward()
 
-    def rank(world: sw.World) -> dict[str, Tensor | None]:
-        mine = models[world.rank]
-        with sw.shard(mine, {"preset": "zero2", "mesh": {"ep": 2}}, optimizer=adamw(mine), world=world) as engine:
-            rows = slice(0, 2) if world.rank else slice(0, 0)
-            engine.backward(2 * _summed(mine, x[rows], y[rows]))
-            grads = {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
-            engine.step()
+    def work(engine: sw.Engine) -> dict[str, Tensor | None]:
+        mine = engine.module
+        rows = slice(0, 2) if engine.world.rank else slice(0, 0)
+        engine.backward(2 * _summed(mine, x[rows], y[rows]))
+        grads = {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+        engine.step()
         return grads
 
-    for grads in run_ranks(2, rank):
+    for grads in work_on_ranks(2, work, {"preset": "zero2", "mesh": {"ep": 2}}, twin):
         for name, param in twin.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-5, msg=name)
 
@@ -310,7 +307,6 @@ def expert_decoder(**settings: Any) -> Decoder:
     ],
 )
 def test_beside_stages(preset: str, schedule: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     model, data = expert_decoder(), pipelined.batches(2, 16)
     twin = pipelined.unsplit(model, data, clip=CLIP)
     assert_same_in_stages(pipelined_run(model, mesh, data, preset=preset, pipeline={"schedule": schedule}), twin)
@@ -347,11 +343,10 @@ TENSOR = {**split_models.TENSOR, "plan": {k: v for k, v in split_models.TENSOR["
     [("zero1", {"dp": 2, "ep": 2, "tp": 2}), ("zero3", {"ep": 2, "tp": 2}), ("ddp", {"tp": 2, "ep": 2})],
 )
 def test_with_split_attention(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     model = CutTransformer()
     data = [(split_models.tokens(step, 8),) * 2 for step in range(3)]
     run = dealt_run(model, data, preset, mesh, tensor=TENSOR, clip_grad_norm=0.5)
-    assert_same(run, whole_run(model, data, clip=0.5))
+    assert_alike(run, whole_run(model, data, clip=0.5))
 
 
 class SplitMixture(nn.Module):
@@ -379,10 +374,9 @@ class SplitMixture(nn.Module):
     [("zero3", {"ep": 2, "sp": 2}), ("zero1", {"dp": 2, "ep": 2, "sp": 2}), ("ddp", {"sp": 2, "ep": 2})],
 )
 def test_beside_split_sequences(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     model, data = SplitMixture(), sequences.batches(3)
-    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, read_grads=whole_grads)
-    assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
+    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, grads_of=None)
+    assert_alike(run, sequences.whole_run(model, data, loss_of=own_loss))
 
 
 def own_loss(called: Any, batch: sequences.Batch) -> Tensor:
@@ -399,10 +393,9 @@ ATTENTION = {**TENSOR, "plan": {name: rule for name, rule in TENSOR["plan"].item
     ("preset", "mesh"), [("zero1", {"tp": 2, "sp": 2, "ep": 2}), ("zero3", {"ep": 2, "sp": 2, "tp": 2})]
 )
 def test_beside_split_sequences_and_split_attention(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     model, data = SplitMixture(has_cut_blocks=True), sequences.batches(2)
-    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, read_grads=whole_grads, tensor=ATTENTION)
-    assert_same(run, sequences.whole_run(model, data, loss_of=own_loss))
+    run = sequences.split_run(model, data, preset, mesh, loss_of=own_loss, grads_of=None, tensor=ATTENTION)
+    assert_alike(run, sequences.whole_run(model, data, loss_of=own_loss))
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -413,7 +406,6 @@ def test_beside_split_sequences_and_split_attention(preset: str, mesh: dict[str,
 )
 def test_beside_stages_and_split_attention(preset: str, schedule: str, mesh: dict[str, int]) -> None:
     """Every block has attention that can be split, and experts without a loss of their router."""
-    torch.manual_seed(0)
     model = Decoder(num_blocks=2, block=lambda _, width: CutBlock(width, 4, balance_loss=0.0))
     data = pipelined.batches(2, 16)
     twin = pipelined.unsplit(model, data, clip=CLIP)
@@ -449,7 +441,7 @@ def test_a_checkpoint_goes_between_numbers_of_ranks(tmp_path: Path) -> None:
                 if losses:
                     assert engine.resume(tmp_path) is not None
                 share, num_shares = engine.data_ranks
-                loss = engine(*micro_batches(batch, num_shares)[share])
+                loss = engine(*chunked(batch, num_shares)[share])
                 engine.backward(loss)
                 engine.step()
                 update_biases(mine)
@@ -495,7 +487,7 @@ def test_whole_tensors_are_read_and_written() -> None:
                 pass
             for batch in data:
                 share, num_shares = engine.data_ranks
-                loss = engine(*micro_batches(batch, num_shares)[share])
+                loss = engine(*chunked(batch, num_shares)[share])
                 engine.backward(loss)
                 engine.step()
                 losses.append(engine.mean(loss.item()))
@@ -524,31 +516,28 @@ def test_a_model_that_never_is_whole_has_the_first_values_of_its_constructor() -
 
 def test_ranks_evaluate_and_generate_together() -> None:
     model, (x, y) = mixture().eval(), batches(1, 8)[0]
-    models = [copy.deepcopy(model) for _ in range(2)]
     expected = model(x, y)
 
-    def rank(world: sw.World) -> list[Tensor]:
-        mine = models[world.rank]
-        with sw.shard(mine, {"preset": "zero3", "mesh": {"ep": 2}}, world=world) as engine, torch.no_grad():
+    def work(engine: sw.Engine) -> list[Tensor]:
+        mine = engine.module
+        with torch.no_grad():
             found = [mine(x, y)]
             for keep_bytes in (None, 0):
                 with engine.inference(keep_bytes):
                     found.append(mine(x, y))
             return found
 
-    for found in run_ranks(2, rank):
+    for found in work_on_ranks(2, work, {"preset": "zero3", "mesh": {"ep": 2}}, model, None):
         for loss in found:
             torch.testing.assert_close(loss, expected)
 
 
 def test_each_rank_says_which_experts_it_has() -> None:
-    models = [mixture(num_experts=5) for _ in range(2)]
 
-    def rank(world: sw.World) -> str:
-        with sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world) as engine:
-            return str(engine)
+    def work(engine: sw.Engine) -> str:
+        return str(engine)
 
-    for said in run_ranks(2, rank):
+    for said in work_on_ranks(2, work, {"mesh": {"ep": 2}}, lambda: mixture(num_experts=5), None):
         assert "  ep 0: experts 0-2 of 5 in blocks.1.moe.experts and 1 more\n" in said
         assert "  ep 1: experts 3-4 of 5 in blocks.1.moe.experts and 1 more" in said
 

@@ -35,7 +35,6 @@ FAST = CPU.model_copy(
 def test_the_fastest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest policy that fits is chosen by rehearsal, on hardware where copies cost nothing. Its predicted memory
     is within the limit."""
-    torch.manual_seed(0)
     model, data = Transformer(), batches(2, rows=32)
     monkeypatch.setattr(fitting, "hardware_here", lambda _: FAST)
     replicas, plain = [copy.deepcopy(model)], [copy.deepcopy(model)]
@@ -140,7 +139,6 @@ def test_stages_of_a_pipeline_take_the_same_choice(
     schedule: str, policy: PolicyName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every policy, predictions and training equal those of an engine whose plan sets this policy."""
-    torch.manual_seed(0)
     model, data = Decoder(num_blocks=4), stage_batches(2, 8)
     own = fitting._rehearsed
     promises: dict[int, dict[str, Evaluated]] = {}

@@ -21,6 +21,7 @@ from twins import (
     plain_run,
     plan_of,
     sharded_run,
+    work_on_ranks,
 )
 
 import shardwise as sw
@@ -38,7 +39,6 @@ CASES: list[Any] = [("zero3", 2, None), ("zero2", 3, None), ("zero1", 2, None), 
 
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES)
 def test_fp16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any) -> None:
-    torch.manual_seed(0)
     model, data = Transformer(), batches(6, rows=12)
     run = sharded_run(model, data, preset, num_ranks, mesh, precision="fp16", clip_grad_norm=0.5)
     assert_rounds_like_the_plain_model(run, model, data, num_ranks=num_ranks, clip=0.5, dtype=torch.float16)
@@ -46,7 +46,6 @@ def test_fp16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any)
 
 def test_the_scale_keeps_gradients_that_fp16_would_lose() -> None:
     """With so small a loss, gradients round to zero in fp16. The norm is right only with a loss scale."""
-    torch.manual_seed(0)
     model, data = Transformer(), batches(3)
 
     def step(engine: sw.Engine, _: Any, batch: Batch) -> torch.Tensor:
@@ -67,30 +66,26 @@ def test_the_scale_keeps_gradients_that_fp16_would_lose() -> None:
 
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES)
 def test_an_overflow_on_one_rank_is_an_overflow_everywhere(preset: str, num_ranks: int, mesh: Any) -> None:
-    torch.manual_seed(0)
     start = Transformer()
-    replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
     scale = {"initial": 1024.0, "hysteresis": 2, "window": 3}
     plan = plan_of(preset, mesh, precision="fp16", loss_scale=scale)
 
-    def rank(world: sw.World) -> list[tuple[float, bool, float, bool]]:
-        model = replicas[world.rank]
+    def work(engine: sw.Engine) -> list[tuple[float, bool, float, bool]]:
         seen = []
-        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
-            for number, (x, y) in enumerate(batches(8, rows=2)):
-                loss = engine(x, y)
-                if number in (1, 2, 6) and world.rank == num_ranks - 1:
-                    loss = loss * math.inf
-                before = full_params(engine)
-                engine.backward(loss)
-                norm = engine.step()
-                moved = any(not torch.equal(before[name], param) for name, param in full_params(engine).items())
-                assert norm is not None
-                assert engine.scaler is not None
-                seen.append((engine.scaler.scale, math.isfinite(norm), engine.num_steps, moved))
+        for number, (x, y) in enumerate(batches(8, rows=2)):
+            loss = engine(x, y)
+            if number in (1, 2, 6) and engine.world.rank == num_ranks - 1:
+                loss = loss * math.inf
+            before = full_params(engine)
+            engine.backward(loss)
+            norm = engine.step()
+            moved = any(not torch.equal(before[name], param) for name, param in full_params(engine).items())
+            assert norm is not None
+            assert engine.scaler is not None
+            seen.append((engine.scaler.scale, math.isfinite(norm), engine.num_steps, moved))
         return seen
 
-    told = run_ranks(num_ranks, rank)
+    told = work_on_ranks(num_ranks, work, plan, start)
     assert all(one == told[0] for one in told)
     scales, finite, steps, moved = zip(*told[0], strict=True)
     assert finite == moved == (True, False, False, True, True, True, False, True)
@@ -104,26 +99,23 @@ def test_steps_that_are_not_finite_are_left_out_if_the_plan_says_so(
     preset: str, num_ranks: int, mesh: Any, precision: str
 ) -> None:
     """The run is the one that never saw those batches; without `skip_nonfinite` it ends in NaN."""
-    torch.manual_seed(0)
     start, data = Transformer(), batches(5, rows=2)
 
     def run(numbers: Sequence[int], **settings: Any) -> tuple[list[bool], int, dict[str, torch.Tensor]]:
-        replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
         plan = plan_of(preset, mesh, precision=precision, clip_grad_norm=0.5, **settings)
 
-        def rank(world: sw.World) -> tuple[list[bool], int, dict[str, torch.Tensor]]:
-            model, finite = replicas[world.rank], []
-            with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
-                for number in numbers:
-                    loss = engine(*data[number])
-                    is_bad = number in (1, 3) and world.rank == num_ranks - 1
-                    engine.backward(loss * (math.nan if is_bad else 1))
-                    norm = engine.step()
-                    assert norm is not None
-                    finite.append(math.isfinite(norm))
-                return finite, engine.num_steps, full_params(engine)
+        def work(engine: sw.Engine) -> tuple[list[bool], int, dict[str, torch.Tensor]]:
+            finite = []
+            for number in numbers:
+                loss = engine(*data[number])
+                is_bad = number in (1, 3) and engine.world.rank == num_ranks - 1
+                engine.backward(loss * (math.nan if is_bad else 1))
+                norm = engine.step()
+                assert norm is not None
+                finite.append(math.isfinite(norm))
+            return finite, engine.num_steps, full_params(engine)
 
-        told = run_ranks(num_ranks, rank)
+        told = work_on_ranks(num_ranks, work, plan, start)
         assert all(one[:2] == told[0][:2] for one in told)
         return told[0]
 
@@ -139,7 +131,6 @@ def test_steps_that_are_not_finite_are_left_out_if_the_plan_says_so(
 
 
 def test_a_plain_loop_scales_by_hand_and_is_told_if_it_forgets() -> None:
-    torch.manual_seed(0)
     model, data = Transformer(), batches(4)
 
     def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
@@ -203,7 +194,6 @@ def test_the_scale_comes_back_with_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), [*CASES, *PRESETS_2X2])
 def test_clipping_by_any_norm_is_torchs(preset: str, num_ranks: int, mesh: Any, norm_type: float) -> None:
-    torch.manual_seed(0)
     model, data = Transformer(), batches(3, rows=12)
     norms: list[float] = []
     twin = copy.deepcopy(model)

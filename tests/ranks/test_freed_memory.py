@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from twins import adamw, assert_same, batches, plain_run, sharded_run, train
+from twins import assert_same, batches, plain_run, sharded_run, train, work_on_ranks
 
 import shardwise as sw
 from shardwise.memory.releasable import Pages, Resized, _System, releasable
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled
@@ -110,16 +109,13 @@ def test_a_storage_is_resized_where_there_is_nothing_better(monkeypatch: pytest.
 @on_linux
 def test_a_freed_parameter_reads_as_nan() -> None:
     """As seen by a kernel that takes the address of the storage and checks nothing."""
-    replicas = [Transformer(num_blocks=1) for _ in range(2)]
 
-    def rank(world: sw.World) -> bool:
-        model = replicas[world.rank]
-        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
-            train(engine, batches(2))
-            flats = [flat for unit in inside.units(engine) for flat in unit.flats]
-            return all(bool(flat.full.isnan().all()) for flat in flats)
+    def work(engine: sw.Engine) -> bool:
+        train(engine, batches(2))
+        flats = [flat for unit in inside.units(engine) for flat in unit.flats]
+        return all(bool(flat.full.isnan().all()) for flat in flats)
 
-    assert all(run_ranks(2, rank, shares_memory=False))
+    assert all(work_on_ranks(2, work, "zero3", lambda: Transformer(num_blocks=1), shares_memory=False))
 
 
 def resident_bytes() -> int:

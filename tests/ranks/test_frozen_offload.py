@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import assert_same, batches, plain_run, sharded_run
+from twins import assert_same, batches, plain_run, sharded_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError
@@ -170,15 +170,14 @@ def test_a_frozen_model_generates_from_where_its_share_rests(rest: str, tmp_path
     model, ((x, _),) = frozen_but("nothing"), batches(1)
     expected = model.logits(x)
     shares = {"optim": 1.0, "param": 1.0, **({"optim_disk": 1.0, "param_disk": 1.0} if rest == "disk" else {})}
-    models = [frozen_but("nothing") for _ in range(2)]
+    plan = {"preset": "zero3", "offload": shares, "disk": str(tmp_path)}
 
-    def rank(world: sw.World) -> tuple[torch.Tensor, dict[str, Any]]:
-        mine = models[world.rank]
-        plan = {"preset": "zero3", "offload": shares, "disk": str(tmp_path)}
-        with sw.shard(mine, plan, world=world) as engine, engine.inference():
+    def work(engine: sw.Engine) -> tuple[torch.Tensor, dict[str, Any]]:
+        mine = engine.module
+        with engine.inference():
             return mine.logits(x), placed(engine)
 
-    for logits, found in run_ranks(2, rank):
+    for logits, found in work_on_ranks(2, work, plan, lambda: frozen_but("nothing"), None):
         assert torch.equal(logits, expected)
         assert found["resting"][rest] == 1.0
         assert found["report"].promised["param"] == 0

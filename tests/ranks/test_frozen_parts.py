@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import Course, course_of, mean_losses
+from twins import Course, course_of, mean_losses, work_on_ranks
 
 import shardwise as sw
-from shardwise.testing import run_ranks
 from tests.models import Gpt, Hidden
 from tests.thorough import sampled
 
@@ -218,14 +217,11 @@ def test_trained_below_frozen_layers(name: str, plan: str, shares_memory: bool) 
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
 
-    def rank(world: sw.World) -> Course:
-        model = replicas[world.rank]
-        with sw.shard(model, {**settings, **more}, optimizer=optimizer_of(model), world=world) as engine:
-            return course_of(engine, data, lambda _, x: loss_of(engine(x)))
+    def work(engine: sw.Engine) -> Course:
+        return course_of(engine, data, lambda _, x: loss_of(engine(x)))
 
-    courses = run_ranks(num_ranks, rank, shares_memory=shares_memory)
+    courses = work_on_ranks(num_ranks, work, {**settings, **more}, start, optimizer_of, shares_memory=shares_memory)
     assert mean_losses(courses) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for course in courses:
         assert course.working == 0
@@ -298,23 +294,20 @@ def test_frozen_parts_take_no_more_than_is_promised(name: str, preset: str) -> N
     for part in parts:
         frozen(start.get_submodule(part))
     twin = copy.deepcopy(start)
-    replicas = [copy.deepcopy(start) for _ in range(2)]
     inputs = torch.randint(0, 60, (4, 16)), torch.arange(16).expand(4, -1)
     twin(*inputs).square().mean().backward()
     expected = {key: param.grad for key, param in twin.named_parameters() if param.grad is not None}
 
-    def rank(world: sw.World) -> tuple[int, int]:
-        model = replicas[world.rank]
-        with sw.shard(model, preset, optimizer=optimizer_of(model), world=world) as engine:
-            for _ in range(3):
-                engine.backward(engine(*inputs).square().mean())
-                if engine.num_steps == 0:
-                    for key, grad in expected.items():
-                        assert torch.allclose(engine.get(key, "grad"), grad, atol=1e-6), key
-                engine.step()
-            report = engine.memory()
+    def work(engine: sw.Engine) -> tuple[int, int]:
+        for _ in range(3):
+            engine.backward(engine(*inputs).square().mean())
+            if engine.num_steps == 0:
+                for key, grad in expected.items():
+                    assert torch.allclose(engine.get(key, "grad"), grad, atol=1e-6), key
+            engine.step()
+        report = engine.memory()
         return report.measured["working"], report.promised["working"]
 
-    for measured, promised in run_ranks(2, rank):
+    for measured, promised in work_on_ranks(2, work, preset, start, optimizer_of):
         assert measured <= promised or name == "given away"  # that stays whole for whoever got it
         assert measured == promised or name not in ("tower", "embedding with a hook")

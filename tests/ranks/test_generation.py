@@ -90,7 +90,6 @@ def test_tokens_are_those_of_the_plain_model(name: str, build: Any, tmp_path: Pa
 def test_what_a_token_sends(build: Any, num_gathers: dict[str, int]) -> None:
     """Nothing, if all is kept; otherwise each unit once and a single message. The embedding is used first and last, and
     is gathered once if no other unit comes in between: with GPT-2, a small one does."""
-    torch.manual_seed(0)
     plain = build().eval()
     replicas = [copy.deepcopy(plain) for _ in range(2)]
     keep = {"all": None, "some": 30_000, "none": 0}

@@ -137,7 +137,6 @@ def test_a_loop_equals_the_one_on_whole_batches(
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns in `coalesce`
 @pytest.mark.parametrize("groups", [0, 1])
 def test_sparse_gradients_sent_as_dense_stay_sparse_for_the_optimizer(groups: int) -> None:
-    torch.manual_seed(0)
     tables = nn.ModuleList(nn.Embedding(11, 3, sparse=True) for _ in range(2))
     tokens = torch.arange(RANKS * 4).reshape(RANKS, 4) % 7
 
@@ -164,7 +163,6 @@ def test_sparse_gradients_sent_as_dense_stay_sparse_for_the_optimizer(groups: in
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients(as_dense: bool) -> None:
-    torch.manual_seed(0)
     embedding = nn.EmbeddingBag(11, 3, sparse=True, mode="sum")
     tokens = torch.randint(11, (RANKS, 4, 2))
 
@@ -311,7 +309,6 @@ def test_wrong_arguments_and_calls_in_a_wrong_order_are_refused() -> None:
 
 def test_batch_norm_over_all_ranks() -> None:
     """With batches of different sizes, gradients and running statistics equal those of one batch."""
-    torch.manual_seed(0)
     rows = torch.randn(7, 3, 2, 2, dtype=torch.float64)
     parts = rows.split([1, 4, 2])
     weights = torch.randn_like(rows)

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import adamw, assert_same, batches, full_params, plain_run, plan_of, sharded_run, share_of, train
+from twins import (
+    adamw,
+    assert_same,
+    batches,
+    full_params,
+    plain_run,
+    plan_of,
+    sharded_run,
+    share_of,
+    train,
+    work_on_ranks,
+)
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -239,34 +250,32 @@ def test_whole_tensors_checkpoints_and_other_plans(rows: dict[str, Any], tmp_pat
 def test_generation_rehearsal_and_timelines(preset: str, tmp_path: Path) -> None:
     """Also with parameters on the host."""
     model, data = model_of(), batches(3)
-    replicas = [copy.deepcopy(model) for _ in range(2)]
     expected = plain_run(model, data)
+    plan = plan_of(preset, None, rows={"param": {"tier": "host"}})
 
-    def rank(world: sw.World) -> None:
-        plan = plan_of(preset, None, rows={"param": {"tier": "host"}})
-        replica = replicas[world.rank]
-        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-            for number, batch in enumerate(data):
-                x, y = share_of(engine, batch)
-                rehearsed = engine.rehearse((x, y))
-                assert rehearsed.host is not None
-                assert rehearsed.activations
-                with engine.timeline(tmp_path / "step.json"):
-                    loss = engine(x, y)
-                    engine.backward(loss)
-                    engine.step()
-                assert world.mean(loss.item()) == pytest.approx(expected.losses[number], rel=1e-5)
-                twin = copy.deepcopy(model)
-                twin.load_state_dict(engine.state_dict())
-                for keep_bytes in (None, 0):
-                    with engine.inference(keep_bytes):
-                        torch.testing.assert_close(replica.logits(x), twin.logits(x), rtol=1e-5, atol=1e-5)
-                with torch.no_grad():
-                    torch.testing.assert_close(engine(x, y), twin(x, y), rtol=1e-5, atol=1e-5)
-            assert "updated on the host" in str(engine)
-            assert "on the host" in str(engine.memory())
+    def work(engine: sw.Engine) -> None:
+        replica = engine.module
+        for number, batch in enumerate(data):
+            x, y = share_of(engine, batch)
+            rehearsed = engine.rehearse((x, y))
+            assert rehearsed.host is not None
+            assert rehearsed.activations
+            with engine.timeline(tmp_path / "step.json"):
+                loss = engine(x, y)
+                engine.backward(loss)
+                engine.step()
+            assert engine.world.mean(loss.item()) == pytest.approx(expected.losses[number], rel=1e-5)
+            twin = copy.deepcopy(model)
+            twin.load_state_dict(engine.state_dict())
+            for keep_bytes in (None, 0):
+                with engine.inference(keep_bytes):
+                    torch.testing.assert_close(replica.logits(x), twin.logits(x), rtol=1e-5, atol=1e-5)
+            with torch.no_grad():
+                torch.testing.assert_close(engine(x, y), twin(x, y), rtol=1e-5, atol=1e-5)
+        assert "updated on the host" in str(engine)
+        assert "on the host" in str(engine.memory())
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, model)
     names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
     assert {"update blocks.0 master", "wait blocks.0 grad"} <= names
     assert any(name.startswith("fetch blocks.0 param host fp32") for name in names)
@@ -366,7 +375,6 @@ def test_what_needs_whole_parameters_is_refused_on_a_disk(name: str, tmp_path: P
 def test_what_travels_is_cast_in_the_pass_that_updates(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all parameters of a unit have gradients, the update also casts them for sending. Results are bit-identical to
     those with a separate cast."""
-    torch.manual_seed(0)
     model, data = Transformer(), batches(3)
     copies: list[str] = []
     copy_master = Flat.copy_master
@@ -376,20 +384,23 @@ def test_what_travels_is_cast_in_the_pass_that_updates(preset: str, monkeypatch:
         copy_master(self, out)
 
     def run() -> dict[str, torch.Tensor]:
-        replicas = [copy.deepcopy(model) for _ in range(2)]
 
-        def rank(world: sw.World) -> dict[str, torch.Tensor]:
-            replica = replicas[world.rank]
-            optimizer = torch.optim.AdamW(replica.parameters(), lr=0.01)
-            with sw.shard(replica, {"preset": preset, "precision": "bf16"}, optimizer=optimizer, world=world) as engine:
-                train(engine, data)
-                whole = engine.state_dict()
-                with engine.gathered():
-                    for name, param in replica.named_parameters():
-                        assert torch.equal(param.float(), whole[name].bfloat16().float()), name
-                return whole
+        def work(engine: sw.Engine) -> dict[str, torch.Tensor]:
+            replica = engine.module
+            train(engine, data)
+            whole = engine.state_dict()
+            with engine.gathered():
+                for name, param in replica.named_parameters():
+                    assert torch.equal(param.float(), whole[name].bfloat16().float()), name
+            return whole
 
-        return run_ranks(2, rank)[0]
+        return work_on_ranks(
+            2,
+            work,
+            {"preset": preset, "precision": "bf16"},
+            model,
+            lambda replica: torch.optim.AdamW(replica.parameters(), lr=0.01),
+        )[0]
 
     monkeypatch.setattr(Flat, "copy_master", noted)
     fused = run()

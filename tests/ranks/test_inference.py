@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_transformers import gpt2, llama
 from torch import nn
-from twins import adamw, batches, engine_step
+from twins import adamw, batches, engine_step, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import StateError
@@ -37,7 +37,6 @@ def prompts(num: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("keep", KEEP)
 def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str) -> None:
-    torch.manual_seed(0)
     twin = build().eval()
     given = prompts(3)
     lengths = (2, 9, 5)
@@ -241,30 +240,29 @@ def test_ranks_that_keep_different_units_are_named() -> None:
 @pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 2), ("disk", 1), ("host", 2)])
 def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, tmp_path: Path) -> None:
     """Ranks generate different lengths, without an optimizer, and at most three units are gathered at once."""
-    torch.manual_seed(0)
     twin = build().eval()
     given, lengths = prompts(num_ranks), (3, 7)
     expected = [
         twin.generate(prompt, max_new_tokens=length, do_sample=False)
         for prompt, length in zip(given, lengths, strict=False)
     ]
-    replicas = [copy.deepcopy(twin) for _ in range(num_ranks)]
     rows = {"param": {"tier": tier}, "optim": {"tier": tier}, "grad": {"tier": "host"}}
+    plan = {"preset": "zero3", "rows": rows, "disk": str(tmp_path)}
 
-    def rank(world: sw.World) -> tuple[torch.Tensor, int, int]:
-        plan = {"preset": "zero3", "rows": rows, "disk": str(tmp_path)}
-        with sw.shard(replicas[world.rank], plan, world=world) as engine:
-            for _ in range(2):
-                with engine.inference():
-                    tokens = engine.module.generate(
-                        given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False
-                    )
-            meter = inside.meter(engine)
-            sizes = sorted(sum(flat.spec.full_bytes for flat in unit.flats) for unit in inside.units(engine))
-            assert meter.peak["working"] <= sum(sizes[-3:])
-            return tokens, meter.now["working"], meter.now["param"]
+    def work(engine: sw.Engine) -> tuple[torch.Tensor, int, int]:
+        for _ in range(2):
+            with engine.inference():
+                tokens = engine.module.generate(
+                    given[engine.world.rank], max_new_tokens=lengths[engine.world.rank], do_sample=False
+                )
+        meter = inside.meter(engine)
+        sizes = sorted(sum(flat.spec.full_bytes for flat in unit.flats) for unit in inside.units(engine))
+        assert meter.peak["working"] <= sum(sizes[-3:])
+        return tokens, meter.now["working"], meter.now["param"]
 
-    for (tokens, working, param), theirs in zip(run_ranks(num_ranks, rank), expected, strict=True):
+    for (tokens, working, param), theirs in zip(
+        work_on_ranks(num_ranks, work, plan, twin, None), expected, strict=True
+    ):
         assert torch.equal(tokens, theirs)
         assert working == param == 0
 
@@ -286,22 +284,21 @@ def test_the_next_unit_is_on_its_way_and_ranks_may_part(
     monkeypatch.setattr(Gathering, "open", opened)
     torch.manual_seed(0)
     plain = Tower()
-    replicas = [copy.deepcopy(plain) for _ in range(num_ranks)]
     x = torch.randn(3, 8)
     rows = {"param": {"tier": tier}, "optim": {"tier": tier}, "grad": {"tier": "host"}}
     plan = {"preset": "zero3", "units": UNITS, **({} if tier == "device" else {"rows": rows, "disk": str(tmp_path)})}
 
-    def rank(world: sw.World) -> None:
-        model = replicas[world.rank]
-        with sw.shard(model, plan, world=world) as engine, engine.inference(0):
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        with engine.inference(0):
             for _ in range(4):
                 assert torch.equal(model(x), plain(x))
-            if world.size == 1:
+            if engine.world.size == 1:
                 assert ready == [False] * 8 + [True] * 20, "the first forward, and the first unit of the second"
             for turn in range(6):
-                step = 1 + (turn + world.rank) % 3
+                step = 1 + (turn + engine.world.rank) % 3
                 assert torch.equal(model.through(x, step), plain.through(x, step))
                 assert torch.equal(model(x), plain(x))
 
-    run_ranks(num_ranks, rank)
+    work_on_ranks(num_ranks, work, plan, plain, None)
     assert sum(ready) > 20 * num_ranks

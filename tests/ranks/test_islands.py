@@ -497,7 +497,6 @@ def test_what_is_exported_is_what_islands_have_in_common(tmp_path: Path) -> None
 
 def test_buffers_and_frozen_and_tied_parameters(tmp_path: Path) -> None:
     """Statistics are an island's own, also in a checkpoint; nothing frozen is sent, and what is tied is sent once."""
-    torch.manual_seed(0)
     model = nn.ModuleDict({"one": nn.Linear(8, 8, bias=False), "norm": nn.BatchNorm1d(8), "two": nn.Linear(8, 8)})
     model["two"].weight = model["one"].weight
     model["two"].bias.requires_grad_(False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint.index import LOST, UNSENT
@@ -81,24 +82,22 @@ def trained(
 ) -> list[tuple[Values, Values]]:
     """What islands have in common, and what each rank's island has. With a `folder` they resume from it, or save."""
     make_twin, _, of_kind, make_optimizer, _ = KINDS[kind]
-    models = [copy.deepcopy(make_twin().model) for _ in range(4)]
 
-    def rank(world: World) -> tuple[Values, Values]:
-        model = models[world.rank]
-        with sw.shard(model, plan, optimizer=make_optimizer(model), world=world) as engine:
-            if resumes:
-                engine.resume(folder)
-                assert engine.num_steps == steps.start
-            place, num = engine.data_ranks
-            for x in of_kind.data(steps.stop)[steps.start :]:
-                engine.backward(of_kind.loss_of(engine, x.chunk(num)[place]))
-                engine.step()
-            if folder is not None and not resumes:
-                engine.save(folder)
-            own = {name: engine.get(name).clone() for name, _ in model.named_parameters()}
-            return engine.state_dict(), own
+    def work(engine: sw.Engine) -> tuple[Values, Values]:
+        model = engine.module
+        if resumes:
+            engine.resume(folder)
+            assert engine.num_steps == steps.start
+        place, num = engine.data_ranks
+        for x in of_kind.data(steps.stop)[steps.start :]:
+            engine.backward(of_kind.loss_of(engine, x.chunk(num)[place]))
+            engine.step()
+        if folder is not None and not resumes:
+            engine.save(folder)
+        own = {name: engine.get(name).clone() for name, _ in model.named_parameters()}
+        return engine.state_dict(), own
 
-    return run_ranks(4, rank)
+    return work_on_ranks(4, work, plan, make_twin().model, make_optimizer)
 
 
 def assert_equal(found: Sequence[tuple[Values, Values]], expected: Sequence[tuple[Values, Values]]) -> None:

@@ -826,7 +826,6 @@ def test_the_sums_of_an_all_reduce_are_gathered_while_the_next_one_is_under_way(
 @pytest.mark.parametrize("when", WHENS)
 def test_messages_between_stages_wait_for_what_they_bring(when: When, schedule: str) -> None:
     """Activations and gradients of a pipeline arrive late or at once; none is read before, or changed in flight."""
-    torch.manual_seed(0)
     model = Decoder(tied=True)
     data = batches(2, 8)
     twin = unsplit(model, data, clip=0.5)

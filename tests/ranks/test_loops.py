@@ -171,7 +171,6 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around-unit", "inside-unit"])
 def test_activation_checkpointing(case: Case, reentrant: bool, inside: bool) -> None:
-    torch.manual_seed(0)
     model = Checkpointed(reentrant, inside)
     data = batches(5)
     assert_same(sharded_run(model, data, *case), plain_run(model, data))

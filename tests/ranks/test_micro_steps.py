@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from twins import PRESETS_2X2, plan_of
+from twins import PRESETS_2X2, plan_of, work_on_ranks
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -89,21 +89,18 @@ def test_any_backward_is_averaged_and_only_step_counts(
     backward: Backward, preset: str, num_ranks: int, mesh: Any
 ) -> None:
     data = batches(num_ranks)
-    models = [model() for _ in range(num_ranks)]
+    plan = plan_of(preset, mesh, accumulate=NUM_MICRO)
 
-    def rank(world: sw.World) -> tuple[list[bool], dict[str, Tensor]]:
-        mine = models[world.rank]
-        plan = plan_of(preset, mesh, accumulate=NUM_MICRO)
-        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
-            updated = []
-            for x, y in data:
-                backward(engine, x.chunk(num_ranks)[world.rank], y.chunk(num_ranks)[world.rank])
-                updated.append(engine.step() is not None)
-            assert engine.num_steps == NUM_STEPS
-            return updated, engine.state_dict()
+    def work(engine: sw.Engine) -> tuple[list[bool], dict[str, Tensor]]:
+        updated = []
+        for x, y in data:
+            backward(engine, x.chunk(num_ranks)[engine.world.rank], y.chunk(num_ranks)[engine.world.rank])
+            updated.append(engine.step() is not None)
+        assert engine.num_steps == NUM_STEPS
+        return updated, engine.state_dict()
 
     expected = plain(data)
-    for updated, params in run_ranks(num_ranks, rank):
+    for updated, params in work_on_ranks(num_ranks, work, plan, model, sgd):
         assert updated == [False, False, True] * NUM_STEPS
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
@@ -154,19 +151,16 @@ def test_a_loss_that_runs_through_two_engines(preset: str, divides_all: bool) ->
 def test_a_step_may_end_earlier_or_later(preset: str) -> None:
     """With 2 and 4 micro-batches in the place of 3 and 3; each loss counts a third."""
     data, lasts = batches(2), (1, 5)
-    models = [model() for _ in range(2)]
+    plan = {"preset": preset, "accumulate": NUM_MICRO}
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        mine = models[world.rank]
-        plan = {"preset": preset, "accumulate": NUM_MICRO}
-        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
-            for number, (x, y) in enumerate(data):
-                by_engine(engine, x.chunk(2)[world.rank], y.chunk(2)[world.rank])
-                assert (engine.step(is_last=number in lasts) is not None) == (number in lasts)
-            return engine.state_dict()
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        for number, (x, y) in enumerate(data):
+            by_engine(engine, x.chunk(2)[engine.world.rank], y.chunk(2)[engine.world.rank])
+            assert (engine.step(is_last=number in lasts) is not None) == (number in lasts)
+        return engine.state_dict()
 
     expected = plain(data, lasts=lasts)
-    for params in run_ranks(2, rank):
+    for params in work_on_ranks(2, work, plan, model, sgd):
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
 
@@ -174,21 +168,18 @@ def test_a_step_may_end_earlier_or_later(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 def test_every_backward_is_divided_if_it_is_asked_for(preset: str) -> None:
     data = batches(2)
-    models = [model() for _ in range(2)]
+    plan = {"preset": preset, "accumulate": NUM_MICRO}
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        mine = models[world.rank]
-        plan = {"preset": preset, "accumulate": NUM_MICRO}
-        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
-            engine.divide_every_backward()
-            for number, (x, y) in enumerate(data):
-                loss = F.mse_loss(engine(x.chunk(2)[world.rank]), y.chunk(2)[world.rank])
-                loss.backward() if number % 2 else engine.backward(loss)
-                engine.step()
-            return engine.state_dict()
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        engine.divide_every_backward()
+        for number, (x, y) in enumerate(data):
+            loss = F.mse_loss(engine(x.chunk(2)[engine.world.rank]), y.chunk(2)[engine.world.rank])
+            loss.backward() if number % 2 else engine.backward(loss)
+            engine.step()
+        return engine.state_dict()
 
     expected = plain(data)
-    for params in run_ranks(2, rank):
+    for params in work_on_ranks(2, work, plan, model, sgd):
         for name, value in expected.items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
 
@@ -241,20 +232,19 @@ def test_means_over_tokens_are_those_of_all_ranks(preset: str, counts: tuple[int
     counted = torch.zeros(num_ranks, 6, dtype=torch.bool)
     for row, number in enumerate((*counts, 2)[:num_ranks]):
         counted[row, :number] = True
-    models = [model() for _ in range(num_ranks)]
 
-    def rank(world: sw.World) -> tuple[float, dict[str, Tensor | None]]:
-        mine, own = models[world.rank], world.rank
-        with sw.shard(mine, preset, optimizer=sgd(mine), world=world) as engine:
-            losses = F.cross_entropy(engine(x[own]), y[own], reduction="none")
-            loss = engine.mean_over_tokens(losses, counted[own])
-            engine.backward(loss)
-            return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor | None]]:
+        mine = engine.module
+        own = engine.world.rank
+        losses = F.cross_entropy(engine(x[own]), y[own], reduction="none")
+        loss = engine.mean_over_tokens(losses, counted[own])
+        engine.backward(loss)
+        return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
 
     twin = model()
     expected = F.cross_entropy(twin(x[counted]), y[counted])
     expected.backward()
-    for loss, grads in run_ranks(num_ranks, rank):
+    for loss, grads in work_on_ranks(num_ranks, work, preset, model, sgd):
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         for name, param in twin.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
@@ -265,20 +255,19 @@ def test_means_over_tokens_where_ranks_have_other_numbers_of_samples() -> None:
     numbers = torch.Generator().manual_seed(4)
     x, y = torch.randn(4, 6, generator=numbers), torch.randint(0, 4, (4,), generator=numbers)
     shares = [slice(0, 1), slice(1, 4)]
-    models = [model() for _ in range(2)]
 
-    def rank(world: sw.World) -> tuple[float, dict[str, Tensor | None]]:
-        mine, own = models[world.rank], shares[world.rank]
-        with sw.shard(mine, "zero2", optimizer=sgd(mine), world=world) as engine:
-            engine.weigh(own.stop - own.start, of=4)
-            loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
-            engine.backward(loss)
-            return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor | None]]:
+        mine = engine.module
+        own = shares[engine.world.rank]
+        engine.weigh(own.stop - own.start, of=4)
+        loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
+        engine.backward(loss)
+        return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
 
     twin = model()
     expected = F.cross_entropy(twin(x), y)
     expected.backward()
-    for loss, grads in run_ranks(2, rank):
+    for loss, grads in work_on_ranks(2, work, "zero2", model, sgd):
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         for name, param in twin.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
@@ -288,20 +277,19 @@ def test_means_over_tokens_where_ranks_have_other_numbers_of_samples() -> None:
 def test_means_over_tokens_beside_a_rank_without_samples(preset: str) -> None:
     """Its row stands in for none, and so do its tokens."""
     x, y = batches(1)[0][0], torch.tensor([1, 2])
-    models = [model() for _ in range(2)]
 
-    def rank(world: sw.World) -> tuple[float, dict[str, Tensor | None]]:
-        mine, own = models[world.rank], slice(world.rank, world.rank + 1)
-        with sw.shard(mine, preset, optimizer=sgd(mine), world=world) as engine:
-            engine.weigh(world.rank, of=1)
-            loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
-            engine.backward(loss)
-            return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor | None]]:
+        mine = engine.module
+        own = slice(engine.world.rank, engine.world.rank + 1)
+        engine.weigh(engine.world.rank, of=1)
+        loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
+        engine.backward(loss)
+        return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
 
     twin = model()
     expected = F.cross_entropy(twin(x[1:]), y[1:])
     expected.backward()
-    for loss, grads in run_ranks(2, rank):
+    for loss, grads in work_on_ranks(2, work, preset, model, sgd):
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         for name, param in twin.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
@@ -311,30 +299,27 @@ def test_means_over_tokens_beside_a_rank_without_samples(preset: str) -> None:
 def test_means_over_tokens_in_micro_batches_of_one_call(preset: str) -> None:
     """Each with its own shares of rows, not with those announced last."""
     data = [(x, torch.arange(4)) for x, _ in batches(2)[:2]]
-    models = [model() for _ in range(2)]
     shares = [(1, 3), (3, 1)]
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        mine = models[world.rank]
-        with sw.shard(mine, {"preset": preset, "accumulate": 2}, optimizer=sgd(mine), world=world) as engine:
-            inputs, targets = [], []
-            for (x, y), share in zip(data, shares, strict=True):
-                engine.weigh(share[world.rank], of=4)
-                inputs.append(x.split(share)[world.rank])
-                targets.append(y.split(share)[world.rank])
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        inputs, targets = [], []
+        for (x, y), share in zip(data, shares, strict=True):
+            engine.weigh(share[engine.world.rank], of=4)
+            inputs.append(x.split(share)[engine.world.rank])
+            targets.append(y.split(share)[engine.world.rank])
 
-            def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-                return engine.mean_over_tokens(F.cross_entropy(output, target, reduction="none"))
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return engine.mean_over_tokens(F.cross_entropy(output, target, reduction="none"))
 
-            engine.train_step(inputs, targets, loss_fn=loss_fn)
-            return engine.state_dict()
+        engine.train_step(inputs, targets, loss_fn=loss_fn)
+        return engine.state_dict()
 
     twin = model()
     optimizer = sgd(twin)
     for x, y in data:
         (F.cross_entropy(twin(x), y) / 2).backward()
     optimizer.step()
-    for params in run_ranks(2, rank):
+    for params in work_on_ranks(2, work, {"preset": preset, "accumulate": 2}, model, sgd):
         for name, value in twin.state_dict().items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
 
@@ -346,27 +331,24 @@ def test_means_over_tokens_of_a_batch_that_micro_batches_share_unevenly(shares: 
     gradient was half of what it should be."""
     num = sum(shares)
     x, y = batches(2)[0][0][:1].expand(num, -1) * torch.arange(1.0, num + 1)[:, None], torch.arange(num) % 4
-    models = [model() for _ in range(2)]
 
-    def rank(world: sw.World) -> tuple[float, dict[str, Tensor]]:
-        mine = models[world.rank]
-        with sw.shard(mine, {"preset": preset, "accumulate": 2}, optimizer=sgd(mine), world=world) as engine:
-            own = slice(0, shares[0]) if not world.rank else slice(shares[0], num)
-            rows = own if shares[world.rank] else slice(0, 1)  # it has to run some
-            engine.weigh(shares[world.rank], of=num)
+    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor]]:
+        own = slice(0, shares[0]) if not engine.world.rank else slice(shares[0], num)
+        rows = own if shares[engine.world.rank] else slice(0, 1)  # it has to run some
+        engine.weigh(shares[engine.world.rank], of=num)
 
-            def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-                return engine.mean_over_tokens(F.cross_entropy(output, target, reduction="none"))
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return engine.mean_over_tokens(F.cross_entropy(output, target, reduction="none"))
 
-            loss = engine.train_step(x[rows], y[rows], loss_fn=loss_fn)
-            return engine.mean(loss.item()), engine.state_dict()
+        loss = engine.train_step(x[rows], y[rows], loss_fn=loss_fn)
+        return engine.mean(loss.item()), engine.state_dict()
 
     twin = model()
     optimizer = sgd(twin)
     expected = F.cross_entropy(twin(x), y)
     expected.backward()
     optimizer.step()
-    for loss, params in run_ranks(2, rank):
+    for loss, params in work_on_ranks(2, work, {"preset": preset, "accumulate": 2}, model, sgd):
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         for name, value in twin.state_dict().items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-6)
@@ -397,25 +379,21 @@ def test_a_loop_that_zeroes_gradients_before_each_micro_batch_is_told_that_it_ta
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "offload"])
 def test_a_gradient_that_was_set_is_clipped_by_its_own_norm(preset: str, by_plan: bool) -> None:
     x = batches(2)[0][0]
-    models = [model() for _ in range(2)]
+    plan = {"preset": preset, **({"clip_grad_norm": 1.0} if by_plan else {})}
 
-    def rank(world: sw.World) -> tuple[float, float]:
-        mine = models[world.rank]
-        plan = {"preset": preset, **({"clip_grad_norm": 1.0} if by_plan else {})}
-        optimizer = torch.optim.SGD(mine.parameters(), lr=1.0)
-        with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
-            before = engine.state_dict()
-            engine(x).square().mean().backward()
-            for name in before:
-                engine.set(name, torch.full_like(before[name], 100.0), "grad")
-            seen = 0.0 if by_plan else float(engine.clip_grad_norm_(1.0))
-            norm = float(engine.step() or 0.0)
-            after = engine.state_dict()
-            moved = torch.cat([(after[name] - value).flatten() for name, value in before.items()])
-            return moved.norm().item(), norm if by_plan else seen
+    def work(engine: sw.Engine) -> tuple[float, float]:
+        before = engine.state_dict()
+        engine(x).square().mean().backward()
+        for name in before:
+            engine.set(name, torch.full_like(before[name], 100.0), "grad")
+        seen = 0.0 if by_plan else float(engine.clip_grad_norm_(1.0))
+        norm = float(engine.step() or 0.0)
+        after = engine.state_dict()
+        moved = torch.cat([(after[name] - value).flatten() for name, value in before.items()])
+        return moved.norm().item(), norm if by_plan else seen
 
     numel = sum(param.numel() for param in model().parameters())
-    for moved, norm in run_ranks(2, rank):
+    for moved, norm in work_on_ranks(2, work, plan, model, lambda mine: torch.optim.SGD(mine.parameters(), lr=1.0)):
         assert norm == pytest.approx(100.0 * numel**0.5, rel=1e-5)
         assert moved == pytest.approx(1.0, rel=1e-5)
 

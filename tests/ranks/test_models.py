@@ -76,7 +76,6 @@ def race(model: nn.Module, preset: str, *, num_ranks: int = 2, num_steps: int = 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_of_any_shape(preset: str, shape: str) -> None:
-    torch.manual_seed(0)
     race(WithOutputs(shape), preset)
 
 
@@ -97,7 +96,6 @@ class Reaching(Transformer):
 
 
 def test_modules_that_others_reach_into(preset: str) -> None:
-    torch.manual_seed(0)
     race(Reaching(), preset, num_steps=6)
 
 
@@ -113,7 +111,6 @@ class Graph(Transformer):
 
 
 def test_sparse_matrices_in_a_forward(preset: str) -> None:
-    torch.manual_seed(0)
     race(Graph(), preset, num_steps=4)
 
 
@@ -140,7 +137,6 @@ class Odd(Transformer):
 
 
 def test_odd_parameters(preset: str) -> None:
-    torch.manual_seed(0)
     model = Odd()
     race(model, preset, num_steps=6)
 
@@ -289,7 +285,6 @@ def test_a_model_without_blocks(preset: str) -> None:
 def test_what_was_initialised_in_place_is_read_from_elsewhere(preset: str) -> None:
     """A parameter was changed in place before `shard`. If the model's own forward uses its unit, this must not count as
     a write in that forward."""
-    torch.manual_seed(0)
     model, data = Transformer(), batches(3)
     twin = plain_run(model, data)
     replicas = [copy.deepcopy(model) for _ in range(2)]
@@ -312,13 +307,11 @@ def test_what_was_initialised_in_place_is_read_from_elsewhere(preset: str) -> No
     ids=["names", "class", "linears", "size", "one"],
 )
 def test_units_as_the_plan_wants_them(preset: str, units: Any) -> None:
-    torch.manual_seed(0)
     race(Transformer(tied=True), preset, units=units)
 
 
 def test_methods_beside_forward(preset: str) -> None:
     """A block called directly, without the model's forward, gathers its parameters."""
-    torch.manual_seed(0)
     model = Transformer()
     x, y = batches(1)[0]
     with torch.no_grad():

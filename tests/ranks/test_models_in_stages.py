@@ -11,6 +11,7 @@ import torch
 from pipelined import race_in_inference
 from small_transformers import VOCAB, library
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError
@@ -151,7 +152,6 @@ def test_they_train_as_in_a_plain_loop(kind: str, split: str) -> None:
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("kind", RELATIVES)
 def test_relatives_of_t5_and_bart(kind: str, pp: int) -> None:
-    torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(1)
     race(relative(kind).train(), [[to_text(numbers) for _ in range(2)] for _ in range(2)], pp=pp)
 
@@ -159,34 +159,30 @@ def test_relatives_of_t5_and_bart(kind: str, pp: int) -> None:
 @pytest.mark.parametrize("kind", ["bart", "whisper", *(kind for kind in RELATIVES if RELATIVES[kind] is MARIAN)])
 def test_bart_and_its_relatives_along_tp(kind: str) -> None:
     """By one plan of ours for all of them."""
-    torch.manual_seed(0)
     numbers = torch.Generator().manual_seed(1)
     model, inputs = (made(kind), MODELS[kind][1]) if kind in MODELS else (relative(kind).train(), to_text)
     batches = [inputs(numbers) for _ in range(2)]
     losses, _, params = plain(model, [[batch] for batch in batches], None)
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(mine, {"mesh": {"tp": 2}}, optimizer=optimizer_of(mine), world=world) as engine:
-            layer = mine.get_submodule("model.decoder.layers.0")
-            assert layer.fc1.weight.numel() == model.get_submodule("model.decoder.layers.0").fc1.weight.numel() // 2
-            for batch, expected in zip(batches, losses, strict=True):
-                loss = mine(**batch).loss
-                engine.backward(loss)
-                engine.step()
-                assert loss.item() == pytest.approx(expected, rel=1e-5)
-            for name, value in engine.state_dict().items():
-                torch.testing.assert_close(value, params[name], rtol=1e-4, atol=1e-5, msg=name)
+    def work(engine: sw.Engine) -> None:
+        mine = engine.module
+        layer = mine.get_submodule("model.decoder.layers.0")
+        assert layer.fc1.weight.numel() == model.get_submodule("model.decoder.layers.0").fc1.weight.numel() // 2
+        for batch, expected in zip(batches, losses, strict=True):
+            loss = mine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected, rel=1e-5)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, params[name], rtol=1e-4, atol=1e-5, msg=name)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, {"mesh": {"tp": 2}}, model, optimizer_of)
 
 
 @pytest.mark.parametrize("split", ["pp2", "pp2-dp2-zero3", "zb-h1"])
 @pytest.mark.parametrize("kind", OF_SPEECH)
 def test_models_of_speech_with_masked_frames(kind: str, split: str) -> None:
     """Their embedding is a parameter of the model itself, and is written into what a linear layer has returned."""
-    torch.manual_seed(0)
     model = library().AutoModel.from_config(library().AutoConfig.for_model(kind, **OF_SPEECH[kind])).train()
     assert any(name == "masked_spec_embed" for name, _ in model.named_parameters())
     numbers = torch.Generator().manual_seed(1)
@@ -201,7 +197,6 @@ def test_models_of_speech_with_masked_frames(kind: str, split: str) -> None:
 
 def test_a_model_that_reads_its_pixels_is_cut_in_its_language_model() -> None:
     """It leaves out images that are empty, so it has no forward on fake tensors: nothing can be carried."""
-    torch.manual_seed(0)
     numbers, model = torch.Generator().manual_seed(1), idefics3().train()
     data = [[to_images(numbers) for _ in range(2)] for _ in range(2)]
     with pytest.raises((ModelError, FaultError), match="That was impossible"):

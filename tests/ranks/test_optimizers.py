@@ -254,22 +254,19 @@ def test_narrow_states_are_saved_narrow_and_read_by_any(model: Transformer, tmp_
     """bf16 states take two bytes each on disk. torch's AdamW reads the same values in fp32, and ours also in 8 bits."""
 
     def work(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], folder: Path, steps: int) -> dict[str, Any]:
-        replicas = [copy.deepcopy(model) for _ in range(2)]
 
-        def rank(world: sw.World) -> dict[str, Any]:
-            replica = replicas[world.rank]
-            with sw.shard(replica, "zero3", optimizer=optimizer_of(replica), world=world) as engine:
-                resumed = engine.resume(tmp_path / "narrow")
-                assert (resumed is None) == (steps > 0)
-                for x, y in batches(steps):
-                    engine.backward(engine(x, y))
-                    engine.step()
-                engine.save(folder, wait=wait)
-                engine.wait_for_save()
-                state: dict[str, Any] = engine.optimizer_state_dict()["state"]
-                return state
+        def rank(engine: sw.Engine) -> dict[str, Any]:
+            resumed = engine.resume(tmp_path / "narrow")
+            assert (resumed is None) == (steps > 0)
+            for x, y in batches(steps):
+                engine.backward(engine(x, y))
+                engine.step()
+            engine.save(folder, wait=wait)
+            engine.wait_for_save()
+            state: dict[str, Any] = engine.optimizer_state_dict()["state"]
+            return state
 
-        return run_ranks(2, rank)[0]
+        return work_on_ranks(2, rank, "zero3", model, optimizer_of)[0]
 
     narrow = work(OURS["adamw-bf16"], tmp_path / "narrow", 3)
     chunks = read_index(tmp_path / "narrow" / "step-00000003").chunks
@@ -342,18 +339,16 @@ def test_a_matrix_that_nobody_used_is_left_alone() -> None:
         optimizer.zero_grad()
         twin(x, ways).backward()
         optimizer.step()
-    replicas = [copy.deepcopy(model) for _ in range(3)]
 
-    def rank(world: sw.World) -> Any:
-        replica = replicas[world.rank]
-        muon = Muon(replica.parameters(), lr=0.01, iterate_in="fp32")
-        with sw.shard(replica, {"units": ["ways"]}, optimizer=muon, world=world) as engine:
-            for ways in [(0, 1, 2), (2, 0)]:
-                engine.backward(engine(x[2 * world.rank : 2 * world.rank + 2], ways))
-                engine.step()
-            return engine.state_dict()
+    def work(engine: sw.Engine) -> Any:
+        for ways in [(0, 1, 2), (2, 0)]:
+            engine.backward(engine(x[2 * engine.world.rank : 2 * engine.world.rank + 2], ways))
+            engine.step()
+        return engine.state_dict()
 
-    for state in run_ranks(3, rank):
+    for state in work_on_ranks(
+        3, work, {"units": ["ways"]}, model, lambda replica: Muon(replica.parameters(), lr=0.01, iterate_in="fp32")
+    ):
         for key, value in twin.state_dict().items():
             assert torch.allclose(state[key], value, atol=1e-5), key
 
@@ -431,7 +426,6 @@ def test_an_optimizer_with_narrow_states_can_be_saved_by_torch(model: Transforme
 
 @pytest.mark.parametrize("name", ["AdamW", "the rest of Muon"])
 def test_gradients_that_lie_in_memory_otherwise_than_their_parameters(name: str) -> None:
-    torch.manual_seed(0)
     start, grad = torch.randn(96, 64), torch.randn(96, 64)
     params = [nn.Parameter(start.clone()) for _ in range(2)]
     for param, its_grad in zip(params, (grad, grad.T.contiguous().T), strict=True):
@@ -446,7 +440,6 @@ def test_gradients_that_lie_in_memory_otherwise_than_their_parameters(name: str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_plain_models_of_other_dtypes_and_strides(name: str, dtype: torch.dtype) -> None:
     """The same steps, roughly, for a transposed, non-contiguous weight."""
-    torch.manual_seed(0)
     start = torch.randn(96, 64).to(dtype)
     params = [nn.Parameter(start.clone()), nn.Parameter(start.T.contiguous().T)]
     grads = [torch.randn(96, 64).to(dtype) for _ in range(3)]
@@ -516,21 +509,17 @@ def test_in_half_precision(name: str, model: Transformer) -> None:
     narrow = sharded_run(model, data, "zero3", 3, None, OURS[name], precision="bf16")
     assert_rounds_like_the_plain_model(narrow, model, data, OURS[name], num_ranks=3, dtype=torch.bfloat16)
 
-    def work(world: sw.World) -> None:
-        plain = replicas[world.rank]
-        optimizer = OURS[name](plain)
-        with sw.shard(plain, {"precision": "fp16"}, optimizer=optimizer, world=world) as engine:
-            x, y = (part.chunk(2)[world.rank] for part in data[0])
-            before = engine.state_dict()
-            engine.backward(engine(x, y) * (float("inf") if world.rank == 1 else 1.0))
-            engine.step()
-            assert all(torch.equal(before[key], value) for key, value in engine.state_dict().items())
-            engine.backward(engine(x, y))
-            engine.step()
-            assert any(not torch.equal(before[key], value) for key, value in engine.state_dict().items())
+    def work(engine: sw.Engine) -> None:
+        x, y = (part.chunk(2)[engine.world.rank] for part in data[0])
+        before = engine.state_dict()
+        engine.backward(engine(x, y) * (float("inf") if engine.world.rank == 1 else 1.0))
+        engine.step()
+        assert all(torch.equal(before[key], value) for key, value in engine.state_dict().items())
+        engine.backward(engine(x, y))
+        engine.step()
+        assert any(not torch.equal(before[key], value) for key, value in engine.state_dict().items())
 
-    replicas = [copy.deepcopy(model) for _ in range(2)]
-    run_ranks(2, work)
+    work_on_ranks(2, work, {"precision": "fp16"}, model, OURS[name])
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])

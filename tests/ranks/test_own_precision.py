@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from twins import plain_run, sgd
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -43,13 +44,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def plain(model: nn.Module, batches: Tensor) -> dict[str, Tensor]:
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for x in batches:
-        loss_of(twin, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return twin.state_dict()
+    return plain_run(model, list(batches), sgd, forward=loss_of, whole_state=True).params
 
 
 def trained(model: nn.Module, batches: Tensor, plan: dict[str, object]) -> tuple[sw.Plan, dict[str, Tensor]]:
@@ -58,7 +53,7 @@ def trained(model: nn.Module, batches: Tensor, plan: dict[str, object]) -> tuple
     def of_rank(world: sw.World) -> tuple[sw.Plan, dict[str, Tensor]]:
         mine = models[world.rank]
         dtypes = [param.dtype for param in mine.parameters()]
-        engine = sw.shard(mine, plan, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world)
+        engine = sw.shard(mine, plan, optimizer=sgd(mine), world=world)
         assert [param.dtype for param in mine.parameters()] == dtypes
         for x in batches:
             engine.backward(loss_of(mine, x[2 * world.rank : 2 * world.rank + 2]))
@@ -75,7 +70,6 @@ def largest_error(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 @sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: one["preset"])
 def test_a_float64_model_computes_in_float64(settings: dict[str, object]) -> None:
-    torch.manual_seed(0)
     model, batches = uniform(torch.float64), data(torch.float64)
     plan, state = trained(model, batches, settings)
     assert plan.precision == "fp64"
@@ -87,7 +81,6 @@ def test_a_float64_model_computes_in_float64(settings: dict[str, object]) -> Non
 @sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: one["preset"])
 def test_one_layer_in_float64_stays_there(settings: dict[str, object]) -> None:
-    torch.manual_seed(0)
     model, batches = Mixed(torch.float64), data(torch.float32)
     _, state = trained(model, batches, settings)
     assert state["inner.weight"].dtype == torch.float64
@@ -99,7 +92,6 @@ def test_one_layer_in_float64_stays_there(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_one_narrow_layer_stays_narrow(dtype: torch.dtype, frozen: bool) -> None:
     """Where it is trained, its master weights are in fp32, so that the result is at least as exact as the plain one."""
-    torch.manual_seed(0)
     model, batches = Mixed(dtype, frozen=frozen), data(torch.float32)
     wanted = plain(model, batches)
     _, state = trained(model, batches, {"preset": "zero3"})
@@ -108,7 +100,6 @@ def test_one_narrow_layer_stays_narrow(dtype: torch.dtype, frozen: bool) -> None
 
 
 def test_a_rule_and_a_plan_may_say_another_precision() -> None:
-    torch.manual_seed(0)
     model = Mixed(torch.float64)
 
     def dtypes(plan: dict[str, object]) -> list[torch.dtype]:
@@ -130,7 +121,6 @@ def test_a_rule_and_a_plan_may_say_another_precision() -> None:
 
 
 def test_another_plan_keeps_the_models_precision() -> None:
-    torch.manual_seed(0)
     model = uniform(torch.float64)
 
     def of_rank(world: sw.World) -> list[str]:

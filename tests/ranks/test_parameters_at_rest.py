@@ -302,7 +302,6 @@ def test_a_write_that_torch_does_not_count_is_seen_in_the_first_pass(how: str, p
 @pytest.mark.parametrize("fails", [False, True])
 def test_so_is_one_of_a_module_that_the_loop_calls_by_itself(fails: bool, place: tuple[str, bool]) -> None:
     """As flows do that begin by their first batch, whose loop asks for log_prob(x)."""
-    torch.manual_seed(0)
     models = [Transformer() for _ in range(2)]
 
     def write(block: Any, _: object) -> None:
@@ -523,7 +522,6 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_gradient_penalty_is_the_plain_ones(place: tuple[str, bool]) -> None:
-    torch.manual_seed(0)
     start, x = Smooth(), torch.randn(4, 8)
     twin = copy.deepcopy(start)
     plain = torch.optim.SGD(twin.parameters(), lr=0.5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.parallel.pipeline.stage_layout import params_between
@@ -93,7 +94,6 @@ def test_they_train_as_in_a_plain_loop(split: str) -> None:
 def test_one_that_no_stage_uses_is_left_alone(preset: str) -> None:
     """As in a plain loop, where it has no gradient: it does not decay. Later it is used, by one stage."""
     model = classifier()
-    twins = [copy.deepcopy(model) for _ in range(2)]
     data = [*drawn(2, is_masked=False), *drawn(1), *drawn(1, is_masked=False)]
 
     def decaying(one: nn.Module) -> torch.optim.Optimizer:
@@ -101,26 +101,25 @@ def test_one_that_no_stage_uses_is_left_alone(preset: str) -> None:
             [param for param in one.parameters() if param.requires_grad], lr=0.01, weight_decay=0.5
         )
 
-    expected, optimizer = copy.deepcopy(model), decaying(model)
+    plain = copy.deepcopy(model)
+    optimizer = decaying(plain)
     losses = []
     for parts in data:
-        found = [model(**part) / len(parts) for part in parts]
+        found = [plain(**part) / len(parts) for part in parts]
         sum(found).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(one.item() for one in found))
         if len(losses) == 2:
-            assert torch.equal(model.inner.masked, expected.inner.masked)
+            assert torch.equal(plain.inner.masked, model.inner.masked)
+    plan = {"preset": preset, "mesh": {"pp": 2}, "accumulate": 4}
 
-    def rank(world: sw.World) -> None:
-        mine = twins[world.rank]
-        plan = {"preset": preset, "mesh": {"pp": 2}, "accumulate": 4}
-        with sw.shard(mine, plan, optimizer=decaying(mine), world=world) as engine:
-            assert [float(engine.train_step(parts)) for parts in data] == pytest.approx(losses, rel=1e-5)
-            for name, value in engine.state_dict().items():
-                torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
+    def work(engine: sw.Engine) -> None:
+        assert [float(engine.train_step(parts)) for parts in data] == pytest.approx(losses, rel=1e-5)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, model, decaying)
 
 
 def test_calls_of_the_model() -> None:

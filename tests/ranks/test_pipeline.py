@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pipelined import Told, batches, rows_of, unsplit
+from pipelined import batches, rows_of, some_names, unsplit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import adamw
+from twins import Run, adamw, assert_alike, at_once, ranks_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -36,39 +36,28 @@ def pipelined(
     hosts: str | None = None,
     optimizer: Any = adamw,
     **plan: Any,
-) -> list[Told]:
-    """Train on `data`, divided along data axes; returns the results of every rank."""
-    num_ranks = math.prod(mesh.values())
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Told:
-        told, mine = Told(), models[world.rank]
-        full = {"mesh": mesh, "accumulate": MICRO_BATCHES, "clip_grad_norm": CLIP, **plan}
-        with sw.shard(mine, full, optimizer=optimizer(mine), world=world) as engine:
-            for x, y in data:
-                loss = engine.forward_backward((rows_of(engine, x), rows_of(engine, y)))
-                told.losses.append(engine.mean(loss.item()))
-                if len(told.losses) == len(data):
-                    told.grads = {name: engine.get(name, "grad") for name in told.names_of(model)}
-                engine.step()
-                told.norms.append(float(engine.gradient_norm or 0.0))
-                told.extra.setdefault("recordings", []).append(inside.programs(engine).num_recordings)
-            told.extra["own"] = sorted(name for name, _ in mine.named_parameters())
-            told.params = engine.state_dict()
-        return told
-
-    return run_ranks(num_ranks, rank, shares_memory=shares_memory, hosts=hosts)
+) -> list[Run]:
+    """Train on `data`, divided along data axes; returns the results of every rank, which are the programs that were
+    recorded until the end of each step, and the names of its own parameters."""
+    names = some_names(model)
+    return ranks_run(
+        model,
+        data,
+        {"mesh": mesh, "accumulate": MICRO_BATCHES, "clip_grad_norm": CLIP, **plan},
+        optimizer,
+        train=at_once(),
+        grads_of=lambda engine: {name: engine.get(name, "grad") for name in names},
+        after_step=lambda engine: inside.programs(engine).num_recordings,
+        after=lambda engine: sorted(name for name, _ in engine.module.named_parameters()),
+        shares_memory=shares_memory,
+        hosts=hosts,
+    )
 
 
-def assert_same(runs: list[Told], twin: Told, tolerance: float = 1e-5) -> None:
+def assert_same(runs: list[Run], twin: Run, tolerance: float = 1e-5) -> None:
     for run in runs:
-        assert run.losses == pytest.approx(twin.losses, rel=tolerance)
-        assert run.norms == pytest.approx(twin.norms, rel=tolerance)
         assert list(run.params) == list(twin.params)
-        assert run.grads
-        for found, expected in ((run.params, twin.params), (run.grads, twin.grads)):
-            for name, value in found.items():
-                torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+        assert_alike(run, twin, tolerance, of_all=False)
 
 
 def test_a_forward_may_write_to_what_stands_in_for_other_stages() -> None:
@@ -111,7 +100,6 @@ class Sums(Decoder):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("kind", [Skips, Sums])
 def test_results_of_other_stages_are_carried(kind: type[Decoder], schedule: str) -> None:
-    torch.manual_seed(0)
     model, data = kind(), batches(3, 8)
     runs = pipelined(model, {"pp": 2}, data, preset="zero1", pipeline={"schedule": schedule})
     assert_same(runs, unsplit(model, data, clip=CLIP))
@@ -179,27 +167,23 @@ def test_a_model_may_checkpoint_its_own_blocks(reentrant: bool, schedule: str) -
     plan: dict[str, Any] = {"preset": "zero1", "pipeline": {"schedule": schedule}}
     runs = pipelined(model, {"pp": 2}, data, **plan)
     assert_same(runs, unsplit(model, data, clip=CLIP))
-    models = [copy.deepcopy(model) for _ in range(2)]
+    full = {"mesh": {"pp": 2}, "accumulate": MICRO_BATCHES, **plan}
 
-    def peak(world: sw.World) -> int:
-        mine = models[world.rank]
-        full = {"mesh": {"pp": 2}, "accumulate": MICRO_BATCHES, **plan}
-        with sw.shard(mine, full, optimizer=adamw(mine), world=world) as engine:
-            return engine.rehearse(tuple(tensor[:2] for tensor in data[0])).by_kind["activations"]
+    def work(engine: sw.Engine) -> int:
+        return engine.rehearse(tuple(tensor[:2] for tensor in data[0])).by_kind["activations"]
 
-    assert all(run_ranks(2, peak))
+    assert all(work_on_ranks(2, work, full, model))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_two_stages_with_every_preset_inside(preset: str, schedule: str) -> None:
-    torch.manual_seed(0)
     model = Decoder(tied=True)
     data = batches(NUM_STEPS, 16)
     runs = pipelined(model, {"pp": 2, "dp": 2}, data, preset=preset, pipeline={"schedule": schedule})
     assert_same(runs, unsplit(model, data, clip=CLIP))
     for run in runs:  # from the second step on, the record of the first is followed
-        assert run.extra["recordings"][1:] == run.extra["recordings"][1:2] * (NUM_STEPS - 1)
+        assert run.each[1:] == run.each[1:2] * (NUM_STEPS - 1)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
@@ -207,7 +191,6 @@ def test_two_stages_with_every_preset_inside(preset: str, schedule: str) -> None
 def test_fewer_micro_batches_than_stages(
     preset: str, count: int, schedule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
     model, data = Decoder(tied=True, num_blocks=5), batches(NUM_STEPS, 4)
     runs = pipelined(model, {"pp": 3}, data, preset=preset, accumulate=count, pipeline={"schedule": schedule})
     assert_same(runs, unsplit(model, data, clip=CLIP))
@@ -218,12 +201,11 @@ def test_fewer_micro_batches_than_stages(
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_stages(schedule: str, tied: bool) -> None:
-    torch.manual_seed(0)
     model = Decoder(tied=tied)
     data = batches(NUM_STEPS, 8)
     runs = pipelined(model, {"pp": 4}, data, preset="zero1", pipeline={"schedule": schedule}, shares_memory=False)
     assert_same(runs, unsplit(model, data, clip=CLIP))
-    held = [set(run.extra["own"]) for run in runs]
+    held = [set(run.extra) for run in runs]
     shared = held[0] & held[3]
     assert shared == ({"tokens.weight"} if tied else set())
     assert set.union(*held) == {name for name, _ in model.named_parameters()}
@@ -233,7 +215,6 @@ def test_four_stages(schedule: str, tied: bool) -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_checkpoint_goes_from_stages_to_other_stages_and_to_one_process_and_back(tmp_path: Any) -> None:
     """Each job resumes from the previous one, takes a step, and saves. Together they train like the twin."""
-    torch.manual_seed(0)
     model = Decoder(tied=True)
     meshes: list[dict[str, int]] = [{"pp": 2, "dp": 2}, {"dp": 1}, {"pp": 4}, {"pp": 2}, {"dp": 2}, {"pp": 1, "dp": 2}]
     presets = ["zero1", "zero3", "zero3", "ddp", "zero2", "zero1"]
@@ -268,15 +249,14 @@ def test_a_checkpoint_goes_from_stages_to_other_stages_and_to_one_process_and_ba
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_resuming_the_same_stages_is_exact(tmp_path: Any) -> None:
-    torch.manual_seed(0)
     model = Decoder()
     data = batches(4, 8)
 
-    def run(first: int, last: int, *, resumes: bool) -> list[Told]:
+    def run(first: int, last: int, *, resumes: bool) -> list[Run]:
         models = [copy.deepcopy(model) for _ in range(2)]
 
-        def rank(world: sw.World) -> Told:
-            mine, told = models[world.rank], Told()
+        def rank(world: sw.World) -> Run:
+            mine, told = models[world.rank], Run()
             plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": MICRO_BATCHES}
             with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
                 if resumes:
@@ -297,15 +277,14 @@ def test_resuming_the_same_stages_is_exact(tmp_path: Any) -> None:
 
 
 def test_evaluation_and_shapes_that_change_from_batch_to_batch() -> None:
-    torch.manual_seed(0)
     model = Decoder()
     data = batches(6, 8, lengths=(6, 3, 5))
     expected = [model(x, y).item() for x, y in data[:3]]
     twin = unsplit(model, data, clip=CLIP)
     models = [copy.deepcopy(model) for _ in range(4)]
 
-    def rank(world: sw.World) -> Told:
-        mine, told = models[world.rank], Told()
+    def rank(world: sw.World) -> Run:
+        mine, told = models[world.rank], Run()
         plan = {
             "preset": "zero3",
             "mesh": {"dp": 2, "pp": 2},
@@ -333,7 +312,6 @@ def test_evaluation_and_shapes_that_change_from_batch_to_batch() -> None:
 @pytest.mark.parametrize(("kind", "tolerance"), [("Lamb", 1e-4), ("Muon", 3e-3)])
 def test_optimizers_that_look_at_whole_parameters(kind: str, tolerance: float) -> None:
     """Muon orthogonalizes matrices in bf16, which enlarges rounding differences."""
-    torch.manual_seed(0)
     model = Decoder(tied=True)
     data = batches(NUM_STEPS, 8)
 
@@ -350,7 +328,6 @@ def test_optimizers_that_look_at_whole_parameters(kind: str, tolerance: float) -
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_rules_late_sums_and_units_of_two_go_with_stages() -> None:
-    torch.manual_seed(0)
     model = Decoder()
     data = batches(NUM_STEPS, 8)
     twin = unsplit(model, data, clip=CLIP)

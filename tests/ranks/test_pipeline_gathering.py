@@ -15,6 +15,7 @@ from pipelined import batches
 from test_pipeline_inference import Wrapped, decode, from_inside, generate, plan_of, race
 from test_pipeline_transformers import build
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import DataError, StateError
@@ -51,7 +52,6 @@ PAIRS: Mesh = {"pp": 2, "dp": 2}
 def test_pipelines_generate_different_numbers_of_tokens(
     kind: str, preset: str, mesh: Mesh, changes: dict[str, Any], keep: str
 ) -> None:
-    torch.manual_seed(0)
     race(build(kind), plan_of(mesh, preset, **changes), generate, KEEP[keep])
 
 
@@ -67,7 +67,6 @@ def test_pipelines_generate_different_numbers_of_tokens(
     ids=str,
 )
 def test_pipelines_generate_equally_many_tokens(kind: str, preset: str, mesh: Mesh) -> None:
-    torch.manual_seed(0)
     race(build(kind), plan_of(mesh, preset), lambda model, _: generate(model), 0)
 
 
@@ -75,12 +74,10 @@ def test_pipelines_generate_equally_many_tokens(kind: str, preset: str, mesh: Me
 @pytest.mark.parametrize("use", [decode, lambda model, place: None if place else decode(model)], ids=["all", "one"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_logits_of_a_loop_of_ones_own(kind: str, use: Callable[[nn.Module, int], Any]) -> None:
-    torch.manual_seed(0)
     race(build(kind), plan_of(PAIRS, "zero3"), use, 0)
 
 
 def test_a_module_that_has_all_stages_is_called() -> None:
-    torch.manual_seed(0)
     race(Wrapped(Wrapped(Decoder())), plan_of(PAIRS, "zero3"), lambda model, _: from_inside(model), 0)
 
 
@@ -89,7 +86,6 @@ def test_a_module_that_has_all_stages_is_called() -> None:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_parameters_on_the_host_or_a_disk_stream(kind: str, tier: str, mesh: Mesh, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     rows = {"param": {"tier": tier}, "optim": {"tier": tier}, "grad": {"tier": "host"}}
     race(build(kind), plan_of(mesh, "zero3", rows=rows, disk=str(tmp_path)), generate)
 
@@ -125,21 +121,19 @@ def test_fewer_bytes_are_held() -> None:
 def refused(use: Callable[[sw.Engine, int], Any]) -> list[str]:
     """What each of four ranks is told, which share two stages by twos. Afterwards all of them can begin anew."""
     torch.manual_seed(0)
-    models = [Decoder().eval() for _ in range(4)]
     told = [""] * 4
     all_are_told = threading.Barrier(4)
     (x, _), *_ = batches(1, 3)
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], plan_of(PAIRS, "zero3"), world=world) as engine:
-            with pytest.raises((StateError, DataError, ValueError)) as caught, engine.inference(0):
-                use(engine, world.rank)
-            told[world.rank] = f"{type(caught.value).__name__}: {caught.value}"
-            all_are_told.wait(PATIENCE)
-            with engine.inference(0):
-                engine.module(x)
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises((StateError, DataError, ValueError)) as caught, engine.inference(0):
+            use(engine, engine.world.rank)
+        told[engine.world.rank] = f"{type(caught.value).__name__}: {caught.value}"
+        all_are_told.wait(PATIENCE)
+        with engine.inference(0):
+            engine.module(x)
 
-    run_ranks(4, rank)
+    work_on_ranks(4, work, plan_of(PAIRS, "zero3"), lambda: Decoder().eval(), None)
     return told
 
 
@@ -187,13 +181,11 @@ def test_parameters_are_whole_in_calls_only() -> None:
 
 
 def test_ranks_of_a_stage_have_to_keep_the_same() -> None:
-    models = [Decoder() for _ in range(4)]
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], plan_of(PAIRS, "zero3"), world=world) as engine:
-            keep_bytes = 100 * (world.rank % 2)
-            cure = r"keep_bytes=0 on rank 0 and 100 on rank 1, which have the same stages .* Give both the same"
-            with pytest.raises(StateError, match=cure), engine.inference(keep_bytes):
-                pass
+    def work(engine: sw.Engine) -> None:
+        keep_bytes = 100 * (engine.world.rank % 2)
+        cure = r"keep_bytes=0 on rank 0 and 100 on rank 1, which have the same stages .* Give both the same"
+        with pytest.raises(StateError, match=cure), engine.inference(keep_bytes):
+            pass
 
-    run_ranks(4, rank)
+    work_on_ranks(4, work, plan_of(PAIRS, "zero3"), Decoder, None)

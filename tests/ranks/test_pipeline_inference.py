@@ -50,7 +50,6 @@ def generate(model: Any, place: int = 0, cache: str = "", **changes: Any) -> Ten
 @sampled
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_generation(kind: str) -> None:
-    torch.manual_seed(0)
     race(build(kind), plan_of({"pp": 2}), generate)
 
 
@@ -69,12 +68,10 @@ def decode(model: Any, place: int = 0) -> list[Tensor]:
 @sampled
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_logits_of_a_loop_of_ones_own(kind: str) -> None:
-    torch.manual_seed(0)
     race(build(kind), plan_of({"pp": 2}), decode)
 
 
 def test_any_model_answers_calls_of_any_length() -> None:
-    torch.manual_seed(0)
     data = batches(3, 3, lengths=(4, 9, 1))
     for plan in (plan_of({"pp": 2}, "zero3"), plan_of({"pp": 2}, pipeline={"schedule": "interleaved"})):
         race(Decoder(), plan, lambda model, _: [model(x) for x, _ in data] + [model(x, y) for x, y in data])
@@ -94,7 +91,6 @@ class Told(nn.Module):
 
 
 def test_outputs_may_be_nests_of_several_dtypes() -> None:
-    torch.manual_seed(0)
     race(Told(), plan_of({"pp": 2}), lambda model, _: model(torch.arange(20.0).view(5, 4) - 9))
 
 
@@ -115,14 +111,12 @@ def from_inside(model: Any) -> list[Tensor]:
 
 
 def test_methods_may_call_a_module_that_has_all_stages() -> None:
-    torch.manual_seed(0)
     for plan in (plan_of({"pp": 2}), plan_of({"pp": 2}, pipeline={"schedule": "interleaved"})):
         race(Wrapped(Wrapped(Decoder())), plan, lambda model, _: from_inside(model))
 
 
 @SLOW
 def test_training_goes_on_after_inference_as_without() -> None:
-    torch.manual_seed(0)
     start = build("llama").train()
     data = left_padded(8, 6)["input_ids"]
     models = [copy.deepcopy(start) for _ in range(4)]
@@ -289,14 +283,12 @@ def test_outputs_that_cannot_be_sent_are_refused_on_all_ranks() -> None:
     ],
 )
 def test_generation_of_families_over_meshes(kind: str, mesh: dict[str, int], changes: Plan) -> None:
-    torch.manual_seed(0)
     same = "ep" in mesh  # their ranks call the model equally often
     race(build(kind), plan_of(mesh, **changes), lambda model, place: generate(model, 0 if same else place))
 
 
 @SLOW
 def test_a_pipeline_may_generate_while_another_has_nothing_to_do() -> None:
-    torch.manual_seed(0)
     plan = plan_of({"pp": 2, "dp": 2}, "zero3")
     race(build("gpt2"), plan, lambda model, place: None if place else generate(model))
 
@@ -317,6 +309,5 @@ def test_a_pipeline_may_generate_while_another_has_nothing_to_do() -> None:
     ids=["beams", "several", "no cache", "static", "own cache", "penalty"],
 )
 def test_ways_to_generate(kind: str, schedule: str, asked: dict[str, Any]) -> None:
-    torch.manual_seed(0)
     plan = plan_of({"pp": 2}, pipeline={"schedule": schedule})
     race(build(kind), plan, lambda model, place: generate(model, place, **asked))

@@ -11,13 +11,12 @@ import torch
 from pipelined import batches
 from torch import nn
 from torch.nn import functional as F
-from twins import adamw
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.program import Footprint
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder
 from tests.thorough import sampled, thorough_only
@@ -74,7 +73,6 @@ def promised_and_made(
     """For each rank, the prediction and the peak of what its third step allocated: by the engine's schedule, or by a
     loop that calls the model so many times."""
     num_ranks = mesh["pp"] * mesh.get("dp", 1)
-    models = [make() for _ in range(num_ranks)]
     x, y = batches(1, MICRO_BATCHES * ROWS, lengths=(LENGTH,))[0]
     plan = {"preset": preset, "mesh": mesh, "pipeline": {"schedule": schedule}}
     plan["accumulate"] = num_calls or MICRO_BATCHES
@@ -88,23 +86,21 @@ def promised_and_made(
             engine.backward(engine(*batch))
             engine.step()
 
-    def rank(world: sw.World) -> tuple[Footprint, int]:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            promised = engine.rehearse(given[0] if num_calls else (x[:ROWS], y[:ROWS]), as_call=bool(num_calls))
-            if not trains:
-                return promised, 0
-            for _ in range(2):
-                step(engine)
-            world.barrier()
-            there = [*tensors_there(), *(flat.full for flat in inside.flats(engine) if flat.full is not None)]
-            world.barrier()
-            living = LivingBytes(there)
-            with living:
-                step(engine)
-            return promised, living.peak_bytes
+    def work(engine: sw.Engine) -> tuple[Footprint, int]:
+        promised = engine.rehearse(given[0] if num_calls else (x[:ROWS], y[:ROWS]), as_call=bool(num_calls))
+        if not trains:
+            return promised, 0
+        for _ in range(2):
+            step(engine)
+        engine.world.barrier()
+        there = [*tensors_there(), *(flat.full for flat in inside.flats(engine) if flat.full is not None)]
+        engine.world.barrier()
+        living = LivingBytes(there)
+        with living:
+            step(engine)
+        return promised, living.peak_bytes
 
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, plan, make)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -150,15 +146,13 @@ def test_from_the_second_call_of_a_step_on_there_are_gradients_beside_it() -> No
     x, y = batches(1, ROWS, lengths=(LENGTH,))[0]
 
     def promised(num_calls: int) -> int:
-        models = [Decoder() for _ in range(2)]
 
-        def rank(world: sw.World) -> int:
-            mine = models[world.rank]
-            plan = {"preset": "ddp", "mesh": {"pp": 2}, "accumulate": num_calls}
-            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-                return engine.rehearse((x, y), as_call=True).total
+        plan = {"preset": "ddp", "mesh": {"pp": 2}, "accumulate": num_calls}
 
-        return max(run_ranks(2, rank))
+        def work(engine: sw.Engine) -> int:
+            return engine.rehearse((x, y), as_call=True).total
+
+        return max(work_on_ranks(2, work, plan, Decoder))
 
     assert promised(1) < promised(2) == promised(3)
 
@@ -174,17 +168,17 @@ def test_a_schedule_that_holds_more_is_promised_more() -> None:
 
 
 def test_a_stage_that_cannot_be_rehearsed_is_named_on_all_ranks() -> None:
-    models = [nn.Sequential(nn.Linear(4, 4), Curious(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2, "pipeline": {"stages": [["0", "1"], ["2", "3"]]}}
 
-    def rank(world: sw.World) -> str:
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            with pytest.raises(ModelError) as refused:
-                engine.rehearse(torch.ones(2, 4), loss=torch.sum)
-            world.barrier()
-            return str(refused.value)
+    def work(engine: sw.Engine) -> str:
+        with pytest.raises(ModelError) as refused:
+            engine.rehearse(torch.ones(2, 4), loss=torch.sum)
+        engine.world.barrier()
+        return str(refused.value)
 
-    said = run_ranks(2, rank)
+    said = work_on_ranks(
+        2, work, plan, lambda: nn.Sequential(nn.Linear(4, 4), Curious(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), None
+    )
     assert "asks for the value of a tensor" in said[0]
     assert said[1] == f"Stage 0 of the pipeline cannot be rehearsed: {said[0]}"
 
@@ -192,31 +186,25 @@ def test_a_stage_that_cannot_be_rehearsed_is_named_on_all_ranks() -> None:
 def test_an_axis_of_one_rank_does_not_make_stages_copy_gradients_for_every_micro_batch() -> None:
     """Of a step whose order is not known yet, either: what reduces nothing is copied once, by its last backward."""
     plan = {"preset": "offload", "mesh": {"dp": 1, "pp": 2}, "accumulate": 2}
-    models = [Decoder() for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            for batch in batches(2, 2 * ROWS, lengths=(LENGTH,)):
-                engine.train_step(batch)
-                memory = engine.memory()
-                assert memory.measured_on_host["buffers"] == memory.promised_on_host["buffers"]
+    def work(engine: sw.Engine) -> None:
+        for batch in batches(2, 2 * ROWS, lengths=(LENGTH,)):
+            engine.train_step(batch)
+            memory = engine.memory()
+            assert memory.measured_on_host["buffers"] == memory.promised_on_host["buffers"]
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, Decoder)
 
 
 @pytest.mark.parametrize("preset", ["zero3", "zero3-kept"])
 def test_no_unit_is_gathered_for_gradients_of_weights_even_if_the_order_is_not_known(preset: str) -> None:
     plan = {"preset": preset, "mesh": {"dp": 2, "pp": 2}, "pipeline": {"schedule": "zb-h1"}, "accumulate": 2}
-    models = [Decoder() for _ in range(4)]
     (batch,) = batches(1, 2 * ROWS, lengths=(LENGTH,))
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            for _ in range(2):
-                engine.train_step(batch)
-                memory = engine.memory()
-                assert memory.measured["working"] <= memory.promised["working"], engine.num_steps
+    def work(engine: sw.Engine) -> None:
+        for _ in range(2):
+            engine.train_step(batch)
+            memory = engine.memory()
+            assert memory.measured["working"] <= memory.promised["working"], engine.num_steps
 
-    run_ranks(4, rank)
+    work_on_ranks(4, work, plan, Decoder)

@@ -11,7 +11,7 @@ from pipelined import batches
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import adamw
+from twins import Run, assert_alike, plain_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.parallel.pipeline.staged_model import _same_hooks, _Slot
@@ -26,47 +26,40 @@ Tensor = torch.Tensor
 NUM_STEPS = 3
 
 
-def run(model: nn.Module, data: Any, *, loss_fn: Any = None, num_ranks: int = 2, **plan: Any) -> list[dict[str, Any]]:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+
+
+def run(model: nn.Module, data: Any, *, loss_fn: Any = None, num_ranks: int = 2, **plan: Any) -> list[Run]:
     """Take steps on `data`, whose items are (batch, target)."""
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
-    def rank(world: sw.World) -> dict[str, Any]:
-        mine, losses, norms = models[world.rank], [], []
-        trained = [param for param in mine.parameters() if param.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.5)
-        full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **plan}
-        with sw.shard(mine, full, optimizer=optimizer, world=world) as engine:
-            for batch, target in data:
-                losses.append(engine.train_step(batch, target, loss_fn=loss_fn).item())
-                norms.append(float(engine.gradient_norm or 0.0))
-            return {"losses": losses, "norms": norms, "params": engine.state_dict(), "steps": engine.num_steps}
+    def work(engine: sw.Engine) -> Run:
+        found = Run()
+        for batch, target in data:
+            found.losses.append(engine.train_step(batch, target, loss_fn=loss_fn).item())
+            found.norms.append(float(engine.gradient_norm or 0.0))
+        found.params, found.extra = engine.state_dict(), engine.num_steps
+        return found
 
-    return run_ranks(num_ranks, rank)
+    full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **plan}
+    return work_on_ranks(num_ranks, work, full, model, sgd)
 
 
-def twin_of(model: nn.Module, data: Any, *, loss_fn: Any = None) -> dict[str, Any]:
-    model, losses, norms = copy.deepcopy(model), [], []
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
-    for batch, target in data:
+def twin_of(model: nn.Module, data: Any, *, loss_fn: Any = None) -> Run:
+    def forward(model: nn.Module, item: tuple[Any, Any]) -> Tensor:
+        batch, target = item
         output = (
             model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
         )
-        loss = output if loss_fn is None else loss_fn(output, target)
-        loss.backward()
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "params": model.state_dict()}
+        return output if loss_fn is None else loss_fn(output, target)
+
+    return plain_run(model, data, sgd, forward=forward, whole_state=True)
 
 
-def assert_equal(runs: list[dict[str, Any]], twin: dict[str, Any], tolerance: float = 1e-5) -> None:
+def assert_equal(runs: list[Run], twin: Run, tolerance: float = 1e-5) -> None:
     for one in runs:
-        assert one["losses"] == pytest.approx(twin["losses"], rel=tolerance)
-        assert one["norms"] == pytest.approx(twin["norms"], rel=tolerance)
-        assert list(one["params"]) == list(twin["params"])
-        for name, expected in twin["params"].items():
-            torch.testing.assert_close(one["params"][name], expected, rtol=tolerance, atol=tolerance, msg=name)
+        assert list(one.params) == list(twin.params)
+        assert_alike(one, twin, tolerance, of_all=False)
 
 
 def regression(num_steps: int = NUM_STEPS, width: int = 8) -> list[tuple[Tensor, Tensor]]:
@@ -77,7 +70,6 @@ def regression(num_steps: int = NUM_STEPS, width: int = 8) -> list[tuple[Tensor,
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_plain_sequential_with_a_loss_of_its_own(num_ranks: int) -> None:
     """A cut may be at modules without parameters. These belong to the stage that runs them."""
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.LayerNorm(12), nn.Linear(12, 4), nn.Tanh()
     )
@@ -99,7 +91,6 @@ class TwoHeads(nn.Module):
 
 
 def test_stages_that_the_plan_lists_in_the_order_of_the_forward() -> None:
-    torch.manual_seed(0)
     model = TwoHeads()
     data = [({"x": x, "scale": 2.0}, y) for x, y in regression()]
     runs = run(model, data, loss_fn=F.mse_loss, pipeline={"stages": [["first"], ["middle", "last"]]})
@@ -110,7 +101,6 @@ def test_stages_that_the_plan_lists_in_the_order_of_the_forward() -> None:
 @pytest.mark.parametrize(("preset", "schedule"), [("ddp", "1f1b"), ("zero3", "gpipe"), ("zero2", "zb-h1")])
 def test_frozen_parts(frozen: str, preset: str, schedule: str) -> None:
     """A stage with nothing to train takes part as well."""
-    torch.manual_seed(0)
     model = Decoder(num_blocks=2)
     for name, param in model.named_parameters():
         param.requires_grad = not name.startswith(frozen)
@@ -132,7 +122,6 @@ class Recomputed(Block):
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_recomputed_blocks(preset: str, schedule: str) -> None:
-    torch.manual_seed(0)
     model = Decoder(num_blocks=3)
     model.blocks = nn.ModuleList(Recomputed(WIDTH) for _ in range(3))
     data = [(batch, None) for batch in batches(NUM_STEPS, 8)]
@@ -142,17 +131,15 @@ def test_recomputed_blocks(preset: str, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 5e-3)])
 def test_narrow_precisions(precision: str, tolerance: float, schedule: str) -> None:
-    torch.manual_seed(0)
     model = Decoder(tied=True)
     data = [(batch, None) for batch in batches(NUM_STEPS, 8)]
     twin = twin_of(model, data)
     for one in run(model, data, precision=precision, preset="zero3", pipeline={"schedule": schedule}):
-        assert one["losses"] == pytest.approx(twin["losses"], rel=tolerance)
-        assert one["norms"] == pytest.approx(twin["norms"], rel=tolerance)
+        assert one.losses == pytest.approx(twin.losses, rel=tolerance)
+        assert one.norms == pytest.approx(twin.norms, rel=tolerance)
 
 
 def test_gradients_of_weights_wait_for_the_second_half_of_a_backward() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2, bias=False))
     twin = copy.deepcopy(model)
     x = torch.randn(3, 5, 4, requires_grad=True)
@@ -176,7 +163,6 @@ def test_gradients_of_weights_wait_for_the_second_half_of_a_backward() -> None:
 
 
 def test_an_overflow_on_one_stage_is_no_step_on_any() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     (x, y), *_ = regression(1)
     runs = run(
@@ -186,12 +172,11 @@ def test_an_overflow_on_one_stage_is_no_step_on_any() -> None:
         precision="fp16",
         loss_scale={"initial": 2.0**10, "hysteresis": 1},
     )
-    assert {one["steps"] for one in runs} == {2}
-    assert all(torch.equal(one["params"][name], runs[0]["params"][name]) for one in runs for name in one["params"])
+    assert {one.extra for one in runs} == {2}
+    assert all(torch.equal(one.params[name], runs[0].params[name]) for one in runs for name in one.params)
 
 
 def test_buffers_of_a_stage_are_kept_the_same_along_data_axes_and_saved_once(tmp_path: Any) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)
     )
@@ -259,32 +244,28 @@ def test_a_deferred_model_makes_its_own_stages_alone() -> None:
 
 def test_whole_tensors_are_read_and_written_on_whichever_stage_they_are() -> None:
     model = Decoder(tied=True)
-    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": "zero2", "mesh": {"pp": 2}, "accumulate": 2}
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        plan = {"preset": "zero2", "mesh": {"pp": 2}, "accumulate": 2}
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            for name, value in model.named_parameters():
-                assert torch.equal(engine.get(name), value)
-                assert engine.get(name, "exp_avg") is None
-            new = torch.arange(VOCAB * WIDTH).reshape(VOCAB, WIDTH) / 1000
-            engine.set("tokens.weight", new)
-            assert torch.equal(engine.get("tokens.weight"), new)
-            assert torch.equal(engine.state_dict()["head.weight"], new)
-            engine.train_step(batches(1, 4)[0])
-            moment = engine.get("blocks.3.up.weight", "exp_avg")
-            assert moment is not None
-            assert moment.abs().sum() > 0
-            with pytest.raises(sw.errors.ModelError, match=r"no parameter 'blocks\.9\.up\.weight'"):
-                engine.get("blocks.9.up.weight")
+    def work(engine: sw.Engine) -> None:
+        for name, value in model.named_parameters():
+            assert torch.equal(engine.get(name), value)
+            assert engine.get(name, "exp_avg") is None
+        new = torch.arange(VOCAB * WIDTH).reshape(VOCAB, WIDTH) / 1000
+        engine.set("tokens.weight", new)
+        assert torch.equal(engine.get("tokens.weight"), new)
+        assert torch.equal(engine.state_dict()["head.weight"], new)
+        engine.train_step(batches(1, 4)[0])
+        moment = engine.get("blocks.3.up.weight", "exp_avg")
+        assert moment is not None
+        assert moment.abs().sum() > 0
+        with pytest.raises(sw.errors.ModelError, match=r"no parameter 'blocks\.9\.up\.weight'"):
+            engine.get("blocks.9.up.weight")
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, model)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_presets_of_two_axes_inside_of_stages() -> None:
-    torch.manual_seed(0)
     model = Decoder(num_blocks=2)
     data = [(batch, None) for batch in batches(NUM_STEPS, 8)]
     twin = twin_of(model, data)
@@ -302,7 +283,7 @@ def test_presets_of_two_axes_inside_of_stages() -> None:
                 ]
 
         for losses in run_ranks(8, rank):
-            assert losses == pytest.approx(twin["losses"], rel=1e-5)
+            assert losses == pytest.approx(twin.losses, rel=1e-5)
 
 
 def test_a_hook_that_takes_another_ones_place_is_registered_on_both() -> None:

@@ -11,7 +11,7 @@ import torch
 from pipelined import batches
 from torch import nn
 from torch.nn import functional as F
-from twins import adamw
+from twins import adamw, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
@@ -224,14 +224,12 @@ def test_a_live_model_cannot_be_split_into_stages() -> None:
     ],
 )
 def test_forwards_that_no_pipeline_can_run_are_refused_in_the_first_step(kind: Any, batch: Any, words: str) -> None:
-    models = [kind() for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], plan(), world=world) as engine:
-            engine.forward_backward(batch)
+    def work(engine: sw.Engine) -> None:
+        engine.forward_backward(batch)
 
     with pytest.raises((ModelError, FaultError), match=words):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, plan(), kind, None)
 
 
 class Skipping(Decoder):
@@ -241,20 +239,18 @@ class Skipping(Decoder):
 
 
 def test_layers_that_are_skipped_at_random_are_refused_in_training_alone() -> None:
-    models = [Skipping() for _ in range(2)]
     batch = batches(1, 4)[0]
 
-    def rank(world: sw.World) -> None:
-        model = models[world.rank]
-        with sw.shard(model, plan(), optimizer=adamw(model), world=world) as engine:
-            with pytest.raises(ModelError, match=r"Skipping skips layers at random in training \(layerdrop 0.1\)"):
-                engine.train_step(batch)
-            model.eval()
-            evaluated = float(engine.eval_step(batch))
-            model.train().layerdrop = 0.0
-            assert float(engine.train_step(batch)) == pytest.approx(evaluated)
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        with pytest.raises(ModelError, match=r"Skipping skips layers at random in training \(layerdrop 0.1\)"):
+            engine.train_step(batch)
+        model.eval()
+        evaluated = float(engine.eval_step(batch))
+        model.train().layerdrop = 0.0
+        assert float(engine.train_step(batch)) == pytest.approx(evaluated)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan(), Skipping)
 
 
 class Penalised(Decoder):
@@ -330,42 +326,42 @@ def test_a_loss_with_terms_of_other_stages_is_refused_by_name_and_nothing_is_cha
 )
 def test_a_term_that_the_loss_gets_in_a_later_step_is_refused(penalty: Any) -> None:
     """Forwards of later steps are not watched, but gradients reveal the term."""
-    models = [Penalised(penalty, from_call=4) for _ in range(2)]
     finished: list[int] = []
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            for step in range(2):
-                engine.train_step(batches(1, 4)[0])
-                finished.append(step)
+    def work(engine: sw.Engine) -> None:
+        for step in range(2):
+            engine.train_step(batches(1, 4)[0])
+            finished.append(step)
 
     with pytest.raises((ModelError, FaultError), match=r"uses (what modules of earlier stages|the values of)"):
-        run_ranks(2, rank)
+        work_on_ranks(
+            2,
+            work,
+            plan(),
+            lambda: Penalised(penalty, from_call=4),
+            lambda mine: torch.optim.SGD(mine.parameters(), lr=0.1),
+        )
     assert finished == [0, 0]
 
 
 def test_a_loss_function_over_all_parameters_is_refused() -> None:
-    models = [Decoder() for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(mine, plan(), world=world) as engine:
-            engine.forward_backward(batches(1, 4)[0], loss_fn=lambda loss: loss + squares(mine.parameters()))
+    def work(engine: sw.Engine) -> None:
+        mine = engine.module
+        engine.forward_backward(batches(1, 4)[0], loss_fn=lambda loss: loss + squares(mine.parameters()))
 
     with pytest.raises((ModelError, FaultError), match=VALUES):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, plan(), Decoder, None)
 
 
 @pytest.mark.parametrize("step_of_write", [0, 2], ids=["recorded", "followed"])
 def test_a_loss_function_that_writes_to_a_parameter_is_refused(step_of_write: int) -> None:
     """Parameters that are whole anyway are plain tensors later, so that nothing intercepts the write. That to a bias
     autograd does not find, for it has saved none."""
-    models = [Decoder() for _ in range(2)]
     finished: list[int] = []
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
+    def work(engine: sw.Engine) -> None:
+        mine = engine.module
 
         def clips(loss: Tensor) -> Tensor:
             if len(finished) == 2 * step_of_write:
@@ -373,29 +369,24 @@ def test_a_loss_function_that_writes_to_a_parameter_is_refused(step_of_write: in
                     mine.blocks[-1].down.bias.clamp_(-0.1, 0.1)
             return loss
 
-        with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            for step in range(3):
-                engine.train_step(batches(1, 4)[0], loss_fn=clips)
-                world.barrier()
-                finished.append(step)
-                world.barrier()
+        for step in range(3):
+            engine.train_step(batches(1, 4)[0], loss_fn=clips)
+            engine.world.barrier()
+            finished.append(step)
+            engine.world.barrier()
 
     with pytest.raises((ModelError, FaultError), match="was changed in place while the model computed"):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, plan(), Decoder, lambda mine: torch.optim.SGD(mine.parameters(), lr=0.1))
     assert len(finished) == 2 * step_of_write
 
 
 def test_a_rehearsal_refuses_what_the_first_step_does() -> None:
-    models = [Penalised(PENALTIES["of all parameters"][0]) for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        with (
-            sw.shard(models[world.rank], plan(), world=world) as engine,
-            pytest.raises(ModelError, match=VALUES),
-        ):
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match=VALUES):
             engine.rehearse(tuple(one[:1] for one in batches(1, 4)[0]))
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan(), lambda: Penalised(PENALTIES["of all parameters"][0]), None)
 
 
 class Failing(nn.Linear):
@@ -486,17 +477,15 @@ def test_a_stage_that_stalls_ends_the_job_at_the_timeout_by_name() -> None:
 
 
 def test_stages_that_are_given_other_batches_are_told_so() -> None:
-    models = [Decoder(num_blocks=2) for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
+    def work(engine: sw.Engine) -> None:
         x, y = batches(1, 4)[0]
-        if world.rank:  # the same samples in another order
+        if engine.world.rank:  # the same samples in another order
             x, y = x.flip(0), y.flip(0)
-        with sw.shard(models[world.rank], plan(), world=world) as engine:
-            engine.train_step((x, y))
+        engine.train_step((x, y))
 
     with pytest.raises(DataError, match=r"Ranks 0 and 1 share .* 'pp', .* micro-batch 0, argument 0, .* and \d more"):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, plan(), lambda: Decoder(num_blocks=2), None)
 
 
 def test_stages_are_told_so_in_a_later_step_too() -> None:
@@ -516,23 +505,19 @@ def test_stages_are_told_so_in_a_later_step_too() -> None:
 
 def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
     """A batch that cannot be split is refused before anything is sent, and leaves nothing behind."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
-    models = [copy.deepcopy(model) for _ in range(2)]
     x, y = torch.randn(4, 4), torch.randn(4, 4)
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        mine = models[world.rank]
-        with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            with pytest.raises(ConfigError, match="cannot be split into 4"):
-                engine.train_step(x[:3], y[:3], loss_fn=F.mse_loss)
-            engine.train_step(x, y, loss_fn=F.mse_loss)
-            return engine.state_dict()
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        with pytest.raises(ConfigError, match="cannot be split into 4"):
+            engine.train_step(x[:3], y[:3], loss_fn=F.mse_loss)
+        engine.train_step(x, y, loss_fn=F.mse_loss)
+        return engine.state_dict()
 
     F.mse_loss(plain(x), y).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for state in run_ranks(2, rank):
+    for state in work_on_ranks(2, work, plan(), model, lambda mine: torch.optim.SGD(mine.parameters(), lr=0.1)):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError
-from shardwise.testing import run_ranks
 from tests.thorough import sampled
 
 Tensor = torch.Tensor
@@ -93,20 +93,18 @@ class OnlyLooks(Blocks):
 
 
 def run(model: nn.Module, *, num_ranks: int = 2, evaluates: bool = False, **more: Any) -> list[list[float]]:
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
     x, y = data()
+    full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **more}
 
-    def rank(world: sw.World) -> list[float]:
-        mine = models[world.rank]
-        full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **more}
-        with sw.shard(mine, full, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            losses = [float(engine.train_step(x, y, loss_fn=F.mse_loss)) for _ in range(3)]
-            if evaluates:
-                mine.eval()
-                losses.append(float(engine.eval_step(x, y, loss_fn=F.mse_loss)))
-            return losses
+    def work(engine: sw.Engine) -> list[float]:
+        mine = engine.module
+        losses = [float(engine.train_step(x, y, loss_fn=F.mse_loss)) for _ in range(3)]
+        if evaluates:
+            mine.eval()
+            losses.append(float(engine.eval_step(x, y, loss_fn=F.mse_loss)))
+        return losses
 
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, full, model, lambda mine: torch.optim.SGD(mine.parameters(), lr=0.1))
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -137,7 +135,6 @@ def plain(model: nn.Module) -> list[float]:
 )
 @sampled
 def test_values_of_earlier_stages_without_gradients_are_noticed(kind: type[Blocks], words: str, schedule: str) -> None:
-    torch.manual_seed(0)
     with pytest.raises((ModelError, FaultError), match=words):
         run(kind(), pipeline={"schedule": schedule})
 
@@ -148,7 +145,6 @@ def test_values_of_earlier_stages_without_gradients_are_noticed(kind: type[Block
 )
 @sampled
 def test_values_of_earlier_outputs_are_carried_and_shapes_need_not_be(kind: type[Blocks], schedule: str) -> None:
-    torch.manual_seed(0)
     model = kind()
     for losses in run(model, evaluates=True, pipeline={"schedule": schedule}):
         assert losses == pytest.approx(plain(model), rel=1e-5)
@@ -185,17 +181,14 @@ def micro_batched(model: nn.Module, num_steps: int = 3) -> tuple[list[float], di
 
 
 def trained(model: nn.Module, num_ranks: int = 2, **more: Any) -> list[tuple[list[float], dict[str, Tensor]]]:
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
     x, y = data()
+    full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **more}
 
-    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
-        mine = models[world.rank]
-        full = {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **more}
-        with sw.shard(mine, full, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            losses = [float(engine.train_step(x, y, loss_fn=F.mse_loss)) for _ in range(3)]
-            return losses, engine.state_dict()
+    def work(engine: sw.Engine) -> tuple[list[float], dict[str, Tensor]]:
+        losses = [float(engine.train_step(x, y, loss_fn=F.mse_loss)) for _ in range(3)]
+        return losses, engine.state_dict()
 
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, full, model, lambda mine: torch.optim.SGD(mine.parameters(), lr=0.1))
 
 
 def assert_trained_alike(model: nn.Module, **more: Any) -> None:
@@ -209,7 +202,6 @@ def assert_trained_alike(model: nn.Module, **more: Any) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_counters_of_the_model_itself_count_each_micro_batch_once(schedule: str) -> None:
-    torch.manual_seed(0)
     assert_trained_alike(Counts(), pipeline={"schedule": schedule})
 
 
@@ -239,7 +231,6 @@ def test_buffers_that_some_stages_change_otherwise_are_refused(kind: type[Blocks
 @sampled
 def test_modules_in_the_row_with_buffers_alone_are_in_a_stage(schedule: str) -> None:
     """Their running statistics come from what they really receive, wherever the cut is."""
-    torch.manual_seed(0)
     norms = (nn.BatchNorm1d(WIDTH, affine=False) for _ in range(4))
     layers = [layer for norm in norms for layer in (nn.Linear(WIDTH, WIDTH), norm, nn.Tanh())]
     assert_trained_alike(nn.Sequential(nn.BatchNorm1d(WIDTH, affine=False), *layers), pipeline={"schedule": schedule})
@@ -293,5 +284,4 @@ def test_losses_that_modules_keep_are_refused(keeps: str, schedule: str) -> None
 @pytest.mark.parametrize("keeps", ["recorded", "used"])
 @sampled
 def test_numbers_that_modules_record_are_no_losses(keeps: str, schedule: str) -> None:
-    torch.manual_seed(0)
     assert_trained_alike(SumsLosses(keeps), pipeline={"schedule": schedule})

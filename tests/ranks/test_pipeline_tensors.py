@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from fake_devices import WHENS, Devices, When
-from pipelined import Told, batches, rows_of, unsplit
+from pipelined import batches, rows_of, unsplit
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from twins import Run
 
 import shardwise as sw
 from shardwise.parallel.pipeline.sends import Channel
@@ -169,8 +170,8 @@ def race(make: Any, plan: dict[str, Any], num_ranks: int, *, rows: int = 8, run:
     plain = unsplit(model, data)
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
-    def rank(world: sw.World) -> Told:
-        mine, told = models[world.rank], Told()
+    def rank(world: sw.World) -> Run:
+        mine, told = models[world.rank], Run()
         optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-5)
         with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
             for x, y in data:

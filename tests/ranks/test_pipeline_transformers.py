@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
 import torch
 from small_transformers import VOCAB, library
 from torch import nn
+from twins import Run, assert_alike, chunked, plain_run, ranks_run, sgd, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -101,28 +100,11 @@ def padded(num_steps: int = NUM_STEPS) -> list[dict[str, Tensor]]:
     return drawn
 
 
-def in_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.chunk(MICRO_BATCHES)
+def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> Run:
+    def own_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        return model(**part).loss
 
-
-def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    model, losses, norms = copy.deepcopy(model), [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in data:
-        parts = [
-            dict(zip(batch, one, strict=True))
-            for one in zip(*(t.chunk(MICRO_BATCHES) for t in batch.values()), strict=True)
-        ]
-        mean = 0.0
-        for part in parts:
-            loss = model(**part).loss / MICRO_BATCHES
-            loss.backward()
-            mean += loss.item()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean)
-    return losses, norms, model.state_dict()
+    return plain_run(model, data, sgd, forward=own_loss, shares=MICRO_BATCHES, clip=1.0, whole_state=True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +140,6 @@ def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float
 def test_a_decoder_in_stages_trains_like_the_whole(
     kind: str, preset: str, mesh: dict[str, int], schedule: str, recomputes: bool
 ) -> None:
-    torch.manual_seed(0)
     model = build(kind)
     model.train()
     if recomputes:
@@ -190,7 +171,6 @@ def test_a_vision_transformer_in_stages(num_ranks: int, schedule: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "qwen3", "opt", "falcon", "bert"])
 def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) -> None:
     """A stage receives a part of each sequence; masks and positions are those of whole sequences."""
-    torch.manual_seed(0)
     plan = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence": True}, "pipeline": {"schedule": schedule}}
     race(build(kind).train(), {"preset": "zero1", **plan})
 
@@ -198,7 +178,6 @@ def test_sequences_are_cut_between_blocks_of_stages(kind: str, schedule: str) ->
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("mesh", [{"pp": 2, "sp": 2}, {"pp": 2, "tp": 2, "sp": 2}], ids=["pp sp", "pp tp sp"])
 def test_sequences_are_split_by_the_model_or_micro_batch_by_micro_batch(mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     model = build("llama").train()
     for splits in (False, True):
         race(model, {"preset": "zero1", "mesh": mesh}, splits=splits)
@@ -208,31 +187,16 @@ def race(
     model: nn.Module, plan: dict[str, Any], *, splits: bool = False, data: list[dict[str, Tensor]] | None = None
 ) -> None:
     """Train on the ranks of the plan's mesh: losses, norms and parameters equal those of one process."""
-    data = data or padded()
-    losses, norms, params = twin_of(model, data)
-    num_ranks = math.prod(plan["mesh"].values())
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
-    plan = {"accumulate": MICRO_BATCHES, "clip_grad_norm": 1.0, **plan}
 
-    def rank(world: sw.World) -> tuple[list[float], list[float], dict[str, Tensor]]:
-        mine = models[world.rank]
-        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-        told: tuple[list[float], list[float], dict[str, Tensor]] = ([], [], {})
-        with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
-            for batch in data:
-                parts = [dict(zip(batch, one, strict=True)) for one in zip(*map(in_parts, batch.values()), strict=True)]
-                given = [engine.split_sequence(part) for part in parts] if splits else batch
-                told[0].append(engine.mean(engine.train_step(given).item()))
-                told[1].append(float(engine.gradient_norm or 0.0))
-            told[2].update(engine.state_dict())
-        return told
+    def train(engine: sw.Engine, batch: dict[str, Tensor]) -> float:
+        parts = [engine.split_sequence(part) for part in chunked(batch, MICRO_BATCHES)] if splits else batch
+        return engine.forward_backward(parts).item()
 
-    for own_losses, own_norms, own_params in run_ranks(num_ranks, rank):
-        assert own_losses == pytest.approx(losses, rel=1e-5)
-        assert own_norms == pytest.approx(norms, rel=1e-5)
-        assert list(own_params) == list(params)
-        for name, value in params.items():
-            torch.testing.assert_close(own_params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    data, asked = data or padded(), {"accumulate": MICRO_BATCHES, "clip_grad_norm": 1.0, **plan}
+    twin = twin_of(model, data)
+    for run in ranks_run(model, data, asked, sgd, train=train, grads_of=lambda _: {}):
+        assert list(run.params) == list(twin.params)
+        assert_alike(run, twin, of_all=False)
 
 
 def hides_nothing_at_times() -> list[dict[str, Tensor]]:
@@ -262,7 +226,6 @@ def packed_at_times() -> list[dict[str, Tensor]]:
     ("kind", "schedule"), [("llama", "1f1b"), ("gpt2", "1f1b"), ("qwen3", "interleaved"), ("gemma2", "1f1b")]
 )
 def test_a_stage_is_called_with_a_mask_in_some_micro_batches_only(kind: str, schedule: str, make: Any) -> None:
-    torch.manual_seed(0)
     race(build(kind), {"preset": "zero1", "mesh": {"pp": 2}, "pipeline": {"schedule": schedule}}, data=make())
 
 
@@ -278,16 +241,14 @@ def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
 
 def test_a_call_that_asks_for_the_routers_of_all_layers_is_refused_on_every_stage() -> None:
     """As TRL's trainers of preferences ask: no stage waits for one that has raised, and the next call computes."""
-    models = [build("mixtral") for _ in range(2)]
     tokens = torch.randint(3, VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
 
-    def rank(world: sw.World) -> float:
-        with sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world) as engine:
-            with pytest.raises(ModelError, match=r"The call has output_router_logits.*router_aux_loss_coef=0\.0"):
-                engine(input_ids=tokens, labels=tokens, output_router_logits=True)
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            return float(loss.detach())
+    def work(engine: sw.Engine) -> float:
+        with pytest.raises(ModelError, match=r"The call has output_router_logits.*router_aux_loss_coef=0\.0"):
+            engine(input_ids=tokens, labels=tokens, output_router_logits=True)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        return float(loss.detach())
 
-    one, other = run_ranks(2, rank)
+    one, other = work_on_ranks(2, work, {"mesh": {"pp": 2}, "accumulate": 2}, lambda: build("mixtral"), None)
     assert one == other > 0

@@ -56,7 +56,6 @@ def test_a_file_that_cannot_be_made_leaves_the_old_plan(
     before: str, left: int, tmp_path: Path, disk: BreakingOfOne
 ) -> None:
     """The first or a later one. Training goes on as if nobody had asked, and no file of the new plan is left."""
-    torch.manual_seed(0)
     model, data, told = Transformer(), batches(3, rows=12), dict[int, str]()
     former = {"preset": before.split()[0], "disk": str(tmp_path / ("other" if "elsewhere" in before else "one"))}
     new = {"preset": "infinity", "disk": str(tmp_path / "one"), "clip_grad_norm": 1.0}
@@ -150,7 +149,6 @@ def test_a_disk_that_fails_while_values_move_loses_nothing_that_a_checkpoint_has
 
 
 def test_a_save_that_one_rank_cannot_read_for_leaves_the_last_checkpoint(tmp_path: Path, disk: BreakingOfOne) -> None:
-    torch.manual_seed(0)
     model, data, told = Transformer(), batches(3, rows=12), dict[int, str]()
 
     def run(fails: bool) -> Losses:

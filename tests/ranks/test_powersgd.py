@@ -127,7 +127,6 @@ def test_trains_like_the_paper_on_ranks(num_ranks: int) -> None:
 
 
 def test_the_program_changes_once_and_is_what_is_sent_and_held() -> None:
-    torch.manual_seed(0)
     model = Transformer()
 
     def work(engine: sw.Engine) -> tuple[int, int]:
@@ -151,7 +150,6 @@ def test_the_program_changes_once_and_is_what_is_sent_and_held() -> None:
 
 def test_factors_of_all_units_are_two_messages() -> None:
     """And the verdict of the step is a third; torch's hook sends three for each bucket."""
-    torch.manual_seed(0)
     model = Transformer()
 
     def work(engine: sw.Engine) -> tuple[int, int]:

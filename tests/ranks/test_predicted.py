@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from threads_as_members import ThreadMembership, run_members
-from twins import adamw, batches, plain_run
+from twins import adamw, batches, plain_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -38,22 +37,19 @@ def trained(run: Path, described: Hardware | None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(prediction, "described_hardware", lambda _: described)
     torch.manual_seed(0)
     start = Transformer()
-    replicas = [copy.deepcopy(start) for _ in range(2)]
     data = batches(NUM_STEPS)
     expected = plain_run(start, data)
 
-    def rank(world: sw.World) -> list[float]:
-        model = replicas[world.rank]
+    def work(engine: sw.Engine) -> list[float]:
         losses = []
-        with sw.shard(model, {"run": str(run), **plan}, optimizer=adamw(model), world=world) as engine:
-            for x, y in data:
-                loss = engine(*(part.chunk(world.size)[world.rank] for part in (x, y)))
-                engine.backward(loss)
-                engine.step()
-                losses.append(engine.log({"loss": loss})["loss"])
+        for x, y in data:
+            loss = engine(*(part.chunk(engine.world.size)[engine.world.rank] for part in (x, y)))
+            engine.backward(loss)
+            engine.step()
+            losses.append(engine.log({"loss": loss})["loss"])
         return losses
 
-    losses = run_ranks(2, rank)[0]
+    losses = work_on_ranks(2, work, {"run": str(run), **plan}, start)[0]
     assert losses == pytest.approx(expected.losses, abs=1e-5)
     return losses
 

@@ -16,13 +16,12 @@ import pytest
 import torch
 from small_transformers import gpt2, llama, mixtral
 from torch import nn
-from twins import adamw, batches
+from twins import adamw, batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import own_rows
 from shardwise.checkpoint.draft_notes import Notes
 from shardwise.errors import CheckpointError
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Mixture, Transformer
 from tests.patience import PATIENCE
@@ -44,14 +43,7 @@ def on_ranks(build: Callable[[], nn.Module], plan: dict[str, Any], work: Callabl
     torch.manual_seed(0)
     model = build()
     num_ranks = math.prod(plan.get("mesh", {"dp": 2}).values())
-    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        mine = replicas[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, plan, model)
 
 
 def train(engine: sw.Engine) -> None:

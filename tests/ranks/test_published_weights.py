@@ -148,7 +148,6 @@ def test_a_reader_that_comes_while_the_job_deletes(tmp_path: Path, monkeypatch: 
 
 
 def test_a_version_is_mapped_and_not_read(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Transformer()
     expected = {name: one.clone() for name, one in model.state_dict().items()}
     with sw.shard(model, "zero1", world=sw.World(0, 1, ThreadTransport(PostOffice(), 0))) as engine:

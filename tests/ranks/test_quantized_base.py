@@ -18,7 +18,7 @@ from test_adapters import adamw_of_trainable
 from test_pipeline import CLIP, pipelined
 from test_pipeline import assert_same as assert_same_stages
 from torch import nn
-from twins import assert_same, batches, plain_run, sharded_run
+from twins import assert_same, batches, plain_run, sharded_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -151,14 +151,11 @@ def test_each_rank_keeps_its_part_of_the_codes() -> None:
     others = sum(param.nbytes for param in model.parameters()) - codes
 
     def at_rest(preset: str) -> list[int]:
-        models = [copy.deepcopy(model) for _ in range(2)]
 
-        def rank(world: sw.World) -> int:
-            mine = models[world.rank]
-            with sw.shard(mine, preset, optimizer=adamw_of_trainable(mine), world=world) as engine:
-                return inside.meter(engine).now["param"]
+        def work(engine: sw.Engine) -> int:
+            return inside.meter(engine).now["param"]
 
-        return run_ranks(2, rank)
+        return work_on_ranks(2, work, preset, model, adamw_of_trainable)
 
     assert at_rest("ddp") == pytest.approx([codes + others] * 2, rel=0.01)
     assert at_rest("zero3") == pytest.approx([(codes + others) / 2] * 2, rel=0.01)
@@ -197,23 +194,20 @@ def test_codes_of_a_live_model_are_read_written_and_moved() -> None:
 
 def test_codes_are_exported_as_they_are(tmp_path: Path) -> None:
     model = quantized()
-    models = [copy.deepcopy(model) for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(mine, "zero3", optimizer=adamw_of_trainable(mine), world=world) as engine:
-            engine.save(tmp_path / "kept")
-            engine.save_pretrained(tmp_path / "live")
-            engine.save_pretrained(tmp_path / "narrow", dtype="bf16")
-            stream = engine.weights(dtype="bf16", merge_adapters=False)
-            sent = {name: tensor.clone() for name, tensor in stream}
-            assert [(one.name, one.dtype, tuple(one.shape)) for one in stream.metadata()] == [
-                (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()
-            ]
+    def work(engine: sw.Engine) -> None:
+        engine.save(tmp_path / "kept")
+        engine.save_pretrained(tmp_path / "live")
+        engine.save_pretrained(tmp_path / "narrow", dtype="bf16")
+        stream = engine.weights(dtype="bf16", merge_adapters=False)
+        sent = {name: tensor.clone() for name, tensor in stream}
+        assert [(one.name, one.dtype, tuple(one.shape)) for one in stream.metadata()] == [
+            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()
+        ]
         for name, value in model.state_dict().items():
             assert torch.equal(sent[name], value if name.endswith("codes") else value.bfloat16()), name
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, "zero3", model, adamw_of_trainable)
     sw.convert(tmp_path / "kept", tmp_path / "converted", to="hf", dtype="bf16")
     for folder in ("live", "narrow", "converted"):
         stored = load_file(tmp_path / folder / "model.safetensors")
@@ -264,19 +258,18 @@ def test_codes_packed_into_a_floating_point_dtype_are_never_converted(
     for block in model.blocks:
         for name, layer in (("qkv", block.qkv), ("down", block.down)):
             block.register_module(name, Packed(nn.Linear(layer.shape[1], layer.shape[0]), storage))
-    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": preset, "precision": precision}
 
-    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
-        mine, losses = models[world.rank], []
-        plan = {"preset": preset, "precision": precision}
-        with sw.shard(mine, plan, optimizer=adamw_of_trainable(mine), world=world) as engine:
-            for x, y in batches(2, rows=12):
-                loss = mine(x, y)
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            engine.save_pretrained(tmp_path, dtype="fp16")
-            return losses, engine.state_dict()
+    def work(engine: sw.Engine) -> tuple[list[float], dict[str, Tensor]]:
+        mine = engine.module
+        losses = []
+        for x, y in batches(2, rows=12):
+            loss = mine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.save_pretrained(tmp_path, dtype="fp16")
+        return losses, engine.state_dict()
 
     plain, expected = copy.deepcopy(model), []
     optimizer = adamw_of_trainable(plain)
@@ -286,7 +279,7 @@ def test_codes_packed_into_a_floating_point_dtype_are_never_converted(
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    results = run_ranks(2, rank)
+    results = work_on_ranks(2, work, plan, model, adamw_of_trainable)
     stored = load_file(tmp_path / "model.safetensors")
     for losses, params in results:
         assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.02)
@@ -323,7 +316,6 @@ class QuantizedNet(Net):
 @pytest.mark.parametrize("plan", [PLANS["zero3"], PLANS["zero1"], PLANS["hsdp"], TIERS["zero3-offload"]])
 @sampled
 def test_codes_of_a_lost_rank_are_found_elsewhere(plan: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = QuantizedNet()
     race(plan, DiesAt({1: 17, 3: 40}), tmp_path, model=model)
 
@@ -348,7 +340,6 @@ class QuantizedDecoder(Decoder):
 )
 @sampled
 def test_stages_of_a_base_in_four_bits_train_like_the_plain_model(preset: str, mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     model, data = QuantizedDecoder(), token_batches(3, 8)
     runs = pipelined(model, mesh, data, preset=preset, optimizer=adamw_of_trainable)
     assert_same_stages(runs, unsplit(model, data, clip=CLIP, make_optimizer=adamw_of_trainable))

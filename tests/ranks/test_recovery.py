@@ -69,7 +69,6 @@ class Breaking(Transformer):
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any], where: str) -> None:
     """In the first step, which is recorded, and in later ones, which follow the program."""
-    torch.manual_seed(0)
     model = Breaking(tied=True)
     count = {"steps": 0}
 
@@ -163,7 +162,6 @@ def test_the_rate_after_an_update_on_the_host_that_raised() -> None:
 @pytest.mark.parametrize("when", ["before", "after", "never"])
 def test_a_guarded_step_beside_schedulers(when: str) -> None:
     """A scheduler may wrap the step before `shard` or after it, and the plan changes with the same optimizer."""
-    torch.manual_seed(0)
     model = nn.Linear(3, 3)
     optimizer = stumbling(model)
 

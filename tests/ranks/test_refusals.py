@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from twins import adamw, batches
+from twins import batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, FaultError, ModelError, PlacementError, StateError
@@ -81,27 +81,23 @@ def test_plans_that_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 def test_plans_that_are_refused_by_reshard_leave_the_engine_as_it_was(*, shares_memory: bool) -> None:
-    torch.manual_seed(0)
-    models = [Transformer() for _ in range(2)]
     data = batches(2, rows=4)
 
-    def rank(world: sw.World) -> None:
-        model = models[world.rank]
-        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
-            engine.backward(engine(*data[0]))
-            engine.step()
-            before = engine.state_dict()
-            for plan, words in PLANS.values():
-                with pytest.raises(ConfigError) as caught:
-                    engine.reshard(plan)
-                assert words in str(caught.value)
-                after = engine.state_dict()
-                assert all(torch.equal(value, after[name]) for name, value in before.items())
-            engine.backward(engine(*data[1]))
-            engine.step()
-            assert any(not torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    def work(engine: sw.Engine) -> None:
+        engine.backward(engine(*data[0]))
+        engine.step()
+        before = engine.state_dict()
+        for plan, words in PLANS.values():
+            with pytest.raises(ConfigError) as caught:
+                engine.reshard(plan)
+            assert words in str(caught.value)
+            after = engine.state_dict()
+            assert all(torch.equal(value, after[name]) for name, value in before.items())
+        engine.backward(engine(*data[1]))
+        engine.step()
+        assert any(not torch.equal(value, before[name]) for name, value in engine.state_dict().items())
 
-    run_ranks(2, rank, shares_memory=shares_memory)
+    work_on_ranks(2, work, "zero3", Transformer, shares_memory=shares_memory)
 
 
 def scripted() -> nn.Module:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from allocations import Allocations
 from torch import nn
-from twins import Batch, Run, adamw, assert_same, batches, engine_step, full_params, plain_run
+from twins import Batch, Run, adamw, assert_same, batches, engine_step, full_params, plain_run, work_on_ranks
 
 import shardwise as sw
 import shardwise.optim  # its tables are not counted
@@ -164,32 +164,30 @@ def test_only_what_is_missing_travels() -> None:
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 def test_buffers_of_the_old_plan_wait_for_no_garbage_collection(preset: str) -> None:
     """Neither the flat buffers of the old plan, nor the runner of its programs."""
-    replicas = [Transformer() for _ in range(2)]
 
-    def rank(world: sw.World) -> list[str]:
-        model = replicas[world.rank]
-        with sw.shard(model, preset, optimizer=adamw(model), world=world) as engine:
-            rounds(engine, batches(3))
-            weight = model.positions.weight
-            weight.detach().clone()  # a read of a parameter at rest
-            weight.data = weight.data * 2
-            loss = engine(*batches(1)[0])
-            engine.backward(loss)
-            assert weight.grad is not None
-            weight.grad = weight.grad * 2
-            engine.step()
-            del weight, loss
-            old = {flat.name: weakref.ref(flat) for flat in inside.flats(engine)}
-            old["runner"] = weakref.ref(inside.runner(engine))
-            engine.reshard("zero1")
-            left = [name for name, known in old.items() if known() is not None]
-            world.barrier()  # collection is enabled again when all have looked
-            return left
+    def work(engine: sw.Engine) -> list[str]:
+        model = engine.module
+        rounds(engine, batches(3))
+        weight = model.positions.weight
+        weight.detach().clone()  # a read of a parameter at rest
+        weight.data = weight.data * 2
+        loss = engine(*batches(1)[0])
+        engine.backward(loss)
+        assert weight.grad is not None
+        weight.grad = weight.grad * 2
+        engine.step()
+        del weight, loss
+        old = {flat.name: weakref.ref(flat) for flat in inside.flats(engine)}
+        old["runner"] = weakref.ref(inside.runner(engine))
+        engine.reshard("zero1")
+        left = [name for name, known in old.items() if known() is not None]
+        engine.world.barrier()  # collection is enabled again when all have looked
+        return left
 
     gc.collect()
     gc.disable()
     try:
-        assert run_ranks(2, rank) == [[], []]
+        assert work_on_ranks(2, work, preset, Transformer) == [[], []]
     finally:
         gc.enable()
 
@@ -245,25 +243,23 @@ def test_the_peak_is_one_unit_more(hosts: list[str] | None, monkeypatch: pytest.
 
 
 def test_freezing_and_thawing_between_plans() -> None:
-    replicas = [start() for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        model = replicas[world.rank]
-        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
-            rounds(engine, batches(2))
-            before = whole(engine)
-            model.blocks[1].requires_grad_(False)
-            model.blocks[0].requires_grad_(True)
-            engine.reshard("zero2")
-            after = whole(engine)
-            same({key: value for key, value in before.items() if key[1] == "param"}, after)
-            assert after["blocks.1.up.weight", "exp_avg"] is None
-            rounds(engine, batches(2))
-            moved = {name: tensor for (name, what), tensor in whole(engine).items() if what == "param"}
-            assert torch.equal(moved["blocks.1.up.weight"], before["blocks.1.up.weight", "param"])
-            assert not torch.equal(moved["blocks.0.up.weight"], before["blocks.0.up.weight", "param"])
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        rounds(engine, batches(2))
+        before = whole(engine)
+        model.blocks[1].requires_grad_(False)
+        model.blocks[0].requires_grad_(True)
+        engine.reshard("zero2")
+        after = whole(engine)
+        same({key: value for key, value in before.items() if key[1] == "param"}, after)
+        assert after["blocks.1.up.weight", "exp_avg"] is None
+        rounds(engine, batches(2))
+        moved = {name: tensor for (name, what), tensor in whole(engine).items() if what == "param"}
+        assert torch.equal(moved["blocks.1.up.weight"], before["blocks.1.up.weight", "param"])
+        assert not torch.equal(moved["blocks.0.up.weight"], before["blocks.0.up.weight", "param"])
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, "zero3", start)
 
 
 def test_a_checkpoint_after_a_change_of_plan(tmp_path: Any) -> None:
@@ -307,17 +303,16 @@ def test_refusals_change_nothing() -> None:
 
 
 def test_an_engine_without_an_optimizer() -> None:
-    replicas = [start() for _ in range(2)]
     x, y = batches(1)[0]
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(replicas[world.rank], "zero3", world=world) as engine, torch.no_grad():
+    def work(engine: sw.Engine) -> None:
+        with torch.no_grad():
             loss = engine(x, y)
             for plan in itertools.islice(itertools.cycle(["ddp", "zero3-kept"]), 3):
                 engine.reshard(plan)
                 assert torch.equal(engine(x, y), loss)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, "zero3", start, None)
 
 
 def test_a_change_that_fails_half_way_says_why_and_the_engine_closes(monkeypatch: pytest.MonkeyPatch) -> None:

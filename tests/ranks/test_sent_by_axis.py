@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,10 +13,10 @@ import sequences
 import torch
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.cli.main import main
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Decoder, Gpt, Mixture
 from tests.thorough import thorough_only
@@ -100,25 +99,21 @@ def sent_in_a_step(kind: str) -> list[tuple[int, dict[str, int]]]:
     first = model_of(kind)
     mesh = PLANS[kind]["mesh"]
     num_ranks = int(torch.tensor(list(mesh.values())).prod())
-    models = [copy.deepcopy(first) for _ in range(num_ranks)]
 
-    def rank(world: sw.World) -> tuple[int, dict[str, int]]:
-        model = models[world.rank]
-        optimizer = torch.optim.AdamW(model.parameters())
-        with sw.shard(model, PLANS[kind], optimizer=optimizer, world=world) as engine:
-            step(engine, kind)
-            step(engine, kind)
-            ledger = inside.ledger(engine)
-            ledger.clear()
-            step(engine, kind)
-            sent: Counter[str] = Counter()
-            for (verb, line), num_bytes in ledger.sent_bytes.items():
-                axis = line.partition(":")[0]  # a link between two stages has a name of its own
-                if verb not in ("exchange", "broadcast") or axis == "tp":  # of others, a few short ones are not counted
-                    sent[axis] += num_bytes
-            return engine.rehearse(micro_batch_of(kind)).param, dict(sent)
+    def work(engine: sw.Engine) -> tuple[int, dict[str, int]]:
+        step(engine, kind)
+        step(engine, kind)
+        ledger = inside.ledger(engine)
+        ledger.clear()
+        step(engine, kind)
+        sent: Counter[str] = Counter()
+        for (verb, line), num_bytes in ledger.sent_bytes.items():
+            axis = line.partition(":")[0]  # a link between two stages has a name of its own
+            if verb not in ("exchange", "broadcast") or axis == "tp":  # of others, a few short ones are not counted
+                sent[axis] += num_bytes
+        return engine.rehearse(micro_batch_of(kind)).param, dict(sent)
 
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, PLANS[kind], first, lambda model: torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize(

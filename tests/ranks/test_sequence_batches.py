@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, assert_same, batches, split_run, whole_run
+from sequences import TOKENS, Batch, batches, split_run, whole_run
 from torch import nn
 from torch.nn import functional
+from twins import assert_alike, work_on_ranks
 
 import shardwise as sw
 from shardwise.data import Loader
@@ -29,13 +30,7 @@ PLAN: dict[str, Any] = {"preset": "zero3", "mesh": {"sp": 2}}
 
 def on_two(work: Callable[[sw.Engine], Any], build: Callable[[], nn.Module] = Gpt, **more: Any) -> list[Any]:
     """What `work` returns on each of two ranks that share sequences."""
-    replicas = [build() for _ in range(2)]
-
-    def rank(world: sw.World) -> Any:
-        with sw.shard(replicas[world.rank], {**PLAN, **more}, world=world) as engine:
-            return work(engine)
-
-    return run_ranks(2, rank)
+    return work_on_ranks(2, work, {**PLAN, **more}, build, None)
 
 
 def counted_loss(model: Any, batch: Batch) -> Tensor:
@@ -53,13 +48,12 @@ def counted_loss(model: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3])
 def test_the_loss_counts_tokens_once(attention: str, tokens: int) -> None:
     """The labels that do not count are mostly on one rank, and a sequence that does not divide evenly is padded."""
-    torch.manual_seed(0)
     model, data = Gpt(), batches(2, tokens=tokens)
     for batch in data:
         batch["labels"] = batch["labels"].clone()
         batch["labels"][:, 1:7] = -100
     run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=counted_loss)
-    assert_same(run, whole_run(model, data, loss_of=counted_loss))
+    assert_alike(run, whole_run(model, data, loss_of=counted_loss))
 
 
 def test_without_an_axis_sp_nothing_is_cut() -> None:
@@ -102,7 +96,6 @@ def test_what_each_rank_gets(attention: str, order: list[int]) -> None:
 
 def test_documents_of_an_own_model() -> None:
     """Two documents in one row give the same results as each alone."""
-    torch.manual_seed(0)
     model = Gpt()
     tokens = torch.randint(0, VOCAB, (1, TOKENS))
     positions = torch.cat([torch.arange(6), torch.arange(TOKENS - 6)])[None]
@@ -432,21 +425,17 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def test_after_close_and_reshard_the_model_computes_by_itself() -> None:
-    torch.manual_seed(0)
     model, batch = Gpt(), batches(1)[0]
     expected = model(batch["input_ids"], batch["position_ids"])
-    replicas = [copy.deepcopy(model) for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        replica = replicas[world.rank]
-        with sw.shard(replica, PLAN, world=world) as engine:
-            mine = engine.split_sequence(batch)
-            part = engine(mine["input_ids"], mine["position_ids"])
-            engine.reshard({"preset": "zero3", "mesh": {"dp": 2}})
-            whole = engine(batch["input_ids"], batch["position_ids"])
-            torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
-            engine.reshard({"preset": "zero1", "mesh": {"sp": 2}})
-            mine = engine.split_sequence(batch)
-            torch.testing.assert_close(engine(mine["input_ids"], mine["position_ids"]), part, rtol=1e-5, atol=1e-5)
+    def work(engine: sw.Engine) -> None:
+        mine = engine.split_sequence(batch)
+        part = engine(mine["input_ids"], mine["position_ids"])
+        engine.reshard({"preset": "zero3", "mesh": {"dp": 2}})
+        whole = engine(batch["input_ids"], batch["position_ids"])
+        torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+        engine.reshard({"preset": "zero1", "mesh": {"sp": 2}})
+        mine = engine.split_sequence(batch)
+        torch.testing.assert_close(engine(mine["input_ids"], mine["position_ids"]), part, rtol=1e-5, atol=1e-5)
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, PLAN, model, None)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, Run, assert_same, whole_run
+from sequences import TOKENS, Batch, whole_run
 from sequences import batches as gpt_batches
 from test_sequence_transformers import batches, built, gpt2, llama, own_loss
 from torch import Tensor, nn
 from torch.nn import functional
-from twins import adamw
+from twins import Run, assert_alike, at_once, ranks_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.testing import run_ranks
 from tests.models import Gpt
 from tests.thorough import sampled, thorough_only
 
@@ -26,24 +23,7 @@ pytestmark = sampled
 
 def staged_run(model: nn.Module, data: list[Batch], mesh: dict[str, int], train: Any, **plan: Any) -> list[Run]:
     """Train by `train(engine, its rows of a batch)`; returns the results of every rank."""
-    num_ranks = math.prod(mesh.values())
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
-    names = [name for name, _ in model.named_parameters()]
-
-    def rank(world: sw.World) -> Run:
-        mine, run = models[world.rank], Run()
-        with sw.shard(mine, {"mesh": mesh, **plan}, optimizer=adamw(mine), world=world) as engine:
-            share, num_shares = engine.data_ranks
-            for batch in data:
-                rows = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
-                run.losses.append(engine.mean(train(engine, rows).item()))
-                grads = {name: engine.get(name, "grad") for name in names}
-                run.grads.append({name: grad for name, grad in grads.items() if grad is not None})
-                run.norms.append(float(engine.step() or 0.0))
-            run.params = engine.state_dict()
-        return run
-
-    return run_ranks(num_ranks, rank)
+    return ranks_run(model, data, {"mesh": mesh, **plan}, train=at_once(train))
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -69,9 +49,9 @@ def test_a_model_of_transformers_is_given_whole_batches(
         model.activation_checkpointing_enable()
     model.train()
     plan = {"preset": preset, "accumulate": 2, "pipeline": {"schedule": schedule}, "sequence": {"attention": attention}}
-    twin = whole_run(model, data, loss_of=own_loss, accumulate=2)
-    for run in staged_run(model, data, mesh, lambda engine, rows: engine.forward_backward(rows), **plan):
-        assert_same(run, twin)
+    twin = whole_run(model, data, loss_of=own_loss, shares=2)
+    for run in staged_run(model, data, mesh, sw.Engine.forward_backward, **plan):
+        assert_alike(run, twin)
 
 
 def outside(model: Any, batch: Batch) -> Tensor:
@@ -112,13 +92,12 @@ def test_loops_call_a_model_of_transformers_with_whole_batches(
         return loss
 
     for run in staged_run(model, data, mesh, train, preset=preset, sequence={"attention": attention}):
-        assert_same(run, twin)
+        assert_alike(run, twin)
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_loops_call_a_model_with_documents_of_split_sequences(attention: str) -> None:
     """The parts of a call have documents of their own; three rows are no multiple of them."""
-    torch.manual_seed(0)
     model, data = Gpt(num_blocks=3), gpt_batches(2, rows=3)
 
     def train(engine: sw.Engine, rows: Batch) -> Tensor:
@@ -131,7 +110,7 @@ def test_loops_call_a_model_with_documents_of_split_sequences(attention: str) ->
     twin = whole_run(model, data, loss_of=lambda plain, batch: packed_loss(plain, batch, DOCUMENTS[:3]))
     plan = {"preset": "zero2", "sequence": {"attention": attention}}
     for run in staged_run(model, data, {"pp": 2, "sp": 2}, train, **plan):
-        assert_same(run, twin)
+        assert_alike(run, twin)
 
 
 def packed_loss(model: Any, batch: Batch, documents: Tensor) -> Tensor:
@@ -154,7 +133,6 @@ DOCUMENTS = torch.tensor([[0] * cut + [1] * (TOKENS - cut) for cut in (3, 9, 16,
 @pytest.mark.parametrize("mesh", [{"sp": 2}, {"pp": 2, "sp": 2}], ids=["sp", "pp-sp"])
 def test_micro_batches_have_documents_of_their_own(mesh: dict[str, int], attention: str, recomputes: bool) -> None:
     """A split batch is cut into micro-batches, several of which are in flight. Each keeps its own documents."""
-    torch.manual_seed(0)
     model, data = Gpt(num_blocks=3, recomputes=recomputes), gpt_batches(2)
 
     def train(engine: sw.Engine, rows: Batch) -> Tensor:
@@ -170,7 +148,7 @@ def test_micro_batches_have_documents_of_their_own(mesh: dict[str, int], attenti
     twin = whole_run(model, data, loss_of=loss_of)
     plan = {"preset": "zero2", "accumulate": 4, "sequence": {"attention": attention}}
     for run in staged_run(model, data, mesh, train, **plan):
-        assert_same(run, twin)
+        assert_alike(run, twin)
 
 
 class Plain(nn.Module):
@@ -185,13 +163,12 @@ class Plain(nn.Module):
 
 
 def test_stages_none_of_which_has_attention_are_told() -> None:
-    models = [Plain() for _ in range(4)]
 
-    def rank(world: sw.World) -> None:
-        plan = {"preset": "zero1", "mesh": {"pp": 2, "sp": 2}, "accumulate": 2}
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            part = engine.split_sequence(torch.ones(2, 4, 8))
-            engine.forward_backward(part, loss_fn=lambda out: out.square().mean())
+    plan = {"preset": "zero1", "mesh": {"pp": 2, "sp": 2}, "accumulate": 2}
+
+    def work(engine: sw.Engine) -> None:
+        part = engine.split_sequence(torch.ones(2, 4, 8))
+        engine.forward_backward(part, loss_fn=lambda out: out.square().mean())
 
     with pytest.raises(ModelError, match=r"Plain computed a forward without any attention that could be split"):
-        run_ranks(4, rank)
+        work_on_ranks(4, work, plan, Plain, None)

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import Batch, Run, assert_same, batches, chunked, grads_of, split_run, whole_run
+from sequences import Batch, batches, own_grads, split_run, whole_run
 from small_transformers import VOCAB, library, llama
 from torch import nn
 from torch.nn import functional
-from twins import adamw
+from twins import Run, assert_alike, chunked, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
-from shardwise.testing import run_ranks
 from tests.models import Gpt
 from tests.thorough import sampled
 
@@ -47,15 +46,8 @@ def labelled(num_steps: int, tokens: int) -> list[Batch]:
 
 def on_ranks(mesh: dict[str, int], work: Callable[[sw.Engine, Any], Any], attention: str = "ulysses") -> list[Any]:
     num_ranks = int(torch.tensor(list(mesh.values())).prod())
-    replicas = [built() for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        replica = replicas[world.rank]
-        plan = {"preset": "zero3", "mesh": mesh, "sequence": {"attention": attention}}
-        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-            return work(engine, replica)
-
-    return run_ranks(num_ranks, rank)
+    plan = {"preset": "zero3", "mesh": mesh, "sequence": {"attention": attention}}
+    return work_on_ranks(num_ranks, lambda engine: work(engine, engine.module), plan, built)
 
 
 def assert_close(ours: Tensor, plain: Tensor) -> None:
@@ -115,13 +107,13 @@ def test_losses_of_the_whole_are_trained(loss_of: Callable[[Any, Batch], Tensor]
             loss = loss_of(model, batch)
             engine.backward(loss)
             run.losses.append(loss.item())
-            run.grads.append(grads_of(model))
+            run.grads.append(own_grads(engine))
             run.norms.append(float(engine.step()))
         run.params = {name: value.clone() for name, value in engine.state_dict().items()}
         return run
 
     for run in on_ranks({"sp": 2}, work, attention):  # not only their mean
-        assert_same(run, twin)
+        assert_alike(run, twin)
 
 
 def test_the_models_own_loss_leaves_logits_in_parts() -> None:
@@ -157,7 +149,6 @@ def test_a_plan_taken_later_gives_wholes_too() -> None:
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("mesh", [{"sp": 2}, {"dp": 2, "sp": 2}])
 def test_own_models_join_by_hand(mesh: dict[str, int], attention: str) -> None:
-    torch.manual_seed(0)
     model, data = Gpt(), batches(2)
 
     def joined_loss(engine: Any, batch: Batch) -> Tensor:
@@ -168,7 +159,7 @@ def test_own_models_join_by_hand(mesh: dict[str, int], attention: str) -> None:
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     run = split_run(copy.deepcopy(model), data, "zero3", mesh, sequence={"attention": attention}, loss_of=joined_loss)
-    assert_same(run, whole_run(model, data))
+    assert_alike(run, whole_run(model, data))
 
 
 def test_what_cannot_be_joined() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import small_transformers
 import torch
 from torch import nn
-from twins import adamw, peak_of_third_step
+from twins import peak_of_third_step, work_on_ranks
 
 import shardwise as sw
 from shardwise.program import Footprint
-from shardwise.testing import run_ranks
 from tests.models import VOCAB, Gpt
 from tests.thorough import sampled, thorough_only
 
@@ -28,31 +25,27 @@ def loss_of(logits: Tensor) -> Tensor:
 
 def promised_and_made(model: nn.Module, attention: str, batch: dict[str, Tensor]) -> list[tuple[Footprint, int]]:
     """For each rank, the prediction and the peak of what its third step allocated."""
-    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
     plan = {"preset": "zero1", "mesh": {"sp": NUM_RANKS}, "sequence": {"attention": attention}}
 
-    def rank(world: sw.World) -> tuple[Footprint, int]:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            part = engine.split_sequence(batch)
+    def work(engine: sw.Engine) -> tuple[Footprint, int]:
+        part = engine.split_sequence(batch)
 
-            def step() -> None:
-                output = engine(**part)
-                engine.backward(loss_of(output) if isinstance(output, Tensor) else output.loss)
-                del output
-                engine.step()
+        def step() -> None:
+            output = engine(**part)
+            engine.backward(loss_of(output) if isinstance(output, Tensor) else output.loss)
+            del output
+            engine.step()
 
-            promised = engine.rehearse(part, loss=None if "labels" in batch else loss_of)
-            return promised, peak_of_third_step(engine, step)
+        promised = engine.rehearse(part, loss=None if "labels" in batch else loss_of)
+        return promised, peak_of_third_step(engine, step)
 
-    return run_ranks(NUM_RANKS, rank)
+    return work_on_ranks(NUM_RANKS, work, plan, model)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_what_a_rank_holds_of_its_tokens_is_promised(attention: str, recomputes: bool) -> None:
-    torch.manual_seed(0)
     model = Gpt(recomputes=recomputes, tokens=TOKENS)
     tokens = torch.randint(0, VOCAB, (ROWS, TOKENS))
     batch = {"input_ids": tokens, "position_ids": torch.arange(TOKENS).expand(ROWS, -1)}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from twins import sgd, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -44,10 +45,6 @@ def prompts(count: int) -> torch.Tensor:
 def batch() -> dict[str, torch.Tensor]:
     rows = torch.randint(1, VOCAB, (4, 8), generator=torch.Generator().manual_seed(5))
     return {"input_ids": rows, "labels": rows.clone()}
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def answers(model: Any) -> Found:
@@ -106,19 +103,17 @@ def test_calls_and_generation_are_those_of_the_unsplit_model(preset: str, mesh: 
 def test_verify_compares_a_call_of_generate_and_leaves_its_cache_alone(is_split: bool) -> None:
     model = llama()
     expected = unsplit(copy.deepcopy(model))
-    models = [copy.deepcopy(model) for _ in range(2)]
     plan = {"preset": "zero3", "mesh": {"tp": 2}, "tensor": {"sequence": is_split, "verify": True}}
 
-    def rank(world: sw.World) -> Found:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=sgd(mine), world=world) as engine:
-            with engine.inference(), torch.no_grad():
-                found = mine.generate(prompts(TOKENS), max_new_tokens=NEW_TOKENS, do_sample=False)
-            engine.backward(engine(**batch()).loss)
-            engine.step()
-            return {"tokens": found, "params": engine.state_dict()}
+    def work(engine: sw.Engine) -> Found:
+        mine = engine.module
+        with engine.inference(), torch.no_grad():
+            found = mine.generate(prompts(TOKENS), max_new_tokens=NEW_TOKENS, do_sample=False)
+        engine.backward(engine(**batch()).loss)
+        engine.step()
+        return {"tokens": found, "params": engine.state_dict()}
 
-    for found in run_ranks(2, rank):
+    for found in work_on_ranks(2, work, plan, model, sgd):
         assert torch.equal(found["tokens"], expected["tokens True"])
         for name, value in expected["params"].items():
             torch.testing.assert_close(found["params"][name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -154,7 +149,6 @@ class CentredModel(nn.Module):
 
 
 def test_verify_compares_split_sequences_after_a_call_in_inference() -> None:
-    torch.manual_seed(0)
     model = CentredModel()
     models = [copy.deepcopy(model) for _ in range(2)]
     tensor = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}, "sequence": True, "verify": True}

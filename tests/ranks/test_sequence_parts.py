@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import assert_same, batches, split_run, whole_run
+from sequences import batches, split_run, whole_run
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from twins import assert_alike, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.testing import run_ranks
 from tests.models import Gpt
 
 Tensor = torch.Tensor
@@ -108,14 +108,8 @@ OWN_MEANS: dict[str, Loss] = {
 def on_two(work: Callable[[sw.Engine], object], **more: Any) -> None:
     torch.manual_seed(0)
     model = Gpt()
-    replicas = [copy.deepcopy(model) for _ in range(2)]
-
-    def rank(world: sw.World) -> None:
-        plan = {"preset": "zero1", "mesh": {"sp": 2}, **more}
-        with sw.shard(replicas[world.rank], plan, world=world) as engine:
-            work(engine)
-
-    run_ranks(2, rank)
+    plan = {"preset": "zero1", "mesh": {"sp": 2}, **more}
+    work_on_ranks(2, work, plan, model, None)
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
@@ -135,14 +129,13 @@ def test_what_mixes_the_tokens_of_a_part_is_refused(attention: str) -> None:
 
 @pytest.mark.parametrize("how", RIGHT)
 def test_other_losses_train_as_on_whole_sequences(how: str) -> None:
-    torch.manual_seed(0)
     model, data = Gpt(), batches(2)
 
     def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = RIGHT[how](model(batch["input_ids"], batch["position_ids"]), batch["labels"])
         return loss
 
-    assert_same(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
+    assert_alike(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
 
 
 def test_a_mean_of_losses_is_refused_if_other_numbers_of_labels_count_on_the_ranks() -> None:
@@ -194,7 +187,6 @@ def test_own_means_are_refused_if_other_numbers_of_tokens_count_on_the_ranks(att
 
 
 def test_own_means_over_as_many_tokens_train_as_on_whole_sequences() -> None:
-    torch.manual_seed(0)
     model, data = Gpt(), batches(2)
     for batch in data:
         batch["labels"] = batch["labels"].clone()
@@ -208,7 +200,7 @@ def test_own_means_over_as_many_tokens_train_as_on_whole_sequences() -> None:
         total: Tensor = (losses * mask).sum() / mask.sum().clamp(min=1) + losses[mask].mean()
         return total
 
-    assert_same(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
+    assert_alike(split_run(model, data, "zero2", {"sp": 2}, loss_of=loss_of), whole_run(model, data, loss_of=loss_of))
 
 
 def test_copies_are_plain() -> None:
@@ -255,13 +247,12 @@ class Headed(nn.Module):
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])
 def test_what_is_as_many_as_tokens_is_told_from_them(preset: str, attention: str) -> None:
-    torch.manual_seed(0)
     model, data = Headed(mixes=False), [{"x": torch.randn(4, 8, 16)} for _ in range(2)]
 
     def loss_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
 
     run = split_run(model, data, preset, {"sp": 2}, loss_of=loss_of, sequence={"attention": attention})
-    assert_same(run, whole_run(model, data, loss_of=loss_of))
+    assert_alike(run, whole_run(model, data, loss_of=loss_of))
     with pytest.raises(ModelError, match=r"calls mean on a tensor of shape .* mixes its tokens"):
         split_run(Headed(mixes=True), data, preset, {"sp": 2}, loss_of=loss_of, sequence={"attention": attention})

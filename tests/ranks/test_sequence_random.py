@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from sequences import Batch, assert_same, split_run, whole_run
+from sequences import Batch, split_run, whole_run
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from twins import assert_alike
 
 import shardwise as sw
 from tests.thorough import drawn, thorough_only, varies
@@ -129,5 +130,5 @@ def test_trains_as_the_whole_model(
         data.append({"input_ids": drawn[:, :-1], "position_ids": positions, "labels": labels})
     plan: dict[str, Any] = {"sequence": {"attention": attention}, "accumulate": accumulate, "clip_grad_norm": clip}
     run = split_run(model, data, preset, mesh, loss_of=loss_of, **plan)
-    twin = whole_run(model, data, loss_of=loss_of, accumulate=accumulate, clip=clip)
-    assert_same(run, twin, tolerance=2e-5)
+    twin = whole_run(model, data, loss_of=loss_of, shares=accumulate, clip=clip)
+    assert_alike(run, twin, tolerance=2e-5)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, assert_same, split_run, whole_run
+from sequences import TOKENS, Batch, split_run, whole_run
 from small_transformers import VOCAB, gpt2, library, llama
 from torch import nn
 from torch.nn import functional
-from twins import adamw
+from twins import adamw, assert_alike, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
@@ -122,7 +121,7 @@ def built(build: Any) -> nn.Module:
 def test_trains_as_the_whole_model(build: Any, attention: str) -> None:
     model, data = built(build), batches(2)
     run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
-    assert_same(run, whole_run(model, data, loss_of=own_loss))
+    assert_alike(run, whole_run(model, data, loss_of=own_loss))
 
 
 @thorough_only("three things at once; the tests beside it have each")
@@ -137,7 +136,7 @@ def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) 
         batch["attention_mask"][1, 9:] = 0
         batch["labels"][1, 9:] = IGNORED
     run = split_run(model, data, "zero2", {"sp": 4}, sequence={"attention": attention}, loss_of=own_loss)
-    assert_same(run, whole_run(model, data, loss_of=own_loss))
+    assert_alike(run, whole_run(model, data, loss_of=own_loss))
 
 
 def padded(where: str, tokens: int = TOKENS) -> list[Batch]:
@@ -161,7 +160,7 @@ def test_padding_anywhere(build: Any, where: str, attention: str) -> None:
     """Padding sees the kept tokens before it, and not itself. OPT numbers only kept tokens."""
     model, data = built(build), padded(where)
     run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
-    assert_same(run, whole_run(model, data, loss_of=own_loss))
+    assert_alike(run, whole_run(model, data, loss_of=own_loss))
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -171,7 +170,7 @@ def test_left_padding_with_positions_over_four_ranks() -> None:
         kept = batch["attention_mask"]
         batch["position_ids"] = (kept.cumsum(1) - 1).masked_fill(kept == 0, 1)
     run = split_run(model, data, "zero3", {"sp": 4}, sequence={"attention": "ring"}, loss_of=own_loss)
-    assert_same(run, whole_run(model, data, loss_of=own_loss))
+    assert_alike(run, whole_run(model, data, loss_of=own_loss))
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -185,7 +184,7 @@ def test_eager_attention_has_its_own_result_for_padding_that_sees_nothing() -> N
     for batch in data:
         kept = batch["attention_mask"]
         batch["labels"][(kept.cumsum(1) == 1) & (kept == 1)] = IGNORED
-    assert_same(split_run(model, data, "zero2", {"sp": 2}, **plan), whole_run(model, data, loss_of=own_loss))
+    assert_alike(split_run(model, data, "zero2", {"sp": 2}, **plan), whole_run(model, data, loss_of=own_loss))
 
 
 MIXTURES = [partial(moe, kind) for kind in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe")]
@@ -200,7 +199,7 @@ def test_other_models(build: Any) -> None:
     twin = whole_run(model, data, loss_of=own_loss)
     for attention in ("ulysses", "ring"):
         run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
-        assert_same(run, twin)
+        assert_alike(run, twin)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -231,7 +230,7 @@ def test_a_model_that_looks_both_ways(kind: str) -> None:
         batch["attention_mask"][1, 12:] = 0
     for attention in ("ulysses", "ring"):
         run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=loss_of)
-        assert_same(run, whole_run(model, data, loss_of=loss_of))
+        assert_alike(run, whole_run(model, data, loss_of=loss_of))
 
 
 def test_a_plain_loop_gives_whole_batches() -> None:
@@ -269,7 +268,7 @@ def test_packed_documents(attention: str) -> None:
         batch["position_ids"] = torch.cat([torch.arange(7), torch.arange(5), torch.arange(4)]).expand(4, -1)
     run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
     twin = whole_run(model, data, loss_of=own_loss)
-    assert_same(run, twin)
+    assert_alike(run, twin)
     unpacked = [{name: batch[name] for name in ("input_ids", "labels")} for batch in data]
     assert abs(twin.losses[0] - whole_run(model, unpacked, loss_of=own_loss).losses[0]) > 1e-4
 
@@ -316,14 +315,11 @@ def test_a_model_around_one_of_transformers_that_passes_no_positions_is_refused(
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.inner(input_ids=input_ids, use_cache=False).logits
 
-    replicas = [built(Around) for _ in range(2)]
-
-    def rank(world: sw.World) -> None:
-        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
-            engine(engine.split_sequence(batches(1)[0]["input_ids"]))
+    def work(engine: sw.Engine) -> None:
+        engine(engine.split_sequence(batches(1)[0]["input_ids"]))
 
     with pytest.raises(sw.ShardwiseError, match="The model numbers its tokens by itself"):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, {"preset": "zero3", "mesh": {"sp": 2}}, lambda: built(Around), None)
 
 
 @pytest.mark.parametrize(
@@ -338,30 +334,25 @@ def test_batches_with_prefixes_and_images_are_refused(extra: str, said: str) -> 
         sizes = {**SIZES, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1}
         return library().HrmTextForCausalLM(library().HrmTextConfig(**sizes))
 
-    replicas = [built(prefix_lm) for _ in range(2)]
-
-    def rank(world: sw.World) -> None:
-        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
-            tokens = batches(1)[0]["input_ids"]
-            engine.split_sequence({"input_ids": tokens, extra: torch.ones_like(tokens)})
+    def work(engine: sw.Engine) -> None:
+        tokens = batches(1)[0]["input_ids"]
+        engine.split_sequence({"input_ids": tokens, extra: torch.ones_like(tokens)})
 
     with pytest.raises(ModelError, match=said):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, {"preset": "zero3", "mesh": {"sp": 2}}, lambda: built(prefix_lm), None)
 
 
 @pytest.mark.parametrize("kept", [6, torch.tensor([2, 4])], ids=["last", "chosen"])
 def test_a_choice_among_all_tokens_is_refused(kept: Any) -> None:
     """It used to be each rank's own last ones."""
-    replicas = [built(llama) for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
-            tokens = batches(1)[0]["input_ids"]
-            engine.split_sequence({"input_ids": tokens, "logits_to_keep": 0})
-            engine(input_ids=tokens, labels=tokens[:, -6:], logits_to_keep=kept)
+    def work(engine: sw.Engine) -> None:
+        tokens = batches(1)[0]["input_ids"]
+        engine.split_sequence({"input_ids": tokens, "logits_to_keep": 0})
+        engine(input_ids=tokens, labels=tokens[:, -6:], logits_to_keep=kept)
 
     with pytest.raises(ConfigError, match="logits_to_keep chooses among all tokens"):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, {"preset": "zero3", "mesh": {"sp": 2}}, lambda: built(llama), None)
 
 
 def test_what_cannot_be_split_is_refused() -> None:
@@ -423,15 +414,13 @@ def test_by_itself_a_plan_takes_ulysses_where_heads_divide(mesh: dict[str, int],
     """The model has four query heads; with tensor parallelism each rank has a part of them."""
     model = built(llama)
     num_ranks = int(torch.tensor(list(mesh.values())).prod())
-    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
 
-    def rank(world: sw.World) -> bool:
-        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": mesh}, world=world) as engine:
-            tokens = torch.arange(24)[None]
-            [positions] = engine.split_sequence({"input_ids": tokens})["position_ids"].tolist()
-            return max(after - before for before, after in pairwise(positions)) > 1
+    def work(engine: sw.Engine) -> bool:
+        tokens = torch.arange(24)[None]
+        [positions] = engine.split_sequence({"input_ids": tokens})["position_ids"].tolist()
+        return max(after - before for before, after in pairwise(positions)) > 1
 
-    assert run_ranks(num_ranks, rank)[0] is is_ring
+    assert work_on_ranks(num_ranks, work, {"preset": "zero3", "mesh": mesh}, model, None)[0] is is_ring
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -443,4 +432,4 @@ def test_beside_tensor_parallelism(mesh: dict[str, int], attention: str) -> None
     run = split_run(model, data, "zero1", mesh, sequence={"attention": attention}, loss_of=own_loss)
     twin = whole_run(model, data, loss_of=own_loss)
     run.grads, twin.grads = [], []  # on a rank those of its part; the norm and the updates cover all
-    assert_same(run, twin)
+    assert_alike(run, twin)

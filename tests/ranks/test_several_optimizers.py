@@ -56,7 +56,6 @@ def trained(model: Any, optimizers: list[torch.optim.Optimizer], halves: Any) ->
 @pytest.mark.parametrize("place", PLACES, ids=[f"{preset}-{shares}" for preset, shares in PLACES])
 @sampled
 def test_each_steps_and_zeroes_its_own(place: tuple[str, bool], tmp_path: Path) -> None:
-    torch.manual_seed(0)
     start = Transformer()
     twin = copy.deepcopy(start)
     trained(twin, two_over(twin), lambda batch: batch)
@@ -85,7 +84,6 @@ def test_each_steps_and_zeroes_its_own(place: tuple[str, bool], tmp_path: Path) 
 
 
 def test_the_state_dicts_are_the_plain_ones() -> None:
-    torch.manual_seed(0)
     start = Transformer()
     twin = copy.deepcopy(start)
     plain = two_over(twin)
@@ -112,7 +110,6 @@ def test_the_state_dicts_are_the_plain_ones() -> None:
 def test_states_may_have_other_keys_than_numbers(several: bool) -> None:
     """Torch finds the states of a parameter by its place in the groups. `torch.distributed.checkpoint.state_dict` uses
     names, and merges the states of several optimizers."""
-    torch.manual_seed(0)
     start = Transformer()
     replicas = [copy.deepcopy(start) for _ in range(2)]
 
@@ -145,7 +142,6 @@ def renamed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_engine_step_takes_all_of_them() -> None:
-    torch.manual_seed(0)
     model = Transformer()
     optimizers = two_over(model, muon=True)
     engine = sw.shard(model, "zero3", optimizer=optimizers)
@@ -157,7 +153,6 @@ def test_engine_step_takes_all_of_them() -> None:
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-    torch.manual_seed(0)
     model = Transformer()
     adam = torch.optim.AdamW(model.parameters())
     with pytest.raises(ModelError, match=r"tokens\.weight is in two of the optimizers"):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import FaultError, ModelError
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.in_stages import Messages, race
 from tests.models import Lora
@@ -242,13 +242,10 @@ class Reading(Net):
     ],
 )
 def test_what_cannot_be_carried_is_refused_with_the_reason(kind: type[nn.Module], words: str) -> None:
-    models = [made(kind) for _ in range(2)]
     [parts] = drawn(num_steps=1)
 
-    def rank(world: sw.World) -> None:
-        mine = models[world.rank]
-        with sw.shard(mine, {"mesh": {"pp": 2}, "preset": "zero1", "accumulate": 4}, world=world) as engine:
-            engine.forward_backward(list(parts), loss_fn=loss_itself)
+    def work(engine: sw.Engine) -> None:
+        engine.forward_backward(list(parts), loss_fn=loss_itself)
 
     with pytest.raises((ModelError, FaultError), match=words):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, {"mesh": {"pp": 2}, "preset": "zero1", "accumulate": 4}, lambda: made(kind), None)

@@ -3,14 +3,13 @@ works, and what a step waits for is reported."""
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from broken_disks import SlowDisk
-from twins import adamw, batches, train
+from twins import batches, train, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import TierError
@@ -19,7 +18,6 @@ from shardwise.observe import read_record
 from shardwise.observe.run_notes import read_notes
 from shardwise.observe.slowness import judge
 from shardwise.system.disk import TierFolder
-from shardwise.testing import run_ranks
 from tests.models import Transformer
 from tests.thorough import soak
 
@@ -38,7 +36,6 @@ def test_a_slow_disk_of_one_rank_is_named_and_no_hang(
     model, data = Transformer(), batches(3, rows=48)
 
     def run(seconds: float) -> list[list[float]]:
-        replicas = [copy.deepcopy(model) for _ in range(2)]
         plan = {
             "preset": "infinity",
             "activations": policy,
@@ -47,20 +44,18 @@ def test_a_slow_disk_of_one_rank_is_named_and_no_hang(
             "slow": {"seconds": 0.5},
         }
 
-        def rank(world: sw.World) -> list[float]:
-            replica = replicas[world.rank]
-            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-                losses = train(engine, data[:1])
-                engine.log({"loss": losses[0]})
-                world.barrier()
-                disk.seconds = seconds
-                losses += train(engine, data[1:])
-                engine.log({"loss": losses[-1]})
-                world.barrier()
-                disk.seconds = 0.0
-                return losses
+        def work(engine: sw.Engine) -> list[float]:
+            losses = train(engine, data[:1])
+            engine.log({"loss": losses[0]})
+            engine.world.barrier()
+            disk.seconds = seconds
+            losses += train(engine, data[1:])
+            engine.log({"loss": losses[-1]})
+            engine.world.barrier()
+            disk.seconds = 0.0
+            return losses
 
-        return run_ranks(2, rank, timeout_seconds=TIMEOUT_SECONDS, patience_seconds=0.4)
+        return work_on_ranks(2, work, plan, model, timeout_seconds=TIMEOUT_SECONDS, patience_seconds=0.4)
 
     assert run(SLOW_SECONDS) == run(0.0)
     folder = tmp_path / f"run-{SLOW_SECONDS}"
@@ -84,18 +79,15 @@ def test_a_disk_that_does_nothing_any_more_is_a_fault(tmp_path: Path, monkeypatc
     monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
     torch.manual_seed(0)
     model, data = Transformer(), batches(2, rows=12)
-    replicas = [copy.deepcopy(model) for _ in range(2)]
+    plan = {"preset": "infinity", "disk": str(tmp_path)}
 
-    def rank(world: sw.World) -> None:
-        replica = replicas[world.rank]
-        plan = {"preset": "infinity", "disk": str(tmp_path)}
-        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-            train(engine, data[:1])
-            world.barrier()
-            disk.seconds = 2.5 * TIMEOUT_SECONDS
-            world.barrier()
-            train(engine, data[1:])
+    def work(engine: sw.Engine) -> None:
+        train(engine, data[:1])
+        engine.world.barrier()
+        disk.seconds = 2.5 * TIMEOUT_SECONDS
+        engine.world.barrier()
+        train(engine, data[1:])
 
     words = rf"The disk of rank 1 failed in a step\. {tmp_path} has answered nothing for {0.9 * TIMEOUT_SECONDS:g} s"
     with pytest.raises(TierError, match=words):
-        run_ranks(2, rank, timeout_seconds=TIMEOUT_SECONDS)
+        work_on_ranks(2, work, plan, model, timeout_seconds=TIMEOUT_SECONDS)

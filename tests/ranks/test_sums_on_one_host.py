@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import adamw, batches
+from twins import adamw, batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.comm.transport.shm import shm_collectives
@@ -95,23 +95,20 @@ def test_a_gradient_in_two_chunks_is_read_in_one_piece(monkeypatch: pytest.Monke
     chunk."""
     monkeypatch.setattr(grad_mover, "LEAST_APART_BYTES", 0)
 
-    models = [nn.Linear(6, 5, bias=False) for _ in range(2)]  # of 30 elements; a chunk begins in the middle of a row
+    def work(engine: sw.Engine) -> bool:
+        x = torch.arange(6.0) + engine.world.rank
+        (flat,) = inside.flats(engine)
+        with engine.no_sync():
+            engine.backward(engine(x).sum())
+        fresh = flat.grads.fresh
+        assert fresh is not None
+        assert fresh.views == [None]
+        [(slot, gradient)] = flat.grads.fresh_gradients()
+        assert slot.shape == (5, 6)
+        return torch.equal(gradient, (x / 2).expand(5, 6))
 
-    def rank(world: sw.World) -> bool:
-        model = models[world.rank]
-        x = torch.arange(6.0) + world.rank
-        with sw.shard(model, "zero2", optimizer=adamw(model), world=world) as engine:
-            (flat,) = inside.flats(engine)
-            with engine.no_sync():
-                engine.backward(engine(x).sum())
-            fresh = flat.grads.fresh
-            assert fresh is not None
-            assert fresh.views == [None]
-            [(slot, gradient)] = flat.grads.fresh_gradients()
-            assert slot.shape == (5, 6)
-            return torch.equal(gradient, (x / 2).expand(5, 6))
-
-    assert run_ranks(2, rank) == [True, True]
+    # Of 30 elements: a chunk begins in the middle of a row.
+    assert work_on_ranks(2, work, "zero2", lambda: nn.Linear(6, 5, bias=False)) == [True, True]
 
 
 @pytest.mark.parametrize(("most_bytes", "sizes"), [(1 << 17, [4000]), (0, [4000, 2000])])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from split_models import TENSOR, Transformer, tokens
 from test_split_products import CUT, net
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.fit.hardware import hardware
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.thorough import sampled, thorough_only
 
@@ -50,21 +50,20 @@ def test_explained_bytes_and_memory_are_those_of_a_run(
     asked += ["--model", f"{tmp_path}/model.py:build", "--batch", f"{tmp_path}/model.py:batch"]
     assert main([*asked, "--json"]) == 0
     promised = json.loads(capsys.readouterr().out)
-    models = [Transformer() for _ in range(4)]
 
-    def rank(world: sw.World) -> tuple[int, int]:
-        model = models[world.rank]
-        with sw.shard(model, plan, optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:
-            for _ in range(3):
-                engine.backward(engine(tokens(0)))
-                engine.step()
-            ledger = inside.ledger(engine)
-            ledger.clear()
+    def work(engine: sw.Engine) -> tuple[int, int]:
+        for _ in range(3):
             engine.backward(engine(tokens(0)))
             engine.step()
-            return sum(ledger.sent_bytes.values()), engine.memory().measured["param"]
+        ledger = inside.ledger(engine)
+        ledger.clear()
+        engine.backward(engine(tokens(0)))
+        engine.step()
+        return sum(ledger.sent_bytes.values()), engine.memory().measured["param"]
 
-    for sent_bytes, param_bytes in run_ranks(4, rank):
+    for sent_bytes, param_bytes in work_on_ranks(
+        4, work, plan, Transformer, lambda model: torch.optim.AdamW(model.parameters())
+    ):
         assert sent_bytes == promised["sent_bytes_per_step"]
         assert param_bytes == promised["bytes"]["param"]
     assert main(asked) == 0
@@ -82,14 +81,13 @@ def test_stages_are_priced_as_they_are_split(tmp_path: Path, capsys: pytest.Capt
     asked = ["explain", str(tmp_path / "plan.json"), "--world", "4", "--optimizer", "adamw", "--json"]
     assert main([*asked, "--model", f"{tmp_path}/model.py:build"]) == 0
     promised = json.loads(capsys.readouterr().out)["bytes"]["param"]
-    models = [net(tied=False) for _ in range(4)]
 
-    def rank(world: sw.World) -> int:
-        model = models[world.rank]
-        with sw.shard(model, plan, optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:
-            return engine.memory().measured["param"]
+    def work(engine: sw.Engine) -> int:
+        return engine.memory().measured["param"]
 
-    assert promised == max(run_ranks(4, rank))
+    assert promised == max(
+        work_on_ranks(4, work, plan, lambda: net(tied=False), lambda model: torch.optim.AdamW(model.parameters()))
+    )
 
 
 def test_the_mesh_without_a_lost_rank_is_shown_and_its_price(

@@ -23,6 +23,7 @@ from test_tensor_parallel import (
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.comm import Line, Started
@@ -395,10 +396,10 @@ def test_autocast_equals_that_without_overlap(monkeypatch: pytest.MonkeyPatch, s
     waited = sharded(Narrow, "zero1", asked, dp=1)
     twin = plain(seeded(Narrow))
     for one, other in zip(beside, waited, strict=True):
-        for name, grad in other["grads"].items():
-            assert torch.allclose(one["grads"][name], grad, rtol=2e-2, atol=2e-3), name
-            assert torch.allclose(one["grads"][name], twin["grads"][name], rtol=5e-2, atol=5e-3), name
-        assert one["losses"] == pytest.approx(other["losses"], rel=1e-3)
+        for name, grad in other.grads[-1].items():
+            assert torch.allclose(one.grads[-1][name], grad, rtol=2e-2, atol=2e-3), name
+            assert torch.allclose(one.grads[-1][name], twin.grads[-1][name], rtol=5e-2, atol=5e-3), name
+        assert one.losses == pytest.approx(other.losses, rel=1e-3)
 
 
 @thorough_only("takes many steps")
@@ -406,19 +407,17 @@ def test_ten_steps_equal_those_without_overlap() -> None:
     """With and without overlap: the same parameters, up to rounding, and the same bytes along each axis."""
 
     def trained(tensor: dict[str, Any], **where: Any) -> list[dict[str, Any]]:
-        models = [seeded(Apart) for _ in range(4)]
 
-        def rank(world: sw.World) -> dict[str, Any]:
-            model = models[world.rank]
-            plan = {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": tensor}
-            with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
-                for step in range(10):
-                    engine.backward(engine(tokens(step).chunk(2)[world.rank // 2]))
-                    engine.step()
-                sent = dict(inside.ledger(engine).sent_bytes)
-                return {"params": engine.state_dict(), "sent": sent}
+        plan = {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": tensor}
 
-        return run_ranks(4, rank, **where)
+        def work(engine: sw.Engine) -> dict[str, Any]:
+            for step in range(10):
+                engine.backward(engine(tokens(step).chunk(2)[engine.world.rank // 2]))
+                engine.step()
+            sent = dict(inside.ledger(engine).sent_bytes)
+            return {"params": engine.state_dict(), "sent": sent}
+
+        return work_on_ranks(4, work, plan, lambda: seeded(Apart), optimizer_of, **where)
 
     for tensor in (APART, SEQUENCE):
         beside, waited = trained(tensor, hosts="abab"), trained(tensor)
@@ -453,23 +452,21 @@ def test_two_backwards_with_retain_graph(tensor: dict[str, Any]) -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_gradients_of_some_tensors_alone() -> None:
     """`torch.autograd.grad` of an input, and of a bias without its weight."""
-    models = [seeded(Apart) for _ in range(2)]
     names = ("blocks.0.norm1.weight", "blocks.1.attn.k.bias", "blocks.0.up.weight")
     twin = seeded(Apart)
     expected = [torch.autograd.grad(twin(tokens(0)), [twin.get_parameter(name)])[0] for name in names]
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
 
-    def rank(world: sw.World) -> list[Tensor]:
-        plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            engine.backward(engine(tokens(0)))
-            engine.zero_grad()
-            found = []
-            for name in names:
-                loss = engine.module(tokens(0))
-                found += torch.autograd.grad(loss, [engine.module.get_parameter(name)])
-            return found
+    def work(engine: sw.Engine) -> list[Tensor]:
+        engine.backward(engine(tokens(0)))
+        engine.zero_grad()
+        found = []
+        for name in names:
+            loss = engine.module(tokens(0))
+            found += torch.autograd.grad(loss, [engine.module.get_parameter(name)])
+        return found
 
-    first, second = run_ranks(2, rank, hosts="ab")
+    first, second = work_on_ranks(2, work, plan, lambda: seeded(Apart), None, hosts="ab")
     for place, (one, other, whole) in enumerate(zip(first, second, expected, strict=True)):
         made = torch.cat([one, other]) if place else one
         assert torch.allclose(made, whole, rtol=1e-4, atol=1e-6), names[place]
@@ -477,25 +474,23 @@ def test_gradients_of_some_tensors_alone() -> None:
 
 def test_a_backward_that_raises_leaves_nothing_behind() -> None:
     """The next forward waits for a collective that was running on all ranks."""
-    models = [seeded(Apart) for _ in range(2)]
     twin = seeded(Apart)
     twin(tokens(1)).backward()
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
 
-    def rank(world: sw.World) -> dict[str, Tensor | None]:
-        plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": SEQUENCE}
-        model = models[world.rank]
-        with sw.shard(model, plan, world=world) as engine:
+    def work(engine: sw.Engine) -> dict[str, Tensor | None]:
+        model = engine.module
+        engine.backward(engine(tokens(0)))
+        engine.zero_grad()
+        handle = model.blocks[1].attn.q.weight.register_hook(fails)
+        with pytest.raises(InjectedError):
             engine.backward(engine(tokens(0)))
-            engine.zero_grad()
-            handle = model.blocks[1].attn.q.weight.register_hook(fails)
-            with pytest.raises(InjectedError):
-                engine.backward(engine(tokens(0)))
-            handle.remove()
-            engine.zero_grad()
-            engine.backward(engine(tokens(1)))
-            return {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
+        handle.remove()
+        engine.zero_grad()
+        engine.backward(engine(tokens(1)))
+        return {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
 
-    for grads in run_ranks(2, rank, hosts="ab"):
+    for grads in work_on_ranks(2, work, plan, lambda: seeded(Apart), None, hosts="ab"):
         for name, param in twin.named_parameters():
             assert torch.allclose(grads[name], param.grad, rtol=1e-4, atol=1e-6), name
 
@@ -506,21 +501,19 @@ def fails(_: Tensor) -> None:
 
 def test_a_rank_that_fails_during_an_overlap_is_reported() -> None:
     """The others raise where they wait for the sum."""
-    models = [seeded(Apart) for _ in range(2)]
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": APART}
 
-    def rank(world: sw.World) -> None:
-        plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": APART}
-        model = models[world.rank]
-        with sw.shard(model, plan, world=world) as engine:
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        engine.backward(engine(tokens(0)))
+        if engine.world.rank == 1:
+            model.blocks[1].attn.q.weight.register_hook(fails)
             engine.backward(engine(tokens(0)))
-            if world.rank == 1:
-                model.blocks[1].attn.q.weight.register_hook(fails)
-                engine.backward(engine(tokens(0)))
-            with pytest.raises(CommError, match="rank 1"):
-                engine.backward(engine(tokens(0)))
+        with pytest.raises(CommError, match="rank 1"):
+            engine.backward(engine(tokens(0)))
 
     with pytest.raises(InjectedError):
-        run_ranks(2, rank, hosts="ab")
+        work_on_ranks(2, work, plan, lambda: seeded(Apart), None, hosts="ab")
 
 
 def test_a_backward_with_create_graph() -> None:

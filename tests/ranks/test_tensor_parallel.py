@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
 from torch.nn import functional
+from twins import Run, assert_alike, chunked, plain_run, ranks_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, ModelError, StateError
@@ -43,27 +44,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
 
 
-def batches(step: int, num_data_ranks: int, place: int) -> list[Tensor]:
-    every = [tokens(10 * step + micro) for micro in range(ACCUMULATE)]
-    return [batch.chunk(num_data_ranks)[place] for batch in every]
+DATA = [(torch.cat([tokens(10 * step + micro) for micro in range(ACCUMULATE)]),) for step in range(NUM_STEPS)]
 
 
-def plain(model: nn.Module, num_data_ranks: int = 1) -> dict[str, Any]:
-    optimizer = optimizer_of(model)
-    losses, norms, grads = [], [], {}
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for place in range(num_data_ranks):
-            for batch in batches(step, num_data_ranks, place):
-                loss = model(batch) / ACCUMULATE / num_data_ranks
-                loss.backward()
-                total += loss.item()
-        grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        losses.append(total)
-    return {"losses": losses, "norms": norms, "grads": grads, "params": model.state_dict()}
+def plain(model: nn.Module, num_data_ranks: int = 1) -> Run:
+    shares = ACCUMULATE * num_data_ranks
+    return plain_run(model, DATA, optimizer_of, clip=MAX_NORM, shares=shares, whole_state=True)
 
 
 def sharded(
@@ -77,9 +63,8 @@ def sharded(
     hosts: str | None = None,
     devices: Devices | None = None,
     **plan: Any,
-) -> list[dict[str, Any]]:
+) -> list[Run]:
     """Train on `dp` times `tp` ranks. `hosts` has a letter for the host of each rank."""
-    models = [seeded(build) for _ in range(dp * tp)]
     asked = {
         "preset": preset,
         "mesh": {"dp": dp, "tp": tp},
@@ -88,39 +73,15 @@ def sharded(
         "clip_grad_norm": MAX_NORM,
         **plan,
     }
-
-    def rank(world: sw.World) -> dict[str, Any]:
-        model = models[world.rank]
-        with sw.shard(model, asked, optimizer=optimizer_of(model), world=world) as engine:
-            losses, norms, grads = [], [], {}
-            for step in range(NUM_STEPS):
-                total = 0.0
-                for batch in batches(step, dp, world.rank // tp):
-                    loss = engine(batch)
-                    engine.backward(loss)
-                    total += loss.item() / ACCUMULATE
-                if step == NUM_STEPS - 1:
-                    every = {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
-                    grads = {name: grad for name, grad in every.items() if grad is not None}
-                norms.append(float(engine.step(is_last=True) or 0.0))
-                losses.append(engine.mean(total))
-            return {"losses": losses, "norms": norms, "grads": grads, "params": engine.state_dict()}
-
-    if devices is not None:
-        return devices.run(dp * tp, rank)
-    return run_ranks(dp * tp, rank, shares_memory=shares_memory, hosts=hosts)
+    on_cpu: dict[str, Any] = {"shares_memory": shares_memory, "hosts": hosts}
+    how = on_cpu if devices is None else {"run": devices.run}
+    return ranks_run(seeded(build), DATA, asked, optimizer_of, **how)
 
 
-def assert_equal(runs: list[dict[str, Any]], twin: dict[str, Any]) -> None:
+def assert_equal(runs: list[Run], twin: Run) -> None:
     for run in runs:
-        assert run["losses"] == pytest.approx(twin["losses"], rel=1e-5)
-        assert run["norms"] == pytest.approx(twin["norms"], rel=1e-4)
-        assert run["norms"] == runs[0]["norms"]
-        for kind in ("grads", "params"):
-            assert run[kind].keys() == twin[kind].keys()
-            for name, value in twin[kind].items():
-                assert run[kind][name].shape == value.shape
-                assert torch.allclose(run[kind][name], value, rtol=1e-4, atol=1e-5), name
+        assert run.params.keys() == twin.params.keys()
+        assert_alike(run, twin, norm=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("preset", "tied"), [*((name, True) for name in ONE_AXIS), ("ddp", False), ("zero3", False)])
@@ -153,27 +114,25 @@ def test_sequences_are_split_between_blocks(preset: str) -> None:
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["fp32", "autocast"])
 def test_only_a_part_of_gathered_sequences_is_saved(is_narrow: bool) -> None:
     """Column modules read the whole sequence. They gather it again in the backward, in their compute dtype."""
-    models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
     whole = (tokens(0).numel(), 24)
 
-    def rank(world: sw.World) -> tuple[list[tuple[int, ...]], int]:
+    def work(engine: sw.Engine) -> tuple[list[tuple[int, ...]], int]:
         saved: list[tuple[int, ...]] = []
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append(tuple(tensor.flatten(0, -2).shape) if tensor.dim() > 1 else ())
             return tensor
 
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
-                loss = engine(tokens(0))
-            ledger = inside.ledger(engine)
-            ledger.clear()
-            engine.backward(loss)
-            return saved, ledger.sent_bytes["gather", "tp"]
+        narrow = torch.autocast("cpu", torch.bfloat16, enabled=is_narrow)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), narrow:
+            loss = engine(tokens(0))
+        ledger = inside.ledger(engine)
+        ledger.clear()
+        engine.backward(loss)
+        return saved, ledger.sent_bytes["gather", "tp"]
 
-    for saved, gathered_bytes in run_ranks(2, rank):
+    for saved, gathered_bytes in work_on_ranks(2, work, plan, lambda: seeded(Transformer), None):
         assert (whole[0] // 2, whole[1]) in saved
         assert saved.count(whole) == 2, "what the last norm and the head read, behind the blocks"
         # per block, the inputs of two regions and the gradients of two row modules' outputs; that of the first edge
@@ -190,15 +149,13 @@ def test_with_sequences_an_attention_that_no_pattern_splits_is_refused() -> None
 
 
 def test_sequences_that_do_not_divide_are_refused() -> None:
-    models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            engine(tokens(0)[:, :11])
+    def work(engine: sw.Engine) -> None:
+        engine(tokens(0)[:, :11])
 
     with pytest.raises(ModelError, match="over 2 ranks, but its length is 11"):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, plan, lambda: seeded(Transformer), None)
     other = {**plan, "tensor": {"plan": {"q": "column", "k": "column", "o": "row"}, "sequence": True}}
     uneven = [seeded(Uneven) for _ in range(2)]
     with pytest.raises(ModelError, match=r"tensor.sequence needs one list of blocks"):
@@ -292,15 +249,13 @@ def test_split_logits(tp: int) -> None:
 
 
 def test_cross_entropy_of_a_head_that_gathers_is_refused() -> None:
-    models = [seeded(CutLogits) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            engine(tokens(0))
+    def work(engine: sw.Engine) -> None:
+        engine(tokens(0))
 
     with pytest.raises(ModelError, match="The head given to cross_entropy\\(\\) gathers its logits"):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, plan, lambda: seeded(CutLogits), None)
     asked = {**plan, "tensor": {**TENSOR, "cut_logits": True}}
     others = [seeded(CutLogits) for _ in range(2)]
     with pytest.raises(ModelError, match=r"is for language models of transformers, .* CutLogits has none"):
@@ -308,19 +263,16 @@ def test_cross_entropy_of_a_head_that_gathers_is_refused() -> None:
 
 
 def verified(build: Build, tensor: dict[str, Any], **plan: Any) -> list[float]:
-    models = [seeded(build) for _ in range(4)]
     asked = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": {**tensor, "verify": True}, **plan}
 
-    def rank(world: sw.World) -> float:
-        model = models[world.rank]
-        with sw.shard(model, asked, optimizer=optimizer_of(model), world=world) as engine:
-            for step in range(2):
-                loss = engine(tokens(step).chunk(2)[world.rank // 2])
-                engine.backward(loss)
-                engine.step()
-            return loss.item()
+    def work(engine: sw.Engine) -> float:
+        for step in range(2):
+            loss = engine(tokens(step).chunk(2)[engine.world.rank // 2])
+            engine.backward(loss)
+            engine.step()
+        return loss.item()
 
-    return run_ranks(4, rank)
+    return work_on_ranks(4, work, asked, lambda: seeded(build), optimizer_of)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -351,20 +303,18 @@ def test_verify_names_the_first_module_that_differs() -> None:
 
 
 def test_verify_compares_the_first_forward_that_does_not_raise() -> None:
-    models = [seeded(MixingBlock) for _ in range(2)]
     tensor = {"plan": {"up": "column", "down": "row"}, "verify": True}
     plan = {"preset": "ddp", "mesh": {"tp": 2}, "tensor": tensor}
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            handle = engine.module.norm.register_forward_pre_hook(_raise)
-            with pytest.raises(ArithmeticError):
-                engine(tokens(0))
-            handle.remove()
+    def work(engine: sw.Engine) -> None:
+        handle = engine.module.norm.register_forward_pre_hook(_raise)
+        with pytest.raises(ArithmeticError):
             engine(tokens(0))
+        handle.remove()
+        engine(tokens(0))
 
     with pytest.raises(ModelError, match=r"The first module that differs is down \(Linear\), by"):
-        run_ranks(2, rank)
+        work_on_ranks(2, work, plan, lambda: seeded(MixingBlock), None)
 
 
 def _raise(*_: object) -> None:
@@ -402,9 +352,9 @@ def test_bf16_stays_near_the_unsplit_model() -> None:
     runs = sharded(Transformer, "zero3", TENSOR, precision="bf16")
     twin = plain(seeded(Transformer), 2)
     for run in runs:
-        assert run["norms"] == runs[0]["norms"]
-        assert run["losses"] == pytest.approx(twin["losses"], rel=2e-2)
-        assert run["norms"] == pytest.approx(twin["norms"], rel=5e-2)
+        assert run.norms == runs[0].norms
+        assert run.losses == pytest.approx(twin.losses, rel=2e-2)
+        assert run.norms == pytest.approx(twin.norms, rel=5e-2)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -412,27 +362,25 @@ def test_a_scale_that_overflows_in_fp16_changes_nothing() -> None:
     scale = {"initial": 2.0**40, "hysteresis": 1}
     runs = sharded(Transformer, "zero1", TENSOR, precision="fp16", loss_scale=scale)
     for run in runs:
-        assert run["norms"] == runs[0]["norms"]
-        assert not any(map(math.isfinite, run["norms"]))
-        assert all(torch.equal(run["params"][name], value) for name, value in seeded(Transformer).state_dict().items())
+        assert run.norms == runs[0].norms
+        assert not any(map(math.isfinite, run.norms))
+        assert all(torch.equal(run.params[name], value) for name, value in seeded(Transformer).state_dict().items())
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_a_rehearsal_and_an_evaluation() -> None:
-    models = [seeded(Transformer) for _ in range(4)]
     expected = seeded(Transformer)(tokens(0)).item()
     plan = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
 
-    def rank(world: sw.World) -> tuple[int, float, float]:
-        model = models[world.rank]
-        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
-            held = engine.rehearse(tokens(0)).by_kind["activations"]
-            with engine.inference():
-                in_inference = float(model(tokens(0)))
-            with torch.no_grad():
-                return held, in_inference, float(model(tokens(0)))
+    def work(engine: sw.Engine) -> tuple[int, float, float]:
+        model = engine.module
+        held = engine.rehearse(tokens(0)).by_kind["activations"]
+        with engine.inference():
+            in_inference = float(model(tokens(0)))
+        with torch.no_grad():
+            return held, in_inference, float(model(tokens(0)))
 
-    for held, in_inference, outside in run_ranks(4, rank):
+    for held, in_inference, outside in work_on_ranks(4, work, plan, lambda: seeded(Transformer), optimizer_of):
         assert held > 0
         assert (in_inference, outside) == pytest.approx((expected, expected), rel=1e-5)
 
@@ -541,29 +489,25 @@ OF_EACH_PART: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_what_is_computed_of_a_part_alone_is_refused() -> None:
     """Of a matrix that is split by rows: what the unsplit one would not give in parts. A gradient's norm is whole."""
     plan = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": TENSOR}
-    models = [seeded(Transformer) for _ in range(2)]
     twin = seeded(Transformer)
     twin(tokens(0)).backward()
 
-    def rank(world: sw.World) -> None:
-        model = models[world.rank]
-        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
-            engine.backward(engine(tokens(0)))
-            weight = model.blocks[0].up.weight
-            for compute in OF_A_PART.values():
-                with pytest.raises(StateError, match=r"blocks.0.up.weight is split .* has \[.*\] of \[.*\]"):
-                    compute(weight)
-            for compute in OF_EACH_PART.values():
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        engine.backward(engine(tokens(0)))
+        weight = model.blocks[0].up.weight
+        for compute in OF_A_PART.values():
+            with pytest.raises(StateError, match=r"blocks.0.up.weight is split .* has \[.*\] of \[.*\]"):
                 compute(weight)
-            with pytest.raises(
-                StateError, match=r"blocks.0.up.weight .* add_ is given the part .* model.state_dict\(\)"
-            ):
-                torch.zeros(72, 24).mul_(0.9).add_(weight.detach(), alpha=0.1)
-            assert weight.grad is not None
-            torch.testing.assert_close(weight.grad.norm(), twin.blocks[0].up.weight.grad.norm())
-            assert model.norm.weight.detach().norm().item() > 0  # whole on each rank
+        for compute in OF_EACH_PART.values():
+            compute(weight)
+        with pytest.raises(StateError, match=r"blocks.0.up.weight .* add_ is given the part .* model.state_dict\(\)"):
+            torch.zeros(72, 24).mul_(0.9).add_(weight.detach(), alpha=0.1)
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad.norm(), twin.blocks[0].up.weight.grad.norm())
+        assert model.norm.weight.detach().norm().item() > 0  # whole on each rank
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, lambda: seeded(Transformer), optimizer_of)
 
 
 SUMS: dict[str, Callable[[Any], Tensor]] = {
@@ -599,39 +543,37 @@ def test_sums_over_split_parameters_are_the_whole_ones_in_a_loss(term: str, pres
 
 def test_whole_tensors_are_read_and_written() -> None:
     plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
-    models = [seeded(Transformer) for _ in range(4)]
     value = torch.arange(72.0 * 24).view(72, 24)
 
-    def rank(world: sw.World) -> None:
-        model = models[world.rank]
-        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
-            engine.set("blocks.0.attn.qkv.weight", value)
-            assert torch.equal(engine.get("blocks.0.attn.qkv.weight"), value)
-            place = world.rank % 2
-            own = [value[start + 12 * place : start + 12 * (place + 1)] for start in (0, 24, 48)]
-            assert torch.equal(model.blocks[0].attn.qkv.weight.detach().clone(), torch.cat(own))
-            engine.backward(engine(tokens(0)))
-            engine.step()
-            moment = torch.randn(24, 72, generator=torch.Generator().manual_seed(5))
-            engine.set("blocks.1.down.weight", moment, "exp_avg")
-            state, whole = engine.optimizer_state_dict(), engine.state_dict()
-            numbers = [name for name, _ in model.named_parameters()]
-            assert torch.equal(state["state"][numbers.index("blocks.1.down.weight")]["exp_avg"], moment)
-            engine.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in whole.items()})
-            assert all(not tensor.any() for tensor in engine.state_dict().values())
-            engine.load_state_dict(whole)
-            engine.load_optimizer_state_dict(state)
-            for name, tensor in engine.state_dict().items():
-                assert torch.equal(tensor, whole[name])
-            again = engine.optimizer_state_dict()["state"]
-            for number, entry in state["state"].items():
-                for key, tensor in entry.items():
-                    assert torch.equal(again[number][key], tensor), (number, key)
-            gathered = engine.gathered("blocks.0.up.weight")
-            with pytest.raises(ModelError, match=r"of blocks.0.up.weight this rank has the part"), gathered:
-                pass
+    def work(engine: sw.Engine) -> None:
+        model = engine.module
+        engine.set("blocks.0.attn.qkv.weight", value)
+        assert torch.equal(engine.get("blocks.0.attn.qkv.weight"), value)
+        place = engine.world.rank % 2
+        own = [value[start + 12 * place : start + 12 * (place + 1)] for start in (0, 24, 48)]
+        assert torch.equal(model.blocks[0].attn.qkv.weight.detach().clone(), torch.cat(own))
+        engine.backward(engine(tokens(0)))
+        engine.step()
+        moment = torch.randn(24, 72, generator=torch.Generator().manual_seed(5))
+        engine.set("blocks.1.down.weight", moment, "exp_avg")
+        state, whole = engine.optimizer_state_dict(), engine.state_dict()
+        numbers = [name for name, _ in model.named_parameters()]
+        assert torch.equal(state["state"][numbers.index("blocks.1.down.weight")]["exp_avg"], moment)
+        engine.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in whole.items()})
+        assert all(not tensor.any() for tensor in engine.state_dict().values())
+        engine.load_state_dict(whole)
+        engine.load_optimizer_state_dict(state)
+        for name, tensor in engine.state_dict().items():
+            assert torch.equal(tensor, whole[name])
+        again = engine.optimizer_state_dict()["state"]
+        for number, entry in state["state"].items():
+            for key, tensor in entry.items():
+                assert torch.equal(again[number][key], tensor), (number, key)
+        gathered = engine.gathered("blocks.0.up.weight")
+        with pytest.raises(ModelError, match=r"of blocks.0.up.weight this rank has the part"), gathered:
+            pass
 
-    run_ranks(4, rank)
+    work_on_ranks(4, work, plan, lambda: seeded(Transformer), optimizer_of)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -703,16 +645,14 @@ def test_optimizers_of_whole_matrices_are_refused_for_split_ones() -> None:
 
 
 def test_ranks_that_share_a_sample_but_get_different_batches_are_refused() -> None:
-    models = [seeded(Transformer) for _ in range(4)]
     plan = {"preset": "ddp", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], plan, world=world) as engine:
-            assert engine.data_ranks == (world.rank // 2, 2)
-            engine(tokens(world.rank))
+    def work(engine: sw.Engine) -> None:
+        assert engine.data_ranks == (engine.world.rank // 2, 2)
+        engine(tokens(engine.world.rank))
 
     with pytest.raises(DataError, match=r"Ranks \d and \d share each sample along the mesh axis 'tp', .* argument 0"):
-        run_ranks(4, rank)
+        work_on_ranks(4, work, plan, lambda: seeded(Transformer), None)
 
 
 def test_later_batches_of_ranks_that_share_a_sample_are_compared_too() -> None:
@@ -743,23 +683,20 @@ def test_a_missing_summed_style_is_detected() -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_the_preset_changes_during_training() -> None:
     twin = plain(seeded(Transformer), 2)
-    models = [seeded(Transformer) for _ in range(4)]
     common = {"mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR, "accumulate": ACCUMULATE, "clip_grad_norm": MAX_NORM}
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        model = models[world.rank]
-        with sw.shard(model, {"preset": "zero3", **common}, optimizer=optimizer_of(model), world=world) as engine:
-            for step, preset in enumerate(("ddp", "zero2", "zero3")):
-                for batch in batches(step, 2, world.rank // 2):
-                    engine.backward(engine(batch))
-                engine.step(is_last=True)
-                engine.reshard({"preset": preset, **common})
-            with pytest.raises(ConfigError, match="reshard\\(\\) keeps how a model is split along tp"):
-                engine.reshard({"preset": "zero1", "mesh": {"dp": 4}})
-            return engine.state_dict()
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        for step, preset in enumerate(("ddp", "zero2", "zero3")):
+            for (batch,) in (chunked(micro, 2)[engine.world.rank // 2] for micro in chunked(DATA[step], ACCUMULATE)):
+                engine.backward(engine(batch))
+            engine.step(is_last=True)
+            engine.reshard({"preset": preset, **common})
+        with pytest.raises(ConfigError, match="reshard\\(\\) keeps how a model is split along tp"):
+            engine.reshard({"preset": "zero1", "mesh": {"dp": 4}})
+        return engine.state_dict()
 
-    for state in run_ranks(4, rank):
-        for name, value in twin["params"].items():
+    for state in work_on_ranks(4, work, {"preset": "zero3", **common}, lambda: seeded(Transformer), optimizer_of):
+        for name, value in twin.params.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,11 +13,11 @@ import sequences
 import torch
 from experts_models import mixture
 from pipelined import batches
-from sequences import Batch, assert_same, whole_run
+from sequences import Batch, whole_run
 from test_split_products import TIED, net
 from torch import Tensor, nn
 from torch.nn import functional
-from twins import adamw
+from twins import Run, adamw, assert_alike, at_once, ranks_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.system.disk import TierFolder
@@ -115,32 +114,19 @@ CASES: dict[str, tuple[Split, dict[str, Any], bool]] = {
 }
 
 
-def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory: bool) -> list[sequences.Run]:
+def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory: bool) -> list[Run]:
     """Train with a split, and return the results of every rank."""
-    start = split.build()
-    models = [copy.deepcopy(start) for _ in range(split.num_ranks)]
-    names = [name for name, _ in start.named_parameters()]
 
-    def rank(world: sw.World) -> sequences.Run:
-        mine, run = models[world.rank], sequences.Run()
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            share, num_shares = engine.data_ranks
-            for batch in data:
-                rows = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
-                run.losses.append(engine.mean(split.train(engine, rows).item()))
-                grads = {name: engine.get(name, "grad") for name in names}
-                run.grads.append({name: grad for name, grad in grads.items() if grad is not None})
-                run.norms.append(float(engine.step() or 0.0))
-            run.params = engine.state_dict()
-            memory = engine.memory()
-            on_disk = {kind: size for kind, size in memory.measured_on_disk.items() if kind != "activations"}
-            assert on_disk == memory.promised_on_disk
-            assert bool(memory.measured_on_disk.get("activations")) == ("activations" in plan)
-            assert memory.measured_on_host.get("optim", 0) <= 1.01 * memory.promised_on_host.get("optim", 0)
-            assert bool(memory.promised_on_disk) == ("disk" in str(plan["rows"]) or plan["preset"] == "infinity")
-        return run
+    def check_memory(engine: sw.Engine) -> None:
+        memory = engine.memory()
+        on_disk = {kind: size for kind, size in memory.measured_on_disk.items() if kind != "activations"}
+        assert on_disk == memory.promised_on_disk
+        assert bool(memory.measured_on_disk.get("activations")) == ("activations" in plan)
+        assert memory.measured_on_host.get("optim", 0) <= 1.01 * memory.promised_on_host.get("optim", 0)
+        assert bool(memory.promised_on_disk) == ("disk" in str(plan["rows"]) or plan["preset"] == "infinity")
 
-    return run_ranks(split.num_ranks, rank, shares_memory=shares_memory)
+    how: dict[str, Any] = {"after": check_memory, "shares_memory": shares_memory}
+    return ranks_run(split.build(), data, plan, train=at_once(split.train), **how)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")
@@ -161,9 +147,9 @@ def test_trains_as_the_whole_model(case: str, tmp_path: Path, monkeypatch: pytes
         **rows,
     }
     runs = race(split, data, plan, shares_memory=shares_memory)
-    twin = whole_run(split.build(), data, loss_of=split.loss_of, accumulate=plan["accumulate"], clip=CLIP)
+    twin = whole_run(split.build(), data, loss_of=split.loss_of, shares=plan["accumulate"], clip=CLIP)
     for run in runs:
-        assert_same(run, twin)
+        assert_alike(run, twin)
     assert not list(tmp_path.iterdir())
 
 
@@ -182,7 +168,7 @@ def test_a_checkpoint_goes_between_splits_and_tiers(tmp_path: Path) -> None:
     """Each job resumes from the previous one, takes a step, and saves. Together they train like the twin."""
     jobs = JOBS[: drawn(2, len(JOBS))]
     data = [{"x": x, "y": y} for x, y in batches(len(jobs), 8)]
-    twin = whole_run(decoder(), data, loss_of=of_pairs, accumulate=ACCUMULATE, clip=CLIP)
+    twin = whole_run(decoder(), data, loss_of=of_pairs, shares=ACCUMULATE, clip=CLIP)
     for step, (batch, (mesh, rows)) in enumerate(zip(data, jobs, strict=True)):
         models = [decoder() for _ in range(math.prod(mesh.values()))]
         plan: dict[str, Any] = {"mesh": mesh, "accumulate": ACCUMULATE, "clip_grad_norm": CLIP, **rows}
@@ -219,14 +205,11 @@ def test_a_disk_is_asked_for_room_for_the_parts_that_its_ranks_have(
     asked: list[int] = []
     monkeypatch.setattr(TierFolder, "check_room", lambda self, num_bytes: asked.append(num_bytes))
     split = of_tensors({"pp": 2, "tp": 2})
-    models = [decoder() for _ in range(split.num_ranks)]
+    plan = {"mesh": split.mesh, "accumulate": ACCUMULATE, "disk": str(tmp_path), **split.plan, **ON_DISK}
 
-    def rank(world: sw.World) -> tuple[int, int]:
-        mine = models[world.rank]
-        plan = {"mesh": split.mesh, "accumulate": ACCUMULATE, "disk": str(tmp_path), **split.plan, **ON_DISK}
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            return asked[0], engine.memory().measured_on_disk["optim"]
+    def work(engine: sw.Engine) -> tuple[int, int]:
+        return asked[0], engine.memory().measured_on_disk["optim"]
 
-    told = run_ranks(split.num_ranks, rank)
+    told = work_on_ranks(split.num_ranks, work, plan, decoder)
     needed = sum(measured for _, measured in told)
     assert needed <= told[0][0] <= 1.1 * needed

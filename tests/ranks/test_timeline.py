@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from twins import adamw, batches
+from twins import adamw, batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.system.calibration import Calibration, DiskFigures, write_calibration
@@ -19,27 +18,23 @@ from tests.models import Transformer
 
 
 def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     start = Transformer()
-    replicas = [copy.deepcopy(start) for _ in range(2)]
     path = tmp_path / "traces" / "step.json"
 
-    def rank(world: sw.World) -> list[str]:
-        model = replicas[world.rank]
+    def work(engine: sw.Engine) -> list[str]:
         data = batches(3)
-        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
-            for number, (x, y) in enumerate(data):
-                if number < 2:
-                    engine.backward(engine(x, y))
-                    engine.step()
-                    continue
-                with engine.timeline(path):
-                    engine.backward(engine(x, y))
-                    engine.step()
-            planned = inside.program(engine)
-            return [str(action) for block in (*planned.micro_batch, *planned.step) for action in block.actions]
+        for number, (x, y) in enumerate(data):
+            if number < 2:
+                engine.backward(engine(x, y))
+                engine.step()
+                continue
+            with engine.timeline(path):
+                engine.backward(engine(x, y))
+                engine.step()
+        planned = inside.program(engine)
+        return [str(action) for block in (*planned.micro_batch, *planned.step) for action in block.actions]
 
-    planned = run_ranks(2, rank)
+    planned = work_on_ranks(2, work, "zero3", start)
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     for number, actions in enumerate(planned):
         own = [event for event in events if event["pid"] == number]
@@ -72,7 +67,6 @@ def test_nothing_is_recorded_outside(tmp_path: Path) -> None:
 
 
 def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     models = [torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))) for _ in range(2)]
     path = tmp_path / "step.json"
 

@@ -107,7 +107,6 @@ def trained(
 )
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 def test_a_step_is_the_plain_loop(preset: str, kind: type[nn.Module], step: Any) -> None:
-    torch.manual_seed(0)
     model = kind()
     runs = []
     for how in (plain, step):
@@ -120,7 +119,6 @@ def test_a_step_is_the_plain_loop(preset: str, kind: type[nn.Module], step: Any)
 
 
 def test_evaluation_changes_nothing_and_gives_the_mean_loss() -> None:
-    torch.manual_seed(0)
     model = Transformer()
     x, y = rows_of(0)[0]
     expected = model(x, y).item()

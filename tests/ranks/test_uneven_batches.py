@@ -12,7 +12,7 @@ import pytest
 import torch
 from experts_models import mixture
 from torch import nn
-from twins import Run, adamw, assert_same, full_params, plain_run
+from twins import Run, adamw, assert_same, full_params, plain_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import StateError
@@ -155,7 +155,6 @@ def test_in_narrow_precisions(precision: str) -> None:
 
 def test_in_a_pipeline() -> None:
     """Two stages with two data ranks, and micro-batches of different sizes."""
-    torch.manual_seed(0)
     model = Decoder(tied=True)
     plan = {"preset": "zero2", "mesh": {"pp": 2, "dp": 2}, "accumulate": 3}
     assert_exact(trained(model, 4, with_whole_batch, 7, plan), twin_of(model, 7))
@@ -183,18 +182,16 @@ def test_even_batches_are_as_they_were() -> None:
 
 
 def trained_by_pairs(batch_rows: int, plan: dict[str, Any]) -> list[Run]:
-    models = [transformer() for _ in range(2)]
 
-    def rank(world: sw.World) -> Run:
-        mine, run = models[world.rank], Run()
-        with sw.shard(mine, {"clip_grad_norm": CLIP, **plan}, optimizer=adamw(mine), world=world) as engine:
-            pair = tuple(engine.data_ranks)
-            with sw.data.Loader(ROWS, batch_rows=batch_rows, world=pair, accumulate=2, steps=STEPS) as loader:  # type: ignore[arg-type]
-                batches = iter(loader)
-                for _ in range(STEPS):
-                    run.losses.append(with_iterator(engine, None, batches))
-                    run.norms.append(engine.gradient_norm or 0.0)
-            run.params = full_params(engine)
+    def work(engine: sw.Engine) -> Run:
+        run = Run()
+        pair = tuple(engine.data_ranks)
+        with sw.data.Loader(ROWS, batch_rows=batch_rows, world=pair, accumulate=2, steps=STEPS) as loader:  # type: ignore[arg-type]
+            batches = iter(loader)
+            for _ in range(STEPS):
+                run.losses.append(with_iterator(engine, None, batches))
+                run.norms.append(engine.gradient_norm or 0.0)
+        run.params = full_params(engine)
         return run
 
-    return run_ranks(2, rank)
+    return work_on_ranks(2, work, {"clip_grad_norm": CLIP, **plan}, transformer)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
+from twins import sgd, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import FaultError, StateError
@@ -21,10 +22,6 @@ Tensor = torch.Tensor
 def build(*, tied: bool = True) -> Transformer:
     torch.manual_seed(3)
     return Transformer(tied=tied)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def plan(preset: str) -> dict[str, Any]:
@@ -43,28 +40,31 @@ def assert_same(state: dict[str, Any], other: dict[str, Any]) -> None:
     ("preset", "shares_memory"), [("ddp", True), ("zero2", False), ("zero3", True), ("zero3", False)]
 )
 def test_a_state_is_that_of_the_unsplit_model(preset: str, shares_memory: bool) -> None:
-    models = [build() for _ in range(4)]
     twin = build()
 
-    def rank(world: sw.World) -> dict[str, Any]:
-        model = models[world.rank]
-        with sw.shard(
-            model, plan(preset), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world
-        ) as engine:
-            assert_same({name: value.clone() for name, value in model.state_dict().items()}, twin.state_dict())
-            engine.backward(engine(tokens(0).chunk(2)[world.rank // 2]))
-            engine.step()
-            live = model.state_dict()
-            taken = {name: value.clone() for name, value in live.items()}
-            assert_same(taken, engine.state_dict())
-            block = {name: value.clone() for name, value in model.blocks[1].state_dict(prefix="b.").items()}
-            assert_same(block, {f"b.{n[9:]}": v for n, v in taken.items() if n.startswith("blocks.1.")})
-            assert live["blocks.0.up.weight"].norm().item() == pytest.approx(taken["blocks.0.up.weight"].norm().item())
-            kept = model.state_dict(keep_vars=True)
-            assert kept["blocks.0.up.weight"] is model.blocks[0].up.weight
-            return taken
+    def work(engine: sw.Engine) -> dict[str, Any]:
+        model = engine.module
+        assert_same({name: value.clone() for name, value in model.state_dict().items()}, twin.state_dict())
+        engine.backward(engine(tokens(0).chunk(2)[engine.world.rank // 2]))
+        engine.step()
+        live = model.state_dict()
+        taken = {name: value.clone() for name, value in live.items()}
+        assert_same(taken, engine.state_dict())
+        block = {name: value.clone() for name, value in model.blocks[1].state_dict(prefix="b.").items()}
+        assert_same(block, {f"b.{n[9:]}": v for n, v in taken.items() if n.startswith("blocks.1.")})
+        assert live["blocks.0.up.weight"].norm().item() == pytest.approx(taken["blocks.0.up.weight"].norm().item())
+        kept = model.state_dict(keep_vars=True)
+        assert kept["blocks.0.up.weight"] is model.blocks[0].up.weight
+        return taken
 
-    states = run_ranks(4, rank, shares_memory=shares_memory)
+    states = work_on_ranks(
+        4,
+        work,
+        plan(preset),
+        build,
+        sgd,
+        shares_memory=shares_memory,
+    )
     for state in states[1:]:
         assert_same(state, states[0])
 
@@ -73,32 +73,28 @@ def test_a_state_is_that_of_the_unsplit_model(preset: str, shares_memory: bool) 
 @sampled
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
 def test_a_state_of_the_unsplit_model_is_loaded(preset: str) -> None:
-    models = [build() for _ in range(4)]
     twin = build()
     other = {name: value + torch.randn_like(value) for name, value in twin.state_dict().items()}
     other["head.weight"] = other["embed.weight"]
     twin.load_state_dict(other)
 
-    def rank(world: sw.World) -> tuple[dict[str, Tensor], float]:
-        model = models[world.rank]
-        with sw.shard(
-            model, plan(preset), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world
-        ) as engine:
-            kept = {name: value.clone() for name, value in model.state_dict().items()}
-            model.load_state_dict(other)
-            assert_same({name: value.clone() for name, value in model.state_dict().items()}, other)
-            loss = engine(tokens(0)).item()
-            live = model.state_dict()
-            with torch.no_grad():
-                live["blocks.0.attn.qkv.weight"].mul_(2)
-            doubled = {**other, "blocks.0.attn.qkv.weight": other["blocks.0.attn.qkv.weight"] * 2}
-            assert_same(engine.state_dict(), doubled)
-            model.load_state_dict(model.state_dict())
-            assert_same(engine.state_dict(), doubled)
-            model.load_state_dict(kept)
-            return engine.state_dict(), loss
+    def work(engine: sw.Engine) -> tuple[dict[str, Tensor], float]:
+        model = engine.module
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(other)
+        assert_same({name: value.clone() for name, value in model.state_dict().items()}, other)
+        loss = engine(tokens(0)).item()
+        live = model.state_dict()
+        with torch.no_grad():
+            live["blocks.0.attn.qkv.weight"].mul_(2)
+        doubled = {**other, "blocks.0.attn.qkv.weight": other["blocks.0.attn.qkv.weight"] * 2}
+        assert_same(engine.state_dict(), doubled)
+        model.load_state_dict(model.state_dict())
+        assert_same(engine.state_dict(), doubled)
+        model.load_state_dict(kept)
+        return engine.state_dict(), loss
 
-    for state, loss in run_ranks(4, rank):
+    for state, loss in work_on_ranks(4, work, plan(preset), build, sgd):
         assert_same(state, build().state_dict())
         assert loss == pytest.approx(twin(tokens(0)).item(), rel=1e-5)
 
@@ -106,7 +102,6 @@ def test_a_state_of_the_unsplit_model_is_loaded(preset: str) -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_averages_of_states_are_those_of_the_unsplit_model() -> None:
     """An exponential average of `state_dict()` values, as loops write it."""
-    models = [build(tied=False) for _ in range(4)]
 
     def averaged(model: nn.Module, step: Any) -> dict[str, Tensor]:
         average = {name: value.clone() for name, value in model.state_dict().items()}
@@ -116,17 +111,14 @@ def test_averages_of_states_are_those_of_the_unsplit_model() -> None:
                 average[name].lerp_(value.clone(), 0.1)
         return average
 
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        model = models[world.rank]
-        with sw.shard(
-            model, plan("zero3"), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world
-        ) as engine:
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        model = engine.module
 
-            def step(number: int) -> None:
-                engine.backward(engine(tokens(number).chunk(2)[world.rank // 2]))
-                engine.step()
+        def step(number: int) -> None:
+            engine.backward(engine(tokens(number).chunk(2)[engine.world.rank // 2]))
+            engine.step()
 
-            return averaged(model, step)
+        return averaged(model, step)
 
     twin = build(tied=False)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -137,7 +129,7 @@ def test_averages_of_states_are_those_of_the_unsplit_model() -> None:
         optimizer.step()
 
     expected = averaged(twin, plain_step)
-    for average in run_ranks(4, rank):
+    for average in work_on_ranks(4, work, plan("zero3"), lambda: build(tied=False), sgd):
         for name, value in expected.items():
             assert torch.allclose(average[name], value, rtol=1e-5, atol=1e-6), name
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from twins import Batch, adamw, assert_same, batches, plain_run, sharded_run
+from twins import Batch, adamw, assert_same, batches, plain_run, sharded_run, work_on_ranks
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -56,7 +56,6 @@ def gather(engine: sw.Engine, values: dict[str, torch.Tensor]) -> None:
 def test_values_written_after_a_forward_without_a_backward(
     name: str, write: Callable[[sw.Engine, dict[str, torch.Tensor]], None], shares_memory: bool, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
     model, data = Transformer(), batches(4, rows=12)
     halved = {key: 0.5 * value for key, value in model.state_dict().items()}
     plain = copy.deepcopy(model)
@@ -67,21 +66,18 @@ def test_values_written_after_a_forward_without_a_backward(
         plain(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    replicas = [copy.deepcopy(model) for _ in range(2)]
+    plan = {**PLANS[name], **({"disk": str(tmp_path)} if PLANS[name]["preset"] == "infinity" else {})}
 
-    def rank(world: sw.World) -> dict[str, torch.Tensor]:
-        replica = replicas[world.rank]
-        plan = {**PLANS[name], **({"disk": str(tmp_path)} if PLANS[name]["preset"] == "infinity" else {})}
-        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-            for number, batch in enumerate(data):
-                if number == 2:
-                    assert engine(*batch).isfinite()
-                    write(engine, halved)
-                engine.backward(engine(*batch))
-                engine.step()
-            return engine.state_dict()
+    def work(engine: sw.Engine) -> dict[str, torch.Tensor]:
+        for number, batch in enumerate(data):
+            if number == 2:
+                assert engine(*batch).isfinite()
+                write(engine, halved)
+            engine.backward(engine(*batch))
+            engine.step()
+        return engine.state_dict()
 
-    for found in run_ranks(2, rank, shares_memory=shares_memory):
+    for found in work_on_ranks(2, work, plan, model, shares_memory=shares_memory):
         for key, value in plain.state_dict().items():
             assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key
 
@@ -146,21 +142,18 @@ def step_after_a_forward(
         optimizer.step()
         optimizer.zero_grad()
         expected.append(plain(*batch).item())
-    replicas = [copy.deepcopy(model) for _ in range(2)]
+    plan = {**PLANS[name], **({"disk": str(tmp_path)} if PLANS[name]["preset"] == "infinity" else {})}
 
-    def rank(world: sw.World) -> tuple[dict[str, torch.Tensor], list[float]]:
-        replica = replicas[world.rank]
-        plan = {**PLANS[name], **({"disk": str(tmp_path)} if PLANS[name]["preset"] == "infinity" else {})}
-        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-            losses = []
-            for batch in data:
-                engine.backward(engine(*batch))
-                assert engine(*batch).isfinite()
-                engine.step()
-                losses.append(engine(*batch).item())
-            return engine.state_dict(), losses
+    def work(engine: sw.Engine) -> tuple[dict[str, torch.Tensor], list[float]]:
+        losses = []
+        for batch in data:
+            engine.backward(engine(*batch))
+            assert engine(*batch).isfinite()
+            engine.step()
+            losses.append(engine(*batch).item())
+        return engine.state_dict(), losses
 
-    for found, losses in run_ranks(2, rank, shares_memory=shares_memory):
+    for found, losses in work_on_ranks(2, work, plan, model, shares_memory=shares_memory):
         assert losses == pytest.approx(expected, rel=1e-5)
         for key, value in plain.state_dict().items():
             assert torch.allclose(found[key], value, rtol=0, atol=1e-6), key
@@ -168,7 +161,6 @@ def step_after_a_forward(
 
 def test_an_evaluation_between_a_forward_and_its_backward() -> None:
     """It takes what was held for the backward, which gathers over both axes instead of one."""
-    torch.manual_seed(0)
     model, data = Transformer(), batches(3)
 
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
@@ -184,7 +176,6 @@ def test_an_evaluation_between_a_forward_and_its_backward() -> None:
 
 
 def test_blocks_whose_backward_cannot_be_seen_stay_whole() -> None:
-    torch.manual_seed(0)
     model, _ = boxes()
     data = [(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(3)]
     assert_same(sharded_run(model, data, "zero3", 2, None, shares_memory=False), plain_run(model, data))
@@ -207,7 +198,6 @@ class Reading(Transformer):
 
 
 def test_a_block_whose_weight_is_needed_after_its_planned_end_stays_whole() -> None:
-    torch.manual_seed(0)
     model, data = Reading(), batches(4)
     plain = plain_run(model, data)
     model.num_calls = 0
@@ -244,7 +234,6 @@ class Tables(nn.Module):
 @pytest.mark.parametrize("shares_memory", [False, True])
 @pytest.mark.parametrize("preset", ["zero3", "zero2"])
 def test_a_view_of_a_parameter_may_be_returned_to_who_uses_it_later(preset: str, shares_memory: bool) -> None:
-    torch.manual_seed(0)
     model = Tables()
 
     def losses(replica: nn.Module, world: sw.World | None) -> list[float]:
@@ -310,7 +299,6 @@ class Keepers(nn.Module):
 @pytest.mark.parametrize("preset", ["zero3", "zero2"])
 def test_views_of_parameters_that_a_forward_keeps_or_detaches_are_copies(preset: str, shares_memory: bool) -> None:
     """They pass gradients on, and have the values of that moment also after the step, as clones have."""
-    torch.manual_seed(0)
     model = Keepers()
 
     def kept_by(replica: Any, parts: list[Parts]) -> list[torch.Tensor]:

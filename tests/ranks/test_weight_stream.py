@@ -3,7 +3,6 @@ metadata said."""
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from pathlib import Path
@@ -14,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from small_transformers import VOCAB, gpt2, llama, mixtral, qwen_moe, vit
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
 from tests.thorough import sampled
@@ -46,14 +45,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def on_ranks(model: nn.Module, plan: dict[str, Any], work: Any) -> list[Any]:
     num_ranks = math.prod(plan.get("mesh", {"dp": 2}).values())
-    models = [copy.deepcopy(model) for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        mine = models[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, plan, model, adamw)
 
 
 def collected(stream: Any) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -47,10 +48,9 @@ class Fused(Transformer):
     ],
 )
 def test_all_words_are_there_in_a_forward(tied: bool, plan: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    plain = Fused(tied=tied)
+    model = Fused(tied=tied)
+    plain = copy.deepcopy(model)
     num_ranks = plan["mesh"]["dp"] * plan["mesh"]["tp"]
-    models = [copy.deepcopy(plain) for _ in range(num_ranks)]
     data = [tokens(step).chunk(plan["mesh"]["dp"]) for step in range(STEPS)]
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -64,18 +64,18 @@ def test_all_words_are_there_in_a_forward(tied: bool, plan: dict[str, Any]) -> N
         optimizer.zero_grad()
         expected.append([loss.item() for loss in losses])
 
-    def of_rank(world: sw.World) -> tuple[int, list[float], dict[str, Tensor]]:
-        model, losses = models[world.rank], []
-        with sw.shard(model, plan, optimizer=sgd(model), world=world) as engine:
-            share = engine.data_ranks[0]
-            for parts in data:
-                loss = model(parts[share])
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            return share, losses, engine.state_dict()
+    def work(engine: sw.Engine) -> tuple[int, list[float], dict[str, Tensor]]:
+        model = engine.module
+        losses = []
+        share = engine.data_ranks[0]
+        for parts in data:
+            loss = model(parts[share])
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return share, losses, engine.state_dict()
 
-    for share, losses, state in run_ranks(num_ranks, of_rank):
+    for share, losses, state in work_on_ranks(num_ranks, work, plan, model, sgd):
         assert losses == pytest.approx([by_share[share] for by_share in expected], rel=1e-5)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)

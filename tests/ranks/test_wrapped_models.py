@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_transformers import VOCAB, dinov2, gpt2, llama, mixtral, qwen_moe
 from torch import nn
+from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import unwrapped
@@ -31,23 +32,23 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize(("axis", "build"), [("tp", llama), ("ep", mixtral)])
 def test_it_is_split_as_by_itself(axis: str, build: type[nn.Module]) -> None:
     """Of the layers that are split a rank has a half, and the loss is that of the whole model."""
-    torch.manual_seed(0)
     wrapper = Wrapper(build())
-    twins = [copy.deepcopy(wrapper) for _ in range(2)]
     tokens = torch.randint(VOCAB, (2, 6))
+    plan = {"preset": "ddp", "mesh": {axis: 2} if axis == "ep" else {"dp": 1, axis: 2}}
 
-    def rank(world: sw.World) -> int:
-        mine = twins[world.rank]
-        plan = {"preset": "ddp", "mesh": {axis: 2} if axis == "ep" else {"dp": 1, axis: 2}}
-        with sw.shard(mine, plan, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
-            loss = mine(tokens)
-            engine.backward(loss)
-            engine.step()
-            assert loss.item() == pytest.approx(wrapper(tokens).item(), rel=1e-5)
-            return sum(param.numel() for param in mine.parameters())
+    def work(engine: sw.Engine) -> int:
+        mine = engine.module
+        loss = mine(tokens)
+        engine.backward(loss)
+        engine.step()
+        assert loss.item() == pytest.approx(wrapper(tokens).item(), rel=1e-5)
+        return sum(param.numel() for param in mine.parameters())
 
     whole = sum(param.numel() for param in wrapper.parameters())
-    assert all(found < 0.8 * whole for found in run_ranks(2, rank))
+    assert all(
+        found < 0.8 * whole
+        for found in work_on_ranks(2, work, plan, wrapper, lambda mine: torch.optim.SGD(mine.parameters(), lr=0.1))
+    )
 
 
 class Distilled(nn.Module):
@@ -72,9 +73,8 @@ TWO = {
 
 @pytest.mark.parametrize("axis", TWO)
 def test_of_two_beside_each_other_each_is_split_by_its_own_plan(axis: str) -> None:
-    torch.manual_seed(0)
-    whole = TWO[axis]()
-    twins = [copy.deepcopy(whole) for _ in range(2)]
+    model = TWO[axis]()
+    whole = copy.deepcopy(model)
     tokens = torch.randint(VOCAB, (4, 6))
     optimizer = torch.optim.SGD(whole.student.parameters(), lr=0.1)
     expected = []
@@ -85,22 +85,20 @@ def test_of_two_beside_each_other_each_is_split_by_its_own_plan(axis: str) -> No
         optimizer.zero_grad()
         expected.append(loss.item())
     sizes = {name: sum(map(torch.numel, part.parameters())) for name, part in whole.named_children()}
+    plan = {"preset": "ddp", "mesh": {axis: 2} if axis == "ep" else {"dp": 1, axis: 2}}
 
-    def rank(world: sw.World) -> None:
-        mine = twins[world.rank]
-        plan = {"preset": "ddp", "mesh": {axis: 2} if axis == "ep" else {"dp": 1, axis: 2}}
-        own = torch.optim.SGD(mine.student.parameters(), lr=0.1)
-        with sw.shard(mine, plan, optimizer=own, world=world) as engine:
-            share = tokens.chunk(2)[world.rank] if axis == "ep" else tokens
-            for loss in expected:
-                ours = mine(share)
-                engine.backward(ours)
-                engine.step()
-                assert engine.mean(ours.item()) == pytest.approx(loss, rel=1e-5)
-            for name, part in mine.named_children():
-                assert sum(map(torch.numel, part.parameters())) < 0.8 * sizes[name], name
+    def work(engine: sw.Engine) -> None:
+        mine = engine.module
+        share = tokens.chunk(2)[engine.world.rank] if axis == "ep" else tokens
+        for loss in expected:
+            ours = mine(share)
+            engine.backward(ours)
+            engine.step()
+            assert engine.mean(ours.item()) == pytest.approx(loss, rel=1e-5)
+        for name, part in mine.named_children():
+            assert sum(map(torch.numel, part.parameters())) < 0.8 * sizes[name], name
 
-    run_ranks(2, rank)
+    work_on_ranks(2, work, plan, model, lambda mine: torch.optim.SGD(mine.student.parameters(), lr=0.1))
 
 
 def test_one_of_two_without_a_plan_is_named() -> None:
@@ -145,15 +143,8 @@ def test_a_checkpoint_is_that_of_the_same_model_without_wrappers(tmp_path: Path)
         return WRAPPINGS[how](nn.Sequential(*layers, nn.Linear(8, 8)))
 
     def run(how: str, then: Callable[[sw.Engine], Any]) -> Any:
-        models = [build(how) for _ in range(2)]
-
-        def rank(world: sw.World) -> Any:
-            model = models[world.rank]
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            with sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine:
-                return then(engine)
-
-        return run_ranks(2, rank)[0]
+        make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)  # noqa: E731
+        return work_on_ranks(2, then, "zero3", lambda: build(how), make_optimizer)[0]
 
     def trained(engine: sw.Engine) -> None:
         engine.backward(engine(torch.ones(2, 3, 8)).square().mean())

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack, to_dlpack
+from twins import sgd, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.testing import run_ranks
 from tests.ranks.test_cut_logits import LENGTH, PLAN, ROWS, VOCAB, numbers, seeded, tokens
 from tests.thorough import sampled, thorough_only
 
@@ -204,15 +204,8 @@ view of it, and is what the function returns."""
 
 
 def over_two(work: Callable[[sw.Engine, nn.Module], Any]) -> list[Any]:
-    models = [seeded() for _ in range(2)]
-
-    def rank(world: sw.World) -> Any:
-        model = models[world.rank]
-        plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": PLAN}
-        with sw.shard(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world) as engine:
-            return work(engine, model)
-
-    return run_ranks(2, rank)
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": PLAN}
+    return work_on_ranks(2, lambda engine: work(engine, engine.module), plan, seeded, sgd)
 
 
 def written(model: nn.Module, write: Write) -> Tensor:

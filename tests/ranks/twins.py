@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +36,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-5)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def batches(num_steps: int, rows: int = 8, seed: int = 1) -> list[Batch]:
     numbers = torch.Generator().manual_seed(seed)
     draw = [torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=numbers) for _ in range(num_steps)]
@@ -42,51 +48,69 @@ def batches(num_steps: int, rows: int = 8, seed: int = 1) -> list[Batch]:
 
 @dataclass
 class Run:
-    """Results of a training run: losses and gradient norms of each step, final parameters by name."""
+    """Results of a training run: losses and norms of each step, final parameters by name, gradients of each step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    """Before they are clipped. Of ranks, those that the test compares."""
+    each: list[Any] = field(default_factory=list)
+    """What a test has looked at after each step, and `extra` at the end."""
+    extra: Any = field(default_factory=dict)
 
 
 def call(model: Any, batch: Batch) -> Tensor:
     return model(*batch)
 
 
-def plain_run(
+def chunked(batch: Any, parts: int) -> list[Any]:
+    """The parts of a batch, which is a tuple of tensors or a dict of them."""
+    if isinstance(batch, Mapping):
+        return [dict(zip(batch, part, strict=True)) for part in chunked(tuple(batch.values()), parts)]
+    return list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
+
+
+def plain_run(  # each is a way of training
     model: nn.Module,
-    data: Sequence[Batch],
+    data: Sequence[Any],
     make_optimizer: MakeOptimizer = adamw,
     *,
     clip: float | None = None,
     shares: int = 1,
     dtype: torch.dtype | None = None,
     keeps: tuple[type[nn.Module], ...] = (),
-    forward: Callable[[Any, Batch], Tensor] = call,
+    forward: Callable[[Any, Any], Tensor] = call,
+    after_step: Callable[[nn.Module], None] | None = None,
+    whole_state: bool = False,
 ) -> Run:
     """The twin: one process, without this library. It trains on whole batches, or on as many `shares` of each as there
-    are ranks, and averages their gradients as ranks do, each times its share and then added: by any other order a third
-    differs in its last bit, which moves some 8-bit codes to their neighbours. With a narrow `dtype`, the model computes
-    in it, except for modules of classes in `keeps`, and the optimizer updates fp32 masters."""
+    are ranks or micro-batches, and averages their gradients as ranks do, each times its share and then added: by any
+    other order a third differs in its last bit, which moves some 8-bit codes to their neighbours. With a narrow
+    `dtype`, the model computes in it, except for modules of classes in `keeps`, and the optimizer updates fp32 masters.
+    `whole_state`: the final parameters with buffers, and with the other names of tied ones."""
     masters = copy.deepcopy(model)
     model = masters if dtype is None else narrowed(model, dtype, keeps)
     scale = 2.0**16 if dtype == torch.float16 else 1.0
     optimizer = make_optimizer(masters)
     run = Run()
-    for x, y in data:
-        parts = list(zip(x.chunk(shares), y.chunk(shares), strict=True))
+    for batch in data:
+        parts = [batch] if shares == 1 else chunked(batch, shares)
         losses, grads = zip(*(_loss_and_grads(model, part, forward, scale) for part in parts), strict=True)
         for param, *of_parts in zip(masters.parameters(), *grads, strict=True):
             there = [grad.to(param.dtype) * (1 / (scale * shares)) for grad in of_parts if grad is not None]
             param.grad = sum(there[1:], there[0]) if there else None
+        run.grads.append({name: one.grad.clone() for name, one in masters.named_parameters() if one.grad is not None})
         norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), clip if clip is not None else float("inf"))
         optimizer.step()
         copy_params(masters, model)
+        if after_step is not None:
+            after_step(model)
         run.losses.append(sum(losses) / shares)
         run.norms.append(norm.item())
-    floating = [(name, param) for name, param in masters.named_parameters() if param.is_floating_point()]
-    run.params = {name: param.detach().clone() for name, param in floating}
+    floating = {name: param for name, param in masters.named_parameters() if param.is_floating_point()}
+    final = masters.state_dict() if whole_state else floating
+    run.params = {name: value.detach().clone() for name, value in final.items()}
     return run
 
 
@@ -108,7 +132,7 @@ def copy_params(masters: nn.Module, model: nn.Module) -> None:
 
 
 def _loss_and_grads(
-    model: nn.Module, batch: Batch, forward: Callable[[Any, Batch], Tensor], scale: float
+    model: nn.Module, batch: Any, forward: Callable[[Any, Any], Tensor], scale: float
 ) -> tuple[float, list[Tensor | None]]:
     model.zero_grad()
     loss = forward(model, batch)
@@ -157,6 +181,80 @@ def sharded_run(
     return runs[0]
 
 
+Train = Callable[[sw.Engine, Any], float]
+"""Brings the gradients of one step, and returns the loss of this rank's rows of a batch."""
+
+
+def by_micro_batches(loss_of: Callable[[sw.Engine, Any], Tensor] = call) -> Train:
+    """As a loop does that calls the model with its rows of each micro-batch."""
+
+    def train(engine: sw.Engine, batch: Any) -> float:
+        share, num_shares = engine.data_ranks
+        losses = []
+        for micro in chunked(batch, engine.plan.accumulate):
+            loss = loss_of(engine, chunked(micro, num_shares)[share])
+            engine.backward(loss)
+            losses.append(loss.item())
+        return sum(losses) / len(losses)
+
+    return train
+
+
+def at_once(train: Callable[[sw.Engine, Any], Tensor] = sw.Engine.forward_backward) -> Train:
+    """By one call with this rank's rows, which the engine cuts into micro-batches, as in pipeline stages."""
+
+    def train_rows(engine: sw.Engine, batch: Any) -> float:
+        share, num_shares = engine.data_ranks
+        return train(engine, chunked(batch, num_shares)[share]).item()
+
+    return train_rows
+
+
+def ranks_run(
+    model: nn.Module,
+    data: Sequence[Any],
+    plan: Mapping[str, Any],
+    make_optimizer: MakeOptimizer = adamw,
+    *,
+    train: Train | None = None,
+    grads_of: Callable[[sw.Engine], dict[str, Tensor | None]] | None = None,
+    after_step: Callable[[sw.Engine], Any] = lambda _: None,
+    after: Callable[[sw.Engine], Any] = lambda _: None,
+    run: Callable[..., list[Run]] = run_ranks,
+    **how: Any,
+) -> list[Run]:
+    """The same training on all ranks of the plan's mesh, along whatever axes it has; the results of each. By
+    micro-batches, and with all gradients that there are, unless `train` and `grads_of` say otherwise. `how` is for
+    `run`."""
+    train = train or by_micro_batches()
+    replicas = [copy.deepcopy(model) for _ in range(math.prod(plan["mesh"].values()))]
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+
+    def rank(world: sw.World) -> Run:
+        replica, own = replicas[world.rank], Run()
+        with sw.shard(replica, plan, optimizer=make_optimizer(replica), world=world) as engine:
+            for batch in data:
+                own.losses.append(engine.mean(train(engine, batch)))
+                own.grads.append(whole_grads(engine, names) if grads_of is None else grads_of(engine))
+                own.norms.append(float(engine.step(is_last=True) or 0.0))
+                own.each.append(after_step(engine))
+            own.params = {name: value.clone() for name, value in engine.state_dict().items()}
+            own.extra = after(engine)
+        return own
+
+    runs = run(len(replicas), rank, **how)
+    for other in runs[1:]:
+        assert other.losses == runs[0].losses
+        assert other.norms == runs[0].norms
+    return runs
+
+
+def whole_grads(engine: sw.Engine, names: Iterable[str]) -> dict[str, Tensor | None]:
+    """Those gradients that there are, put together from the ranks' parts. All ranks call."""
+    grads = {name: engine.get(name, "grad") for name in names}
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
 def plan_of(preset: str, mesh: Mapping[str, int] | None, **more: Any) -> dict[str, Any]:
     return {"preset": preset, **({"mesh": dict(mesh)} if mesh else {}), **more}
 
@@ -165,18 +263,21 @@ def work_on_ranks(
     num_ranks: int,
     work: Callable[[sw.Engine], Any],
     plan: Any,
-    build: Callable[[], nn.Module],
-    make_optimizer: MakeOptimizer = adamw,
+    model: nn.Module | Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer | None = adamw,
+    **how: Any,
 ) -> list[Any]:
-    """What `work` returns on each rank, given an engine over a model that `build` made for that rank."""
-    replicas = [build() for _ in range(num_ranks)]
+    """What `work` returns on each rank, given an engine over a copy of `model`, or over what that makes, with an
+    optimizer unless there is none. `how` is for `run_ranks`."""
+    replicas = [copy.deepcopy(model) if isinstance(model, nn.Module) else model() for _ in range(num_ranks)]
 
     def rank(world: sw.World) -> Any:
         replica = replicas[world.rank]
-        with sw.shard(replica, plan, optimizer=make_optimizer(replica), world=world) as engine:
+        optimizer = make_optimizer(replica) if make_optimizer is not None else None
+        with sw.shard(replica, plan, optimizer=optimizer, world=world) as engine:
             return work(engine)
 
-    return run_ranks(num_ranks, rank)
+    return run_ranks(num_ranks, rank, **how)
 
 
 def share_of(engine: sw.Engine, batch: Batch) -> Batch:
@@ -304,6 +405,29 @@ def assert_same(run: Run, twin: Run, *, loss: float = 1e-6, param: float = 1e-5,
         differences = (run.params[name] - theirs.float()).abs().flatten()
         difference = differences.max().item() if differences.numel() else 0.0
         assert difference <= param, f"{name} differs by {difference}"
+
+
+def assert_alike(
+    run: Run, twin: Run, tolerance: float = 1e-5, *, norm: float = 0.0, rtol: float = 0.0, of_all: bool = True
+) -> None:
+    """Require that losses and norms agree within relative tolerances, and gradients and parameters within an absolute
+    and a relative one: all `tolerance`, but for those given. Not `of_all`: the run has gradients of its last steps, or
+    of some parameters."""
+    assert len(run.losses) == len(twin.losses) > 0
+    assert run.losses == pytest.approx(twin.losses, rel=tolerance)
+    assert run.norms == pytest.approx(twin.norms, rel=norm or tolerance)
+    assert not of_all or [one.keys() for one in run.grads] == [one.keys() for one in twin.grads]
+    pairs = [(run.params[name], value, name) for name, value in twin.params.items()]
+    for place in range(-len(run.grads), 0):
+        theirs = twin.grads[place]
+        pairs += [(grad, theirs.get(name), f"{name} {place}") for name, grad in run.grads[place].items()]
+    for ours, value, name in pairs:
+        if ours is None or value is None:
+            assert ours is value, f"{name}: only one has it"
+            continue
+        torch.testing.assert_close(
+            ours, value, rtol=rtol or tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def assert_as_near(run: Run, twin: Run, other: Run, *, times: float = 4.0) -> None:

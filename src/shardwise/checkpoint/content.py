@@ -14,7 +14,7 @@ from shardwise.checkpoint.json_codec import encode
 from shardwise.errors import ConfigError
 from shardwise.memory import ANCHOR, Flat, Rows
 from shardwise.optim import AdoptedOptimizer
-from shardwise.plan.placement import Axes, Box, Slot, Span
+from shardwise.plan.placement import Box, Slot, Span
 from shardwise.program import FlatSpec, kept_losses
 
 Tensor = torch.Tensor
@@ -163,10 +163,9 @@ def _given(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
     Copies lie along the axes of the table over which the buffer is not sharded. The buffer divides evenly among the
     ranks along replica axes, and so does what one rank keeps among its copies.
     """
-    shard = _kept_shard(spec)
     place, num_copies = 0, 1
     for axis in spec.table.axes:
-        if axis not in shard:
+        if axis not in spec.kept.shard:
             place = place * spec.mesh.size(axis) + coordinate[axis]
             num_copies *= spec.mesh.size(axis)
     kept = _kept(spec, coordinate)
@@ -175,11 +174,7 @@ def _given(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
 
 
 def _kept(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
-    return spec.layout.span(_kept_shard(spec), coordinate)
-
-
-def _kept_shard(spec: FlatSpec) -> Axes:
-    return (spec.table.optim if spec.trainable else spec.table.param).shard
+    return spec.layout.span(spec.kept.shard, coordinate)
 
 
 def _add_params(content: Content, flats: Sequence[Flat], visible: set[int]) -> dict[str, Span]:

@@ -18,6 +18,7 @@ from shardwise.checkpoint.content import Content, Entry
 from shardwise.checkpoint.index import Chunk, File, block_bytes_of
 from shardwise.checkpoint.json_codec import bytes_tensor, dtype_name
 from shardwise.errors import CheckpointError
+from shardwise.init.safetensors_headers import NAMES
 from shardwise.memory import Rows
 from shardwise.plan.placement import Box, Span
 from shardwise.system.checksum import crc32
@@ -26,24 +27,6 @@ from shardwise.system.even_parts import round_up
 
 WINDOW = 2**24
 """Bytes written at once. Smaller writes cost throughput, as measured; larger ones gain none."""
-
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 
 
 @dataclass(frozen=True)
@@ -190,7 +173,7 @@ class _Source(NamedTuple):
 def _source(entry: Entry) -> _Source:
     """The part of an entry that this rank writes."""
     tensor = entry.tensor.detach()
-    if tensor.dtype not in SAFETENSORS_DTYPES:
+    if tensor.dtype not in NAMES or tensor.is_complex():
         raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors files cannot hold.")
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().reshape(-1)
     if entry.is_whole:
@@ -212,7 +195,7 @@ def _head(sources: list[_Source]) -> bytes:
     offset = 0
     for kind, label, _, tensor, *_ in sources:
         entries[f"{kind}/{label}"] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": [tensor.numel()],
             "data_offsets": [offset, offset + tensor.nbytes],
         }

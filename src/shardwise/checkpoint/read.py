@@ -24,15 +24,13 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.image import SAFETENSORS_DTYPES
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index, box_of
 from shardwise.checkpoint.json_codec import dtype_of
 from shardwise.checkpoint.transfer import Carrier, OpenFile, Portion, Read, portions
 from shardwise.errors import CheckpointError
+from shardwise.init.safetensors_headers import NAMES
 from shardwise.plan.placement import Box, Span, common_runs
 from shardwise.system.safe_files import as_text, parse_json, regular_descriptor
-
-WORDS = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
 
 
 class Reader:
@@ -214,7 +212,7 @@ class Reader:
         for chunk in self._chunks_in[file.name]:
             start, dtype = chunk.offset - file.head_bytes, dtype_of(chunk.dtype)
             expected = {
-                "dtype": WORDS.get(dtype),
+                "dtype": NAMES.get(dtype),
                 "shape": [chunk.num_bytes // dtype.itemsize],
                 "data_offsets": [start, start + chunk.num_bytes],
             }

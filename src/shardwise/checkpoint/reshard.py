@@ -383,14 +383,11 @@ class TrainingState:
         if rows is None or not rows.has(tensor):
             return tensor
         try:
-            return self._zeros_like(tensor) if self.fault else rows.read(tensor)
+            if not self.fault:
+                return rows.read(tensor)
         except TierError as error:
             self.fault = str(error)
-            return self._zeros_like(tensor)
-
-    def _zeros_like(self, tensor: Tensor) -> Tensor:
-        """In memory, whatever `tensor` stands for."""
-        return torch.zeros(tensor.numel(), dtype=tensor.dtype, device="cpu")
+        return torch.zeros_like(tensor, device="cpu")  # see [Note: a disk that fails in a move]
 
     def _put(self, flat: Flat, target: Tensor, values: Tensor) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise.fit.loss_price import LossPrice, Rates, loss_prices
@@ -37,6 +37,7 @@ from shardwise.program import (
     PlacedUpdate,
     StepProgram,
     UnitSpec,
+    actions_of,
     plan_step,
     render,
     schedule_trace,
@@ -254,7 +255,7 @@ class Explanation:
         lines, every = outer_steps_in_words(steps), steps[0].fragment.every
         if self.time is not None:
             prices = Prices(self.step, self.time.hardware, self.mesh, num_states=self.subject.num_states)
-            actions = (action for step in steps for block in step.program for action in block.actions)
+            actions = (action for step in steps for action in actions_of(step.program))
             seconds = sum(cost.seconds + cost.computing for cost in map(prices.of, actions))
             share = seconds / every / self.time.step_seconds
             lines.append(
@@ -367,9 +368,7 @@ def explain(
     the measured rates of the machine, which `per_host` ranks share; default: all of them.
     """
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
-    replicas = tuple(
-        replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in subject.units
-    )
+    replicas = tuple(unit.under(copies) for unit in subject.units)
     step, replicated = (_planned(plan, mesh, some, subject) for some in (subject.units, replicas))
     held = _held(plan, step, subject)
     tiers = tier_time(

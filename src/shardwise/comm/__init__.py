@@ -8,24 +8,19 @@ from shardwise.comm.mixed_sums import add_to, put_scaled
 from shardwise.comm.same_batch import BatchCheck, require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small_messages import sum_small
-from shardwise.comm.transport.device_collectives import DeviceCollectives
-from shardwise.comm.transport.pairwise import Pairwise, Transport
-from shardwise.comm.transport.process_groups import ProcessGroups
 from shardwise.comm.transport.threads import PostOffice, ThreadTransport
 from shardwise.comm.watch.journal import Journal
 from shardwise.comm.watch.startup_barrier import StartupBarrier
 from shardwise.comm.watch.status_board import last_status
-from shardwise.comm.work import Done, LinkError, Pending, Work
-from shardwise.comm.world import EVERYBODY, Host, Watched, World
+from shardwise.comm.work import Done, LinkError, Work
+from shardwise.comm.world import Host, Watched, World
 
 __all__ = [
-    "EVERYBODY",
     "BatchCheck",
     "Buffers",
     "Collectives",
     "Communicator",
     "DataGroup",
-    "DeviceCollectives",
     "Done",
     "Exchange",
     "Group",
@@ -33,18 +28,14 @@ __all__ = [
     "Journal",
     "Line",
     "LinkError",
-    "Pairwise",
     "Part",
     "Passing",
-    "Pending",
     "PostOffice",
-    "ProcessGroups",
     "SharedBuffer",
     "SharedBuffers",
     "Started",
     "StartupBarrier",
     "ThreadTransport",
-    "Transport",
     "Watched",
     "Work",
     "World",

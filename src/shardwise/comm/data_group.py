@@ -25,13 +25,8 @@ class Exchange(Protocol):
 
 
 class DataGroup:
-    """The ranks along the replica axes of a mesh. Whatever has to be the same on all ranks that hold the same part of
-    the model, or is done by one of them for all, goes through this group: first values, buffers, the order of a
-    backward.
-
-    Without model axes in the mesh these are all ranks of the world. With `axes` it is the group along those axes
-    instead.
-    """
+    """The ranks along the replica axes of a mesh: without model axes, all of the world. With `axes`, those along these
+    instead."""
 
     def __init__(self, world: World, mesh: Mesh, axes: Sequence[str] | None = None) -> None:
         along = mesh.replica_axes if axes is None else tuple(axes)

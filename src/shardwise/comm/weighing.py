@@ -70,9 +70,6 @@ class Weighing:
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
     """The mean of `values`, weighted by `weights`; the plain mean if all weights are 0."""
-    total = sum(weights)
-    if not total:
-        return sum(values) / len(values)
     if all(weight == weights[0] for weight in weights):
         return sum(values) / len(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / sum(weights)

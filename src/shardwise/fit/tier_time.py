@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.program import Footprint, StepProgram
+from shardwise.program import Footprint, StepProgram, actions_of
 from shardwise.system.calibration import Calibration
 from shardwise.system.units import format_bytes, format_count
 
@@ -146,14 +146,14 @@ def _copies(evicted: int, fetched: int, calibration: Calibration, num_local: int
 def _read_in_passes(step: StepProgram) -> int:
     """Bytes of parameters that one rank reads from a disk in a forward and backward."""
     there = {flat.name for unit in step.units for flat in unit.flats if flat.rests_on_disk}
-    actions = (action for block in step.micro_batch for action in block.actions)
+    actions = actions_of(step.micro_batch)
     return sum(one.sent_bytes for one in actions if (one.verb, one.subject) == ("fetch", "param") and one.flat in there)
 
 
 def updated_numel(step: StepProgram) -> int:
     """Elements that one rank updates off its device."""
     flats = (flat for unit in step.units for flat in unit.flats if flat.updates_below)
-    return sum(flat.layout.span(flat.table.optim.shard, dict.fromkeys(flat.layout.order, 0)).numel for flat in flats)
+    return sum(flat.num_elements(flat.table.optim.shard) for flat in flats)
 
 
 def _over(amount: int, rate: float | None) -> float | None:

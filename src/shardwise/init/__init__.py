@@ -6,13 +6,12 @@ Files are read by `pread`, not mapped: pages of a mapping count as the process's
 from shardwise.init.deferred import is_deferred
 from shardwise.init.different_values import Overwritten, what_is_overwritten
 from shardwise.init.first_values import FirstValues, Wishes, device_for
-from shardwise.init.loading import Building, materialize
+from shardwise.init.loading import materialize
 from shardwise.init.meta import Init
 from shardwise.init.model_check import check_model, check_same_everywhere, check_same_settings, is_distributed
 from shardwise.init.recorder import deferred_init, end_recording
 
 __all__ = [
-    "Building",
     "FirstValues",
     "Init",
     "Overwritten",

@@ -40,6 +40,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The other way."""
 
 
 @dataclass(frozen=True)

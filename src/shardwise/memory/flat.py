@@ -546,9 +546,9 @@ class Flat:
         zero in place of their values. What is shared stays while other ranks map it: they may read this rank's part."""
         self.shared = None
         self.let_go()
-        row = self.spec.table.optim if self.spec.trainable else self.spec.table.param
+        dtype = torch_dtype(self.spec.kept.dtype)
         for slot, param in zip(self.slots, self.params, strict=True):
-            _set_data(param, torch.zeros((), dtype=torch_dtype(row.dtype), device=self.device).expand(slot.whole_shape))
+            _set_data(param, torch.zeros((), dtype=dtype, device=self.device).expand(slot.whole_shape))
 
 
 def _set_data(param: torch.nn.Parameter, view: Tensor) -> None:

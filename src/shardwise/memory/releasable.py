@@ -20,6 +20,7 @@ for CUDA graphs, and missing in CPU builds.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -191,28 +192,20 @@ class _System:
             raise OSError(number, f"{num_bytes:,} bytes of memory could not be mapped: {os.strerror(number)}")
 
 
-class _Once:
+_LOOKS = threading.Lock()
+
+
+def _pages() -> _System | None:
     """The system calls, looked up at first use: one file of NaN per process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: _System | None = None
-        self._was_asked = False
-
-    def __call__(self) -> _System | None:
-        with self._lock:
-            if not self._was_asked:
-                self._was_asked = True
-                self._found = self._look()
-            return self._found
-
-    def _look(self) -> _System | None:
-        if sys.platform != "linux":
-            return None
-        try:
-            return _System()
-        except (OSError, AttributeError, ValueError):  # an old kernel, another libc, a sandbox, a threshold in words
-            return None
+    with _LOOKS:
+        return _system()
 
 
-_pages = _Once()
+@functools.cache
+def _system() -> _System | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        return _System()
+    except (OSError, AttributeError, ValueError):  # an old kernel, another libc, a sandbox, a threshold in words
+        return None

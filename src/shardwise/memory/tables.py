@@ -44,11 +44,11 @@ class LabelledTable:
 
     def stored_as(self, dtype: Dtype) -> LabelledTable:
         """The row of codes of `dtype`."""
-        return LabelledTable(f"{self.label}-{dtype}" if self.label else dtype, self.table.stored_as(dtype))
+        return self.also(dtype, self.table.stored_as(dtype))
 
     def with_summands(self) -> LabelledTable:
         """The row of parameters that are updated with summands of their gradients."""
-        return LabelledTable(f"{self.label}-{SUMMANDS}" if self.label else SUMMANDS, self.table.with_summands())
+        return self.also(SUMMANDS, self.table.with_summands())
 
     def for_frozen(self) -> LabelledTable:
         """The row of frozen parameters under the same table; the names of their flat buffers say that they are."""
@@ -58,7 +58,11 @@ class LabelledTable:
         """The row of parameters that are sent whole though others under the same table are sent as codes."""
         if not self.table.sends_codes:
             return self
-        return LabelledTable(f"{self.label}-{WHOLE}" if self.label else WHOLE, self.table.without_codes())
+        return self.also(WHOLE, self.table.without_codes())
+
+    def also(self, label: str, table: Table) -> LabelledTable:
+        """`table`, with the label that tells it from those under this one."""
+        return LabelledTable(f"{self.label}-{label}" if self.label else label, table)
 
 
 def tables_for(
@@ -146,7 +150,7 @@ def _tables_by_precision(
     for kind, tables in zip(kinds[1:], others, strict=True):
         for param, row in tables.items():
             if own_precision(param) == kind and row != rows[param]:
-                rows[param] = LabelledTable(f"{row.label}-{kind}" if row.label else kind, row.table)
+                rows[param] = row.also(kind, row.table)
     return rows
 
 

@@ -94,12 +94,12 @@ class DiskStates:
         If a disk fails in the middle (`TierError`), some slices are updated and others not: go on from a checkpoint.
         """
         before = dict(self.scalars)
-        is_adam = adam is not None and type(self._optimizer) in TORCHS_ADAMS
+        adam = adam if type(self._optimizer) in TORCHS_ADAMS else None
 
         def work(index: int, views: dict[str, Tensor]) -> None:
             start, stop = self.file.bounds(index)
             part = None if out is None else out[start:stop]
-            if is_adam and adam is not None:
+            if adam is not None:
                 self._adam_step(adam, views, grad[start:stop], part, group, before, scale)
             else:
                 self._twin_step(views, grad[start:stop], group, before, scale)

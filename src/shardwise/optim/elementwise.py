@@ -42,11 +42,8 @@ class Watch:
     the first on more than one number that is not elementwise. It is raised after the operation has run."""
 
     def __init__(self, *, only_random: bool = False) -> None:
-        self._modes: tuple[Any, ...] = (
-            (_Operations(only_random=only_random),)
-            if only_random
-            else (_Methods(), _Operations(only_random=only_random))
-        )
+        methods = [] if only_random else [_Methods()]
+        self._modes: list[Any] = [*methods, _Operations(only_random=only_random)]
 
     def __enter__(self) -> None:
         for mode in self._modes:

@@ -198,7 +198,7 @@ class RankPeers:
         group = self._groups.get(action.over)
         if group is None:
             ranks = self._mesh.group(self._rank, action.over)
-            group = self._groups[action.over] = Group(action.over, ranks, self._place_on(action.over))
+            group = self._groups[action.over] = Group(action.over, ranks, ranks.index(self._rank))
         self._sums = sum_small(self._sums, self._collectives, group, action.subject)
 
     def exchange_matrices(self, action: Action) -> None:
@@ -259,9 +259,6 @@ class RankPeers:
         coordinates = [{**here, **dict(zip(axes, indices, strict=True))} for indices in every]
         ranks = {over.range_of(coordinate): self._mesh.rank(coordinate) for coordinate in coordinates}
         return Group("+".join(axes), tuple(ranks[number] for number in sorted(ranks)), over.range_of(here))
-
-    def _place_on(self, axis: str) -> int:
-        return self._mesh.coordinate(self._rank)[axis]
 
     def _is_trained(self, param: nn.Parameter) -> bool:
         piece = self._by_param.get(param)

@@ -36,11 +36,8 @@ def boxes_for(
     model: nn.Module, mesh: Mesh, rank: int, split: ModelSplit | None, experts: ExpertSplit | None = None
 ) -> Boxes:
     """The boxes of `rank` for the parameters of `model`; empty if no axis splits or replicates any."""
-    axes = mesh.same_params_axes
-    copies = mesh.among(rank, axes)
-    number = copies.index(rank)
-    own_experts = experts.boxes(len(copies), number) if experts is not None else {}
-    if not axes:
+    size, number, own_experts = _own_experts(mesh, rank, experts)
+    if not mesh.same_params_axes:
         return own_experts
     split_boxes = split.boxes if split is not None else {}
     for param in own_experts:
@@ -50,7 +47,7 @@ def boxes_for(
                 f"tensor.plan splits {name}, of which the ranks along {EXPERTS} have whole experts. Leave it out of "
                 f"tensor.plan, or {EXPERTS} out of the mesh."
             )
-    whole = {param: Box.whole(param.shape, len(copies), number) for param in model.parameters()}
+    whole = {param: Box.whole(param.shape, size, number) for param in model.parameters()}
     return {**whole, **split_boxes, **own_experts}
 
 
@@ -59,10 +56,7 @@ def boxes_after(
 ) -> Boxes:
     """The boxes of `rank` after a live model is resharded: experts may be split anew (`had` is their current split),
     while parts along `tp` stay as in `known`."""
-    axes = mesh.same_params_axes
-    copies = mesh.among(rank, axes)
-    number = copies.index(rank)
-    own_experts = experts.boxes(len(copies), number) if experts is not None else {}
+    size, number, own_experts = _own_experts(mesh, rank, experts)
     whole_shapes = {} if had is None else had.whole_shapes
     for name, param in model.named_parameters():
         if param in own_experts and param not in whole_shapes and param in known and known[param].is_split:
@@ -71,11 +65,18 @@ def boxes_after(
                 f"resume it with a plan whose tensor.plan leaves {name} out."
             )
     whole = {  # a former part keeps its shape until it is laid out, so its box is computed from the whole shape
-        param: Box.whole(whole_shapes.get(param, tuple(param.shape)), len(copies), number)
+        param: Box.whole(whole_shapes.get(param, tuple(param.shape)), size, number)
         for param in (model.parameters() if had is not None else ())
     }
     kept = {param: box for param, box in known.items() if param not in whole_shapes}
     return {**whole, **kept, **own_experts}
+
+
+def _own_experts(mesh: Mesh, rank: int, experts: ExpertSplit | None) -> tuple[int, int, Boxes]:
+    """How many ranks list the same parameters as `rank`, its place among them, and the boxes of its experts."""
+    alike = mesh.among(rank, mesh.same_params_axes)
+    number = alike.index(rank)
+    return len(alike), number, experts.boxes(len(alike), number) if experts is not None else {}
 
 
 def rows_for(

@@ -2,7 +2,7 @@
 
 from shardwise.plan.describe import plan_table, schema_table
 from shardwise.plan.files.formats import flatten
-from shardwise.plan.load import PlanSource, load_plan
+from shardwise.plan.load import load_plan
 from shardwise.plan.schema import (
     Activations,
     Budget,
@@ -21,8 +21,6 @@ from shardwise.plan.schema import (
     Profile,
     Rows,
     Rule,
-    Storage,
-    StorageFormat,
     StyleName,
     TensorParallel,
     Wire,
@@ -41,15 +39,12 @@ __all__ = [
     "Pipeline",
     "PlaceEdit",
     "Plan",
-    "PlanSource",
     "PolicyName",
     "PowerSGD",
     "PrecisionName",
     "Profile",
     "Rows",
     "Rule",
-    "Storage",
-    "StorageFormat",
     "StyleName",
     "TensorParallel",
     "Wire",

@@ -11,19 +11,17 @@ from shardwise.program.action import (
     Moment,
     Program,
     UnitMoments,
-    update_moment,
+    actions_of,
 )
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import (
     backward_makes,
     build_pass,
     build_restore,
-    build_step,
     drop_due,
     fills_grad,
     gather_due,
     norms_axes,
-    norms_numel,
     reduce_due,
     stay_as_made,
     step_gradients,
@@ -32,15 +30,13 @@ from shardwise.program.build import (
     verdict_numel,
 )
 from shardwise.program.check import check, check_step
-from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Phase, Subject, Verb, adds_in_place
-from shardwise.program.feedback import KeptLosses, kept_losses
+from shardwise.program.effects import EFFECTS, Buffer, Phase, Subject, Verb, adds_in_place
+from shardwise.program.feedback import kept_losses
 from shardwise.program.footprint import (
     NUM_DISK_BUFFERS,
     NUM_KEPT_BLOCKS,
     NUM_READ_BUFFERS,
-    DiskFootprint,
     Footprint,
-    HostFootprint,
     disk_bytes,
     footprint,
     resting_disk_bytes,
@@ -66,13 +62,7 @@ from shardwise.program.update import (
     state_of,
     update_by,
 )
-from shardwise.program.whole_schedule import (
-    PassTraces,
-    build_schedule,
-    is_over_schedule,
-    schedule_trace,
-    straight_passes,
-)
+from shardwise.program.whole_schedule import PassTraces, is_over_schedule, schedule_trace, straight_passes
 
 __all__ = [
     "AFTER_STEP",
@@ -80,7 +70,6 @@ __all__ = [
     "BEFORE_STEP",
     "BITS",
     "BLOCK",
-    "COMPUTES",
     "DURING_STEP",
     "EFFECTS",
     "END_OF_BACKWARD",
@@ -93,14 +82,10 @@ __all__ = [
     "Activations",
     "Block",
     "Buffer",
-    "DiskFootprint",
-    "Effect",
     "Factored",
     "FactoredMatrix",
     "FlatSpec",
     "Footprint",
-    "HostFootprint",
-    "KeptLosses",
     "Mark",
     "Matrix",
     "MatrixExchange",
@@ -118,12 +103,11 @@ __all__ = [
     "UnitSpec",
     "Update",
     "Verb",
+    "actions_of",
     "adds_in_place",
     "backward_makes",
     "build_pass",
     "build_restore",
-    "build_schedule",
-    "build_step",
     "check",
     "check_step",
     "crossing_bytes",
@@ -143,7 +127,6 @@ __all__ = [
     "matrix_exchanges",
     "merged",
     "norms_axes",
-    "norms_numel",
     "overlap",
     "parse",
     "pipelined",
@@ -164,7 +147,6 @@ __all__ = [
     "straight_passes",
     "straight_trace",
     "update_by",
-    "update_moment",
     "verdict_dtype",
     "verdict_numel",
 ]

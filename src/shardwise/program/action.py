@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -138,10 +139,11 @@ class Action:
         return replace(self, stream=stream)
 
     def cells(self) -> tuple[str, ...]:
-        sent = f"{self.sent_bytes} B" if self.communicates or self.copies else ""
-        stream = f"@{self.stream}" if self.stream != "compute" else ""
+        """Its words as the columns of a printed program."""
         if self.over == "-" and self.dtype == "-":
             return (self.verb, _name(self.flat), self.subject)
+        sent = f"{self.sent_bytes} B" if self.communicates or self.copies else ""
+        stream = f"@{self.stream}" if self.stream != "compute" else ""
         dtype = f"{self.dtype} as {self.codes}" if self.codes else self.dtype
         return (self.verb, _name(self.flat), self.subject, _name(self.over), dtype, sent, stream)
 
@@ -208,3 +210,8 @@ class Block:
 
 
 Program = tuple[Block, ...]
+
+
+def actions_of(program: Iterable[Block]) -> Iterator[Action]:
+    """All actions of a program, in order."""
+    return (action for block in program for action in block.actions)

@@ -83,28 +83,28 @@ def keepers(flats: Sequence[FlatSpec], hosts: Sequence[Hashable], kept: KeptByRa
     """Who keeps a copy of which rank's state: of those alone that have something of which their host has all copies.
 
     `hosts` has the host of each rank; without any, all are on one. `flats` are those of all ranks, unless `kept` says
-    what each has. If one rank of a replica group is lost, the others
-    do not go on either. So what they have does not count as a copy, and keepers are in other groups, at the same place:
-    they read what they keep for ranks with the same part of the model. Where all ranks with one place are on one host,
-    there is no group without it, and they have no keepers. Where there is one group only, and those that are left go on
-    as a smaller one, any rank of another host keeps a copy.
+    what each has.
+
+    If one rank of a replica group is lost, the others do not go on either. So what they have does not count as a copy,
+    and keepers are in other groups, at the same place: they read what they keep for ranks with the same part of the
+    model. Where all ranks with one place are on one host, there is no group without it, and they have no keepers. Where
+    there is one group only, and those that are left go on as a smaller one, any rank of another host keeps a copy.
     """
     size = flats[0].mesh.world_size if flats else len(hosts)
-    if len(set(hosts)) < 2:
+    if len(set(hosts)) < 2 or not flats:
         return (None,) * size
-    every = kept or kept_alike(flats, size)
-    found: dict[int, int] = {}
-    is_one_group = bool(flats) and shrinks(flats[0].mesh)
-    for ranks in [list(range(size))] if is_one_group else _with_one_place(flats[0].mesh) if flats else ():
-        if len({hosts[rank] for rank in ranks}) > 1:
-            found |= {rank: ranks[at] for rank, at in zip(ranks, buddies([hosts[one] for one in ranks]), strict=True)}
-    return tuple(
-        found.get(rank)
-        if (flats and is_lone(flats[0].mesh))
-        or any(_is_alone(rank, (*one.shard, *one.split), flats[0].mesh, hosts) for one in every[rank] if one.shard)
-        else None
-        for rank in range(size)
-    )
+    mesh, every = flats[0].mesh, kept or kept_alike(flats, size)
+    possible: dict[int, int] = {}
+    for ranks in [list(range(size))] if shrinks(mesh) else _with_one_place(mesh):
+        there = [hosts[rank] for rank in ranks]
+        if len(set(there)) > 1:
+            possible |= {rank: ranks[at] for rank, at in zip(ranks, buddies(there), strict=True)}
+
+    def needs_one(rank: int) -> bool:
+        parts = ((*one.shard, *one.split) for one in every[rank] if one.shard)
+        return is_lone(mesh) or any(_is_alone(rank, axes, mesh, hosts) for axes in parts)
+
+    return tuple(possible.get(rank) if needs_one(rank) else None for rank in range(size))
 
 
 def _with_one_place(mesh: Mesh) -> Iterator[list[int]]:
@@ -123,7 +123,7 @@ def _is_alone(rank: int, shard: tuple[str, ...], mesh: Mesh, hosts: Sequence[Has
 def kept_axes(flat: FlatSpec) -> tuple[str, ...]:
     """The mesh axes along which ranks keep different parts of it between steps: master weights, or what is frozen. None
     of an island, which leaves as a whole, with all that it has: so nobody restores a part of it."""
-    return () if flat.mesh.island_axes else (flat.table.optim if flat.trainable else flat.table.param).shard
+    return () if flat.mesh.island_axes else flat.kept.shard
 
 
 @dataclass(frozen=True)

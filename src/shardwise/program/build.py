@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -368,7 +369,7 @@ def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) 
     action = Action(move.verb, flat.name, subject, move.over, move.dtype)
     if not action.copies and not action.communicates:
         return action
-    numel = flat.layout.span(tuple(shard), dict.fromkeys(flat.layout.order, 0)).numel
+    numel = flat.num_elements(tuple(shard))
     if action.copies:
         return replace(action, sent_bytes=numel * WIDTH[move.dtype])
     axis = flat.mesh.size(move.over)
@@ -447,29 +448,25 @@ def _matrices(over: Sequence[MatrixExchange]) -> list[Action]:
 
     Results are waited for after the work on the next buffer, so that no rank idles for them.
     """
-    due: list[Action] = []
-    returning: Action | None = None
-    for index, one in enumerate(over):
-        if index == 0:
-            due += _collect(one)
-        if index + 1 < len(over):
-            due += _collect(over[index + 1])
-        name = one.flat.name
-        due += [Action("wait", name, "matrix")] if one.moves else []
-        due.append(Action("orthogonalize", name, "update"))
-        due += [_exchange_action("hand_back", one, at(one.taken_bytes, None))] if one.moves else []
-        due += [returning] if returning else []
-        returning = Action("wait", name, "update") if one.moves else None
-    return due + ([returning] if returning else [])
 
+    def send(verb: Verb, one: MatrixExchange, by_range: Counter[int]) -> list[Action]:
+        if not one.moves:
+            return []
+        axes, stream = "+".join(one.flat.table.optim.shard), EFFECTS[verb, "update"].stream
+        return [Action(verb, one.flat.name, "update", axes, one.dtype, at(by_range, None), stream)]
 
-def _collect(one: MatrixExchange) -> list[Action]:
-    return [_exchange_action("collect", one, at(one.given_bytes, None))] if one.moves else []
+    def wait(subject: Subject, one: MatrixExchange) -> list[Action]:
+        return [Action("wait", one.flat.name, subject)] if one.moves else []
 
-
-def _exchange_action(verb: Verb, one: MatrixExchange, sent_bytes: int) -> Action:
-    axes = "+".join(one.flat.table.optim.shard)
-    return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, EFFECTS[verb, "update"].stream)
+    if not over:
+        return []
+    due, *later = [send("collect", one, one.given_bytes) for one in over]
+    returning: list[Action] = []
+    for one, following in zip(over, [*later, []], strict=True):
+        due += [*following, *wait("matrix", one), Action("orthogonalize", one.flat.name, "update")]
+        due += [*send("hand_back", one, one.taken_bytes), *returning]
+        returning = wait("update", one)
+    return due + returning
 
 
 def _signs(over: Sequence[SignExchange]) -> list[Action]:

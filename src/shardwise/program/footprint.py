@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import ProgramError
 from shardwise.plan.placement import Span, Tier
-from shardwise.program.action import Moment, Program
+from shardwise.program.action import Moment, Program, actions_of
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.effects import Buffer
@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 NUM_KEPT_BLOCKS = 2
 """Blocks of shared memory that stay allocated, with their pages, so that the next gradients can be sent from where they
 lie. Two are used in turn: one is filled while the other is read."""
-
-
+NUM_DISK_BUFFERS = 3
+"""Host buffers, each for what one flat buffer has on a disk: one is read, one updated, one written."""
+NUM_READ_BUFFERS = 3
+"""Host buffers, each for the parameters of one flat buffer on a disk: one is copied to the device, the others are
+read."""
 HEAP_GAPS = 0.3
 """Of the activations that lie in the heap of a process on a CPU, so much again is free between all of its blocks, where
 the next one does not fit: 0.1 to 0.9 of all that is used, by the order in which blocks come and go. Chosen on 30 plans
@@ -71,13 +74,6 @@ class HostFootprint:
     @property
     def total(self) -> int:
         return sum(self.by_kind.values())
-
-
-NUM_DISK_BUFFERS = 3
-"""Host buffers, each for what one flat buffer has on a disk: one is read, one updated, one written."""
-NUM_READ_BUFFERS = 3
-"""Host buffers, each for the parameters of one flat buffer on a disk: one is copied to the device, the others are
-read."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +160,23 @@ def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
     param = _resting_bytes(flats, "device")
     optim = _optim_bytes(flats, "device", states_per_param, coordinate)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.tier_of("grad") == "device")
-    clock = Walk(units, coordinate, _read_in_place(flats, local_size))
-    clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
-    clock.heap = activations.peak_heap_bytes if activations is not None else 0
-    _walk(clock, micro_batch, _with_outer_steps(clock, step, outer_steps), num_micro_batches, activations)
+    walk = Walk(
+        units,
+        coordinate,
+        _read_in_place(flats, local_size),
+        kept_bytes=_kept_bytes(flats) if activations is not None and activations.on_cpu else 0,
+        heap_bytes=activations.peak_heap_bytes if activations is not None else 0,
+    )
+    under_way, step = _with_outer_steps(step, outer_steps)
+    for block in under_way:
+        walk.walk(block)
+    for _ in range(min(2, num_micro_batches)):  # later micro-batches hold what the second holds
+        for block, mark in zip(micro_batch, _marks(micro_batch, activations), strict=True):
+            walk.walk(block, mark)
+    for block in step:
+        walk.walk(block)
     disk = _on_disk(flats, states_per_param, coordinate)
-    buffers = clock.pooled + _disk_buffers(flats, states_per_param, coordinate)
+    buffers = walk.pooled + _disk_buffers(flats, states_per_param, coordinate)
     if activations is not None and activations.disk_bytes:
         disk = replace(disk or DiskFootprint(0, 0), activations=activations.disk_bytes)
     host = _on_host(flats, buffers, states_per_param, coordinate)
@@ -178,13 +185,12 @@ def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
         host = replace(host or HostFootprint(0, 0, 0), activations=below, staging=staging)
     grad_buffers = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_grad_buffer)
     if activations is None:
-        return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)
-    working = clock.peak - clock.peak_grad - clock.peak_activations
-    gaps = (
-        int(HEAP_GAPS * (activations.peak_heap_bytes + activations.host_heap_bytes)) + clock.peak_with_gaps - clock.peak
-    )
-    grad, process = grad_buffers + clock.peak_grad, activations.process_bytes + gaps
-    return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at, host, disk)
+        return Footprint(param, grad, optim, max(0, grad_buffers + walk.peak - grad), host=host, disk=disk)
+    working = walk.peak - walk.peak_grad - walk.peak_activations
+    gaps = int(HEAP_GAPS * (activations.peak_heap_bytes + activations.host_heap_bytes))
+    process = activations.process_bytes + gaps + walk.peak_with_gaps - walk.peak
+    grad = grad_buffers + walk.peak_grad
+    return Footprint(param, grad, optim, working, walk.peak_activations, process, walk.peak_at, host, disk)
 
 
 def _read_in_place(flats: Sequence[FlatSpec], local_size: int) -> frozenset[str]:
@@ -199,29 +205,19 @@ def _read_in_place(flats: Sequence[FlatSpec], local_size: int) -> frozenset[str]
     return frozenset(flat.name for flat in shareable if together[flat.table.param.shard])
 
 
-def _with_outer_steps(clock: Walk, step: Program, outer_steps: Sequence[OuterStep]) -> Program:
-    """`step` with the outer steps that follow it: all of them, because each leaves nothing behind. With an overlap, the
-    one that holds most until then is on its way when the step begins."""
+def _with_outer_steps(step: Program, outer_steps: Sequence[OuterStep]) -> tuple[Program, Program]:
+    """What is on its way before the step begins, and `step` with the outer steps that follow it: all of them, because
+    each leaves nothing behind. With an overlap, the one that holds most is begun before, and ends here."""
     if not outer_steps:
-        return step
+        return (), step
     *blocks, last = step
+    begun: Program = ()
     if all(one.fragment.begins == one.fragment.ends for one in outer_steps):
-        actions = [action for one in outer_steps for block in one.program for action in block.actions]
+        ended = [block for one in outer_steps for block in one.program]
     else:
         largest = max(outer_steps, key=lambda one: one.sent_bytes)
-        clock.walk(largest.begin)
-        actions = [*largest.settle.actions, *largest.end.actions]
-    return (*blocks, replace(last, actions=(*last.actions, *actions)))
-
-
-def _walk(
-    clock: Walk, micro_batch: Program, step: Program, num_micro_batches: int, activations: Activations | None
-) -> None:
-    for _ in range(min(2, num_micro_batches)):  # later micro-batches hold what the second holds
-        for block, mark in zip(micro_batch, _marks(micro_batch, activations), strict=True):
-            clock.walk(block, mark)
-    for block in step:
-        clock.walk(block)
+        begun, ended = (largest.begin,), [largest.settle, largest.end]
+    return begun, (*blocks, replace(last, actions=(*last.actions, *actions_of(ended))))
 
 
 def _on_host(
@@ -248,9 +244,8 @@ def _disk_buffers(flats: Sequence[FlatSpec], states_per_param: int, coordinate: 
     """Host buffers for what is read from a disk and written to it."""
     updated = [disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.updates_from_disk]
     read = [resting_disk_bytes(flat) for flat in flats if flat.rests_on_disk]
-    return min(NUM_DISK_BUFFERS, len(updated)) * max(updated, default=0) + min(NUM_READ_BUFFERS, len(read)) * max(
-        read, default=0
-    )
+    to_update = min(NUM_DISK_BUFFERS, len(updated)) * max(updated, default=0)
+    return to_update + min(NUM_READ_BUFFERS, len(read)) * max(read, default=0)
 
 
 def _resting_bytes(flats: Sequence[FlatSpec], tier: Tier) -> int:
@@ -315,9 +310,7 @@ def disk_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None, states_per_
 
 def resting_disk_bytes(flat: FlatSpec) -> int:
     """The part of that file that a forward or backward reads; 0 if parameters rest elsewhere."""
-    if not flat.rests_on_disk:
-        return 0
-    return round_up(flat.resting_bytes, PAGE)
+    return round_up(flat.resting_bytes, PAGE) if flat.rests_on_disk else 0
 
 
 def optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
@@ -349,7 +342,6 @@ def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
     kept: dict[int, int] = {}
     for placed in flat.updates if flat.numel else ():
         for number in _ranges(placed, mine.numel) if coordinate is None else (mine.start // mine.numel,):
-            here = Span(number * mine.numel, (number + 1) * mine.numel)
-            span = placed.span.overlap(here).within(placed.span)
+            span = placed.span.overlap(Span.nth(number, mine.numel)).within(placed.span)
             kept[number] = kept.get(number, 0) + placed.update.states.num_bytes(span, flat.table.optim.dtype)
     return max(kept.values(), default=0)

@@ -41,7 +41,9 @@ def ends_of_messages(program: Program) -> frozenset[Position]:
                 begun = []
             if action.verb in FACTORING:
                 begun.append(((number, place), action.verb, action.flat))
-    return frozenset({*ends, *(begun[-1][0] for _ in begun[-1:])})
+    if begun:
+        ends.add(begun[-1][0])
+    return frozenset(ends)
 
 
 @dataclass(frozen=True)

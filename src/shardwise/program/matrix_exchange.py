@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.plan.placement import WIDTH, Dtype, Span
@@ -61,7 +61,7 @@ class MatrixExchange:
 
     @cached_property
     def range_numel(self) -> int:
-        return self.flat.layout.span(self.flat.table.optim.shard, dict.fromkeys(self.flat.layout.order, 0)).numel
+        return self.flat.num_elements(self.flat.table.optim.shard)
 
     def range_of(self, coordinate: Mapping[str, int]) -> int:
         """The range of the rank at `coordinate` of the mesh, among those that share the states."""
@@ -69,8 +69,7 @@ class MatrixExchange:
 
     def held(self, matrix: Matrix, number: int) -> Span:
         """The elements of `matrix` that are in range `number`, counted from its first."""
-        mine = Span(number * self.range_numel, (number + 1) * self.range_numel)
-        return matrix.span.overlap(mine).within(matrix.span)
+        return matrix.span.overlap(Span.nth(number, self.range_numel)).within(matrix.span)
 
     def travels(self, matrix: Matrix) -> bool:
         return self.held(matrix, matrix.owner).numel < matrix.span.numel
@@ -155,16 +154,11 @@ def _assigned(alike: Sequence[MatrixExchange]) -> Iterator[MatrixExchange]:
         loads[owner] += matrix.cost
         owners[one.flat.name, matrix.index] = owner
     for one in alike:
-        owned = tuple(_owned_by(matrix, owners[one.flat.name, matrix.index]) for matrix in one.matrices)
-        yield MatrixExchange(one.flat, owned)
-
-
-def _owned_by(matrix: Matrix, owner: int) -> Matrix:
-    return Matrix(matrix.index, matrix.span, matrix.rows, matrix.cols, matrix.dtype, owner)
+        owned = (replace(matrix, owner=owners[one.flat.name, matrix.index]) for matrix in one.matrices)
+        yield MatrixExchange(one.flat, tuple(owned))
 
 
 def _holders(matrix: Matrix, range_numel: int) -> list[tuple[int, int]]:
     """The ranges that have some of `matrix`, and how many elements each."""
     first, last = matrix.span.start // range_numel, (matrix.span.stop - 1) // range_numel
-    ranges = [(number, Span(number * range_numel, (number + 1) * range_numel)) for number in range(first, last + 1)]
-    return [(number, matrix.span.overlap(one).numel) for number, one in ranges]
+    return [(number, matrix.span.overlap(Span.nth(number, range_numel)).numel) for number in range(first, last + 1)]

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.plan.placement.fragment import Fragment
-from shardwise.program.action import AFTER_STEP, Action, Block, Program
+from shardwise.program.action import AFTER_STEP, Action, Block, Program, actions_of
 from shardwise.program.build import Actions, build_restore, outer_gradients
 from shardwise.program.check import check_outer
 from shardwise.program.spec import FlatSpec, UnitSpec
@@ -69,7 +69,7 @@ def _outer_step(fragment: Fragment, units: Sequence[UnitSpec]) -> OuterStep:
     mix = tuple(Action("mix", flat.name, "master") for flat in flats)
     blocks = (Block(AFTER_STEP, actions) for actions in (begin, settle, (*mix, *pipelined(build_restore(units)))))
     step = OuterStep(fragment, *blocks)
-    check_outer([action for block in step.program for action in block.actions], units)
+    check_outer(actions_of(step.program), units)
     return step
 
 

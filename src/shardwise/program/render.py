@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardwise.program.action import Action, Block, Moment, Program
+from shardwise.program.action import Action, Block, Moment, Program, actions_of
 
 NUM_ENDS = 5
 """Actions of a long block that are shown at its beginning, and as many at its end."""
@@ -13,7 +13,7 @@ NUM_ENDS = 5
 def render(program: Program) -> str:
     """One line per moment and one indented line per action, in columns. Moments without actions are kept, because they
     show the order in which the units ran."""
-    rows = [action.cells() for block in program for action in block.actions]
+    rows = [action.cells() for action in actions_of(program)]
     widths = [max((len(row[i]) for row in rows if len(row) > i), default=0) for i in range(7)]
     lines = []
     for block in program:

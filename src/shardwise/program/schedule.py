@@ -28,6 +28,7 @@ from shardwise.plan import Pipeline, Plan
 OpKind = Literal["F", "B", "I", "W"]
 UNIT_COSTS: Mapping[OpKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """A backward takes about twice its forward: gradients of the input, and of the parameters."""
+_FORWARD_BACKWARD: tuple[OpKind, OpKind] = ("F", "B")
 _OP = re.compile(r"([FBIW])(\d+)(?:@(\d+))?")
 _HEAD = re.compile(r"(\S+): (\d+) ranks, (\d+) stages, (\d+) micro-batches")
 
@@ -172,6 +173,10 @@ class Kind:
     waits: float
     has_rounds: bool = False
     """Micro-batches go in rounds of as many as there are ranks; others are not worth trying."""
+    usual_chunks: int = 1
+    """The stages on each rank if a plan does not say."""
+    splits_backward: bool = False
+    """Whether gradients of parameters are computed apart from those of a stage's input."""
 
     def takes(self, num_ranks: int, num_micro_batches: int) -> bool:
         return not self.has_rounds or num_micro_batches % num_ranks == 0
@@ -180,8 +185,8 @@ class Kind:
 SCHEDULES: Mapping[str, Kind] = {
     "gpipe": Kind(gpipe, (), 1),
     "1f1b": Kind(one_f_one_b, (1,), 1),
-    "interleaved": Kind(interleaved, (2,), 1, has_rounds=True),
-    "zb-h1": Kind(zero_bubble, (1,), 1 / 3),
+    "interleaved": Kind(interleaved, (2,), 1, has_rounds=True, usual_chunks=2),
+    "zb-h1": Kind(zero_bubble, (1,), 1 / 3, splits_backward=True),
 }
 
 
@@ -202,7 +207,7 @@ def schedule_of(plan: Plan, num_ranks: int) -> Schedule:
 
 def chunks_of(asked: Pipeline) -> int:
     """The stages on each rank that a plan asks for, or gets without asking."""
-    return asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
+    return asked.virtual_stages or SCHEDULES[asked.schedule].usual_chunks
 
 
 def schedule_of_calls(num_ranks: int, num_stages: int, num_calls: int, num_parts: int = 1) -> Schedule:
@@ -221,9 +226,6 @@ def schedule_of_calls(num_ranks: int, num_stages: int, num_calls: int, num_parts
         ]
         rows.append(tuple(row))
     return Schedule("calls", num_ranks, num_stages, num_calls * num_parts, tuple(rows))
-
-
-_FORWARD_BACKWARD: tuple[OpKind, OpKind] = ("F", "B")
 
 
 def _require_one_chunk(name: str, num_chunks: int) -> None:

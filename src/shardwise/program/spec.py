@@ -118,6 +118,11 @@ class FlatSpec:
         param, optim = self.table.param, self.table.optim
         return (param.dtype, param.tier) == (optim.dtype, optim.tier) and not self.is_rounded_at_rest
 
+    @property
+    def kept(self) -> Place:
+        """Where what is kept of these parameters between steps is: master weights, or, if frozen, the parameters."""
+        return self.table.optim if self.trainable else self.table.param
+
     @cached_property
     def is_shareable(self) -> bool:
         """Whether ranks that share memory could keep these parameters once, and read them in place: they rest in
@@ -249,6 +254,10 @@ class UnitSpec:
     @property
     def trainable(self) -> bool:
         return any(flat.trainable for flat in self.flats)
+
+    def under(self, table: Table) -> UnitSpec:
+        """The unit, with all of its flat buffers under `table`."""
+        return replace(self, flats=tuple(replace(flat, table=table) for flat in self.flats))
 
 
 def straight_trace(units: tuple[UnitSpec, ...]) -> Trace:

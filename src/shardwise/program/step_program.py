@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardwise.plan.mesh import Mesh
-from shardwise.program.action import Action, Program
+from shardwise.program.action import Action, Program, actions_of
 from shardwise.program.activations import Activations
 from shardwise.program.build import build_pass, build_step
 from shardwise.program.check import check, check_step
@@ -43,27 +43,31 @@ class StepProgram:
         """How often `micro_batch` runs in a step."""
         return 1 if self.is_over_schedule else num_micro_batches
 
+    def _counted(self, num_micro_batches: int) -> Iterator[tuple[Action, int]]:
+        """Each action, and how often it runs in a step."""
+        for program, times in ((self.micro_batch, self._times(num_micro_batches)), (self.step, 1)):
+            for action in actions_of(program):
+                yield action, times
+
     def sent_bytes(self, num_micro_batches: int = 1, coordinate: Mapping[str, int] | None = None) -> int:
         """Bytes that the rank at `coordinate` of the mesh sends in one optimizer step.
 
         Ranks differ only in what whole matrices need; without `coordinate` that is the most of any rank.
         """
-        per_batch = sum(self._sent(action, None) for block in self.micro_batch for action in block.actions)
-        per_step = sum(self._sent(action, coordinate) for block in self.step for action in block.actions)
-        return self._times(num_micro_batches) * per_batch + per_step
+        return sum(times * self._sent(action, coordinate) for action, times in self._counted(num_micro_batches))
 
     def sent_by_axis(self, num_micro_batches: int = 1) -> dict[str, int]:
         """`sent_bytes`, the most of any rank, by mesh axis."""
         sent: dict[str, int] = {}
-        for program, times in ((self.micro_batch, self._times(num_micro_batches)), (self.step, 1)):
-            for action in (action for block in program for action in block.actions if self._sent(action, None)):
+        for action, times in self._counted(num_micro_batches):
+            if self._sent(action):
                 sent[action.over] = sent.get(action.over, 0) + times * action.sent_bytes
         return sent
 
     def sent_by_hosts(self, mesh: Mesh, local_size: int, num_micro_batches: int = 1) -> list[int]:
         """Bytes that leave each host in one optimizer step, with `local_size` ranks on each; see `sent_by_hosts`."""
-        per_batch = sent_by_hosts((action for block in self.micro_batch for action in block.actions), mesh, local_size)
-        per_step = sent_by_hosts((action for block in self.step for action in block.actions), mesh, local_size)
+        per_batch = sent_by_hosts(actions_of(self.micro_batch), mesh, local_size)
+        per_step = sent_by_hosts(actions_of(self.step), mesh, local_size)
         times = self._times(num_micro_batches)
         return [times * batch + step for batch, step in zip(per_batch, per_step, strict=True)]
 
@@ -93,12 +97,13 @@ class StepProgram:
         """Bytes copied between this rank's device and lower tiers in one optimizer step, by verb: `fetch` and
         `evict`."""
         copied: dict[str, int] = {}
-        for program, times in ((self.micro_batch, self._times(num_micro_batches)), (self.step, 1)):
-            for action in (action for block in program for action in block.actions if action.copies):
+        for action, times in self._counted(num_micro_batches):
+            if action.copies:
                 copied[action.verb] = copied.get(action.verb, 0) + times * action.sent_bytes
         return copied
 
-    def _sent(self, action: Action, coordinate: Mapping[str, int] | None) -> int:
+    def _sent(self, action: Action, coordinate: Mapping[str, int] | None = None) -> int:
+        """What the rank at `coordinate` sends for it; without one, the most that any rank sends."""
         if action.copies:
             return 0
         if coordinate is None or action.verb not in ("collect", "hand_back") or action.subject != "update":

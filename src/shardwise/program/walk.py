@@ -42,8 +42,13 @@ class Walk:
         units: Sequence[UnitSpec],
         coordinate: Mapping[str, int] | None,
         read_in_place: Container[str] = frozenset(),
+        *,
+        kept_bytes: int = 0,
+        heap_bytes: int = 0,
     ) -> None:
-        """`read_in_place`: the flat buffers of which nothing is gathered, because it lies where all ranks read it."""
+        """`read_in_place`: the flat buffers of which nothing is gathered, because it lies where all ranks read it.
+        `kept_bytes`: kept for sending gradients, whether any are being sent or not. `heap_bytes`: the most bytes of
+        activations that lie in the heap at once; it does not shrink."""
         self._flats = {flat.name: flat for unit in units for flat in unit.flats}
         self._by_unit = {unit.name: unit.flats for unit in units}
         self._coordinate = coordinate
@@ -59,12 +64,9 @@ class Walk:
         """Host bytes taken for temporary buffers; they are reused, and stay allocated."""
         self._free_host: Counter[int] = Counter()
         """Unused pieces of those, by their size."""
-        self.heap = 0
-        """The most bytes of activations that lie in the heap at once. It does not shrink."""
+        self._kept_bytes, self._heap_bytes = kept_bytes, heap_bytes
         self._gap = 0
-        """Bytes of it that are unused."""
-        self.kept = 0
-        """Bytes kept for sending gradients, whether any are being sent or not."""
+        """Bytes of the heap that are unused."""
         self._num_live = self._num_sent = self._num_waiting = 0
         """Live bytes, and how many of them are gradients being sent, or waiting."""
         self.peak = 0
@@ -82,7 +84,7 @@ class Walk:
             self._gap = 0  # how much of the heap is used at that peak is not known
             self._update_peak(mark.peak_bytes)
             self._activations = mark.live_bytes
-            self._gap = max(0, self.heap - mark.heap_bytes)
+            self._gap = max(0, self._heap_bytes - mark.heap_bytes)
         for action in block.actions:
             if action.flat in self._flats:
                 self._act(self._flats[action.flat], action)
@@ -111,17 +113,20 @@ class Walk:
             return
         if effect.makes == "sum":
             self._reduce(flat, action)
-        elif effect.makes is not None and effect.makes not in _AT_REST and (name, effect.makes) not in self._live:
-            tier = flat.tier_of(effect.makes)
-            self._hold(name, effect.makes, Content(self._num_bytes(flat, effect.makes), tier=tier))
-        if effect.makes is not None and effect.makes != "sum":
-            for buffer in effect.consumes:
-                self._source[name, effect.makes] = buffer
-        if effect.makes != "sum":
+        else:
+            if effect.makes is not None:
+                self._make(flat, effect, effect.makes)
             for buffer in effect.scratch:
                 self._hold(name, buffer, Content(self._scratch_bytes(flat, buffer, action)))
         for buffer in effect.frees if effect.awaited or not effect.scratch else (*effect.frees, *effect.scratch):
             self._drop(name, buffer)
+
+    def _make(self, flat: FlatSpec, effect: Effect, made: Buffer) -> None:
+        """Hold a buffer whose size does not depend on what makes it, unless it is there already."""
+        if made not in _AT_REST and (flat.name, made) not in self._live:
+            self._hold(flat.name, made, Content(self._num_bytes(flat, made), tier=flat.tier_of(made)))
+        for buffer in effect.consumes:
+            self._source[flat.name, made] = buffer
 
     def _scratch_bytes(self, flat: FlatSpec, buffer: Buffer, action: Action) -> int:
         if buffer == "messages" and flat.table.outer is not None:
@@ -185,10 +190,8 @@ class Walk:
             copies = 1 if content.dtype == wire.dtype else 2
             staged = numel - own if effect.cuts else numel
             self._hold(name, "staging", Content(copies * wire.num_bytes(staged), wire.dtype))
-        num_bytes, is_in_place = (
-            own * WIDTH[dtype],
-            adds_in_place(effect, is_same_dtype=content.dtype == dtype, is_kept=content.is_kept),
-        )
+        num_bytes = own * WIDTH[dtype]
+        is_in_place = adds_in_place(effect, is_same_dtype=content.dtype == dtype, is_kept=content.is_kept)
         if effect.cuts or not is_in_place:
             is_kept = content.is_kept if is_in_place else self._takes_kept(flat, num_bytes, dtype)
             self._hold(name, "next sum", Content(num_bytes, dtype, is_kept))
@@ -255,7 +258,7 @@ class Walk:
 
     def _update_peak(self, activations: int) -> None:
         """Update the peak with what is live now and `activations` bytes."""
-        held = self._num_live + max(0, self.kept - self._num_sent) + activations
+        held = self._num_live + max(0, self._kept_bytes - self._num_sent) + activations
         self.peak_with_gaps = max(self.peak_with_gaps, held + self._gap)
         if held > self.peak:
             self.peak, self.peak_activations, self.peak_at = held, activations, self._moment

@@ -4,24 +4,23 @@ from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffer_sync import BufferSync
 from shardwise.runtime.compiled import WrappedForward, check_backend, own_forward
 from shardwise.runtime.decisions import Decisions, decided
-from shardwise.runtime.executor import BoundBlock, Executor
+from shardwise.runtime.executor import Executor
 from shardwise.runtime.grad_mover import GradMover
-from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
+from shardwise.runtime.hooks import EndOfForward, NotCopied, changed_inside, in_backward
 from shardwise.runtime.nested import argument_tensors, named_tensors, tensors_in
 from shardwise.runtime.no_grad_forwards import Inference, bytes_inside, keeps_all
 from shardwise.runtime.param_mover import ParamMover
 from shardwise.runtime.runner import Runner, Settings
 
 __all__ = [
-    "NO_COPY",
     "Agreement",
-    "BoundBlock",
     "BufferSync",
     "Decisions",
     "EndOfForward",
     "Executor",
     "GradMover",
     "Inference",
+    "NotCopied",
     "ParamMover",
     "Runner",
     "Settings",

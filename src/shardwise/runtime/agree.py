@@ -70,34 +70,36 @@ class Agreement:
         """The unsplit tensor, in its own shape, from `part`: this rank's part of the slot that model axes split."""
         if slot.box is None:
             return part.view(slot.shape)
-        whole = part.view(slot.shape)
-        for axis in flat.spec.split_axes or flat.spec.mesh.same_params_axes:  # there is one
-            group = self._groups[axis]
-            boxes = self._boxes_of(slot, group)
-            if not any(box.is_split for box in boxes):
-                return whole
-            longest = round_up(max(box.numel for box in boxes), ALIGN)
-            parts = part.new_zeros(len(boxes), longest)
-            parts[group.index, : part.numel()] = part.reshape(-1)
-            self._collectives.all_gather(parts.view(-1), group, slot.name).wait()
-            whole = part.new_empty(slot.whole_shape)
-            for box, theirs in zip(boxes, parts, strict=True):
-                if box.place == boxes[0].place:  # copies count once
-                    put_part(whole, box, theirs[: box.numel])
+        group = self._splitting(flat)
+        boxes = self._boxes_of(slot, group) if group is not None else []
+        if group is None or not any(box.is_split for box in boxes):
+            return part.view(slot.shape)
+        whole = part.new_empty(slot.whole_shape)
+        for box, theirs in self._once(slot, group, part, max(box.numel for box in boxes)):
+            put_part(whole, box, theirs[: box.numel])
         return whole
 
     def added_up(self, flat: Flat, slot: Slot, of_part: Tensor) -> Tensor:
         """The sum over the unsplit tensor, from `of_part`, which is that over this rank's part of the slot."""
-        whole = of_part
-        for axis in flat.spec.split_axes or flat.spec.mesh.same_params_axes:  # there is one
-            group = self._groups[axis]
-            boxes = self._boxes_of(slot, group)
-            sums = of_part.new_zeros(len(boxes), round_up(of_part.numel(), ALIGN))
-            sums[group.index, : of_part.numel()] = of_part.reshape(-1)
-            self._collectives.all_gather(sums.view(-1), group, slot.name).wait()
-            once = [theirs for box, theirs in zip(boxes, sums, strict=True) if box.place == boxes[0].place]
-            whole = torch.stack(once).sum(0)[: of_part.numel()].view(of_part.shape)
-        return whole
+        group = self._splitting(flat)
+        if group is None:
+            return of_part
+        once = self._once(slot, group, of_part, of_part.numel())
+        return torch.stack([theirs for _, theirs in once]).sum(0)[: of_part.numel()].view(of_part.shape)
+
+    def _splitting(self, flat: Flat) -> Group | None:
+        """The ranks along the axis that splits parameters of `flat`, if one does."""
+        axes = flat.spec.split_axes or flat.spec.mesh.same_params_axes
+        return self._groups[axes[0]] if axes else None
+
+    def _once(self, slot: Slot, group: Group, mine: Tensor, longest: int) -> list[tuple[Box, Tensor]]:
+        """What each rank of `group` gives as `mine`, `longest` elements or fewer and zeros behind them, with its box of
+        the slot; of copies one."""
+        boxes = self._boxes_of(slot, group)
+        every = mine.new_zeros(len(boxes), round_up(longest, ALIGN))
+        every[group.index, : mine.numel()] = mine.reshape(-1)
+        self._collectives.all_gather(every.view(-1), group, slot.name).wait()
+        return [(box, theirs) for box, theirs in zip(boxes, every, strict=True) if box.place == boxes[0].place]
 
     def _boxes_of(self, slot: Slot, group: Group) -> list[Box]:
         """The boxes along `group`; exchanged once per parameter."""

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.memory import Flat, FullState, Unit
 from shardwise.runtime.hooks import changed_inside
 from shardwise.runtime.nested import argument_tensors
-from shardwise.system.own_hooks import hook
+from shardwise.system.own_hooks import hook_around
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
@@ -106,14 +106,7 @@ class Callers:
 
     def __init__(self, model: nn.Module) -> None:
         self._running: list[nn.Module] = [model]
-        self._handles = [
-            handle
-            for module in model.modules()
-            for handle in (
-                module.register_forward_pre_hook(hook(self._enter)),
-                module.register_forward_hook(hook(self._leave), always_call=True),
-            )
-        ]
+        self._handles = hook_around(model.modules(), self._enter, self._leave)
 
     def innermost(self) -> nn.Module | None:
         return self._running[-1] if self._running else None

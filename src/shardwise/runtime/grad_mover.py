@@ -57,8 +57,7 @@ class GradMover:
         group, dtypes = self._groups[first.over], {spec.fresh.dtype, spec.table.grad_wire.dtype}
         if group.index > 1 or not self._collectives.reads_own_apart(group) or dtypes != {first.dtype}:
             return None
-        numel = spec.numel // len(group.ranks)
-        return Span(group.index * numel, (group.index + 1) * numel)
+        return Span.nth(group.index, spec.numel // len(group.ranks))
 
     def moves(self) -> dict[tuple[Verb, Subject], Callable[[Action], None]]:
         """The method for each action on gradients. What reduces the result of a backward reduces `due` alike: `_sum`

@@ -116,7 +116,6 @@ class _Call:
     """Whether its inputs cannot show that its backward has ended; see [Note: blind calls]."""
     leaves: list[Node] = field(default_factory=list)
     """The nodes of inputs that are leaves; nothing else keeps them alive until the leaf is used."""
-
     waits_for_end: bool = False
     """Whether the end of its backward counts as one more input: it was recomputed from leaves, in an autograd of its
     own."""
@@ -167,7 +166,17 @@ class _Watched:
         self.use, self.halves = hooks._uses[unit.name], hooks._halves
 
 
-class Hooks:
+class NotCopied:
+    """What an engine hangs on a user's model, which can then be neither copied nor pickled."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StateError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError(NO_COPY)
+
+
+class Hooks(NotCopied):
     """The hooks of one model. `remove()` takes them off.
 
     The listener owns the hooks and is referenced weakly, so that its buffers are freed with it and need no garbage
@@ -238,12 +247,6 @@ class Hooks:
         self._handles.clear()
         self._root_handles.clear()
         self._watched.clear()
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StateError(NO_COPY)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise StateError(NO_COPY)
 
     # -- forward ----------------------------------------------------------------------------------------
 

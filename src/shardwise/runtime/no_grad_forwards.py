@@ -38,7 +38,7 @@ from shardwise.runtime.executor import BoundBlock
 from shardwise.runtime.foreign_reads import Reach
 from shardwise.runtime.gather_order import GatherOrder
 from shardwise.runtime.gathering import Gathering
-from shardwise.system.own_hooks import hook
+from shardwise.system.own_hooks import hook_around
 
 FAILED = b"failed"
 _NUM_WATCHED_CALLS = 2
@@ -187,14 +187,8 @@ class Inference:
     @contextmanager
     def _calls_noted(self) -> Iterator[None]:
         """A context in which calls of the model are noted, and the first ones watched."""
-        handles = [
-            handle
-            for module in (() if self._keeps_all else _wholes(self._model, self._units))
-            for handle in (
-                module.register_forward_pre_hook(hook(self._enter_call), prepend=True),
-                module.register_forward_hook(hook(self._leave_call), always_call=True),
-            )
-        ]
+        wholes = () if self._keeps_all else _wholes(self._model, self._units)
+        handles = hook_around(wholes, self._enter_call, self._leave_call, first=True)
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ had not. The gradients are found by the verdict, and the next pass is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.memory import Unit
 from shardwise.program import Moment
@@ -47,15 +47,11 @@ class PostBackward:
         self.rounds = Rounds(gathering, exchange)
         self._units = gathering.units
         self._by_name = {unit.name: unit for unit in self._units}
-        self._numbers = {unit.name: number for number, unit in enumerate(self._units, start=1)}
         self.probe: Callable[[Unit], None] | None = None
         """Called with each unit whose backward is closed, in a pass that does not reduce; takes its gradients."""
         self._known_left: set[str] = set()
         """Units whose backward was found to end with parameters that have no gradient on some rank. The same on all
         ranks."""
-
-    def unit(self, name: str) -> Unit:
-        return self._by_name[name]
 
     def note_ended(self, unit: Unit) -> None:
         """The backward of `unit` has ended on this rank; close the units that the program closes now."""
@@ -121,16 +117,11 @@ class PostBackward:
                 flat.grads.expect_all()
             self.gathering.run(current.script.take(after), after, unit, current)
 
-    def agree(self, ended: Iterable[str], left: Iterable[str]) -> dict[str, bool]:
-        """The units that are `ended` or `left` on any rank, in an order shared by all, and whether any rank has each
-        left. Collective."""
-        mine = [self._numbers[name] for name in ended] + [-self._numbers[name] for name in left]
+    def left_anywhere(self) -> list[Unit]:
+        """The units with gradients on any rank that no program has reduced, in an order shared by all. Collective."""
+        mine = [self.rounds.number(unit.name) for unit in self._units if unit.has_fresh()]
         messages = self._exchange(" ".join(map(str, mine)).encode())
-        agreed: dict[str, bool] = {}
-        for number in map(int, b" ".join(messages).split()):
-            name = self._units[abs(number) - 1].name
-            agreed[name] = agreed.get(name, False) or number < 0
-        return agreed
+        return [self._units[int(number)] for number in dict.fromkeys(b" ".join(messages).split())]
 
     def _close_as_planned(self, name: str) -> None:
         unit = self._by_name[name]

@@ -79,13 +79,10 @@ class Programs:
             return False
         if trace is None:
             trace = schedule_trace(script.recorded_row(), script.recorded_passes())
+        planned = self._planned(trace, reduces=reduces)
         if reduces:
-            self.program = self._planned(trace)
-            micro_batch = self.program.micro_batch
-        else:
-            planned = plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, reduces=False)
-            micro_batch = planned.micro_batch
-        script.learn(self._executor.bind(micro_batch))
+            self.program = planned
+        script.learn(self._executor.bind(planned.micro_batch))
         self.num_recordings += 1
         return True
 
@@ -93,8 +90,7 @@ class Programs:
         """Make the program of an evaluation that goes the way of `trace`. False also if it used no unit."""
         if not 0 < len(trace) < LONGEST_TRACE:
             return False
-        planned = plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, training=False)
-        script.learn(self._executor.bind(planned.micro_batch))
+        script.learn(self._executor.bind(self._planned(trace, training=False).micro_batch))
         return True
 
     def foresee_buffers(self, num_bytes: int) -> None:
@@ -103,8 +99,15 @@ class Programs:
         self.program = self._planned(self.trace)
         self.step = self._bound_step()
 
-    def _planned(self, trace: Trace) -> StepProgram:
-        return plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, buffers_bytes=self._buffers_bytes)
+    def _planned(self, trace: Trace, *, training: bool = True, reduces: bool = True) -> StepProgram:
+        return plan_step(
+            self.specs,
+            trace,
+            prefetch_bytes=self._prefetch_bytes,
+            training=training,
+            reduces=reduces,
+            buffers_bytes=self._buffers_bytes,
+        )
 
     def _bound_step(self) -> dict[Moment, BoundBlock]:
         return {block.moment: block for block in self._executor.bind(self.program.step)}

@@ -430,6 +430,14 @@ class Runner:
             self._watching.note_seen(training=True)
         self.passes.abandon()
 
+    def backward_through(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """The backward of a stage, from the gradients of what it has put out."""
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        else:  # nothing of this stage is trained, but it still counts as a backward
+            self.end_of_backward()
+
     def backward_of_weights(self, compute: Callable[[Unit], None]) -> None:
         """The second half of a backward: see `PostBackward.close_weights`."""
         self._post_backward.close_weights(compute, self._timeline)

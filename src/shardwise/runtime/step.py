@@ -57,9 +57,7 @@ class Step:
     def _reduce_left(self) -> None:
         self._passes.finish_reductions()
         self._gathering.finish_reductions()
-        left = [unit.name for unit in self._gathering.units if unit.has_fresh()]
-        for name in self._post_backward.agree((), left):
-            unit = self._post_backward.unit(name)
+        for unit in self._post_backward.left_anywhere():
             self._gathering.run(None, unit.moments.after_backward, unit, self._passes.current)
         self._gathering.free_all()
 

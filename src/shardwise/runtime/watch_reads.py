@@ -19,7 +19,7 @@ from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.hooks import Hooks, changed_inside, in_backward
 from shardwise.runtime.passes import Passes
 from shardwise.runtime.paths import Paths
-from shardwise.system.own_hooks import hook
+from shardwise.system.own_hooks import hook_around
 
 _log = logging.getLogger("shardwise")
 
@@ -152,14 +152,7 @@ class _CalledAlone:
     def __init__(self, watching: Watching) -> None:
         self._watching = watching
         self._running: tuple[nn.Module, Writes] | None = None
-        self._handles = [
-            handle
-            for site in watching.sites
-            for handle in (
-                site.register_forward_pre_hook(hook(self._enter)),
-                site.register_forward_hook(hook(self._leave), always_call=True),
-            )
-        ]
+        self._handles = hook_around(watching.sites, self._enter, self._leave)
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError, StateError, nearest
+from shardwise.errors import ModelError, StateError, nearest, wrong_shape
 from shardwise.memory import ANCHOR, MOMENTUM, Flat, part_of, torch_dtype
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.placement import Span
@@ -196,10 +196,7 @@ class Access:
                 )
             shape = self._whole_shape(by_tensor.get(value, name), value)
             if shape != tuple(state[name].shape):
-                raise ModelError(
-                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}. Give "
-                    f"the whole state, on every rank, of a model of the same size."
-                )
+                raise wrong_shape(name, state[name].shape, shape)
         self._runner.step.open_params()
         for name, value in own.items():
             home = self._homes.get(by_tensor.get(value, ""))
@@ -351,7 +348,7 @@ class Access:
         for index, piece in pieces.items():
             start = flat.slots[index].start + _span(flat, index).start
             whole[start : start + piece.numel()].copy_(flat.loaded(piece).reshape(-1))
-        place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
+        place = flat.spec.kept
         self._agreement.gather(flat, whole, place.shard)
         return whole
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.plan import Plan
-from shardwise.plan.placement import KINDS, Table, table_for
+from shardwise.plan.placement import KINDS, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
 from shardwise.runtime.activations import SAVED, STAGING, Treatments
@@ -102,7 +102,7 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     """Promise and measurement for this rank."""
     specs = tuple(unit.spec for unit in sharded.parts.sharding.units)
     ddp = table_for(Plan(preset="ddp", precision=sharded.plan.precision), sharded.mesh)
-    replicas = tuple(_with_table(spec, ddp.on(sharded.mesh)) for spec in specs)
+    replicas = tuple(spec.under(ddp.on(sharded.mesh)) for spec in specs)
     promised, replicated = _footprint(sharded, specs), _footprint(sharded, replicas)
     on_host = dict(promised.host.by_kind) if promised.host is not None else {}
     on_disk = dict(promised.disk.by_kind) if promised.disk is not None else {}
@@ -168,10 +168,6 @@ def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: 
         num_micro_batches=sharded.plan.accumulate,
         activations=activations,
     )
-
-
-def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:
-    return replace(unit, flats=tuple(replace(flat, table=table) for flat in unit.flats))
 
 
 def _measured(sharded: ShardedModel) -> dict[str, int]:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from shardwise.parallel.sequence import SplitBatches, WholeOutputs
 from shardwise.plan import Plan
 from shardwise.plan.mesh import TENSOR_AXIS
 from shardwise.program import Activations
-from shardwise.runtime import NO_COPY, Inference
+from shardwise.runtime import Inference, NotCopied
 from shardwise.runtime.activations import Treatments
 from shardwise.runtime.dropped_layers import refuse_dropped_layers
 from shardwise.runtime.micro_batches import MicroSteps
@@ -69,7 +69,7 @@ def scaler_for(plan: Plan) -> LossScaler | None:
     return LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
 
 
-class ShardedModel:
+class ShardedModel(NotCopied):
     """Connects one sharded model to its hooks, programs and optimizer, and takes its steps.
 
     It is not the engine, because a change of plan, or a lost rank, replaces it while users hold the engine; and not its
@@ -129,12 +129,6 @@ class ShardedModel:
         self._weight = 1.0
         self._set_weight(1.0)
         self.weigh()
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StateError(NO_COPY)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise StateError(NO_COPY)
 
     # -- what it is made of -----------------------------------------------------------------------------
 

@@ -106,11 +106,7 @@ class _Trainer:
         runner = self._sharded.parts.runner
         if self._is_scaled:
             runner.passes.note_scaled()
-        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        else:  # nothing of this stage is trained, but it still counts as a backward
-            runner.end_of_backward()
+        runner.backward_through(outputs, gradients)
 
     def end_call(self) -> None:
         runner = self._sharded.parts.runner

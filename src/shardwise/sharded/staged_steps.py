@@ -79,8 +79,4 @@ class _StageTrainer:
     def backward_through(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._sharded.progress.scaler is not None:
             self._runner.passes.note_scaled()  # the loss was scaled on another stage
-        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        else:  # nothing of this stage is trained, but it still counts as a backward
-            self._runner.end_of_backward()
+        self._runner.backward_through(outputs, gradients)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import StateError
 
@@ -27,6 +30,23 @@ def hook(function: Callable[..., Any], *args: object) -> partial[Any]:
     bound = partial(function, *args)
     bound.__name__ = _NO_NAME  # type: ignore[attr-defined]  # a partial has a dict
     return bound
+
+
+def hook_around(
+    modules: Iterable[nn.Module],
+    enter: Callable[..., None],
+    leave: Callable[..., None],
+    *,
+    first: bool = False,
+) -> list[RemovableHandle]:
+    """Call `enter(module, args)` before each call of one of `modules`, with `first` before other hooks, and
+    `leave(module, args, output)` after it, also if it raises. Not to be removed while one of them runs: torch may be
+    iterating over its hooks."""
+    handles: list[RemovableHandle] = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(hook(enter), prepend=first))
+        handles.append(module.register_forward_hook(hook(leave), always_call=True))
+    return handles
 
 
 def is_own(one: object) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         file_bytes,
         plan_conversion,
     )
-    from shardwise.checkpoint.formats.forms import FORMS, form_of, open_checkpoint, refuse_others
+    from shardwise.checkpoint.formats.forms import FORMS, open_checkpoint, refuse_others
     from shardwise.checkpoint.formats.inspection import Inspection, dtype_word, inspect
     from shardwise.checkpoint.formats.live import WeightFolder, save_pretrained
     from shardwise.checkpoint.formats.merged_adapters import base_model
@@ -43,7 +43,6 @@ __all__ = [
     "dtype_of",
     "dtype_word",
     "file_bytes",
-    "form_of",
     "inspect",
     "open_checkpoint",
     "plan_conversion",
@@ -66,7 +65,6 @@ _HOMES = {
     "dtype_of": "shardwise.checkpoint.formats.conversion",
     "file_bytes": "shardwise.checkpoint.formats.conversion",
     "dtype_word": "shardwise.checkpoint.formats.inspection",
-    "form_of": "shardwise.checkpoint.formats.forms",
     "open_checkpoint": "shardwise.checkpoint.formats.forms",
     "plan_conversion": "shardwise.checkpoint.formats.conversion",
     "refuse_others": "shardwise.checkpoint.formats.forms",

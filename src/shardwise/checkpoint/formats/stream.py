@@ -18,11 +18,9 @@ import torch
 
 from shardwise.checkpoint.formats.source import Spec
 from shardwise.errors import CheckpointError
-from shardwise.init.safetensors_headers import DTYPES
+from shardwise.init.safetensors_headers import NAMES
 
 Tensor = torch.Tensor
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,10 @@ class SafetensorsFile:
 def _head(tensors: Mapping[str, Spec], offsets: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for key, spec in tensors.items():
-        if spec.dtype not in DTYPE_NAMES:
+        if spec.dtype not in NAMES:
             raise CheckpointError(f"{spec.name} is {spec.dtype}, which safetensors files cannot hold.")
         ends = [offsets[key], offsets[key] + spec.num_bytes]
-        header[key] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": ends}
+        header[key] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": ends}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -2,13 +2,7 @@
 
 from shardwise.comm.members.channels import ChannelMemory, LauncherChannel, generation_prefix, scope_of
 from shardwise.comm.members.departure import DEPARTURE
-from shardwise.comm.members.member_messages import (
-    TAKEN_FOR_LOST,
-    Announcement,
-    MemberMessage,
-    meshes_as_text,
-    meshes_of_text,
-)
+from shardwise.comm.members.member_messages import TAKEN_FOR_LOST, Announcement, MemberMessage, meshes_of_text
 from shardwise.comm.members.pace import Pace
 
 __all__ = [
@@ -20,7 +14,6 @@ __all__ = [
     "MemberMessage",
     "Pace",
     "generation_prefix",
-    "meshes_as_text",
     "meshes_of_text",
     "scope_of",
 ]

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model's modules are split into stages along the mesh axis `pp`, and steps run through
 them."""
 
-from shardwise.parallel.pipeline.pipeline import Pipeline, Trainer
+from shardwise.parallel.pipeline.pipeline import Pipeline
 from shardwise.parallel.pipeline.sends import most_under_way
 from shardwise.parallel.pipeline.stage_layout import (
     AXIS,
@@ -11,7 +11,7 @@ from shardwise.parallel.pipeline.stage_layout import (
     stage_layout,
     stage_warnings,
 )
-from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
+from shardwise.parallel.pipeline.stage_messages import StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import StagedModel, stage_boxes
 from shardwise.parallel.pipeline.tied_gradients import SharedGradients
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads, backward_of_weights
@@ -22,14 +22,11 @@ __all__ = [
     "AXIS",
     "AcrossStages",
     "Aside",
-    "Layout",
     "Pipeline",
     "SharedGradients",
     "StageLayout",
-    "StageMessage",
     "StageMessageLayout",
     "StagedModel",
-    "Trainer",
     "WeightGrads",
     "backward_of_weights",
     "balanced",

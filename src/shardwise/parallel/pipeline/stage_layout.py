@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
-from shardwise.program.schedule import Schedule, schedule_of, timed
+from shardwise.program.schedule import SCHEDULES, Schedule, schedule_of, timed
 from shardwise.system.name_patterns import matches_by_parts
 from shardwise.system.own_hooks import is_own
 
@@ -182,10 +182,10 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     config = getattr(model, "config", None)
     refuse_sums_over_layers(config, "The model's config")
     schedule = schedule_of(plan, num_ranks)
-    if asked.schedule == "zb-h1" and plan.compile is not None:
+    if SCHEDULES[asked.schedule].splits_backward and plan.compile is not None:
         raise ConfigError(
-            "The schedule zb-h1 splits the backward of linear layers, which is impossible in a compiled unit. Leave "
-            "compile out, or take schedule 1f1b."
+            f"The schedule {asked.schedule} splits the backward of linear layers, which is impossible in a compiled "
+            f"unit. Leave compile out, or take schedule 1f1b."
         )
     num_stages = schedule.num_stages
     if asked.stages == "auto":

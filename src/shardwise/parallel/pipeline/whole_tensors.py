@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm import World
-from shardwise.errors import ModelError, nearest
+from shardwise.errors import ModelError, nearest, wrong_shape
 from shardwise.parallel.pipeline.stage_layout import AXIS
 from shardwise.parallel.pipeline.staged_model import StagedModel
 from shardwise.plan.mesh import Mesh
@@ -78,10 +78,7 @@ class AcrossStages:
         for name in names:
             shape = self._staged.whole.shapes[self._staged.whole.ties.get(name, name)]
             if tuple(state[name].shape) != shape:
-                raise ModelError(
-                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}. Give "
-                    f"the whole state, on every rank, of a model of the same size."
-                )
+                raise wrong_shape(name, state[name].shape, shape)
         return {name: state[name] for name in self._staged.model.state_dict(keep_vars=True) if name in state}
 
     def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm import Line
-from shardwise.errors import ModelError, StateError
+from shardwise.errors import ModelError
 from shardwise.parallel.tensor.collective_overlap import (
     DeferredParams,
     OverlappedSum,
@@ -37,7 +37,7 @@ from shardwise.parallel.tensor.functions import (
     scatter_to,
 )
 from shardwise.parallel.tensor.generators import Generators
-from shardwise.runtime import NO_COPY
+from shardwise.runtime import NotCopied
 
 Tensor = torch.Tensor
 SEQUENCE_DIM = -2
@@ -67,7 +67,7 @@ class _Region:
         return self.tensor() is tensor and (self.version, self.has_grad) == (tensor._version, torch.is_grad_enabled())
 
 
-class Regions:
+class Regions(NotCopied):
     """The regions of one model on one rank.
 
     Column modules that read the same tensor (queries, keys and values) share a region, so that it is gathered once and
@@ -92,9 +92,6 @@ class Regions:
         copied = Regions(copy.deepcopy(self.line, memo))
         copied.keeps_whole = self.keeps_whole
         return copied
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise StateError(NO_COPY)
 
     def enter(self, module: nn.Module, tensor: Tensor, *, on_sequence: bool, is_alone: bool) -> Tensor:
         """The input of a column module. `is_alone`: no row module follows. `on_sequence`: `tensor` is this rank's part

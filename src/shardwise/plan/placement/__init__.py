@@ -2,16 +2,8 @@
 
 from shardwise.plan.placement.box import Box, Run, common_runs
 from shardwise.plan.placement.layout import ALIGN, Layout, Slot, pack, pack_boxes, padded_numel
-from shardwise.plan.placement.low_rank import LowRank
 from shardwise.plan.placement.moves import Move, MoveVerb, moves
-from shardwise.plan.placement.offload import (
-    Offloaded,
-    UnitNumel,
-    check_budget,
-    check_offload,
-    share_of_last,
-    with_update_on_host,
-)
+from shardwise.plan.placement.offload import Offloaded, UnitNumel, check_budget, check_offload, share_of_last
 from shardwise.plan.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier, wider
 from shardwise.plan.placement.presets import (
     PRESETS,
@@ -24,7 +16,7 @@ from shardwise.plan.placement.presets import (
     takes_local_size,
 )
 from shardwise.plan.placement.span import Span
-from shardwise.plan.placement.table import Outer, Table
+from shardwise.plan.placement.table import Table
 from shardwise.plan.placement.wire import LOSS_DTYPE, Codes, SumOfCodes, Wire
 
 __all__ = [
@@ -39,11 +31,9 @@ __all__ = [
     "Dtype",
     "Kind",
     "Layout",
-    "LowRank",
     "Move",
     "MoveVerb",
     "Offloaded",
-    "Outer",
     "Place",
     "Preset",
     "Run",
@@ -69,5 +59,4 @@ __all__ = [
     "table_for",
     "takes_local_size",
     "wider",
-    "with_update_on_host",
 ]

@@ -12,6 +12,11 @@ class Span:
     start: int
     stop: int
 
+    @classmethod
+    def nth(cls, number: int, numel: int) -> Span:
+        """The range with that number, from 0 on, of a buffer cut into ranges of `numel` elements."""
+        return cls(number * numel, (number + 1) * numel)
+
     @property
     def numel(self) -> int:
         return self.stop - self.start

@@ -6,7 +6,7 @@ tensors a forward saves, how often it runs before its backward, and when the las
 """
 
 from shardwise.runtime.activations.activation_offload import Offloading
-from shardwise.runtime.activations.choice import Treatment, Treatments, treatments_for
+from shardwise.runtime.activations.choice import Treatments, treatments_for
 from shardwise.runtime.activations.install import TreatedSites
 from shardwise.runtime.activations.on_disk import (
     BEHIND_BYTES,
@@ -30,7 +30,6 @@ __all__ = [
     "RehearsedStore",
     "Store",
     "TreatedSites",
-    "Treatment",
     "Treatments",
     "treatments_for",
 ]

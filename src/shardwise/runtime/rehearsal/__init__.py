@@ -6,33 +6,20 @@ the hooks that train it.
 
 from shardwise.runtime.rehearsal.integers import is_small_integers
 from shardwise.runtime.rehearsal.rebound import rebind
-from shardwise.runtime.rehearsal.rehearse import (
-    Around,
-    Loss,
-    Take,
-    Watch,
-    Work,
-    nothing_around,
-    rehearse,
-    rehearse_forward,
-    rehearse_work,
-)
+from shardwise.runtime.rehearsal.rehearse import Around, Loss, Watch, nothing_around, rehearse, rehearse_forward
 from shardwise.runtime.rehearsal.resized import resized, size_unlike_others, unlikely_size
 from shardwise.runtime.rehearsal.twin import Twin
 
 __all__ = [
     "Around",
     "Loss",
-    "Take",
     "Twin",
     "Watch",
-    "Work",
     "is_small_integers",
     "nothing_around",
     "rebind",
     "rehearse",
     "rehearse_forward",
-    "rehearse_work",
     "resized",
     "size_unlike_others",
     "unlikely_size",

@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING
 from shardwise.system.first_use import imported_when_used
 
 if TYPE_CHECKING:
-    from shardwise.system.disk.align import PAGE, Region, layout
-    from shardwise.system.disk.calls import Calls, SystemCalls
-    from shardwise.system.disk.copying import copy_range
-    from shardwise.system.disk.direct import open_direct, read_at, write_at
+    from shardwise.system.disk.align import PAGE, layout
+    from shardwise.system.disk.calls import SystemCalls
+    from shardwise.system.disk.direct import open_direct, write_at
     from shardwise.system.disk.disk_file import DiskFile
     from shardwise.system.disk.holder import Holder
-    from shardwise.system.disk.io_queue import BLOCK_BYTES, DEPTH, IoQueue
+    from shardwise.system.disk.io_queue import IoQueue
     from shardwise.system.disk.mounts import check_local, is_memory
     from shardwise.system.disk.page_buffers import BufferPool, Stage, pages, tensors_in_pages
     from shardwise.system.disk.pending import Patience, Pending
     from shardwise.system.disk.removals import Removals
     from shardwise.system.disk.sliced_file import SlicedFile
-    from shardwise.system.disk.slices import Step, steps, walk
+    from shardwise.system.disk.slices import Step
     from shardwise.system.disk.tier_folder import (
         TierFolder,
         job_of_process,
@@ -34,17 +33,13 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "BLOCK_BYTES",
-    "DEPTH",
     "PAGE",
     "BufferPool",
-    "Calls",
     "DiskFile",
     "Holder",
     "IoQueue",
     "Patience",
     "Pending",
-    "Region",
     "Removals",
     "SlicedFile",
     "Stage",
@@ -52,32 +47,24 @@ __all__ = [
     "SystemCalls",
     "TierFolder",
     "check_local",
-    "copy_range",
     "is_memory",
     "job_of_process",
     "layout",
     "open_direct",
     "pages",
-    "read_at",
     "remove_files_beside",
-    "steps",
     "tensors_in_pages",
-    "walk",
     "write_at",
 ]
 
 _HOMES = {
-    "BLOCK_BYTES": "shardwise.system.disk.io_queue",
-    "DEPTH": "shardwise.system.disk.io_queue",
     "PAGE": "shardwise.system.disk.align",
     "BufferPool": "shardwise.system.disk.page_buffers",
-    "Calls": "shardwise.system.disk.calls",
     "DiskFile": "shardwise.system.disk.disk_file",
     "Holder": "shardwise.system.disk.holder",
     "IoQueue": "shardwise.system.disk.io_queue",
     "Patience": "shardwise.system.disk.pending",
     "Pending": "shardwise.system.disk.pending",
-    "Region": "shardwise.system.disk.align",
     "Removals": "shardwise.system.disk.removals",
     "SlicedFile": "shardwise.system.disk.sliced_file",
     "Stage": "shardwise.system.disk.page_buffers",
@@ -85,17 +72,13 @@ _HOMES = {
     "SystemCalls": "shardwise.system.disk.calls",
     "TierFolder": "shardwise.system.disk.tier_folder",
     "check_local": "shardwise.system.disk.mounts",
-    "copy_range": "shardwise.system.disk.copying",
     "is_memory": "shardwise.system.disk.mounts",
     "job_of_process": "shardwise.system.disk.tier_folder",
     "layout": "shardwise.system.disk.align",
     "open_direct": "shardwise.system.disk.direct",
     "pages": "shardwise.system.disk.page_buffers",
-    "read_at": "shardwise.system.disk.direct",
     "remove_files_beside": "shardwise.system.disk.tier_folder",
-    "steps": "shardwise.system.disk.slices",
     "tensors_in_pages": "shardwise.system.disk.page_buffers",
-    "walk": "shardwise.system.disk.slices",
     "write_at": "shardwise.system.disk.direct",
 }
 
