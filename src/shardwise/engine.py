@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.init import Init, Wishes, end_recording
 from shardwise.optim.precision import LossScaler, Norm
 from shardwise.parallel.experts import EXPERT_LOAD
-from shardwise.plan import Plan, Profile, load_plan
+from shardwise.plan import Plan, Profile, Search, load_plan
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import Table
 from shardwise.program import Footprint, render
@@ -159,6 +159,11 @@ def _settled(
     as_call: bool = False,
 ) -> Plan:
     """`plan`, or what its preset "auto" stands for. A rank that joins others takes theirs."""
+    if plan.preset != "auto" and plan.search != Search():
+        raise ConfigError(
+            f"search is given, but the preset is {plan.preset}, so nothing is searched for. Say what is sent, as in "
+            f"wire: {{grad: int8}}, or take preset: auto."
+        )
     if plan.preset != "auto" or (world.is_newcomer and world.membership is not None):
         return plan
     from shardwise.sharded.auto import settled  # only these jobs load the planner

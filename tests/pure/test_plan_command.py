@@ -65,6 +65,8 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
         (["--world", "8", "--set", "preset=zero4"], "There is no preset 'zero4'. Did you mean 'zero3'?"),
         (["--world", "8", "--optimizer", "adamm"], "Did you mean 'adam"),
         (["--world", "8", "--axes", "pt"], "--axes names 'pt'"),
+        (["--world", "8", "--wires", "int4,int9"], "--wires is 'int9'. Did you mean 'int8'?"),
+        (["--world", "8", "--set", "search.wires=[params=int8]"], "search.wires is 'params=int8'"),
         (["--world", "8", "--rows", "7"], "samples of a step cannot be divided"),
         (["--world", "8", "--rows", "7", "--axes", "tp"], "the 7 samples of a step cannot be divided"),
         (["--world", "8", "--device-memory", "1K"], "No plan fits on 8 ranks"),
@@ -75,6 +77,16 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
 def test_what_is_refused(words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [["--wires", "int4"], ["--set", "search.wires=[int4]"]])
+def test_narrow_wires_are_tried_if_they_are_asked_for(
+    words: list[str], asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--world", "16", *asked]) == 0
+    assert "gradients sent in int4" in capsys.readouterr().out
+    assert main([*words, "--world", "16"]) == 0
+    assert "sent in" not in capsys.readouterr().out
 
 
 def test_a_batch_without_samples_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

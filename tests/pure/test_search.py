@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.fit.candidates import Bounds, Candidate, Size, Space, candidates, divisors
+from shardwise.fit.candidates import Bounds, Candidate, Size, Space, candidates, divisors, wires_of
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.operations import Operation, UnitWork, product
@@ -100,13 +100,14 @@ class Blocks:
     def relieved(self, candidate: Candidate, limits: Limits) -> Candidate:
         raise ConfigError(f"Half of {candidate} does not fit {limits} either.")
 
-    def evaluate(self, candidate: Candidate) -> Evaluated:
+    def evaluate(self, candidate: Candidate, base: Plan | None = None) -> Evaluated:
         self.num_asked += 1
         tp, pp = candidate.size("tp"), candidate.size("pp")
-        plan = candidate.plan(Plan(precision="bf16"))
+        plan = candidate.plan(base or Plan(precision="bf16"))
         mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
         table = table_for(plan, mesh).on(mesh)
-        numel = -(-self.numel // tp // (8 * mesh.num_replicas)) * 8 * mesh.num_replicas
+        align = math.lcm(8, table.align) * mesh.num_replicas
+        numel = -(-self.numel // tp // align) * align
         work = self.work(candidate.rows, tp, candidate.policy)
         row_bytes = self.row_bytes(candidate.policy) * candidate.rows / tp
         schedule = schedule_of(plan, pp) if pp > 1 else None
@@ -184,6 +185,74 @@ def test_no_bound_is_above_what_is_found() -> None:
         assert bound.host_bytes <= 1.001 * exact.host_bytes + 1, candidate
         assert bound.seconds <= 1.001 * exact.seconds, candidate
         assert blocks.least_seconds(candidate) <= 1.001 * exact.seconds, candidate
+
+
+NARROW = wires_of(("int8", "int4", "param=int8"), "--wires")
+
+
+def with_network(bytes_per_second: float) -> Hardware:
+    machine = hardware("h100-sxm")
+    slow = {"bytes_per_second": bytes_per_second, "node_bytes_per_second": bytes_per_second}
+    return machine.model_copy(update={"network": machine.network.model_copy(update=slow)})
+
+
+def test_no_bound_of_narrow_wires_is_above_what_is_found() -> None:
+    """Over a network that is all that counts, for each way to send a model, on one axis and on two."""
+    blocks = Blocks(num=2, width=1024, length=64, num_rows=32, hardware=with_network(1e8))
+    space = Space(axes=("tp",), activations=("keep",), rows=(2,), wires=NARROW)
+    sizes = {("keep", None): blocks.size("keep", None)}
+    for base in (BF16, Plan(precision="bf16", wire={"param": "int8", "grad": "int4"})):
+        bounds, num = Bounds(base, blocks.hardware, dict(sizes)), 0
+        for candidate in candidates(16, 8, blocks.num_rows, blocks.num, base, space):
+            try:
+                bound = bounds.of(candidate)
+            except ConfigError:  # hsdp sends no parameters between hosts
+                continue
+            num += 1
+            assert bound.seconds <= 1.001 * blocks.evaluate(candidate, base).seconds, candidate
+        assert num > 30
+
+
+def test_narrow_wires_are_chosen_where_they_are_asked_for_and_pay() -> None:
+    """Between hosts: on a mesh with an axis for them, and nowhere on one host. The table and the reasons say so."""
+    blocks = Blocks(num=4, width=1024, length=64, num_rows=64, hardware=with_network(1e8))
+    space = Space(presets=("zero1", "zero3"), axes=(), activations=("keep",), rows=(4,), shares=False)
+    plain, narrow = found(blocks, 16, space=space), found(blocks, 16, space=replace(space, wires=NARROW))
+    best = narrow.best[0]
+    assert not any(one.candidate.wires for one in plain.best)
+    assert best.candidate.wires == (("param", "int8"), ("grad", "int4"))
+    assert best.candidate.sizes == (("node", 2), ("local", 8))
+    assert str(best.candidate).endswith("parameters sent in int8, gradients sent in int4 (numerics asked for)")
+    assert best.found.seconds < plain.best[0].found.seconds
+    reasons = {one.what: one.reason for one in narrow.why_not}
+    assert "waiting along dp" in reasons["all sent as it is"]
+    assert reasons["gradients sent in int8"].startswith("+")
+    assert {"zero1", "zero3"} - {best.candidate.preset} <= set(reasons)
+    plan = best.candidate.plan(Plan(precision="bf16", search={"wires": ["int4"]}))
+    assert (plan.wire.param.dtype, plan.wire.grad.dtype, plan.mesh) == ("int8", "int4", {"node": 2, "local": 8})
+    assert "search" not in plan.model_fields_set
+
+    fast = found(replace(blocks, length=4096, hardware=with_network(1e13)), 16, space=replace(space, wires=NARROW))
+    assert not fast.best[0].candidate.wires, "codes have to be made and read"
+    assert not any(one.wires for one in candidates(8, 8, 64, 4, BF16, replace(space, wires=NARROW)))
+    alone = next(one for one in candidates(8, 1, 64, 4, BF16, replace(space, wires=NARROW)) if one.wires)
+    assert alone.sizes == (("dp", 8),), "with one rank on a host, all of them are on several"
+
+
+def test_names_of_wires() -> None:
+    assert wires_of((), "--wires") == ()
+    assert wires_of(("int4", "grad=int4"), "--wires") == ((("grad", "int4"),),)
+    assert set(NARROW) == {
+        (("param", "int8"),),
+        (("grad", "int8"),),
+        (("grad", "int4"),),
+        (("param", "int8"), ("grad", "int8")),
+        (("param", "int8"), ("grad", "int4")),
+    }
+    refused = ("int9", "Did you mean 'int8'"), ("state=int8", "those of param or grad"), ("param=", "--wires is")
+    for word, said in refused:
+        with pytest.raises(ConfigError, match=said):
+            wires_of((word,), "--wires")
 
 
 def test_a_pipeline_with_one_micro_batch_takes_the_time_of_all_stages() -> None:

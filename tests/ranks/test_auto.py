@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -58,7 +58,9 @@ def wide_batches(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(8, 64), torch.randn(8, 3)) for _ in range(num)]
 
 
-def run(model: nn.Module, data: Any, plan: dict[str, Any], num_ranks: int = 2) -> Result:
+def run(
+    model: nn.Module, data: Any, plan: dict[str, Any], num_ranks: int = 2, hosts: Sequence[str] | None = None
+) -> Result:
     """The plan that was chosen, losses, parameters, and the bytes of rank 0: foreseen before the first step, and
     allowed."""
     replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
@@ -77,7 +79,7 @@ def run(model: nn.Module, data: Any, plan: dict[str, Any], num_ranks: int = 2) -
                 losses.append(engine.mean(loss.item()))
             return engine.plan, losses, full_params(engine), held, engine.memory().measured_total
 
-    results = run_ranks(num_ranks, rank)
+    results = run_ranks(num_ranks, rank, hosts=hosts)
     assert all(one[0] == results[0][0] for one in results)
     return results[0]
 
@@ -162,6 +164,22 @@ def test_a_forward_that_calls_the_former_one_is_rehearsed_on_the_copy(wrap: Call
         assert all(param.grad is None for param in model.parameters())
         engine.backward(engine(*batch))
         engine.step()
+
+
+def test_narrow_wires_are_chosen_between_hosts_if_the_plan_allows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks wait for a network; then it trains as the same plan does without a search."""
+    machine = hardware("cpu")
+    slow = machine.network.model_copy(update={"bytes_per_second": 1e5, "node_bytes_per_second": 1e5})
+    monkeypatch.setattr(auto, "hardware_here", lambda _: machine.model_copy(update={"network": slow}))
+    torch.manual_seed(0)
+    model, data = Wide(), wide_batches(2)
+    asked = {"preset": "auto", "search": {"wires": ["int8"]}}
+    chosen, losses, params, *_ = run(model, data, asked, hosts=["a", "b"])
+    assert (chosen.wire.grad.dtype, chosen.search.wires) == ("int8", None)
+    same, again, others, *_ = run(model, data, chosen.model_dump(exclude_unset=True), hosts=["a", "b"])
+    assert (same, losses) == (chosen, again)
+    assert all(torch.equal(param, others[name]) for name, param in params.items())
+    assert run(model, data, asked)[0].wire.grad.dtype is None, "on one host nothing leaves it"
 
 
 def test_what_the_plan_says_is_kept() -> None:
@@ -283,6 +301,10 @@ def test_refusals() -> None:
 
     batch = batches(1, rows=8)[0]
     assert "preset: auto needs a batch" in refused("auto", None)
+    assert "the preset is zero1, so nothing is searched for" in refused(
+        {"preset": "zero1", "search": {"wires": ["int8"]}}, batch
+    )
+    assert "search.wires is 'int9'" in refused({"preset": "auto", "search": {"wires": ["int9"]}}, batch)
     said = refused({"preset": "auto", "budget": {"device": "1MiB"}}, batch)
     assert said.startswith("No plan fits on 2 ranks. The smallest is ")
     assert "too much" in said

@@ -148,7 +148,8 @@ def stages_by_unit(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple
         return 0, ()
     layout = stage_layout(model, plan, mesh)
     pp_rank = largest_pp_rank(model, layout)
-    own = {stage: layout.params_of(model, stage) for stage in layout.at(pp_rank)}
+    by_stage = layout.params_by_stage(model)
+    own = {stage: by_stage[stage] for stage in layout.at(pp_rank)}
     rows = rows_of(model, plan, mesh)
     every = choices_of(model, plan, mesh)
     choices = [choice for choice, spec in zip(every, unit_specs(every, rows, mesh), strict=True) if spec.flats]

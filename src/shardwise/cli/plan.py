@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="axes that may split the model, of tp, pp, sp and ep; or none (default: tp,pp)",
     )
     option("--micro-batch", metavar="N,M", help="samples of a micro-batch that may be tried (default: all that divide)")
-    option("--wires", default="", metavar="D", help="also try to send gradients in this dtype, which rounds them")
+    option(
+        "--wires",
+        metavar="D,E",
+        help="also try to send gradients between hosts as int8 or int4, or in another dtype, which rounds them; "
+        "param=int8: parameters (default: search.wires of PLAN)",
+    )
     option("--set", action="append", default=[], metavar="a.b=c", help="change one key of PLAN; repeatable")
     option("--most", type=int, default=60, metavar="N", help="candidates that are evaluated at most (default: 60)")
     option("--out", type=Path, metavar="FILE", help="write the best plan, as .yaml or .json")

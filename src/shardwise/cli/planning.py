@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from rich.table import Table as Grid
@@ -18,13 +18,13 @@ from shardwise.cli.model_file import batch_from, build_model
 from shardwise.cli.output_files import require_absent, require_svg, write
 from shardwise.errors import ConfigError, nearest
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
-from shardwise.fit.candidates import MOST_ROWS, Space
+from shardwise.fit.candidates import MOST_ROWS, Space, wires_of
 from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, OBJECTIVES, Found, Limits, Ranked, as_json, search
 from shardwise.observe.pictures import Point, front_picture
-from shardwise.plan import DtypeName, Offload, Plan, load_plan
+from shardwise.plan import Offload, Plan, load_plan
 from shardwise.plan.mesh import check_num_ranks
 from shardwise.program import OPTIMIZERS
 from shardwise.system.calibration import read_calibration
@@ -128,10 +128,9 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
             rows = (0,)
         if min(rows) < 1:
             raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers from 1 on, such as 1,2,4.")
-    known = (*get_args(DtypeName), "int8", "int4", "fp8")
-    if args.wires and args.wires not in known:
-        raise ConfigError(f"--wires is {args.wires!r}. {nearest(args.wires, known)}")
-    wires = (args.wires,) if args.wires else ()
+    wires = wires_of(base.search.wires or (), "search.wires")
+    if args.wires is not None:
+        wires = wires_of([word for word in args.wires.split(",") if word], "--wires")
     space = Space(axes=axes, rows=rows, wires=wires, shares=base.offload == Offload())
     if "preset" in base.model_fields_set and base.preset != "auto":
         space = replace(space, presets=(base.preset,))

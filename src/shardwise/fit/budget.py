@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,9 +44,6 @@ from shardwise.program.image_bytes import image_bytes
 from shardwise.program.schedule import Op
 from shardwise.system.calibration import Calibration
 from shardwise.system.units import format_bytes
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline import StageLayout
 
 SETTLED_AFTER = 2
 """Micro-batches, times the ranks of a pipeline, after which later ones hold what those before them do."""
@@ -192,7 +189,7 @@ def choices_by_pp_rank(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[l
         return [choices], experts
     from shardwise.parallel.pipeline import stage_layout  # only plans with a pipeline load it
 
-    return [of_params(choices, params) for params in params_by_pp_rank(model, stage_layout(model, plan, mesh))], experts
+    return [of_params(choices, params) for params in stage_layout(model, plan, mesh).params_by_rank(model)], experts
 
 
 def _stages_by_pp_rank(
@@ -207,13 +204,13 @@ def _stages_by_pp_rank(
     most = SETTLED_AFTER * layout.num_ranks
     if plan.accumulate > most:
         layout = stage_layout(model, plan.model_copy(update={"accumulate": most}), mesh)
+    by_stage = layout.params_by_stage(model)
     return [
         _Stages(
             layout.schedule.rows[pp_rank],
             {
-                stage: {one.name for one in choices if not params.isdisjoint(one.params.values())}
+                stage: {one.name for one in choices if not by_stage[stage].isdisjoint(one.params.values())}
                 for stage in layout.at(pp_rank)
-                for params in [layout.params_of(model, stage)]
             },
         )
         for pp_rank, choices in enumerate(units)
@@ -226,11 +223,6 @@ def of_params(choices: Sequence[UnitChoice], params: Collection[torch.Tensor]) -
         replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
     ]
     return [one for one in own if one.params]
-
-
-def params_by_pp_rank(model: nn.Module, layout: StageLayout) -> list[set[torch.Tensor]]:
-    """The parameters of each pipeline rank."""
-    return [layout.params_at(model, pp_rank) for pp_rank in range(layout.num_ranks)]
 
 
 def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError, nearest
 from shardwise.fit.hardware import Hardware
-from shardwise.plan import Activations, Offload, Pipeline, Plan, PolicyName, PrecisionName, WireFormat
+from shardwise.plan import Activations, DtypeName, Offload, Pipeline, Plan, PolicyName, PrecisionName, WireFormat
 from shardwise.plan.mesh import Mesh
-from shardwise.plan.placement import PRESETS, WIDTH, Table, Tier, table_for
+from shardwise.plan.placement import BITS, PRESETS, WIDTH, Axes, Codes, Table, Tier, Wire, table_for
 from shardwise.program.schedule import SCHEDULES, chunks_of
 
 
@@ -36,14 +36,39 @@ SCHEDULE = Pipeline().schedule
 """That of a plan which says nothing."""
 IN_STAGES = tuple((name, chunks) for name, kind in SCHEDULES.items() for chunks in kind.chunks)
 """Schedules of pipelines, with the stages on each rank."""
+Wires = tuple[tuple[str, str], ...]
+"""Formats in which something is sent that the plan sends as it is, by what that is: a key of `SENT`, in their order."""
+SENT = {"param": "parameters", "grad": "gradients"}
+
+
+def wires_of(words: Sequence[str], what: str) -> tuple[Wires, ...]:
+    """The formats that `words` name, such as `int4` of gradients and `param=int8` of parameters, each alone and one of
+    each together. Raises `ConfigError`, which says `what` names them."""
+    named: dict[str, list[str]] = {kind: [] for kind in SENT}
+    formats = (*get_args(DtypeName), *BITS)
+    for word in words:
+        kind, _, dtype = word.rpartition("=")
+        if kind and kind not in SENT:
+            raise ConfigError(f"{what} is {word!r}, and formats are those of param or grad. {nearest(kind, SENT)}")
+        if dtype not in formats:
+            raise ConfigError(f"{what} is {word!r}. {nearest(dtype, formats)}")
+        named[kind or "grad"].append(dtype)
+    each = (("", *dict.fromkeys(dtypes)) for dtypes in named.values())
+    every = (zip(SENT, chosen, strict=True) for chosen in itertools.product(*each))
+    found = (tuple((kind, dtype) for kind, dtype in one if dtype) for one in every)
+    return tuple(filter(None, found))
+
+
+def sent_in(wires: Wires) -> str:
+    return ", ".join(f"{SENT[kind]} sent in {dtype}" for kind, dtype in wires)
 
 
 @dataclass(frozen=True)
 class Space:
     """What may differ from the given plan. Axes that are not named keep size 1; `()` keeps the plan's own value.
 
-    `rows`: sizes of a micro-batch of one data rank to be tried, () for all that divide. `wires`: dtypes of gradients on
-    the wire, which change the numbers, so that they are tried only if somebody asks for it.
+    `rows`: sizes of a micro-batch of one data rank to be tried, () for all that divide. `wires` change the numbers, so
+    that they are tried only if somebody asks for it; see [Note: codes between hosts].
     """
 
     presets: tuple[str, ...] = (*ON_DEVICE, *ON_HOST)
@@ -52,7 +77,7 @@ class Space:
     schedules: tuple[tuple[str, int], ...] = IN_STAGES
     rows: tuple[int, ...] = ()
     precisions: tuple[PrecisionName, ...] = ()
-    wires: tuple[str, ...] = ()
+    wires: tuple[Wires, ...] = ()
     shares: bool = True
     """Whether what does not fit may have a share of its updates on the host, and of its states on a disk."""
     parts: int = 0
@@ -89,7 +114,7 @@ class Candidate:
     schedule: str = SCHEDULE
     chunks: int = 1
     precision: PrecisionName | None = None
-    wire: str | None = None
+    wires: Wires = ()
     offload: Offload | None = None
     """The shares of a preset on the device that are off it; `disk` is the folder of those on a disk."""
     disk: str | None = None
@@ -147,15 +172,17 @@ class Candidate:
             changed["pipeline"] = asked if is_default else asked.model_copy(update={"virtual_stages": self.chunks})
         if self.precision is not None:
             changed["precision"] = self.precision
-        if self.wire is not None:
-            changed["wire"] = base.wire.model_copy(update={"grad": WireFormat.model_validate(self.wire)})
+        if self.wires:
+            formats = {kind: WireFormat.model_validate(dtype) for kind, dtype in self.wires}
+            changed["wire"] = base.wire.model_copy(update=formats)
         if self.offload is not None:
             changed["offload"] = self.offload
         if self.disk is not None:
             changed["disk"] = self.disk
         if changed["mesh"] is None:  # a preset takes all ranks by itself
             del changed["mesh"]
-        return Plan(**{**{name: getattr(base, name) for name in base.model_fields_set}, **changed})
+        given = {name: getattr(base, name) for name in base.model_fields_set if name != "search"}
+        return Plan(**{**given, **changed})
 
     def __str__(self) -> str:
         split = [f"{axis} {size}" for axis, size in self.sizes if size > 1]
@@ -169,7 +196,7 @@ class Candidate:
         for key, what in _SHARES.items():
             share = 0.0 if self.offload is None else getattr(self.offload, key)
             words += [f"{share:.0%} {what}"] if share else []
-        words += [f"gradients sent in {self.wire}"] if self.wire is not None else []
+        words += [f"{sent_in(self.wires)} (numerics asked for)"] if self.wires else []
         return ", ".join(words)
 
 
@@ -193,13 +220,12 @@ def candidates(
     mesh keeps it."""
     policies = space.activations or (base.activations.policy or "keep",)
     precisions: tuple[PrecisionName | None, ...] = space.precisions or (None,)
-    wires: tuple[str | None, ...] = (None, *space.wires)
-    treatments = list(itertools.product(policies, precisions, wires))
-    for preset in space.presets or (base.preset,):
-        for sizes in _meshes(preset, world_size, ranks_per_node, num_blocks, base, space):
+    treatments = list(itertools.product(policies, precisions))
+    for preset, wires in itertools.product(space.presets or (base.preset,), ((), *space.wires)):
+        for sizes in _meshes(preset, world_size, ranks_per_node, num_blocks, base, space, wires):
             mesh = Mesh(tuple(axis for axis, _ in sizes), tuple(size for _, size in sizes))
             num_data, num_stages = math.prod(mesh.size(axis) for axis in mesh.data_axes), dict(sizes).get("pp", 1)
-            if num_rows % num_data:
+            if num_rows % num_data or (wires and mesh.num_replicas == 1):
                 continue
             for rows in divisors(num_rows // num_data):
                 if space.rows and rows not in space.rows:
@@ -207,8 +233,8 @@ def candidates(
                 accumulate = num_rows // num_data // rows
                 parts = space.parts if num_stages > 1 else 0
                 for schedule, chunks in _schedules(num_stages, accumulate, num_blocks, base, space):
-                    for policy, precision, wire in treatments:
-                        how = (policy, schedule, chunks, precision, wire)
+                    for policy, precision in treatments:
+                        how = (policy, schedule, chunks, precision, wires)
                         yield Candidate(preset, sizes, rows, accumulate, *how, parts=parts)
 
 
@@ -226,7 +252,7 @@ def _schedules(
 
 
 def _meshes(
-    preset: str, world_size: int, ranks_per_node: int, num_blocks: int, base: Plan, space: Space
+    preset: str, world_size: int, ranks_per_node: int, num_blocks: int, base: Plan, space: Space, wires: Wires
 ) -> Iterator[tuple[tuple[str, int], ...]]:
     """Axes in the order of how often their ranks communicate, the most often innermost."""
     if base.mesh is not None:
@@ -242,12 +268,28 @@ def _meshes(
                     rest = world_size // (pp * tp * sp * ep)
                     outer = (("pp", pp),) if pp > 1 else ()
                     inner = tuple((axis, size) for axis, size in (("ep", ep), ("sp", sp), ("tp", tp)) if size > 1)
-                    if len(PRESETS[preset].axes) == 1:
-                        yield (*outer, ("dp", rest), *inner)
-                        continue
-                    local = math.gcd(rest, max(1, ranks_per_node // (tp * sp * ep)))
-                    if local > 1 and rest > local:
-                        yield (*outer, ("node", rest // local), ("local", local), *inner)
+                    data = axes_of_data(preset, wires, rest, ranks_per_node // (tp * sp * ep))
+                    if data is not None:
+                        yield (*outer, *data, *inner)
+
+
+# [Note: codes between hosts] Codes gain nothing within a host, and a sum is made codes once. So where ranks of a host
+# read different samples, plans with codes have the axes `node` and `local`, whichever preset it is, and `node` is where
+# codes are sent; without several hosts there are none. A plain dtype is sent along all axes of any mesh.
+
+
+def axes_of_data(preset: str, wires: Wires, num_ranks: int, most_local: int) -> tuple[tuple[str, int], ...] | None:
+    """The axes of `num_ranks` that read different samples, of which at most so many are on one host; `None` where the
+    preset or the wires make no sense for so few."""
+    local = math.gcd(num_ranks, max(1, most_local))
+    has_one, has_codes = len(PRESETS[preset].axes) == 1, any(dtype in BITS for _, dtype in wires)
+    if has_one and not has_codes:
+        return (("dp", num_ranks),)
+    if num_ranks == local:
+        return None
+    if local > 1:
+        return ("node", num_ranks // local), ("local", local)
+    return (("dp", num_ranks),) if has_one else None
 
 
 def _sizes(axis: str, world_size: int, most: int, space: Space) -> list[int]:
@@ -266,14 +308,13 @@ class Bound:
 @dataclass(frozen=True)
 class _Apart:
     """What of a bound does not depend on micro-batches: bytes that rest on a device, of gradients, of what is gathered,
-    and on a host; seconds of an update there, and of messages of each micro-batch: so many gathers, and a sum."""
+    and on a host; seconds of an update there, and of messages of each micro-batch: gathers, and a sum."""
 
     resting: float
     grad: float
     gathered: float
     host: float
     updating: float
-    num_gathers: int
     gathering: float
     reducing: float
 
@@ -293,7 +334,7 @@ class Bounds:
     def of(self, candidate: Candidate) -> Bound:
         """Raises `ShardwiseError` for a plan that is impossible."""
         size = self.size_of[candidate.policy, candidate.precision]
-        key = candidate.preset, candidate.sizes, candidate.policy, candidate.precision
+        key = candidate.preset, candidate.sizes, candidate.policy, candidate.precision, candidate.wires
         apart = self._apart.get(key)
         if apart is None:
             try:
@@ -305,8 +346,7 @@ class Bounds:
             raise apart
         spread = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
         activations = size.row_bytes * candidate.rows * candidate.most_in_flight / spread
-        communicating = apart.num_gathers * candidate.accumulate * apart.gathering
-        communicating += candidate.accumulate * apart.reducing
+        communicating = candidate.accumulate * (apart.gathering + apart.reducing)
         return Bound(
             apart.resting + max(apart.grad, activations, apart.gathered),
             apart.host,
@@ -316,7 +356,7 @@ class Bounds:
     def _found_apart(self, candidate: Candidate, size: Size) -> _Apart:
         """Raises `ShardwiseError` where `shard` would."""
         mesh = candidate.mesh
-        plan = replace(candidate, accumulate=1, policy="keep", wire=None).plan(self.base)
+        plan = replace(candidate, accumulate=1, policy="keep").plan(self.base)
         table = table_for(plan, mesh).on(mesh)
         parts = candidate.size("tp") * candidate.size("pp") * candidate.size("ep")
         numel, trained = size.numel / parts, size.trained_numel / parts
@@ -336,16 +376,19 @@ class Bounds:
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         gathering = reducing = 0.0
         if table.param.shard:
-            gathering = self._collective("all_gather", numel * width, mesh, table.param.shard)
+            again = numel - gathered / width  # one unit stays from its forward to its backward
+            for some, shard in ((numel, table.param.shard), (again, table.held.shard)):
+                of_param = table.param_codes, table.param_wire
+                gathering += self._sending("all_gather", some, width, mesh, shard, *of_param)
         if table.grad.shard and table.grad.shard == table.optim.shard:
-            reducing = self._collective("reduce_scatter", numel * width, mesh, table.grad.shard)
+            of_grad = table.grad_codes, table.grad_wire
+            reducing = self._sending("reduce_scatter", numel, width, mesh, table.grad.shard, *of_grad)
         return _Apart(
             resting=resting("device"),
             grad=on("device", table.grad.tier, trained * WIDTH[table.grad.dtype], table.grad.shard),
             gathered=gathered if table.param.shard else 0.0,
             host=(resting("host") + on("host", table.grad.tier, trained * 4, table.grad.shard)) * num_local,
             updating=self._on_host(candidate, table, trained),
-            num_gathers=1 if table.held.shard == () else 2,
             gathering=gathering,
             reducing=reducing,
         )
@@ -364,6 +407,23 @@ class Bounds:
         num_local = min(candidate.world_size, self.hardware.ranks_per_node)
         copying = self.hardware.host_copy_seconds(numel * WIDTH[table.compute])
         return max(copying, num_local * numel / host.adam_elements_per_second)
+
+    def _sending(
+        self, kind: str, numel: float, width: int, mesh: Mesh, shard: Axes, codes: Codes | None, wire: Wire | None
+    ) -> float:
+        """Of elements that are `width` bytes wide, unless their wire is narrower; or of their codes alone, along the
+        axes that have them, of what is left of a buffer there."""
+        if numel <= 0 or not shard:
+            return 0.0
+        if codes is None:
+            num_bytes = numel * min(width, WIDTH[wire.dtype] if wire is not None else width)
+            return self._collective(kind, num_bytes, mesh, shard)
+        axes = [axis for axis in shard if axis in codes.axes]
+        if not axes:
+            return 0.0
+        left = numel / math.prod(mesh.size(axis) for axis in shard if axis not in axes)
+        kind = kind if kind == "all_gather" else "all_to_all"  # ranks add up what others have made codes
+        return self._collective(kind, left * codes.bytes_per_element, mesh, axes)
 
     def _collective(self, kind: str, num_bytes: float, mesh: Mesh, axes: Sequence[str]) -> float:
         """Along `axes`, which lie next to each other in the mesh."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Group, Line
-from shardwise.fit.budget import choices_by_pp_rank, of_params, params_by_pp_rank
+from shardwise.fit.budget import choices_by_pp_rank, of_params
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.counted_work import CountedWork
 from shardwise.fit.operations import Worked
@@ -151,10 +151,11 @@ def rank_units(
     layout = found.stages
     if layout is None:
         return [RankUnits(0, units(every))]
-    ranks, present = [], params_by_pp_rank(model, layout)
+    ranks, by_stage = [], layout.params_by_stage(model)
+    present = layout.params_by_rank(model, by_stage)
     for pp_rank in range(layout.num_ranks):
-        own = {stage: layout.params_of(model, stage) for stage in layout.at(pp_rank)}
-        choices = of_params(every, set().union(*own.values()))
+        own = {stage: by_stage[stage] for stage in layout.at(pp_rank)}
+        choices = of_params(every, present[pp_rank])
         stages = {
             choice.name: tuple(stage for stage, some in own.items() if not some.isdisjoint(choice.params.values()))
             for choice in choices
@@ -223,7 +224,7 @@ class Parts:
             own = copy.deepcopy(model)
             treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
             treatments.check_stages(own, layout.pieces)
-            around, params = self.around(own, ledger), params_by_pp_rank(own, layout)[pp_rank]
+            around, params = self.around(own, ledger), layout.params_at(own, pp_rank)
             split = split_of(own, self.plan, self.mesh, 0, expert_split(own, self.plan, self.mesh, 0))
             parts = sequence_parts(split, self.mesh, layout)
             units = self.split(own, ledger, params)
@@ -352,5 +353,5 @@ def rows_of(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, Labe
 
 def largest_pp_rank(model: nn.Module, layout: StageLayout) -> int:
     """The pipeline rank with the most parameters."""
-    sizes = [sum(param.numel() for param in params) for params in params_by_pp_rank(model, layout)]
+    sizes = [sum(param.numel() for param in params) for params in layout.params_by_rank(model)]
     return sizes.index(max(sizes))

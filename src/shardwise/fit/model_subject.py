@@ -97,7 +97,7 @@ class ModelSubject:
     def check(self, candidate: Candidate) -> None:
         """As `shard` does. Whether attention and experts can be split, only a forward tells."""
         stages, rows = candidate.size("pp"), self.rows_of_batch
-        plain = replace(candidate, rows=rows, accumulate=stages, policy="keep")
+        plain = replace(candidate, rows=rows, accumulate=stages, policy="keep", wires=())
         if self.base.pipeline.stages == "auto":
             plain = replace(plain, schedule=SCHEDULE, chunks=1)
         plan = plain.plan(self.base)

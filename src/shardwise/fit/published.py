@@ -37,7 +37,14 @@ SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 MAX_CELL = 1_000_000
 MAX_OPS, MAX_LAYERS = 20_000, 4096
 """Larger figures are mistakes. `MAX_OPS` bounds ranks x stages of a pipeline, each of which is timed."""
-MAX_PER_NODE, MAX_WIDTH, MAX_VOCAB, MAX_BATCH = 1024, 1_000_000, 10_000_000, 10_000_000
+MAX_PER_NODE, MAX_WIDTH, MAX_VOCAB, MAX_BATCH = 1024, 1_000_000, 10_000_000, 1_000_000
+MAX_TOKENS, MIN_HEAD, MIN_LENGTH = 1_000_000_000, 8, 16
+"""More tokens in a step, narrower heads and shorter sequences are figures of another column: a batch in tokens, the
+width of heads, samples."""
+GBITS = 1, 100_000
+"""Between what a link or a node sends a second."""
+MEMORY_SHARES = 0.5, 1.25
+"""What a card may have of its profile's memory: half of it (V100), or what a later one of its name has (H100 96GB)."""
 LINKS = (
     r"nvl|nvswitch|xgmi|ib\b|infiniband|roce|rdma|ethernet|efa|slingshot|omni-?\s?path|\bopa|pcie|gb|\d\s*[gt]\b|\d\s*t(?:b|bps)\b"
     r"|cx-?\d|connectx|[ehnx]dr|dgx|hgx|selene|node"
@@ -45,11 +52,15 @@ LINKS = (
 """What words for an interconnect have at least one of: links, their rates, and machines that are known for theirs."""
 RATE = re.compile(
     r"(?:(?<![\d.])(?P<times>\d{1,3})\s*x\s*)?(?:(?:ib|infiniband|roce)\s*)?"
-    r"(?:(?<![\d.])(?P<rate>\d{1,6}(?:\.\d{1,3})?)\s*(?P<unit>[gt])(?P<kind>bytes?/s|be|bps|bits?/s|bit|b/s|b|)(?![a-z])"
+    r"(?:(?<![\d.])(?P<rate>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>[gt])(?P<kind>bytes?/s|be|bps|bits?/s|bit|b/s|b|)(?![a-z])"
     r"|(?P<port>[ehnx]dr)(?P<own>\d{3})?(?![a-z\d]))"
 )
 """A rate, or a generation of InfiniBand, of which ports may have another rate than the usual one (HDR100), perhaps of
 several links. Words are in lower case, and rates in bits per second, unless they say `bytes` (`_in_words`)."""
+RANGE = r"(?<![a-z\d.])(?:\d+(?:\.\d+)?\s*(?:e|-|\u2013|to\b)|-)\s*\d+(?:\.\d+)?\s*[gt](?:b|$|\s)"
+"""Two rates, of which it is unknown which one holds; a power of ten; or one below zero."""
+SLOW_UNITS = r"\d\s*[km](?:bps|bits?/s|bytes/s|b/s)"
+"""Rates of kilo- and megabits, which are mistakes where devices train together."""
 WITHIN_NODES = r"nvl(?:ink|\b)|nvswitch|xgmi|infinity fabric|pci-?e"
 """Links of one node, whose rates are the profile's; what is said of them says nothing of those between nodes."""
 TIMES = "\\s*[\u00d7*]\\s*"
@@ -108,7 +119,7 @@ NVLINK_DOMAIN = 64
 
 
 STAGES = (
-    (r"hybrid|hsdp", None),
+    (r"hybrid|hsdp|hpz|mics|zero\s*\+\+|q[gw]z|within (?:a )?node", None),
     (r"shard_grad_op|reshard_after_forward\W*false|fsdp.*(?:zero|stage)[-_ ]?2", 2),
     (r"^full_shard|fsdp(?!.*(?:zero|stage)[-_ ]?[0-2])", 3),
     (r"distributed[-_ ]optimizer", 1),
@@ -242,6 +253,8 @@ def _bandwidths(link: str) -> tuple[float | None, float | None]:
         raise UnpricedError(f"interconnect is {link[:40]!r}, which names no link")
     node, rank = None, None
     link = " + ".join(one for one in re.split(r"[+,;&]|\band\b", link) if not _is_within_nodes(one))
+    if re.search(SLOW_UNITS, link) or re.search(RANGE, link):
+        raise UnpricedError(f"interconnect is {link[:40]!r}, which is no rate between devices that train together")
     rates = list(RATE.finditer(link))
     for found, following in zip(rates, (*(one.start() for one in rates[1:]), len(link)), strict=False):
         gbits = float(found["own"] or PORTS[found["port"]]) if found["port"] else float(found["rate"])
@@ -257,6 +270,8 @@ def _bandwidths(link: str) -> tuple[float | None, float | None]:
         rank = SLINGSHOT_11
     if 0 in (node, rank) or any(found["rate"] and not float(found["rate"]) for found in rates):
         raise UnpricedError(f"interconnect is {link[:40]!r}, over which nothing is sent")
+    if any(rate is not None and not GBITS[0] <= rate <= GBITS[1] for rate in (node, rank)):
+        raise UnpricedError(f"interconnect is {link[:40]!r}, which is no rate between devices that train together")
     return tuple(None if rate is None else rate * 1e9 / 8 for rate in (node, rank))  # type: ignore[return-value]
 
 
@@ -346,6 +361,7 @@ def read_run(row: Row) -> Run:
         raise UnpricedError(f"gpus_per_node is {given_per_node}, and no node has more than {MAX_PER_NODE}")
     per_node = NVLINK_DOMAIN if "nvl72" in link else given_per_node
     memory = re.search(r"(?<!\d)(\d{1,5}) ?gi?b", device)
+    _check_memory(device, gpu, int(memory[1]) if memory else None)
     return Run(
         job,
         gpu,
@@ -363,11 +379,24 @@ def _profile(device: str) -> str:
     if not device:
         raise UnpricedError("gpu is not given")
     found = [name for pattern, name in GPUS if re.search(pattern, device)]
-    if not found or (re.search("pcie|pci-e", device) and found[0] not in ("l40s", "4090")):
+    is_other = re.search("pcie|pci-e", device) and found[:1] not in (["l40s"], ["4090"])
+    if not found or is_other or ("grace" in device and found[0] == "h100-sxm"):
         raise UnpricedError(f"there is no profile of the device {device[:40]!r}")
     if len(set(re.findall(r"[abhv]\d00(?!\d)", re.sub(r"\(.*?\)", "", device)))) > 1:
         raise UnpricedError(f"gpu is {device[:40]!r}, which names several devices")
+    if re.search(r"\bmig\b|\dg\.\d+gb|vgpu", device):
+        raise UnpricedError(f"gpu is {device[:40]!r}, a part of a device")
     return found[0]
+
+
+def _check_memory(device: str, gpu: str, num_gib: int | None) -> None:
+    """Raise `UnpricedError` where a card has a memory that none of its name has, or one that was made for a single
+    machine, with other rates (Leonardo's A100 64GB)."""
+    if num_gib is None:
+        return
+    least, most = (share * hardware(gpu).memory_bytes / 2**30 for share in MEMORY_SHARES)
+    if not least <= num_gib <= most or (gpu.startswith("a100") and num_gib == 64):
+        raise UnpricedError(f"gpu is {device[:40]!r}, and there is no profile of one with {num_gib} GB")
 
 
 class _Cells:
@@ -400,7 +429,7 @@ class _Cells:
         elif column == "seq_len" and re.fullmatch(r"\d{1,4} ?k", text) and _is_power_of_two(int(text.rstrip("k "))):
             text = str(1024 * int(text.rstrip("k ")))
         try:
-            value = float(text)
+            value = float(text.replace("_", "?"))
         except ValueError:
             raise UnpricedError(f"{column} is {text[:40]!r}, which is not a number") from None
         if not 1 <= value <= 1e9 or value != int(value):
@@ -437,20 +466,23 @@ def _model(cells: _Cells, modern: bool) -> Transformer:
     layers = cells.needed("layers", cells.shape("layers"))
     hidden = cells.needed("hidden", cells.shape("hidden"))
     seq_len = cells.needed("seq_len", cells.shape("seq_len"))
-    if layers > MAX_LAYERS or hidden > MAX_WIDTH or seq_len > 100_000_000:
+    if layers > MAX_LAYERS or hidden > MAX_WIDTH or not MIN_LENGTH <= seq_len <= 100_000_000:
         raise UnpricedError(f"{layers} layers of width {hidden} at {seq_len} tokens are no model")
     heads = cells.shape("heads") or max(1, hidden // 128)
     kv_heads = cells.shape("kv_heads") or heads
     is_uneven = hidden % heads and cells.shape("heads") and not known.get("head_size")
-    if not kv_heads <= heads <= hidden or heads % kv_heads or is_uneven:
+    is_narrow = hidden < MIN_HEAD * heads and not known.get("head_size")
+    if not kv_heads <= heads <= hidden or heads % kv_heads or is_uneven or is_narrow:
         raise UnpricedError(f"{heads} heads, {kv_heads} of keys and values, of width {hidden} are no model")
     in_notes = re.search(r"(\d{1,4})k vocab", cells.about)
     vocab = cells.number("vocab") or (int(in_notes[1]) * 1024 if in_notes else known.get("vocab"))
     vocab = vocab or (32_000 if is_gated else 51_200)
     ffn = cells.shape("ffn") or (-(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden)
+    experts = known.get("experts")
     if ffn > MAX_WIDTH or vocab > MAX_VOCAB:
         raise UnpricedError(f"an inner width of {ffn} and {vocab} words are no model")
-    experts = known.get("experts")
+    if layers > hidden or (ffn < hidden and not experts):
+        raise UnpricedError(f"{layers} layers of width {hidden}, {ffn} inside, are no model; are columns swapped?")
     return Transformer(
         num_layers=layers,
         hidden=hidden,
@@ -526,8 +558,8 @@ class _Sizes:
             raise UnpricedError(f"ep {ep} does not divide dp {dp} x tp {tp}")
         micro = cells.needed("micro_batch", cells.number("micro_batch"))
         batch = cells.number("global_batch_seqs") or cells.number("gbs_derived")
-        if batch is not None and batch > MAX_BATCH:
-            raise UnpricedError(f"global_batch_seqs {batch} is no batch")
+        if batch is not None and (batch > MAX_BATCH or batch * model.seq_len > MAX_TOKENS):
+            raise UnpricedError(f"global_batch_seqs {batch} is no batch of sequences of {model.seq_len} tokens")
         count, rest = divmod(cells.needed("global_batch_seqs", batch), dp * micro)
         if rest or not count:
             raise UnpricedError(f"global_batch_seqs {batch} is no multiple of dp {dp} x micro_batch {micro}")
@@ -566,7 +598,8 @@ def _recompute(given: str) -> Recompute:
 def _offloads(given: str) -> bool:
     if given in NOTHING or given in ("no", "off", "false"):
         return False
-    if "cpu" not in given or re.search(r"nvme|disk|ssd|activation|\b(?:no|not|without)\b", given):
+    other = r"nvme|disk|ssd|activation|param|weight|model|\d|%|half|partial|\b(?:no|not|without)\b"
+    if "cpu" not in given or re.search(other, given):
         raise UnpricedError(f"offload is {given[:40]!r}, and only states that go to the cpu are priced")
     return True
 

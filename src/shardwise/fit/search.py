@@ -29,7 +29,10 @@ from shardwise.fit.candidates import (
     Candidate,
     Size,
     Space,
+    Wires,
+    axes_of_data,
     candidates,
+    sent_in,
 )
 from shardwise.fit.hardware import Hardware
 from shardwise.plan import Plan, PolicyName, PrecisionName
@@ -418,12 +421,12 @@ class _Search:
             if climb.num_evaluated >= self.most_evaluated // 2 and climb.best:
                 break
         done: set[Candidate] = set()
-        rest = iter(queue)
+        rest, likeness = iter(queue), _Likeness(queue)
         while climb.num_evaluated < self.most_evaluated:
             top = next((one.candidate for one in climb.best if one.candidate not in done), None)
             if top is not None:
                 done.add(top)
-                near = [one for one in queue if _differ_in_one(one[0], top)]
+                near = likeness.near(top)
             else:  # nothing near the best ones is better: whatever comes first
                 near = [one for one in [next(rest, None)] if one is not None]
                 if not near:
@@ -465,7 +468,7 @@ class _Search:
         turns out to be better, is the best one, with neighbours of its own."""
         inside = {candidate for candidate, _ in fitting}
         while True:
-            neighbours = [candidate for _, candidate in _neighbours(best[0].candidate, self.space)]
+            neighbours = [candidate for _, candidate in self._neighbours(best[0].candidate)]
             self.outside.update(one for one in neighbours if one not in inside and one not in self.known)
             reasons = tuple(self._why_not(best[0], world_size))
             found = self._exactly(self._known_best(), fitting)
@@ -473,8 +476,30 @@ class _Search:
                 return found, reasons
             best = found
 
+    def _neighbours(self, best: Candidate) -> Iterable[tuple[str, Candidate]]:
+        """What a person would ask about, and what it is called."""
+        yield from _neighbours(best, self.space)
+        for wires in ((), *self.space.wires):
+            other = self._sent_otherwise(best, wires)
+            if wires != best.wires and other is not None:
+                yield sent_in(wires) or "all sent as it is", other
+
+    def _sent_otherwise(self, best: Candidate, wires: Wires) -> Candidate | None:
+        """The same with `wires`, on the mesh that these need; `None` where ranks are too few for that."""
+        if self.base.mesh is not None:
+            return replace(best, wires=wires)
+        sizes = dict(best.sizes)
+        num_ranks = math.prod(sizes.pop(axis, 1) for axis in ("dp", "node", "local"))
+        inner = math.prod(size for axis, size in sizes.items() if axis != "pp")
+        data = axes_of_data(best.preset, wires, num_ranks, self.subject.hardware.ranks_per_node // inner)
+        if data is None:
+            return None
+        outer = tuple(one for one in best.sizes if one[0] == "pp")
+        rest = tuple(one for one in best.sizes if one[0] not in ("pp", "dp", "node", "local"))
+        return replace(best, wires=wires, sizes=(*outer, *data, *rest))
+
     def _why_not(self, best: Ranked, world_size: int) -> Iterable[WhyNot]:
-        for what, candidate in _neighbours(best.candidate, self.space):
+        for what, candidate in self._neighbours(best.candidate):
             if candidate.world_size != world_size and self.objective != "cost":
                 continue
             found = self.evaluate(candidate)
@@ -610,17 +635,31 @@ def _axis_by_axis(candidate: Candidate) -> Iterable[Candidate]:
         yield replace(candidate, preset=ON_DEVICE[0], sizes=order)
 
 
+class _Likeness:
+    """Candidates in the order of a queue, by what those that differ in one thing have in common: how they split the
+    model, or all else. So of many thousands few are compared."""
+
+    def __init__(self, queue: Sequence[tuple[Candidate, Bound]]) -> None:
+        self._queue = queue
+        self._alike: dict[object, list[int]] = {}
+        for place, (candidate, _) in enumerate(queue):
+            for key in (candidate.split, _treatment(candidate)):
+                self._alike.setdefault(key, []).append(place)
+
+    def near(self, top: Candidate) -> list[tuple[Candidate, Bound]]:
+        """Those that differ from `top` in one thing."""
+        places = {place for key in (top.split, _treatment(top)) for place in self._alike.get(key, ())}
+        return [self._queue[place] for place in sorted(places) if _differ_in_one(self._queue[place][0], top)]
+
+
+def _treatment(candidate: Candidate) -> tuple[object, ...]:
+    """What does not come with how the model is split, unlike schedules and micro-batches."""
+    return candidate.preset, candidate.policy, candidate.precision, candidate.wires, candidate.offload
+
+
 def _differ_in_one(one: Candidate, other: Candidate) -> bool:
     """Whether they differ in one thing; a schedule and micro-batches come with the split."""
-    num = (
-        (one.preset != other.preset)
-        + (one.policy != other.policy)
-        + (one.precision != other.precision)
-        + (one.wire != other.wire)
-        + (one.offload != other.offload)
-    )
-    if num > 1:  # most of many thousands
-        return False
+    num = sum(mine != others for mine, others in zip(_treatment(one), _treatment(other), strict=True))
     if one.split != other.split:
         return num == 0
     return num + (one.rows != other.rows) + ((one.schedule, one.chunks) != (other.schedule, other.chunks)) == 1
@@ -670,7 +709,7 @@ def why_not(found: Evaluated, best: Evaluated, limits: Limits) -> str:
 
 
 def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]]:
-    """What a person would ask about, and what it is called."""
+    """Those that differ in something other than what is sent."""
     if best.offload is not None:
         yield "all on the device", replace(best, offload=None, disk=None)
     yield from _other_presets(best)
@@ -689,7 +728,9 @@ def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]
 
 def _other_presets(best: Candidate) -> Iterable[tuple[str, Candidate]]:
     for preset in ON_DEVICE:
-        if preset != best.preset and set(PRESETS[preset].axes) <= set(dict(best.sizes)):
+        axes = PRESETS[preset].axes
+        takes_any = bool(best.wires) and len(axes) == 1  # of which those without wires have an axis of their own
+        if preset != best.preset and (takes_any or set(axes) <= set(dict(best.sizes))):
             yield preset, replace(best, preset=preset)
 
 

@@ -362,6 +362,16 @@ class Budget(Strict):
     )
 
 
+class Search(Strict):
+    """What `preset: auto` and `shardwise plan` may choose although it changes the numbers of a training."""
+
+    wires: Names | None = Field(
+        default=None,
+        description="formats in which gradients may be sent between hosts, such as int8; param=int8: parameters; "
+        "default: none but the plan's own",
+    )
+
+
 class LossScale(Strict):
     """The factor of the loss in fp16, so that small gradients do not become zero.
 
@@ -527,6 +537,9 @@ class Plan(Strict):
     )
     offload: Offload = Field(default=Offload(), description="which share of the model is kept off the device")
     budget: Budget = Field(default=Budget(), description="available memory: sets offload to the least that fits")
+    search: Search = Field(
+        default=Search(), description="what preset auto may choose although it changes numbers; see docs/auto.md"
+    )
     disk: str | None = Field(
         default=None, description="folder on a local disk, of this job alone, for rows on tier disk"
     )

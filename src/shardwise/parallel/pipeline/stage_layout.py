@@ -101,15 +101,26 @@ class StageLayout:
         """The stages of `pp_rank`."""
         return tuple(range(pp_rank, len(self.stages), self.num_ranks))
 
-    def params_of(self, model: nn.Module, stage: int) -> set[torch.Tensor]:
-        """The parameters of the modules of that stage, and those between modules, which each stage has."""
+    def params_by_stage(self, model: nn.Module) -> list[set[torch.Tensor]]:
+        """The parameters of the modules of each stage, and those between modules, which each stage has."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        own = {param for name in self.stages[stage] for param in modules[name].parameters()}
-        return own.union(params_between(modules, self.pieces).values())
+        between = params_between(modules, self.pieces).values()
+        return [{*between, *(param for name in names for param in modules[name].parameters())} for names in self.stages]
+
+    def params_of(self, model: nn.Module, stage: int) -> set[torch.Tensor]:
+        """Those of one stage."""
+        return self.params_by_stage(model)[stage]
+
+    def params_by_rank(
+        self, model: nn.Module, by_stage: Sequence[set[torch.Tensor]] | None = None
+    ) -> list[set[torch.Tensor]]:
+        """The parameters of the stages of each pipeline rank; `by_stage` are those of each stage, if they are known."""
+        known = self.params_by_stage(model) if by_stage is None else by_stage
+        return [set().union(*(known[stage] for stage in self.at(pp_rank))) for pp_rank in range(self.num_ranks)]
 
     def params_at(self, model: nn.Module, pp_rank: int) -> set[torch.Tensor]:
-        """The parameters of the stages of `pp_rank`."""
-        return set().union(*(self.params_of(model, stage) for stage in self.at(pp_rank)))
+        """Those of one pipeline rank."""
+        return self.params_by_rank(model)[pp_rank]
 
     def pp_rank_of(self, stage: int) -> int:
         return stage % self.num_ranks
@@ -209,7 +220,8 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     called = tuple(tuple(chain(*(_called(model, name) for name in stage))) for stage in stages)
     if not all(called):
         raise ConfigError("pipeline.stages lists a stage of parameters alone; give each at least one module.")
-    _check_cover(model, called)
+    if called != stages:
+        _check_cover(model, called)
     return StageLayout(called, num_ranks, schedule, any(isinstance(one, _BATCH_NORMS) for one in model.modules()))
 
 
@@ -375,8 +387,8 @@ def _check_cover(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
     """Raise unless each parameter is in one of these modules, and each module is in one stage. What lies in a module of
     an earlier stage is called there by itself: see `guests`."""
     pieces = [name for stage in stages for name in stage]
-    for name in pieces:
-        if pieces.count(name) > 1:
+    for name, count in Counter(pieces).items():
+        if count > 1:
             raise ConfigError(f"pipeline.stages names {name!r} twice; a module is in one stage.")
     for number, stage in enumerate(stages):
         for name in stage:
@@ -392,9 +404,9 @@ def _check_cover(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
                 f"{other} and {name} are one module, which a pipeline cannot have in two places. Keep such a model on "
                 f"one stage: leave the axis {AXIS!r} out of the mesh."
             )
-    between = params_between(modules, pieces)
+    covered = {*params_between(modules, pieces), *pieces}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if name not in between and not any(name.startswith(f"{piece}.") for piece in pieces):
+        if covered.isdisjoint(_upwards(name)):
             owner = name.rpartition(".")[0]
             raise ConfigError(f"The pipeline's stages miss {owner}, which has the parameter {name}. Add it to one.")
 
@@ -419,6 +431,13 @@ def _of_parameters(owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in owner.named_children():
         if isinstance(child, _OF_PARAMETERS):
             yield f"{name}.", child
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """`h.0.weight`, `h.0` and `h`."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _numel(module: nn.Module) -> int:

@@ -43,7 +43,7 @@ class WholeNames:
 def holders_of(model: nn.Module, layout: StageLayout) -> dict[str, tuple[int, ...]]:
     """The pipeline ranks that have each parameter of a whole `model`, by its first name."""
     pp_ranks: dict[Tensor, set[int]] = {}
-    for stage in range(layout.num_stages):
-        for param in layout.params_of(model, stage):
+    for stage, params in enumerate(layout.params_by_stage(model)):
+        for param in params:
             pp_ranks.setdefault(param, set()).add(layout.pp_rank_of(stage))
     return {name: tuple(sorted(pp_ranks[param])) for name, param in model.named_parameters()}

@@ -17,10 +17,11 @@ from shardwise.plan.placement.presets import (
 )
 from shardwise.plan.placement.span import Span
 from shardwise.plan.placement.table import Table
-from shardwise.plan.placement.wire import LOSS_DTYPE, Codes, SumOfCodes, Wire
+from shardwise.plan.placement.wire import BITS, LOSS_DTYPE, Codes, SumOfCodes, Wire
 
 __all__ = [
     "ALIGN",
+    "BITS",
     "KINDS",
     "LOSS_DTYPE",
     "PRESETS",
