@@ -129,7 +129,7 @@ class Decoder(Stack):
 class Gpt(Stack):
     """Takes position ids; a tied head."""
 
-    def __init__(self, *, num_blocks: int = 2, tokens: int = 16, **more: bool) -> None:
+    def __init__(self, *, num_blocks: int = 2, tokens: int = 16, **more: Any) -> None:
         super().__init__(num_blocks, length=tokens, tied=True, **more)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:

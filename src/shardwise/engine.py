@@ -1177,6 +1177,7 @@ class Engine:
             self._run_log.follow(self._sharded)
         if lost is not None:
             raise lost
+        self._sharded.begin_factors_when_due()
         _ask_for_room_first(self._sharded)
 
     def _replan(self) -> None:

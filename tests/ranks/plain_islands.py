@@ -29,9 +29,11 @@ class PlainIslands:
         make: Make,
         loss: Loss,
         names: Iterable[Hashable],
+        rounded: Callable[[Tensor], Tensor] = lambda matrix: matrix,
     ) -> None:
+        """`rounded` is what matrices of outer gradients go through where there are other islands."""
         by = settings.optimizer
-        self._settings, self._make, self._loss = settings, make, loss
+        self._settings, self._make, self._loss, self._rounded = settings, make, loss, rounded
         self.models = {name: copy.deepcopy(model) for name in names}
         self._inner = {name: make(one.parameters()) for name, one in self.models.items()}
         self.common = dict(copy.deepcopy(model).named_parameters())
@@ -81,9 +83,13 @@ class PlainIslands:
                 self._outer_step(self._on_its_way.pop(number))
 
     def _outer_gradients(self, names: Sequence[str]) -> Values:
-        own = [dict(model.named_parameters()) for model in self.models.values()]
-        means = {name: torch.stack([one[name].detach() for one in own]).mean(0) for name in names}
-        return {name: self.common[name].detach() - means[name] for name in names}
+        return {name: torch.stack(self._of_islands(name)).mean(0) for name in names}
+
+    def _of_islands(self, name: str) -> list[Tensor]:
+        own = [model.get_parameter(name).detach() for model in self.models.values()]
+        apart = [self.common[name].detach() - one for one in own]
+        is_sent_in_codes = len(apart) > 1 and apart[0].dim() > 1
+        return [self._rounded(one) for one in apart] if is_sent_in_codes else apart
 
     def _outer_step(self, gradients: Values) -> None:
         for name, param in self.common.items():

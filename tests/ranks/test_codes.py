@@ -73,7 +73,7 @@ def test_trains_like_a_twin_that_rounds_every_tensor(
     assert_trains_like(twin, model, data, preset, num_ranks, mesh, shares_memory=shares_memory, wire=wire)
 
 
-def accumulating(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> Tensor:
+def accumulating(engine: sw.Engine, _: torch.optim.Optimizer | None, batch: Any) -> Tensor:
     """A step of as many micro-batches as the plan says."""
     number = engine.plan.accumulate
     losses = []

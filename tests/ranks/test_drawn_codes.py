@@ -231,23 +231,25 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 
 @dataclass
 class Within:
-    """A plan on a mesh that has a model axis, too, and the model that it trains."""
+    """A plan on a mesh that has a model axis, or two, and the model that it trains."""
 
     plan: dict[str, Any]
     model: nn.Module
 
     @classmethod
     def by(cls, draw: random.Random, axis: str, disk: Path, seed: int) -> Within:
-        """Hosts have two ranks along `axis`, or with `hsdp` and `hpz` two along `local`, too."""
-        preset = draw.choice(PRESETS)
+        """Hosts have two ranks along `axis`, or with `hsdp` and `hpz` two along `local`, too; along `pp+tp` four."""
+        axes = axis.split("+")
+        preset = draw.choice(PRESETS if len(axes) == 1 else [name for name in PRESETS if name not in TWO_AXES])
         data_axes = TWO if preset in TWO_AXES else {"dp": 2}
-        mesh = {**data_axes, axis: 2} if axis in ("ep", "dp") else {axis: 2, **data_axes}
+        own_axes = dict.fromkeys(axes, 2)
+        mesh = {**data_axes, **own_axes} if axis in ("ep", "dp") else {**own_axes, **data_axes}
         plan = plan_of(preset, mesh, wire=drawn_wire(draw, preset), **draw.choice(SETTINGS))
-        if axis == "pp":
+        if "pp" in axes:
             plan |= {"accumulate": draw.choice((2, 4)), "pipeline": {"schedule": draw.choice(SCHEDULES)}}
-        elif axis == "tp":
+        if "tp" in axes:
             plan |= {"tensor": SPLIT}
-        elif axis == "ep":
+        if "ep" in axes:
             plan.pop("activations", None)  # its two blocks differ, so that all of it is one unit
         plan |= {"disk": str(disk)} if preset == "infinity" else {}
         torch.manual_seed(seed)
@@ -318,7 +320,7 @@ def race_within(axis: str, within: Within, data: Sequence[Batch]) -> None:
 
 
 @varies
-@pytest.mark.parametrize("axis", ["pp", "tp", "ep"])
+@pytest.mark.parametrize("axis", ["pp", "tp", "ep", "pp+tp"])
 def test_drawn_plans_within_model_axes_train_like_their_twins(axis: str, tmp_path: Path) -> None:
     draw, data = random.Random(axis), batches(2, rows=16)
     for number in range(drawn(1, 60)):

@@ -11,15 +11,36 @@ from typing import Any
 import pytest
 import split_models
 import torch
+from test_codes import accumulating
 from torch import nn
-from twins import MakeOptimizer, adamw, batches, engine_step, full_params, sharded_run, train_steps, work_on_ranks
-from wires import adamw_of_gpt, assert_trains_like, learnt, resuming, saving_to, twin_run
+from twins import (
+    MakeOptimizer,
+    Run,
+    adamw,
+    assert_same,
+    batches,
+    engine_step,
+    full_params,
+    plan_of,
+    sharded_run,
+    train_steps,
+    work_on_ranks,
+)
+from wires import (
+    adamw_of_gpt,
+    assert_same_but_for_flips,
+    assert_trains_like,
+    learnt,
+    resuming,
+    saving_to,
+    twin_run,
+)
 
 import shardwise as sw
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.testing import run_ranks
 from tests import inside
-from tests.models import Transformer
+from tests.models import Block, Transformer
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -153,6 +174,82 @@ def test_an_overflow_leaves_nothing_behind(model: Transformer) -> None:
 
     plan = {"preset": "zero3", "wire": fed_back(), "skip_nonfinite": True}
     work_on_ranks(2, work, plan, lambda: copy.deepcopy(model))
+
+
+class _NotFinite(torch.autograd.Function):
+    """Zero, whose gradient is infinite in one element."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor) -> Tensor:
+        ctx.save_for_backward(param)
+        return param.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (param,) = ctx.saved_tensors
+        made = torch.zeros_like(param)
+        made.view(-1)[37] = math.inf
+        return made
+
+
+class Spoiling(Block):
+    is_bad = False
+
+    def wide(self, x: Tensor) -> Tensor:
+        made = super().wide(x)
+        return made + _NotFinite.apply(self.up.weight) if self.is_bad else made
+
+
+class Spoilt(Transformer):
+    """The third part of a batch says from which rows comes a gradient with an infinity."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2, block=lambda place, width: Spoiling(width) if place else Block(width))
+
+    def forward(self, x: Tensor, y: Tensor, is_bad: Tensor) -> Tensor:
+        self.blocks[1].is_bad = bool(is_bad.any())
+        return super().forward(x, y)
+
+
+@sampled
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh", "wire"), [one for one in CASES if one[1] != 5])
+def test_a_step_that_is_left_out_forgets_a_block_and_keeps_what_its_other_codes_have_lost(
+    preset: str, num_ranks: int, mesh: Any, wire: dict[str, Any], accumulate: int
+) -> None:
+    """Of one rank's gradient one element is not finite; it does not count among the steps until all is forgotten."""
+    torch.manual_seed(0)
+    model, bad_steps = Spoilt(), (1, 2)
+    data = [(x, y, torch.zeros(len(x), dtype=torch.bool)) for x, y in batches(5, rows=24)]
+    for step in bad_steps:
+        data[step][2][-1] = True
+
+    def on_rank(engine: sw.Engine) -> Run:
+        run, (place, num) = Run(), engine.data_ranks
+        for batch in data:
+            loss = accumulating(engine, None, tuple(one.chunk(num)[place] for one in batch))
+            run.losses.append(engine.mean(loss.item()))
+            run.norms.append(engine.gradient_norm or 0.0)
+        run.params = full_params(engine)
+        return run
+
+    plan = plan_of(preset, mesh, wire=wire, accumulate=accumulate, skip_nonfinite=True)
+    runs = work_on_ranks(num_ranks, on_rank, plan, lambda: copy.deepcopy(model))
+    twin = twin_run(
+        model,
+        data,
+        num_ranks,
+        wire,
+        num_near=2 if mesh else 1,
+        accumulate=accumulate,
+        waits_whole=preset == "zero1",
+        skips_nonfinite=True,
+    )
+    for run in (*runs, twin):
+        assert [step for step, norm in enumerate(run.norms) if not math.isfinite(norm)] == list(bad_steps)
+        run.norms = [norm for norm in run.norms if math.isfinite(norm)]
+    for run in runs:
+        (assert_same_but_for_flips if preset == "offload" else assert_same)(run, twin)
 
 
 def test_a_save_that_goes_on_in_the_background_has_what_was_lost_until_then(model: Transformer, tmp_path: Path) -> None:

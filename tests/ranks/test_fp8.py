@@ -7,16 +7,30 @@ import copy
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+import sequences
 import split_models
 import test_tensor_parallel
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Run, adamw, batches, plain_run, sharded_run, train, work_on_ranks
+from twins import (
+    PRESETS_2,
+    PRESETS_2X2,
+    Run,
+    adamw,
+    batches,
+    plain_run,
+    rounded_by,
+    sharded_run,
+    train,
+    work_on_ranks,
+)
+from wires import is_coded, resuming, saving_to
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -33,7 +47,7 @@ from shardwise.plan.placement.wire import Codes
 from shardwise.plan.schema import Fp8RecipeName
 from shardwise.runtime.codec import codec_for
 from shardwise.testing import run_ranks
-from tests.models import Decoder, ExpertBlock, Lora, Transformer
+from tests.models import Decoder, ExpertBlock, Gpt, Lora, Transformer
 from tests.thorough import sampled, soak, thorough_only
 
 Tensor = torch.Tensor
@@ -308,7 +322,7 @@ def test_models_of_transformers_train_with_experts_in_fp8(mesh: dict[str, int]) 
 
 
 @sampled
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", NAMES)
 @pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
 def test_recomputed_factors_have_the_same_codes(policy: str, recipe: Fp8RecipeName) -> None:
     model, data = model_for(recipe), batches(2, rows=4)
@@ -338,6 +352,72 @@ def test_scales_of_split_layers_are_those_of_whole_ones(
     for run in runs:
         assert run.losses == pytest.approx(twin.losses, rel=1e-3)
         assert run.norms == pytest.approx(twin.norms, rel=2e-3)
+
+
+def rounded_by_parts(model: nn.Module, num_rows: int, tokens: Sequence[Tensor]) -> nn.Module:
+    """`model`, whose layers in fp8 round what each rank has by itself: a part of the rows, and these tokens of them."""
+    back = torch.cat(list(tokens)).argsort()
+
+    def by_parts(whole: Any) -> Any:
+        def multiply(given: Tensor, weight: Tensor) -> Tensor:
+            of_rows = [torch.cat([whole(part[:, of], weight) for of in tokens], 1) for part in given.chunk(num_rows)]
+            return torch.cat(of_rows)[:, back]
+
+        return multiply
+
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.multiply = by_parts(layer.multiply)  # type: ignore[method-assign]  # of this one
+    return model
+
+
+def tokens_of_ranks(attention: str, num_ranks: int) -> list[Tensor]:
+    """Ring attention gives each rank a part from the front and one from the back."""
+    if attention == "ulysses":
+        return list(torch.arange(sequences.TOKENS).chunk(num_ranks))
+    parts = torch.arange(sequences.TOKENS).chunk(2 * num_ranks)
+    return [torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(num_ranks)]
+
+
+@sampled
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(
+    ("preset", "mesh"), [("zero1", {"sp": 2}), ("zero3", {"dp": 2, "sp": 2}), ("ddp", {"sp": 4}), ("zero2", {"sp": 2})]
+)
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_ranks_that_split_sequences_round_the_tokens_that_they_have(
+    attention: str, preset: str, mesh: dict[str, int], recipe: Fp8RecipeName
+) -> None:
+    torch.manual_seed(0)
+    model, data = Gpt(width=wide_enough(recipe)), sequences.batches(2)
+    run = sequences.split_run(model, data, preset, mesh, sequence={"attention": attention}, fp8=asked(recipe))
+    twin = rounded_by_parts(in_fp8(model, recipe), mesh.get("dp", 1), tokens_of_ranks(attention, mesh["sp"]))
+    same_within(run, sequences.whole_run(twin, data))
+
+
+class WithTiedHead(Transformer):
+    """Of so many words that each recipe takes its head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(num_blocks=1, width=width)
+        self.tokens, self.head = nn.Embedding(128, width), nn.Linear(width, 128, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        self.head.weight = self.tokens.weight
+
+
+@sampled
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "mesh"), [("ddp", 2, None), ("zero1", 2, None), ("zero3", 3, None), *PRESETS_2X2[:2]]
+)
+def test_a_head_in_fp8_shares_its_weight_with_the_embedding(
+    preset: str, num_ranks: int, mesh: Any, recipe: Fp8RecipeName
+) -> None:
+    torch.manual_seed(0)
+    model, data = WithTiedHead(wide_enough(recipe)), batches(3, rows=12)
+    run = sharded_run(model, data, preset, num_ranks, mesh, fp8=asked(recipe), after=report)
+    assert f"linear layers that multiply in fp8, {recipe}: blocks.0.qkv and 4 more" in run.extra["lines"]
+    same_within(run, plain_run(in_fp8(model, recipe), data, shares=num_ranks))
 
 
 @sampled
@@ -386,15 +466,33 @@ def test_stages_of_a_pipeline_multiply_in_fp8(schedule: str) -> None:
     assert run_ranks(2, rank) == pytest.approx([twin.norms[0]] * 2, rel=1e-4)
 
 
-def test_a_frozen_base_with_adapters_multiplies_in_fp8_and_the_adapters_do_not() -> None:
-    model = Transformer(num_blocks=1)
+@sampled
+@pytest.mark.parametrize("storage", [None, {"dtype": "int8", "block": 32}, {"dtype": "fp8", "block": 32}], ids=str)
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_frozen_base_with_adapters_multiplies_in_fp8_and_the_adapters_do_not(
+    recipe: Fp8RecipeName, preset: str, storage: dict[str, Any] | None
+) -> None:
+    """Also one that rests as codes: what was decoded is rounded once more, in each product."""
+    model = model_for(recipe, num_blocks=1)
     for param in model.parameters():
         param.requires_grad_(False)
     model.blocks[0].up, model.blocks[0].down = Lora(model.blocks[0].up), Lora(model.blocks[0].down)
-    data = batches(2, rows=4)
-    run = sharded_run(model, data, "zero3", 2, None, trained_adamw, after=report, fp8=asked("rowwise"))
-    same_within(run, plain_run(in_fp8(model, "rowwise"), data, trained_adamw, shares=2))
-    assert "not in fp8, with a size that is no multiple of 16: blocks.0.up.down and 4 more" in run.extra["lines"]
+    data, twin = batches(2, rows=4), copy.deepcopy(model)
+    if storage is not None:
+        for name, param in twin.named_parameters():
+            if not param.requires_grad and is_coded(name, param):
+                param.data = rounded_by({**storage, "rests": True})(param)
+    plan: dict[str, Any] = {"fp8": asked(recipe)} | ({"storage": {"frozen": storage}} if storage else {})
+    run = sharded_run(model, data, preset, 2, None, trained_adamw, after=report, **plan)
+    trained = plain_run(in_fp8(twin, recipe), data, trained_adamw, shares=2)
+    for name, param in twin.named_parameters():
+        if not param.requires_grad:
+            assert torch.equal(run.extra["whole"][name], trained.params.pop(name)), name
+    same_within(run, trained)
+    multiple = RECIPES[recipe].multiple
+    left = f"not in fp8, with a size that is no multiple of {multiple}: blocks.0.up.down and 4 more"
+    assert left in run.extra["lines"]
 
 
 def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -465,10 +563,12 @@ def test_what_is_not_finite_is_seen_in_every_product(recipe: Fp8RecipeName, bad:
     assert not layer(tokens)[:, 2].isfinite().any()
 
 
-def test_loss_scaling_sees_an_overflow_behind_fp8_layers() -> None:
-    model, data = model_for("tensorwise", num_blocks=1), batches(3, rows=4)
+@sampled
+@pytest.mark.parametrize("recipe", NAMES)
+def test_loss_scaling_sees_an_overflow_behind_fp8_layers(recipe: Fp8RecipeName) -> None:
+    model, data = model_for(recipe, num_blocks=1), batches(3, rows=4)
     replicas = [copy.deepcopy(model) for _ in range(2)]
-    plan = {"preset": "zero3", "precision": "fp16", "fp8": asked("tensorwise"), "loss_scale": {"initial": 2.0**40}}
+    plan = {"preset": "zero3", "precision": "fp16", "fp8": asked(recipe), "loss_scale": {"initial": 2.0**40}}
 
     def rank(world: sw.World) -> tuple[list[bool], float]:
         replica, finite = replicas[world.rank], []
@@ -607,6 +707,66 @@ def test_checkpoints_are_the_plain_model_s_and_a_live_engine_keeps_its_layers(tm
     with sw.shard(model, "ddp", optimizer=adamw(model)) as engine:
         engine.resume(tmp_path)
         assert all(torch.equal(value, whole[name]) for name, value in engine.state_dict().items())
+
+
+@sampled
+@pytest.mark.parametrize(("then_preset", "num_ranks"), [("zero3", 3), ("ddp", 1), ("zero1", 2)])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("rowwise", None), (None, "mxfp8"), ("tensorwise", "blockwise"), ("mxfp8", "rowwise_with_gw_hp")],
+)
+def test_a_run_goes_on_under_another_recipe_or_without_any(
+    first: Fp8RecipeName | None, then: Fp8RecipeName | None, then_preset: str, num_ranks: int, tmp_path: Path
+) -> None:
+    """On other ranks, with the states of its optimizer."""
+    model, data, twins = model_for("blockwise", num_blocks=1), batches(4, rows=12), []
+
+    def converted(one: nn.Module, recipe: Fp8RecipeName | None) -> nn.Module:
+        return one if recipe is None else in_fp8(one, recipe)
+
+    def plan_with(recipe: Fp8RecipeName | None) -> dict[str, Any]:
+        return {} if recipe is None else {"fp8": asked(recipe)}
+
+    def kept(one: nn.Module) -> torch.optim.Optimizer:
+        twins.append(adamw(one))
+        if len(twins) > 1:
+            twins[1].load_state_dict(twins[0].state_dict())
+        return twins[-1]
+
+    sharded_run(model, data[:2], "zero1", 2, None, after=saving_to(tmp_path), **plan_with(first))
+    empty = copy.deepcopy(model)
+    for param in empty.parameters():
+        param.data.zero_()
+    run = sharded_run(empty, data[2:], then_preset, num_ranks, None, step=resuming(tmp_path), **plan_with(then))
+    before = plain_run(converted(model, first), data[:2], kept, shares=2)
+    model.load_state_dict(before.params)
+    same_within(run, plain_run(converted(model, then), data[2:], kept, shares=num_ranks))
+
+
+@thorough_only("imports transformers; a checkpoint's dtypes are tested above")
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_what_is_exported_is_a_plain_model(recipe: Fp8RecipeName, tmp_path: Path) -> None:
+    from small_transformers import llama
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model, tokens = llama(num_hidden_layers=1, vocab_size=64), torch.randint(0, 64, (4, 8))
+
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        assert any(isinstance(layer, Fp8Linear) for layer in engine.module.modules())
+        mine = tokens.chunk(2)[engine.world.rank]
+        engine.backward(engine(input_ids=mine, labels=mine).loss)
+        engine.step()
+        engine.save_pretrained(tmp_path)
+        return {name: value.clone() for name, value in engine.state_dict().items()}
+
+    plan = {"preset": "zero3", "fp8": asked(recipe)}
+    whole, _ = work_on_ranks(2, work, plan, lambda: copy.deepcopy(model))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(type(layer) is nn.Linear for layer in loaded.modules() if isinstance(layer, nn.Linear))
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, whole[name]), name
 
 
 def test_explain_says_which_layers_multiply_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

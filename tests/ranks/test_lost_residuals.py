@@ -4,7 +4,6 @@ which forgets it before the same steps. And frozen parameters that rest as codes
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from wires import Sent
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.runtime.low_rank import orthonormal
 from tests.ranks.lost_groups import DiesBefore
 from tests.ranks.test_lost_ranks import NUM_STEPS, ROWS, Make, Net, batches, loss_of, race, trained_alone
 from tests.ranks.test_lost_ranks import adamw as adamw_of_net
@@ -60,7 +58,6 @@ class FedBack(Twin):
         self._sent.forget()
 
     def step(self, shares: Sequence[Tensor]) -> None:
-        self._sent.begin_step()
         grads: list[dict[str, Tensor]] = []
         for share in shares:
             self.model.zero_grad()
@@ -69,6 +66,7 @@ class FedBack(Twin):
         for name, param in self.model.named_parameters():
             param.grad = sum(self._sent(name, place, one[name]) for place, one in enumerate(grads))
         self._optimizer.step()
+        self._sent.end_step()
 
 
 class Factored(Twin):
@@ -77,15 +75,10 @@ class Factored(Twin):
     def __init__(self) -> None:
         self.model = test_powersgd.Small()
         self._optimizer = test_powersgd.sgd(self.model)
-        self._paper = test_powersgd.Paper(self.model, NUM_RANKS, 2, self._first())
-
-    def _first(self) -> dict[str, Tensor]:
-        sizes = {"up.weight": 20, "down.weight": 30}
-        numbers = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in sizes}
-        return {name: orthonormal(torch.randn(size, 2, generator=numbers[name])) for name, size in sizes.items()}
+        self._paper = test_powersgd.Paper(self.model, NUM_RANKS, 2, test_powersgd.drawn_factors())
 
     def forget(self, num_ranks: int) -> None:
-        self._paper.num_ranks, self._paper.factors = num_ranks, self._first()
+        self._paper.num_ranks, self._paper.factors = num_ranks, test_powersgd.drawn_factors()
         self._paper.unsent = [{} for _ in range(num_ranks)]
 
     def step(self, shares: Sequence[Tensor]) -> None:

@@ -92,10 +92,11 @@ class Papers:
         for part in parts:
             self.model.zero_grad()
             loss_of(self.model, part).backward()
-            grads.append([param.grad.clone() for param in self.params])
+            grads.append([param.grad for param in self.params])
         with torch.no_grad():
             for index, of_ranks in enumerate(zip(*grads, strict=True)):
-                self._kind_of_step()(index, of_ranks)
+                if of_ranks[0] is not None:  # it is not frozen
+                    self._kind_of_step()(index, of_ranks)
 
     def _kind_of_step(self) -> Callable[[int, Sequence[Tensor]], None]:
         if self.name != "zero-one":
@@ -197,6 +198,27 @@ def test_trains_like_the_papers_on_ranks(name: str, num_ranks: int) -> None:
     for params in every:
         for mine, other, theirs in zip(params, every[0], twin.parameters(), strict=True):
             assert torch.equal(mine, other), "ranks disagree"
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [{1, 2}, {4, 5}, {1, 2, 3, 4}, {5, 6, 7}], ids=str)
+@pytest.mark.parametrize("name", MAKE)
+def test_what_is_frozen_for_some_steps_keeps_what_was_not_sent(name: str, frozen: set[int]) -> None:
+    """While the variance is learned, after that, and until the last step."""
+    twin, num_steps = small(), 13 if name == "zero-one" else 8
+    papers = Papers(twin, 3, name)
+    for step, x in enumerate(data(num_steps)):
+        twin.down.weight.requires_grad_(step not in frozen)
+        papers.step(x.chunk(3))
+
+    def work(engine: sw.Engine) -> list[Tensor]:
+        for step in range(num_steps):
+            engine.module.down.weight.requires_grad_(step not in frozen)
+            fed(engine, range(step, step + 1))
+        return params_of(engine)
+
+    for params in work_on_ranks(3, work, "ddp", small, MAKE[name]):
+        for mine, theirs in zip(params, twin.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,25 @@ class Small(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.down(torch.tanh(self.up(x)))))
+
+
+class Tied(Small):
+    """The first of them is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(20, 30, bias=False)
+        self.again.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.again(x)[:, :20])
+
+
+def drawn_factors() -> dict[str, Tensor]:
+    """The first ones of those models, as the default seed draws them."""
+    numbers = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in ("up.weight", "down.weight")}
+    sizes = {"up.weight": 20, "down.weight": 30}
+    return {name: orthonormal(torch.randn(size, 2, generator=numbers[name])) for name, size in sizes.items()}
 
 
 def data(num_steps: int) -> list[Tensor]:
@@ -160,6 +180,34 @@ def test_factors_of_all_units_are_two_messages() -> None:
         return counts[-2], counts[-1]
 
     assert work_on_ranks(2, work, plan_of(rank=1), lambda: copy.deepcopy(model), adamw) == [(3, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("other", ["zero1", "zero3"])
+@pytest.mark.parametrize(("until", "since"), [(1, 4), (START, 4), (4, 6)])
+def test_changes_of_plan_begin_anew_with_the_next_step(other: str, until: int, since: int) -> None:
+    """Steps from `until` to `since` send whole gradients, and the factors after them are drawn anew. Another module
+    has the weight of the first one, too."""
+
+    def work(engine: sw.Engine) -> list[Tensor]:
+        fed(engine, range(until))
+        engine.reshard({"preset": other})
+        fed(engine, range(until, since))
+        engine.reshard(plan_of())
+        fed(engine, range(since, 8))
+        return params_of(engine)
+
+    every = work_on_ranks(2, work, plan_of(), Tied, sgd)
+    twin = Tied()
+    paper, optimizer = Paper(twin, 2, 2, drawn_factors()), sgd(twin)
+    for step, x in enumerate(data(8)):
+        if step == since:
+            paper.factors, paper.unsent = drawn_factors(), [{}, {}]
+        paper.num_steps = step if not until <= step < since else 0
+        paper.set_gradients(x.chunk(2))
+        optimizer.step()
+    for params in every:
+        for mine, theirs in zip(params, twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("saves_at", [START, START + 2])

@@ -249,10 +249,11 @@ class Sent:
         self._lost: dict[tuple[str, int], Tensor] = {}
         self._num_steps = 0
 
-    def begin_step(self) -> None:
+    def end_step(self) -> None:
+        """One was taken."""
+        self._num_steps += 1
         if self._feedback is not None and self._num_steps % self._feedback["reset"] == 0:
             self._lost.clear()
-        self._num_steps += 1
 
     def forget(self) -> None:
         self._lost.clear()
@@ -270,7 +271,7 @@ class Sent:
         kept = self._lost.get((name, place), torch.zeros_like(summand))
         sent = through(summand + kept)
         lost = (summand + kept).sub(sent).mul(1 - beta).add(kept, alpha=beta)
-        self._lost[name, place] = lost.bfloat16().float()
+        self._lost[name, place] = lost.bfloat16().float().nan_to_num(0, 0, 0)
         return sent
 
 
@@ -291,6 +292,7 @@ def twin_run(
     num_dealt: int = 1,
     dealt_last: bool = False,
     sent: Sent | None = None,
+    skips_nonfinite: bool = False,
 ) -> Run:
     """One process that computes every rank's share with rounded parameters, rounds its gradients and sums them.
     `num_near` ranks sum their gradients before these are rounded, and with `waits_whole` micro-batches do. Frozen
@@ -310,7 +312,6 @@ def twin_run(
     named = {name: param for name, param in masters.named_parameters() if param.requires_grad}
     optimizer, run = optimizer or adamw(masters), Run()
     for batch in data:
-        sent.begin_step()
         computed = copy.deepcopy(masters)
         with torch.no_grad():
             for name, param in computed.named_parameters():
@@ -342,7 +343,9 @@ def twin_run(
                 else:
                     param.grad += sum(sent(name, place, one) for place, one in enumerate(given.of_hosts()))
         run.norms.append(math.sqrt(sum(float(param.grad.double().square().sum()) for param in named.values())))
-        optimizer.step()
+        if not skips_nonfinite or math.isfinite(run.norms[-1]):
+            optimizer.step()
+            sent.end_step()
         run.losses.append(sum(losses) / len(losses))
     run.params = {name: param.detach().clone() for name, param in named.items()}
     run.extra = {"model": masters, "optimizer": optimizer}

@@ -1,7 +1,9 @@
 """Codes of integers in one pass over memory, on GPUs: the arithmetic of `Blocks` and `FedBack` in `codec.py`.
 
 Torch's operators read and write what a block needs about ten times. Division and rounding are IEEE's here too, and
-products are not fused with sums, so that ranks with and without these kernels make the same codes.
+products are not fused with sums but where torch fuses them, so that ranks with and without these kernels make the same
+codes. Unlike torch's operators, a kernel runs on the current device of its thread, which need not be that of its
+tensors: a thread has the first one until it says otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def _encode(
     scales,
     losses,
     num_blocks,
-    beta,
+    kept_share,
+    lost_share,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     BITS: tl.constexpr,
@@ -81,8 +84,8 @@ def _encode(
         packed = (low_code + 8.0 + (high_code + 8.0) * 16.0).to(tl.int32).to(tl.uint8)
         tl.store(integers + row[:, None] * HALF + column[None, :], packed, mask=there)
     if FEEDS_BACK:
-        lost_low = (low - low_code * wide) * (1.0 - beta) + kept_low * beta
-        lost_high = (high - high_code * wide) * (1.0 - beta) + kept_high * beta
+        lost_low = tl.fma(kept_low, kept_share, (low - low_code * wide) * lost_share)  # as torch's `add` with `alpha`
+        lost_high = tl.fma(kept_high, kept_share, (high - high_code * wide) * lost_share)
         tl.store(losses + at_low, _as(tl.where(is_finite, lost_low, 0.0), tl.bfloat16), mask=there)
         tl.store(losses + at_high, _as(tl.where(is_finite, lost_high, 0.0), tl.bfloat16), mask=there)
 
@@ -130,18 +133,20 @@ def encode(
     grid, shape = _over(elements, block)
     kept = elements if losses is None else losses
     bits = 8 * integers.numel() // elements.numel()
-    _encode[grid](
-        elements,
-        integers,
-        scales,
-        kept,
-        scales.numel(),
-        beta,
-        BITS=bits,
-        FEEDS_BACK=losses is not None,
-        **shape,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(elements):
+        _encode[grid](
+            elements,
+            integers,
+            scales,
+            kept,
+            scales.numel(),
+            beta,
+            1 - beta,  # which differs in its last bit from what a kernel would subtract, in fp32
+            BITS=bits,
+            FEEDS_BACK=losses is not None,
+            **shape,
+            enable_fp_fusion=False,
+        )
 
 
 def decode(elements: Tensor, integers: Tensor, scales: Tensor, block: int, *, adds: bool) -> None:
@@ -150,7 +155,8 @@ def decode(elements: Tensor, integers: Tensor, scales: Tensor, block: int, *, ad
         return
     grid, shape = _over(elements, block)
     bits = 8 * integers.numel() // elements.numel()
-    _decode[grid](elements, integers, scales, scales.numel(), BITS=bits, ADDS=adds, **shape, enable_fp_fusion=False)
+    with torch.cuda.device_of(elements):
+        _decode[grid](elements, integers, scales, scales.numel(), BITS=bits, ADDS=adds, **shape, enable_fp_fusion=False)
 
 
 def _over(elements: Tensor, block: int) -> tuple[Any, dict[str, int]]:

@@ -470,7 +470,8 @@ class ShardedModel(NotCopied):
             outer.settle()
 
     def begin_factors_when_due(self) -> None:
-        """After a step, or a resume: whether the next one sends gradients as factors, and this plan does not yet."""
+        """After a step, a resume or a change of plan: whether the next step sends gradients as factors, and this plan
+        does not yet."""
         asked = self.plan.powersgd
         if asked.rank is not None and 0 < asked.start_step <= self.progress.num_steps:
             self.parts.unfreezing.begin_factors()

@@ -26,29 +26,47 @@ Queue = SimpleQueue["_Job | None"]
 
 
 class _Job:
-    """A `Work` whose steps run on a background thread."""
+    """A `Work` whose steps run on a background thread.
 
-    __slots__ = ("_error", "_is_done", "_steps")
+    [Note: done is a lock] Events of `threading` are written in Python: to make, set and await one takes 20 calls, and a
+    lock, which is held until the job is done, none.
+    """
 
-    def __init__(self, steps: Callable[[], None]) -> None:
-        self._steps: Callable[[], None] | None = steps
-        self._is_done = threading.Event()
+    __slots__ = ("_error", "_is_busy", "_made", "_steps")
+
+    def __init__(self, steps: Callable[[], Work | None]) -> None:
+        self._steps: Callable[[], Work | None] | None = steps
+        self._made: Work | None = None
         self._error: BaseException | None = None
+        self._is_busy = threading.Lock()
+        self._is_busy.acquire()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._is_busy.locked()
 
     def wait(self) -> None:
-        self._is_done.wait()
+        with self._is_busy:
+            pass
         if self._error is not None:
             raise self._error
+
+    def finish(self) -> None:
+        """Wait for what its steps have begun, too."""
+        self.wait()
+        made, self._made = self._made, None
+        if made is not None:
+            made.wait()
 
     def run(self) -> None:
         assert self._steps is not None
         try:
-            self._steps()
+            self._made = self._steps()
         except BaseException as error:  # re-raised in `wait`
             self._error = error
         finally:
             self._steps = None  # releases what the steps hold
-            self._is_done.set()
+            self._is_busy.release()
 
 
 class Background:
@@ -60,7 +78,7 @@ class Background:
         self._threads: dict[str, tuple[threading.Thread, Queue]] = {}
         self._last: dict[str, _Job] = {}
 
-    def start(self, line: str, steps: Callable[[], None]) -> _Job:
+    def start(self, line: str, steps: Callable[[], Work | None]) -> _Job:
         """Run `steps` after everything started for `line` before. `wait` raises what they raise."""
         found = self._threads.get(line)
         if found is None:
@@ -74,18 +92,11 @@ class Background:
 
     def post(self, line: str, post: Callable[[], Work]) -> _Job:
         """Let a thread of the line's own `post` messages, and the one that completes its collectives wait for them."""
-        posted: list[Work] = []
-        posting = self.start(f"{line}, posts", lambda: posted.append(post()))
-
-        def finish() -> None:
-            posting.wait()
-            posted.pop().wait()
-
-        return self.start(line, finish)
+        return self.start(line, self.start(f"{line}, posts", post).finish)
 
     def close(self, abort: Callable[[], None]) -> None:
         """End all threads. `abort` is called if one is still busy, and has to end its waits."""
-        if any(not job._is_done.is_set() for job in self._last.values()):
+        if not all(job.is_done for job in self._last.values()):
             abort()
         for _, queue in self._threads.values():
             queue.put(None)
