@@ -427,6 +427,13 @@ ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("a.yaml", "mesh:\n  1: 2\n", "a.yaml:2: the key '1' is not text. Put it in quotes."),
         ("a.yaml", "mesh: {dp:2, tp: 2}", "a.yaml:1: 'dp:2' is one word. Put a space after the colon: 'dp: 2'."),
         ("a.yaml", "? [a]\n: 2\n", "a.yaml:1: the key here is not text."),
+        (
+            "a.yaml",
+            "preset: zero1\naccumulate: 010\n",
+            "a.yaml:2: 010 is 8 in YAML 1.1 and something else in YAML 1.2.",
+        ),
+        ("a.yaml", "timeouts: {step: 1:30}\n", "a.yaml:1: 1:30 is 90 in YAML 1.1"),
+        ("a.yaml", "mesh:\n  dp: [1:30.5]\n", "a.yaml:2: 1:30.5 is 90.5 in YAML 1.1"),
         ("a.yaml", "rows: &r\n  param: *r\n", "a.yaml:1: an alias refers to the mapping that contains it."),
         ("a.yaml", "- preset\n", "a.yaml:1: a plan is a mapping of keys to values"),
         ("a.yaml", "", "a.yaml: the file is empty."),

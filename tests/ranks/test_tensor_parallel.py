@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,12 @@ class MixingBlock(nn.Module):
 def test_verify_names_the_first_module_that_differs() -> None:
     with pytest.raises(ModelError, match=r"The first module that differs is down \(Linear\), by"):
         verified(MixingBlock, {"plan": {"up": "column", "down": "row"}})
+
+
+def test_verify_says_behind_what_it_sees_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    asked = {**UNEVEN, "plan": {name: rule for name, rule in UNEVEN["plan"].items() if name != "features"}}
+    verified(partial(Gated, 0.0), asked)
+    assert "o.weight begins with zeros: what is computed before it is not compared" in caplog.text
 
 
 def test_verify_compares_the_first_forward_that_does_not_raise() -> None:
@@ -674,10 +681,19 @@ def test_later_batches_of_ranks_that_share_a_sample_are_compared_too() -> None:
     assert sorted(num_steps) == [0, 0, 1, 1]
 
 
-def test_a_missing_summed_style_is_detected() -> None:
+class Gated(Uneven):
+    """Its attention begins with no, or next to no, weight in what follows, and so do the gradients in it."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.o.weight.data *= gain
+
+
+@pytest.mark.parametrize("gain", [1.0, 1e-6, 0.0])
+def test_a_missing_summed_style_is_detected(gain: float) -> None:
     asked = {**UNEVEN, "plan": {name: rule for name, rule in UNEVEN["plan"].items() if name != "head_norm"}}
     with pytest.raises(ModelError, match=r"The gradient of head_norm.(weight|bias) has norms from .* the style summed"):
-        sharded(Uneven, "zero1", asked, dp=1)
+        sharded(partial(Gated, gain), "zero1", asked, dp=1)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,11 +142,13 @@ def _merge_section(merged: dict[str, Any], section: str, options: Mapping[str, s
 
 
 def _read(text: str) -> Any:
-    """A value of the command line as YAML reads it: a number, a boolean, or the text itself."""
-    import yaml
-
-    value = yaml.safe_load(text) if text else text
-    return value if isinstance(value, bool | int | float) else text
+    """A value of the command line: a number in decimal digits, a boolean, or the text itself."""
+    if text.lower() in ("true", "yes", "on", "false", "no", "off"):
+        return text.lower() in ("true", "yes", "on")
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _default_file(args: Any) -> Path | None:

@@ -58,8 +58,12 @@ class Gradients:
         self._runner = runner
         self._verdict = verdict
         self._exchange, self._exchange_of_peers, self._exchange_of_data = exchanges
-        self._checks_copies = any(slot.is_copied for flat in self._flats for slot in flat.slots)
-        """Whether the first gradients have still to be compared between ranks that have copies of a parameter."""
+        self._uncompared = frozenset(
+            slot.name for flat in self._flats for slot in flat.slots if slot.is_copied and not slot.is_split
+        )
+        """The parameters of which the first gradients have still to be compared between ranks that have copies."""
+        self._num_compared = 0
+        """How often gradients could have been compared since."""
         self._scaler = scaler
         self._only_finite = only_finite
         self._zeroed_at = runner.passes.num_backwards
@@ -165,11 +169,19 @@ class Gradients:
         self.is_taken = not (self._only_finite and self.exist()) or math.isfinite(float(norm))
         if scaler is not None and self.exist():
             norm = self._unscaled(scaler.scale, float(norm))
-        if self._checks_copies and self.exist() and math.isfinite(float(norm)):
-            self._checks_copies = False
-            check_copies(self._flats, self._exchange_of_data, self._exchange_of_peers)
+        if self._uncompared and self.exist() and math.isfinite(float(norm)):
+            self._compare_copies()
         self._norm = self._norm_before = norm
         self._prepared_at = self._moment()
+
+    def _compare_copies(self) -> None:
+        """Compare the first gradients of parameters of which ranks have copies. Those that do not get any at first are
+        compared in the second, fourth, eighth step and so on."""
+        self._num_compared += 1
+        if self._num_compared.bit_count() == 1:
+            self._uncompared = check_copies(
+                self._flats, self._uncompared, self._exchange_of_data, self._exchange_of_peers
+            )
 
     def _unscaled(self, scale: float, norm: float) -> float:
         """Divide the gradients and their norm by the loss scale, unless one has overflowed."""
@@ -221,7 +233,8 @@ class Gradients:
         if self.is_of_stage:
             raise StateError(
                 "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of "
-                "norms, would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan."
+                "norms, would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan. "
+                "To log the norm of one of any stage, take engine.get(name, 'grad').norm(), on all ranks."
             )
         self.prepare()
         if norm_type not in self._norms:

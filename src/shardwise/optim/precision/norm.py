@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -63,8 +63,12 @@ def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes]
     return [sum(every) ** (1 / norm_type) for every in zip(*values, strict=True)]
 
 
-def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Exchange) -> None:
-    """Raise `ModelError` on all ranks if copies of a parameter along a model axis have different gradients.
+def check_copies(
+    flats: Sequence[Flat], copied: Collection[str], among_data: Exchange, among_peers: Exchange
+) -> frozenset[str]:
+    """Raise `ModelError` on all ranks if copies along a model axis of one of the parameters `copied` have different
+    gradients. Returns those that have none yet that would tell: behind a matrix of zeros, or layer scales that begin
+    close to zero, all are next to nothing.
 
     `among_data` is among the ranks that hold the same part of the model, `among_peers` among all ranks with the same
     list of parameters.
@@ -73,13 +77,17 @@ def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Excha
     values = [struct.unpack(f"<{len(mine)}d", message) for message in among_peers(struct.pack(f"<{len(mine)}d", *mine))]
     slots = [slot for flat in flats for slot in flat.slots]
     negligible = 1e-6 * math.hypot(*mine)
+    untold = set()
     for slot, every in zip(slots, zip(*values, strict=True), strict=True):
-        if slot.is_copied and not slot.is_split and max(every) - min(every) > _APART * max(every) + negligible:
+        if slot.name in copied and max(every) * _APART <= negligible:
+            untold.add(slot.name)
+        if slot.name in copied and max(every) - min(every) > _APART * max(every) + negligible:
             raise ModelError(
                 f"The gradient of {slot.name} has norms from {min(every):.3g} to {max(every):.3g} on ranks that have "
                 f"copies of it. Either they were given different batches, or it works on split tensors: then give "
                 f"its module the style summed in tensor.plan."
             )
+    return frozenset(untold)
 
 
 def _values_of_ranks(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from shardwise.runtime.nested import tensors_in
 from shardwise.system.own_hooks import hook
 
 Tensor = torch.Tensor
+_log = logging.getLogger("shardwise")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_TOLERANCE = 5e-2
 """For bf16 and fp16."""
@@ -58,6 +60,13 @@ class Verifier:
             values = param.detach().contiguous()
             group.broadcast(values.view(-1), "verify")
             param.data = values.to(dtypes[name])
+        zeros = [name for name, param in unsplit.named_parameters() if param.dim() > 1 and not param.any()]
+        if zeros and world.rank == 0:
+            _log.warning(
+                "tensor.verify compares what modules return, and %s begins with zeros: what is computed before it is "
+                "not compared. Give it other values for the check.",
+                ", ".join(zeros),
+            )
         given: list[tuple[Any, Any]] = []
         has_compared_whole = False
 

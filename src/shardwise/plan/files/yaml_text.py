@@ -61,6 +61,7 @@ def _compose(text: str) -> tuple[yaml.Node | None, Any]:
             return None, None
         _count_values(node, {})
         _refuse_odd_keys(node, ())
+        _refuse_odd_numbers(node)
         return node, loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -123,6 +124,27 @@ def _refuse_odd_keys(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
             raise SourceError(f"the key {key.value!r} is given twice, first on line {seen[key.value]}.", line)
         seen[key.value] = line
         _refuse_odd_keys(value, (*above, node))
+
+
+def _refuse_odd_numbers(node: yaml.Node) -> None:
+    """YAML 1.1, which the parser reads, takes 010 for 8 and 1:30 for 90; later YAML and people do not."""
+    if isinstance(node, yaml.ScalarNode):
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and (":" in node.value or re.fullmatch(r"[-+]?0[0-9_]+", node.value)):
+            raise SourceError(
+                f"{node.value} is {_as_number(node)} in YAML 1.1 and something else in YAML 1.2. Write the number in "
+                f"decimal digits without a zero before them; text in quotes.",
+                node.start_mark.line + 1,
+            )
+        return
+    for part in node.value:
+        for one in part if isinstance(part, tuple) else (part,):
+            _refuse_odd_numbers(one)
+
+
+def _as_number(node: yaml.ScalarNode) -> int | float:
+    number: int | float = yaml.constructor.SafeConstructor().construct_object(node)
+    return number
 
 
 def _as_written(key: yaml.Node) -> str:
