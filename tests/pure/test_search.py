@@ -256,12 +256,13 @@ def test_names_of_wires() -> None:
 
 
 def test_a_pipeline_with_one_micro_batch_takes_the_time_of_all_stages() -> None:
-    """Where a step leaves gathers in flight, a second one is timed: it waits for its own messages."""
+    """Where a step leaves gathers in flight, a second one is timed: it waits for its own messages. Only the update, and
+    what belongs to it, is of a quarter of the parameters."""
     blocks = Blocks(num=4, width=1024, length=1024, num_rows=8)
     whole, staged = (
         blocks.evaluate(Candidate("zero1", (*(("pp", pp),) * (pp > 1), ("dp", 2)), 4, 1)).seconds for pp in (1, 4)
     )
-    assert staged > 0.95 * whole
+    assert staged > 0.9 * whole
 
 
 def test_the_best_of_a_small_space_is_found() -> None:
