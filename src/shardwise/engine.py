@@ -24,7 +24,7 @@ from shardwise.checkpoint import Begun, Keep, Saver, encode, formats, step_name
 from shardwise.checkpoint.json_codec import decode
 from shardwise.comm import World
 from shardwise.comm.line import LEDGER_OF_COPIES
-from shardwise.errors import ConfigError, ModelError, StateError
+from shardwise.errors import CommError, ConfigError, ModelError, StateError
 from shardwise.init import Init, Wishes, end_recording
 from shardwise.optim.precision import LossScaler, Norm
 from shardwise.parallel.experts import EXPERT_LOAD
@@ -46,7 +46,7 @@ from shardwise.sharded.state import (
     trained_as_before,
     unshard,
 )
-from shardwise.sharded.training import Session, inference
+from shardwise.sharded.training import Session
 from shardwise.system.data_ranks import DataRanks, Reader
 from shardwise.system.named_folder import given_folder
 from shardwise.system.units import bytes_of
@@ -121,6 +121,10 @@ def shard(  # noqa: PLR0913  # one for each thing that a job may bring
         loaded = _settled(model, loaded, optimizers, world, wishes, batch)
         return Engine(model, loaded, optimizers, world, wishes, owns_world=own_world)
     except BaseException as error:
+        if isinstance(error, CommError) and world.membership is not None:
+            from shardwise.elastic.survivable import IN_SHARD, give_up  # only these jobs load it
+
+            give_up(error, world, IN_SHARD)
         if own_world:
             world.close(error)
         raise
@@ -565,7 +569,7 @@ class Engine:
         model.
         """
         self._require_open()
-        return inference(self._sharded, _budget(keep_bytes))
+        return self._session.inference(_budget(keep_bytes))
 
     def inference_bytes(self, keep_bytes: int | str | None = None) -> int:
         """Bytes of gathered parameters that this rank holds at most inside `inference(keep_bytes)`, on top of its

@@ -63,6 +63,11 @@ class FaultError(CommError):
         self.action = action
         self.origin = origin
 
+    @property
+    def is_of_code(self) -> bool:
+        """Whether any other ranks would come to it as well."""
+        return self.kind in ("contradiction", "deadlock")
+
 
 class CorruptionError(ShardwiseError, RuntimeError):
     """Bits of a parameter, state or gradient have changed that nothing has written (`verify` in the plan).
@@ -106,6 +111,10 @@ class SpareError(CommError):
 
 class StateError(ShardwiseError, RuntimeError):
     """A call at an invalid moment, such as a step on a closed engine."""
+
+
+class LostStateError(StateError):
+    """A rank was lost, and the others have nothing to go on from: they start again from the last checkpoint."""
 
 
 class DataError(ShardwiseError, RuntimeError):

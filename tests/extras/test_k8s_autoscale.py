@@ -4,7 +4,7 @@ that its manifests give it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +19,11 @@ from shardwise.comm.members import MemberMessage, Pace
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.autoscale import Fill, Gain, Sizes, parse_policy
 from shardwise.launch.elastic.job_notes import FolderNotes
-from shardwise.launch.elastic.scaling import Asking, Scaling
+from shardwise.launch.elastic.scaling import Scaling
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.places.k8s import K8sPlan, PodRequest, plan_k8s
 from shardwise.launch.places.k8s_scale import ApiServer, ScaledPods, Target, completions_for
+from tests.admissions import AtOnce
 from tests.extras.k8s_server import Cluster
 from tests.extras.test_k8s_elastic import Submitted
 from tests.extras.test_k8s_manifests import VERSIONS, saying, tell_of
@@ -210,13 +211,6 @@ def test_no_more_pods_leave_than_are_to_leave_where_some_with_low_indexes_are_aw
 
 
 # -- an admission trace -----------------------------------------------------------------------------------
-
-
-class AtOnce(Asking):
-    """Asks in the thread of the test."""
-
-    def ask(self, num_slots: int, hosts: Collection[str]) -> None:
-        self.place.ask(num_slots, hosts)
 
 
 TRACE = [(0.0, 2), (400.0, 6), (2500.0, 3), (4000.0, 8)]

@@ -728,13 +728,13 @@ ELASTIC = _of(
     ),
     (
         "an image without all of its state is taken for whole",
-        "return self.shadow_step == step or (self.live_step == step and self.is_live_whole)",
-        "return self.shadow_step == step or self.live_step == step",
+        "return self.shadow_version == version or (self.live_version == version and self.is_live_whole)",
+        "return self.shadow_version == version or self.live_version == version",
         "lost_states",
     ),
     (
         "a state that is being updated can be returned to",
-        "        self.await_copies()\n        self.image.live_step = TORN",
+        "        self.await_copies()\n        self.image.live_version = TORN",
         "        self.await_copies()",
         "lost_ranks_states",
     ),

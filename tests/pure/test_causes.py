@@ -14,6 +14,7 @@ from shardwise.elastic.failure_signatures import End, sign_of
 
 VALUE = "ValueError: expected 7 columns, found 8 in row 1523"
 FAULT = "shardwise.errors.FaultError: Rank 2 raised RuntimeError: CUDA error: out of memory"
+LEFT = "shardwise.errors.LostStateError: Rank 2 is gone, and no whole state is left: the survivors have versions [[4]]"
 
 
 def end(rank: int, error: str = "", **more: Any) -> End:
@@ -33,6 +34,7 @@ SIGNS = {
     "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection reset by peer [10.0.0.2]:4711": "connection",
     "RuntimeError: Timed out waiting 5000ms for recv operation to complete": "connection",
     FAULT: "fault",
+    LEFT: "left",
     "shardwise.errors.DataError: source (a Photos) failed at index 71304": "data",
     "shardwise.errors.CorruptionError: Rank 2 has wrong bits: parameter a.weight, changed since": "bits",
     VALUE: "exception",
@@ -47,6 +49,16 @@ def test_alike_failures_of_few_of_many_ranks_are_not_the_codes() -> None:
         "node",
         "node",
     ]
+
+
+def test_ranks_that_have_nothing_to_go_on_from_are_no_fault_of_the_code() -> None:
+    """They all raise the same, and a restart helps."""
+    ends = [end(rank, LEFT) for rank in (0, 1)]
+    killed = end(2, exit_code=-signal.SIGKILL)
+    for together in ([*ends, killed], ends):
+        cause = Classifier().classify(together, 3, 0.0)
+        assert (cause.kind, cause.action) == ("node", "shrink")
+        assert cause.ranks == ((2,) if killed in together else (0, 1))
 
 
 def test_a_host_that_changes_bits_is_excluded_at_once_unless_nobody_knows_which() -> None:

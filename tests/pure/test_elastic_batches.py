@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.elastic.batches import Elasticity, elastic_batch, highly_composite
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import read_config
+from shardwise.integrations.deepspeed.elastic_batches import Elasticity, elastic_batch, highly_composite
 
 
 def test_the_defaults_and_a_small_batch_come_to_the_published_figures() -> None:

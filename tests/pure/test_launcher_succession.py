@@ -7,8 +7,10 @@ import itertools
 import pickle
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,19 +23,22 @@ from shardwise.comm.members.channels import MemberChannel, prefix_of
 from shardwise.comm.watch.sealed_store import SealedStore
 from shardwise.errors import LaunchError
 from shardwise.launch.adopted import RankRecord
+from shardwise.launch.autoscale import Schedule, Sizes
 from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
+from shardwise.launch.elastic.scaling import Scaling
 from shardwise.launch.elastic.slots import Slot, Slots
 from shardwise.launch.elastic.succession import JobState, Succession
 from shardwise.launch.elastic.supervise_elastic import take_over
-from shardwise.launch.elastic.workers import WorkersMemory
+from shardwise.launch.elastic.workers import Event, HostReady, WorkersMemory
 from shardwise.launch.environment import Attempt
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.orphans import Orphanhood
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import Seal, new_token
+from tests.admissions import AtOnce
 from tests.pure.simulated_workers import SimulatedWorkers
 
 TOKEN = new_token()
@@ -190,6 +195,8 @@ class MortalSuccession(Succession):
 class Launchers:
     """The launchers of one job, one after the other."""
 
+    first = frozenset({0, 2})
+
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place, self.said, self.received = place, list[str](), list[signal.Signals]()
         self.processes = Processes()
@@ -199,8 +206,8 @@ class Launchers:
     def launch(self, last: int) -> bool | None:
         """Whether the job succeeded; `None` if this launcher was killed before, at its `last` act."""
         life, state, slots = Life(last), JobState.read(self.place), Slots(3, Budget(1, 600))
-        slots.ready("", 3, self.processes.now)
-        workers: Any = Workers(self.processes, life)
+        slots.ready("", self.job.nproc, self.processes.now)
+        workers: Any = self.workers(life)
         workers.adopt(state.workers)
         succession = MortalSuccession(self.place, state, workers.memory, self.said.append, start=lambda _: _a_process())
         succession.life = life
@@ -212,7 +219,10 @@ class Launchers:
             context = Context(
                 self.job, elastic, store, "h", 1, "run", folder, workers, slots, signals, self.said.append, TOKEN
             )
-            context = replace(context, succession=succession, clock=lambda: self.processes.now)
+            context = replace(
+                context, succession=succession, clock=lambda: self.processes.now, scaling=self.scaling(life)
+            )
+            workers.slots = lambda: context.slots
             agent = ElasticAgent(context, state.agent)
             channel: Any = agent._channel
             channel._store = Mortal(channel._store, life)
@@ -222,13 +232,62 @@ class Launchers:
                 self.processes.go_on()  # they have read what it had published until then
                 return None
 
+    def workers(self, life: Life) -> Workers:
+        return Workers(self.processes, life)
+
+    def scaling(self, life: Life) -> Scaling | None:
+        """What asks for more ranks, in a job that grows by itself."""
+        return None
+
+
+class GrantedWorkers(Workers):
+    """A second host comes as soon as it was asked for."""
+
+    slots: Callable[[], Slots]
+
+    def __init__(self, processes: Processes, life: Life, asked: list[int]) -> None:
+        super().__init__(processes, life)
+        self._asked = asked
+
+    def events(self) -> Sequence[Event]:
+        more = [HostReady("more", 1)] if 3 in self._asked and "more" not in self.slots().hosts else []
+        return [*super().events(), *more]
+
+
+class Growing(Launchers):
+    """Those of a job that grows from two ranks to three by itself."""
+
+    first = frozenset({0})
+    room = None
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(place, monkeypatch)
+        self.asked: list[int] = []
+        self._life = Life(NEVER)
+        self.job = replace(self.job, nproc=2)
+        JobState(self.job, True, [], "run", TOKEN).write(place)
+
+    def workers(self, life: Life) -> Workers:
+        return GrantedWorkers(self.processes, life, self.asked)
+
+    def scaling(self, life: Life) -> Scaling:
+        self._life, asking = life, AtOnce(self, self.said.append)
+        policy, sizes = Schedule(((0, 3),)), partial(Sizes.of, 2, 3, 1)
+        return Scaling(policy, sizes, asking, self.said.append, lambda: datetime(2026, 11, 30, tzinfo=UTC), wanted=2)
+
+    def ask(self, num_slots: int, hosts: Collection[str]) -> None:
+        self._life.act()
+        self.asked.append(num_slots)
+        self._life.act()
+
 
 def _a_process() -> Any:
     return SimpleNamespace(poll=lambda: None)
 
 
-def check(launchers: Launchers) -> None:
-    """The job has ended as it does without a killed launcher."""
+def check(launchers: Launchers, *, first: frozenset[int] = frozenset({0, 2})) -> None:
+    """The job has ended as it does without a killed launcher. `first` are the members that it began with, and that were
+    not killed."""
     processes = launchers.processes
     assert all(len(texts) == 1 for texts in processes.heard.values()), "two announcements under one number"
     finished = {number for number, code in processes.codes.items() if code == 0}
@@ -240,16 +299,16 @@ def check(launchers: Launchers) -> None:
         for reports in processes.members[number].reports[1:]:
             told = [report.decode().split(" of ") for report in reports if report]
             assert len({generation for _, generation in told}) == 1
-            assert {int(member) for member, _ in told} >= {0, 2}
+            assert {int(member) for member, _ in told} >= first
 
 
-def acts_of_one_launcher(place: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    launchers = Launchers(place, monkeypatch)
+def acts_of_one_launcher(place: Path, monkeypatch: pytest.MonkeyPatch, of: type[Launchers] = Launchers) -> int:
+    launchers = of(place, monkeypatch)
     life = Life(NEVER)
     monkeypatch.setattr(f"{__name__}.Life", lambda last: life)
     assert launchers.launch(NEVER)
     monkeypatch.undo()
-    check(launchers)
+    check(launchers, first=launchers.first)
     return NEVER - life.left
 
 
@@ -271,6 +330,19 @@ def test_and_the_next_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         if launchers.launch(second) is None:
             assert launchers.launch(NEVER), (first, second, launchers.said)
         check(launchers)
+
+
+def test_a_launcher_is_killed_at_any_point_while_its_job_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has decided and not asked for yet is asked for by the next one, and no rank is lost by that."""
+    num_acts = acts_of_one_launcher(tmp_path, monkeypatch, Growing)
+    assert num_acts > 20
+    for last in range(num_acts):
+        launchers = Growing(tmp_path, monkeypatch)
+        assert launchers.launch(last) is None
+        assert launchers.launch(NEVER), (last, launchers.said)
+        check(launchers, first=launchers.first)
+        assert set(launchers.asked) <= {2, 3}
+        assert 3 in launchers.asked
 
 
 def test_a_job_that_was_told_to_end_is_ended_by_the_next_launcher(

@@ -17,10 +17,10 @@ from shardwise.program import FlatSpec
 from shardwise.program.buddies import Kept
 from shardwise.system.disk import Removals
 
-WHOLE = Source(live_step=5, shadow_step=4, is_live_whole=True, sees_update=False, is_all=False)
-ONLY_ITS_SHARDS = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=False, is_all=False)
-SHARDS_OF_A_SEEN_UPDATE = Source(live_step=5, shadow_step=4, is_live_whole=False, sees_update=True, is_all=False)
-IN_AN_UPDATE = Source(live_step=TORN, shadow_step=4, is_live_whole=True, sees_update=True, is_all=False)
+WHOLE = Source(live_version=5, shadow_version=4, is_live_whole=True, sees_update=False, is_all=False)
+ONLY_ITS_SHARDS = Source(live_version=5, shadow_version=4, is_live_whole=False, sees_update=False, is_all=False)
+SHARDS_OF_A_SEEN_UPDATE = Source(live_version=5, shadow_version=4, is_live_whole=False, sees_update=True, is_all=False)
+IN_AN_UPDATE = Source(live_version=TORN, shadow_version=4, is_live_whole=True, sees_update=True, is_all=False)
 
 
 def layout(preset: str, left: tuple[int, ...], mesh: dict[str, int]) -> Layout:

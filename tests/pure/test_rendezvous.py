@@ -732,6 +732,29 @@ def test_without_a_whole_group_all_restart(killed: tuple[int, ...]) -> None:
     assert job.announcements[-1].kind == "end"
 
 
+def test_a_rank_that_dies_inside_shard_restarts_all_unless_others_go_on() -> None:
+    """The others raise there, too; one that had come further goes on from the same first values."""
+    job = Job(3, 1, 3)
+    job.begin()
+    job.kill(1)
+    for number in (0, 2):
+        job.say(number, "gives_up", job.rendezvous.generation, text="while it sharded")
+        job.kill(number)
+    assert job.rendezvous.state == "lost"
+    assert job.rendezvous.gives_up
+    assert job.rendezvous.given_up_when == "while it sharded"
+    assert not job.rendezvous.needs_all
+
+    job = Job(3, 1, 3)
+    job.begin()
+    job.kill(1)
+    job.say(2, "gives_up", job.rendezvous.generation)
+    job.kill(2)
+    job.settle()
+    assert (job.rendezvous.state, job.rendezvous.members) == ("formed", (0,))
+    assert not job.rendezvous.gives_up
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_groups_in_any_order(seed: int) -> None:
     """Whoever dies, and whenever: members are whole groups, in the order of the mesh."""

@@ -26,6 +26,7 @@ RAISING = ["survivable", "recovery", "layouts", "regroup_reports", "copies", "im
 CONSTANTS = {
     "program/image_bytes.py": ["ON_ACCELERATOR"],
     "elastic/session.py": ["_CANNOT_SKIP"],
+    "elastic/survivable.py": ["IN_SHARD"],
 }
 
 

@@ -37,6 +37,11 @@ def test_the_slow_rank_is_named_with_what_it_does() -> None:
     assert found([row(0.30, dp=0.7), row(0.40, dp=0.6), row(0.3, dp=0.7)]) == []
 
 
+def test_what_is_slow_on_all_ranks_names_none() -> None:
+    assert found([row(0.1, idle=0.8, dp=0.1)] * 4, windows=3) == []
+    assert found([row(0.1, idle=0.8, dp=0.1), row(0.1, idle=0.75, dp=0.15)], windows=3) == []
+
+
 def test_a_slow_disk_is_named_and_once_what_it_takes_of_a_step() -> None:
     mostly = "rank 1 waits for its disk 70% of a step (0.35 of 0.5 s): shardwise bench disk FOLDER measures what that"
     rows = [row(0.3, dp=0.7), row(0.3, disk=0.7)]
@@ -95,6 +100,8 @@ class Left:
         self.num_asked += 1
 
     def needs_all(self) -> None: ...
+
+    def gives_up(self, when: str = "") -> None: ...
 
     def needs_ranks(self, least: int) -> None: ...
 

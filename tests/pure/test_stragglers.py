@@ -109,6 +109,17 @@ def test_equal_ranks_with_noise_have_no_straggler(num_ranks: int, spread: float)
         assert found(replay, of_step) == []
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.3])
+def test_a_loader_that_is_slow_on_all_ranks_names_none(spread: float) -> None:
+    noise = random.Random(1)
+
+    def of_step(_: int, __: int) -> Lap:
+        return lap({LOADER: noise.uniform(1 - spread, 1 + spread)})
+
+    for preset, axes in MESHES:
+        assert found(replay_of(preset, **axes), of_step) == [], (preset, axes)
+
+
 def test_a_straggler_is_found_among_noise() -> None:
     noise = random.Random(0)
 

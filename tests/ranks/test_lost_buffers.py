@@ -120,12 +120,12 @@ def test_an_image_has_buffers_as_of_a_step_and_as_of_the_next_iteration(tmp_path
         survival.complete(2)
         survival.follow(2)
         survival.await_copies()
-        assert (survival.image.live_step, survival.image.shadow_step) == (2, 1)
+        assert (survival.image.live_version, survival.image.shadow_version) == (2, 1)
         assert read(1) == (False, [1.0]), "the copy begins with the next iteration"
         set_mean(3.0)
         survival.iteration_begins(2)
         survival.await_copies()
-        assert survival.image.shadow_step == 2
+        assert survival.image.shadow_version == 2
         assert read(2) == (False, [3.0])
         survival.before_change()
         set_mean(4.0)

@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic import copies, layouts, recovery
 from shardwise.elastic.copies import CopyMeter
-from shardwise.errors import StateError, TierError
+from shardwise.errors import LostStateError, TierError
 from shardwise.memory import Copy, DiskMemory, disk_memory
 from shardwise.program.buddies import CopyBytes, copy_bytes
 from shardwise.program.image_bytes import image_bytes
@@ -352,13 +352,13 @@ def test_one_rank_alone_waits_for_a_lost_ranks_disk_that_answers_nothing(
             while engine.num_steps < NUM_STEPS:
                 x, y = batches()[engine.num_steps]
                 engine.train_step(x, y, loss_fn=loss_of)
-        except (TierError, StateError) as error:
+        except (TierError, LostStateError) as error:
             ended[member] = error
             raise Killed from error
 
     assert not run_members(NUM_RANKS, work, tmp_path)
     kinds = {member: type(error) for member, error in ended.items()}
-    assert kinds == {0: StateError, 2: TierError, 3: StateError}
+    assert kinds == {0: LostStateError, 2: TierError, 3: LostStateError}
     assert f"{tmp_path}/scratch, the disk of a lost rank, has answered nothing" in str(ended[2])
     assert "no whole state is left" in str(ended[0])
 

@@ -542,7 +542,7 @@ def killed_when_left_out(monkeypatch: pytest.MonkeyPatch) -> list[CorruptionErro
     """A rank that is found to be wrong ends as a process would, from now on. Returns the errors of which it does, as
     they come."""
     wrong: list[CorruptionError] = []
-    leave = Recovery.leave_out
+    leave = Recovery.fault_for_others
 
     def leave_or_die(self: Recovery, error: CorruptionError) -> FaultError:
         try:
@@ -551,7 +551,7 @@ def killed_when_left_out(monkeypatch: pytest.MonkeyPatch) -> list[CorruptionErro
             wrong.append(error)
             raise Killed from error
 
-    monkeypatch.setattr(Recovery, "leave_out", leave_or_die)
+    monkeypatch.setattr(Recovery, "fault_for_others", leave_or_die)
     return wrong
 
 

@@ -230,12 +230,12 @@ def test_an_image_is_torn_during_an_update_and_then_has_states_that_are_no_tenso
         survival = Survival(inside.flats(engine), inside.adopted(engine), tmp_path, "rank0", None)
         survival.begin(1)
         image = survival.image
-        assert (image.live_step, image.shadow_step) == (1, 1)
+        assert (image.live_version, image.shadow_version) == (1, 1)
         survival.before_change()
-        assert (image.live_step, image.shadow_step) == (TORN, 1)
+        assert (image.live_version, image.shadow_version) == (TORN, 1)
         engine.train_step(x, y, loss_fn=loss_of)
         survival.complete(2)
-        assert (image.live_step, image.shadow_step) == (2, 1)
+        assert (image.live_version, image.shadow_version) == (2, 1)
         [cell] = [cell for cell in image.directory.cells if cell.kind == NUMBERS]
         numbers = json.loads(bytes(image.live(cell).numpy()).rstrip(b"\0"))
         survival.close()

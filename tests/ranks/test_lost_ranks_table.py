@@ -90,7 +90,7 @@ class DiesCopying:
 
     def _copy_half(self, survival: Survival) -> None:
         image = survival.image
-        image.shadow_step = TORN
+        image.shadow_version = TORN
         half = image.directory.changing_bytes // 2  # what never changes was copied at first
         image.region(is_live=False)[:half].zero_()
         self.is_copying = True

@@ -321,6 +321,52 @@ class Counted(nn.Module):
         return x
 
 
+class Spike(nn.Module):
+    """Its output, and so all gradients of the rank, are not numbers while it `is_on`."""
+
+    is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float("nan") if self.is_on else x
+
+
+NONFINITE = [
+    ("ddp", {"precision": "fp16"}),
+    ("zero1", {"skip_nonfinite": True}),
+    ("zero3", {"precision": "fp16"}),
+    ("hsdp", {"skip_nonfinite": True}),
+    ("zero2", {"precision": "fp16", "clip_grad_norm": 1.0}),
+    ("zero3-offload", {"skip_nonfinite": True}),
+]
+
+
+@sampled
+@pytest.mark.parametrize(("preset", "plan"), NONFINITE)
+@pytest.mark.parametrize("on_ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_gradients_that_are_not_numbers_are_no_corruption(
+    preset: str, plan: dict[str, Any], on_ranks: tuple[int, ...], shares_memory: bool
+) -> None:
+    """As when the loss scale of fp16 overflows: the step is not taken, and the next ones are as ever. A sum of numbers
+    and NaN has the bits of one of its terms, which has to be the same on all ranks."""
+    mesh = {"node": 2, "local": 2} if preset == "hsdp" else None
+    taken: list[int] = []
+
+    def between(engine: sw.Engine) -> None:
+        spike = engine.module.blocks[1][1]
+        spike.is_on = not hasattr(spike, "has_been") and engine.world.rank in on_ranks
+        spike.has_been = True
+        taken.append(engine.num_steps)
+
+    model = Decoder(num_blocks=2)
+    model.blocks[1] = nn.Sequential(model.blocks[1], Spike())
+    num_ranks = 4 if mesh else 2
+    more: Any = {"between": between, "num_steps": 4, "shares_memory": shares_memory}
+    for _, error in train(preset, num_ranks, mesh, model=model, **more, **plan):
+        assert error is None
+    assert sorted(taken) == [step for step in (1, 1, 2, 3) for _ in range(num_ranks)], "the second one was not taken"
+
+
 def test_data_writes_on_all_ranks_are_no_corruption() -> None:
     """Torch does not count writes to `.data`; that all ranks have changed the same shows that code has."""
 
@@ -390,6 +436,29 @@ def test_wrong_results_of_a_rank_are_found_by_another(
         assert (error.ranks if error is not None else ()) == named
         if error is not None:
             assert (error.row, error.step, error.is_certain) == ("gradient", 4, len(named) == 1)
+
+
+@sampled
+@pytest.mark.parametrize("num_ranks", [3, 2])
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_what_is_not_a_number_on_one_rank_is_none_when_another_computes_it(preset: str, num_ranks: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
+    settings = plan_of(preset, None, verify={"every": 1, "gradients": 1}, skip_nonfinite=True)
+
+    def rank(world: sw.World) -> int:
+        replica = replicas[world.rank]
+        with sw.shard(replica, settings, optimizer=adamw(replica), world=world) as engine:
+            for step in range(3):
+                numbers = torch.Generator().manual_seed(10 * step + world.rank)
+                x = torch.randn(6, 8, generator=numbers)
+                if (step, world.rank) == (1, 0):
+                    x[3, 3] = float("nan")
+                engine.train_step(x, loss_fn=lambda output: output.square().mean())
+            return engine.num_steps
+
+    assert run_ranks(num_ranks, rank) == [2] * num_ranks
 
 
 def test_recomputing_changes_nothing() -> None:

@@ -178,6 +178,7 @@ class ThreadMembership:
     arrival: Regrouped | None = None
     step = num_engines = 0
     has_several = False
+    has_given_up = False
     least = 1
     most = 0
     predicted: Mapping[int, float] = {}
@@ -222,6 +223,9 @@ class ThreadMembership:
 
     def needs_all(self) -> None:
         assert self.has_several, "nobody starts threads again"
+
+    def gives_up(self, when: str = "") -> None:
+        self.has_given_up = True
 
     def needs_groups(self, axes: Mapping[str, int], smaller: Smaller = ()) -> None:
         if axes != self.crowd.axes:
@@ -280,13 +284,14 @@ def run_members(
     num_newcomers: int = 0,
     least: int = 1,
     hosts: Sequence[str] = (),
+    of: type[Crowd] = Crowd,
 ) -> dict[int, Result]:
     """Call `work(world, member)` on threads, and return the results of the surviving ones, by member.
 
     With each death, one of `num_newcomers` begins to wait. Fewer than `least` members wait for one to join.
     """
     prepare_operators()
-    crowd = Crowd(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least, hosts=hosts)
+    crowd = of(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least, hosts=hosts)
     results: dict[int, Result] = {}
     failures: list[BaseException] = []
 

@@ -113,6 +113,11 @@ class Membership(Protocol[W]):
         last checkpoint."""
         ...
 
+    def gives_up(self, when: str = "") -> None:
+        """Declare that a rank was lost, and that this one has nothing to go on from: if nobody else goes on, the
+        launcher restarts all, from the last checkpoint. `when` may say what they were doing."""
+        ...
+
     def needs_groups(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]] = ()) -> None:
         """Declare that ranks train in replica groups, on the mesh of a plan's `axes`: a group that loses a rank leaves
         as a whole, and members are ranks in the order of that mesh. If none is left, they train on a `smaller` one

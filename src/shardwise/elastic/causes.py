@@ -155,6 +155,8 @@ class Classifier:
             return _cause(
                 "node", "shrink", ends, f"{_ranks(ends)} {_were(ends)} asked to end, by {ends[0].signal_name}."
             )
+        if signs == {"left"}:  # a rank that was lost before, whose cause is known
+            return _cause("node", "shrink", ends, f"{_did(ends)}.")
         if signs <= {"connection", "fault"}:
             return self._network(ends)
         if signs == {"bits"} and len(ends) > 1:  # all say of which rank, or that it is one of two
@@ -230,10 +232,11 @@ class Classifier:
 def _root_causes(ends: Sequence[End]) -> list[End]:
     """The ranks that failed by themselves; the others only report a lost rank or connection."""
     ordered = sorted(ends, key=lambda end: (end.at, end.rank))
-    primary = [end for end in ordered if sign_of(end) not in ("fault", "connection", "asked")]
+    primary = [end for end in ordered if sign_of(end) not in ("fault", "left", "connection", "asked")]
     asked = [end for end in ordered if sign_of(end) == "asked"]
     broken = [end for end in ordered if sign_of(end) == "connection"]
-    return primary or asked or broken or ordered
+    left = [end for end in ordered if sign_of(end) == "left"]
+    return primary or asked or broken or left or ordered
 
 
 def _are_alike(ends: Sequence[End], num_ranks: int) -> bool:

@@ -27,6 +27,7 @@ import torch
 from shardwise.comm import Work, World
 from shardwise.comm.transport.side_channel import SideChannel
 from shardwise.comm.work import Pending
+from shardwise.elastic.image_space import HOW_TO_ENLARGE
 from shardwise.elastic.state_image import TORN, Directory, Image
 from shardwise.errors import StateError
 from shardwise.memory import DiskMemory
@@ -98,7 +99,7 @@ def _portions_of(num_bytes: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + _PORTION_BYTES, num_bytes)
 
 
-class Kept:
+class KeptCopies:
     """The copies that this rank keeps of one other rank's state. What that has on a disk is copied to `disk`."""
 
     def __init__(self, folder: Path | None, name: str, disk: DiskMemory | None = None) -> None:
@@ -133,8 +134,8 @@ class Kept:
     def begin(self, num_bytes: int) -> Tensor:
         """Where to write `num_bytes`: over the older of the two copies."""
         image = self.require_image()
-        is_first = image.live_step == image.shadow_step == TORN
-        self._to_live = not is_first and image.live_step < image.shadow_step
+        is_first = image.live_version == image.shadow_version == TORN
+        self._to_live = not is_first and image.live_version < image.shadow_version
         self._mark(TORN)
         return image.region(is_live=self._to_live)[:num_bytes]
 
@@ -146,13 +147,13 @@ class Kept:
                 for first, last in _portions_of(rows.num_bytes):
                     yield files[self._number(files)], first, last
 
-    def arrived(self, step: int) -> None:
+    def arrived(self, version: int) -> None:
         if self._files:
             numbers = [self._number(files) for files in self._files]
             self.require_image().files(is_live=self._to_live).copy_(
                 torch.tensor(numbers, dtype=torch.uint8, device="cpu")
             )
-        self._mark(step)
+        self._mark(version)
 
     def _number(self, files: Sequence[DiskFile]) -> int:
         """Which file belongs to the region that is being filled: see [Note: rows of an image]."""
@@ -175,12 +176,12 @@ class Kept:
             image.remove()
         _close(self._former_files + self._files)
 
-    def _mark(self, step: int) -> None:
+    def _mark(self, version: int) -> None:
         image = self.require_image()
         if self._to_live:
-            image.live_step = step
+            image.live_version = version
         else:
-            image.shadow_step = step
+            image.shadow_version = version
 
 
 def _close(files: Sequence[Sequence[DiskFile]]) -> None:
@@ -206,7 +207,9 @@ class Copies:
         self._channel = SideChannel(world.transport, world.everybody, world.journal)
         self._keepers = keepers
         self._keeper = keepers[world.rank]
-        self.kept = {rank: Kept(folder, names[rank], disk) for rank, one in enumerate(keepers) if one == world.rank}
+        self.kept = {
+            rank: KeptCopies(folder, names[rank], disk) for rank, one in enumerate(keepers) if one == world.rank
+        }
         self._sent_number = -1
         """Number of the image whose cells the keeper knows."""
         self.meter = meter
@@ -225,8 +228,8 @@ class Copies:
         rows = (one for kept in self.kept.values() for image in kept.images for one in image.directory.rows)
         return sum(one.num_bytes * len(one.paths) for one in rows)
 
-    def bring(self, step: int, outgoing: Outgoing) -> None:
-        """Send this rank's state of `step`, and receive those of others. All ranks call; returns when all copies are
+    def bring(self, version: int, outgoing: Outgoing) -> None:
+        """Send this rank's state of `version`, and receive those of others. All ranks call; returns when all copies are
         complete. Raises `LinkError`, `StateError` on all ranks if one has no memory for a copy, and `TierError` if a
         disk fails."""
         started = time.perf_counter()
@@ -234,7 +237,7 @@ class Copies:
         directory = outgoing.directory
         num_bytes = directory.shadow_bytes if is_new else directory.changing_bytes
         text = directory.text() if is_new else b""
-        heads = self._swap_heads(torch.tensor([step, num_bytes, len(text)], device="cpu"))
+        heads = self._swap_heads(torch.tensor([version, num_bytes, len(text)], device="cpu"))
         tables = self._swap_texts(text, {rank: head[2] for rank, head in heads.items()})
         directories = {rank: Directory.read(table) for rank, table in tables.items()}
         without_room = {rank: one for rank, one in directories.items() if not self._has_room(rank, one)}
@@ -295,8 +298,8 @@ class Copies:
             rank, num_bytes = number // _MAX_BYTES - 1, number % _MAX_BYTES
             raise StateError(
                 f"The host of rank {self._keepers[rank]} has no memory for the copy of rank {rank}'s state, which "
-                f"takes {format_bytes(num_bytes)}. Enlarge its /dev/shm (in Docker with --shm-size, otherwise with "
-                f"`mount -o remount,size=... /dev/shm`), or choose survive: host or survive: checkpoint."
+                f"takes {format_bytes(num_bytes)}. Enlarge its /dev/shm {HOW_TO_ENLARGE}, or choose survive: host or "
+                f"survive: checkpoint."
             )
 
     def _swap_heads(self, head: Tensor) -> dict[int, tuple[int, int, int]]:

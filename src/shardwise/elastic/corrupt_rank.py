@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 
 from shardwise.comm import World
+from shardwise.elastic.regroup_reports import IMAGES
 from shardwise.elastic.state_image import TORN, Image
 from shardwise.elastic.survival import Survival
 from shardwise.errors import CorruptionError, FaultError
@@ -24,7 +25,7 @@ from shardwise.runtime.verification import Verification
 _log = logging.getLogger("shardwise")
 
 
-def leave_out(
+def fault_for_others(
     error: CorruptionError, verification: Verification | None, survival: Survival, world: World
 ) -> FaultError:
     """The fault from which the others recover. All ranks call. Raises `error` on the rank that has the wrong bits, and
@@ -35,9 +36,9 @@ def leave_out(
     is_wrong = world.rank in error.ranks
     at_rest = verification if error.row != GRADIENT else None
     is_whole = not is_wrong or at_rest is None or _is_whole(survival.image, at_rest)
-    are_whole = world.exchange(b"1" if is_whole else b"0", "images")
+    are_whole = world.exchange(b"1" if is_whole else b"0", IMAGES)
     if is_wrong:
-        survival.image.live_step = TORN
+        survival.image.live_version = TORN
         if not is_whole:
             _tear(survival.image)
         raise error
@@ -62,4 +63,4 @@ def _copies_of(rank: int, survival: Survival) -> list[Image]:
 
 
 def _tear(image: Image) -> None:
-    image.live_step = image.shadow_step = TORN
+    image.live_version = image.shadow_version = TORN

@@ -8,11 +8,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 Sign = Literal[
-    "memory", "gpu", "disk", "bits", "connection", "data", "fault", "exception", "crash", "kill", "asked", "exit"
+    "memory",
+    "gpu",
+    "disk",
+    "bits",
+    "connection",
+    "data",
+    "fault",
+    "left",
+    "exception",
+    "crash",
+    "kill",
+    "asked",
+    "exit",
 ]
 """memory: out of memory, on a host or a device; gpu: a device or its driver failed; disk: full or failing; bits: they
 changed where no program has written; connection: a peer could not be reached; data: a source could not provide a
-sample; fault: raised because another rank failed; exception: of the script; crash: of native code; kill: SIGKILL;
+sample; fault: raised because another rank failed; left: so, with nothing to go on from;
+exception: of the script; crash: of native code; kill: SIGKILL;
 asked: a signal that asks to end; exit: a code that the script chose."""
 
 # Searched in this order, the more specific ones first.
@@ -40,10 +53,10 @@ _PATTERNS: tuple[tuple[Sign, str], ...] = (
         r"ncclRemoteError|ncclSystemError|unhandled system error|NCCL.*(timeout|timed out|remote)|"
         r"Timed out waiting \d+ ?ms|Host is down|ConnectionError",
     ),
-    ("fault", r"^(shardwise\.errors\.)?(FaultError|CommError|TurnedAwayError)\b"),
 )
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
 _REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_LEFT_BEHIND = re.compile(r"^(shardwise\.errors\.)?LostStateError\b")
 _KINDS_OF_FAULT = re.compile(r"^(shardwise\.errors\.)?(FaultError|CommError|TurnedAwayError)\b")
 
 
@@ -112,10 +125,11 @@ def sign_of(end: End) -> Sign:
 
 
 def _sign_of_error(end: End) -> Sign:
-    found = _found(end.error)
     if _KINDS_OF_FAULT.match(end.error):
         return "fault"  # even if it quotes another rank's error
-    return found or "exception"
+    if _LEFT_BEHIND.match(end.error):
+        return "left"
+    return _found(end.error) or "exception"
 
 
 def _found(text: str) -> Sign | None:

@@ -17,10 +17,8 @@ from shardwise.errors import StateError, TierError
 from shardwise.system.units import format_bytes
 
 _NUMBER = re.compile(r"-(\d+)\.image$")
-_CURE = (
-    "Enlarge it (in Docker with --shm-size, otherwise with `mount -o remount,size=... /dev/shm`), or choose survive: "
-    "checkpoint, which needs none."
-)
+HOW_TO_ENLARGE = "(in Docker with --shm-size, otherwise with `mount -o remount,size=... /dev/shm`)"
+_CURE = f"Enlarge it {HOW_TO_ENLARGE}, or choose survive: checkpoint, which needs none."
 _log = logging.getLogger("shardwise")
 
 

@@ -89,7 +89,7 @@ class Iterations:
 
     def return_to(self, version: int, reports: Sequence[Report]) -> None:
         """All ranks return to `version`: note which iterations that makes void. `reports` are those of all of them."""
-        self.void_after = next(one.iterations[version] for one in reports)
+        self.void_after = next(one.made[version] for one in reports)
         begun = max(one.begun for one in reports)
         self.void_until = begun if begun > self.void_after else 0
         self.ended_anywhere = max(one.ended for one in reports)

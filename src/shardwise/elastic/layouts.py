@@ -27,7 +27,7 @@ from shardwise.elastic.regroup_reports import IMAGES, Report
 from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuffers, StageBuffers
 from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Image, RestingCodes
 from shardwise.elastic.survival import NUMBERS, Survival
-from shardwise.errors import CommError, StateError
+from shardwise.errors import CommError, LostStateError, StateError
 from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, torch_dtype
 from shardwise.optim.quantize import Coded
 from shardwise.plan.mesh import place_along
@@ -48,8 +48,8 @@ _COPY = "copy-"
 class Source:
     """A lost rank's image that a survivor can read."""
 
-    live_step: int
-    shadow_step: int
+    live_version: int
+    shadow_version: int
     is_live_whole: bool
     """See `Directory.is_live_whole`."""
     sees_update: bool
@@ -60,15 +60,15 @@ class Source:
     @classmethod
     def of(cls, image: Image, sees_update: bool) -> Source:
         directory = image.directory
-        return cls(image.live_step, image.shadow_step, directory.is_live_whole, sees_update, directory.is_all)
+        return cls(image.live_version, image.shadow_version, directory.is_live_whole, sees_update, directory.is_all)
 
     @property
-    def steps(self) -> set[int]:
-        return {self.live_step, self.shadow_step} - {TORN}
+    def versions(self) -> set[int]:
+        return {self.live_version, self.shadow_version} - {TORN}
 
-    def has(self, step: int) -> bool:
-        """Whether all that only the lost rank had is there, as it was after `step`."""
-        return self.shadow_step == step or (self.live_step == step and self.is_live_whole)
+    def has(self, version: int) -> bool:
+        """Whether all that only the lost rank had is there, as it was in `version`."""
+        return self.shadow_version == version or (self.live_version == version and self.is_live_whole)
 
 
 Sources = Mapping[int, Sequence[Source]]
@@ -254,19 +254,19 @@ class Layout:
         lost rank, by its rank in this layout.
 
         `versions` are those that each rank of the present world has, `seen` what each can read of lost ranks. Raises
-        `StateError` if no version is whole.
+        `LostStateError` if no version is whole.
         """
         here = [steps for steps, rank in zip(versions, self.ranks, strict=True) if rank is not None]
         common = set.intersection(*here) if here else set()
-        for step in sorted(common, reverse=True):
-            readers = self._readers(step, seen)
+        for version in sorted(common, reverse=True):
+            readers = self._readers(version, seen)
             if self._is_whole({*(rank for rank in self.ranks if rank is not None), *readers}):
-                return step, readers
-        raise StateError(self._why_lost(here, seen))
+                return version, readers
+        raise LostStateError(self._why_lost(here, seen))
 
     def _why_lost(self, here: Sequence[set[int]], seen: Sequence[Sources]) -> str:
         found = {
-            rank: {step for one in seen for source in one.get(rank, ()) for step in source.steps} for rank in self.gone
+            rank: set().union(*(source.versions for one in seen for source in one.get(rank, ()))) for rank in self.gone
         }
         kept_by = dict(enumerate(self.keepers))
         both = [
@@ -282,29 +282,29 @@ class Layout:
             f"lost ranks {list(map(sorted, found.values()))} can be read.{cure} Start again from the last checkpoint."
         )
 
-    def _readers(self, step: int, seen: Sequence[Sources]) -> dict[int, int]:
-        """By lost rank whose state after `step` can be read, the rank that reads it. Several lost ranks are divided
+    def _readers(self, version: int, seen: Sequence[Sources]) -> dict[int, int]:
+        """By lost rank whose state of `version` can be read, the rank that reads it. Several lost ranks are divided
         among the ranks that could read them."""
         readers = {}
         for rank in self.gone:
             sources = [(reader, one) for reader, sees in enumerate(seen) for one in sees.get(rank, ())]
-            able = sorted(set(self._able_to_read(rank, step, sources)))
+            able = sorted(set(self._able_to_read(rank, version, sources)))
             if able:
                 readers[rank] = able[rank % len(able)]
         return readers
 
-    def _able_to_read(self, rank: int, step: int, sources: Sequence[tuple[int, Source]]) -> list[int]:
-        """Who can read the state of the lost `rank` after `step`, from the first of these that anybody can: a copy that
+    def _able_to_read(self, rank: int, version: int, sources: Sequence[tuple[int, Source]]) -> list[int]:
+        """Who can read the state of the lost `rank` in `version`, from the first of these that anybody can: a copy that
         was made; the live region, if the update and all outside of it are to be seen; an image of the whole model."""
         alike = [(reader, one) for reader, one in sources if self._has_same_part(reader, rank)]
         return (
-            [reader for reader, one in alike if one.has(step)]
+            [reader for reader, one in alike if one.has(version)]
             or [
                 reader
                 for reader, one in alike
-                if one.live_step == step and one.sees_update and self._sees_rest(reader, rank)
+                if one.live_version == version and one.sees_update and self._sees_rest(reader, rank)
             ]
-            or [reader for reader, one in sources if one.has(step) and one.is_all]
+            or [reader for reader, one in sources if one.has(version) and one.is_all]
         )
 
     def _is_whole(self, available: set[int]) -> bool:
@@ -347,15 +347,14 @@ class Layout:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def complete(self, rank: int, images: Sequence[Image], step: int) -> None:
-        """Fill the shadow of a lost rank with the state of `step`, before the survivors' memory is released."""
-        if any(image.shadow_step == step for image in images):
+    def complete(self, rank: int, images: Sequence[Image], version: int) -> None:
+        """Fill the shadow of a lost rank with the state of `version`, before the survivors' memory is released."""
+        if any(image.shadow_version == version for image in images):
             return
-        image = max(
-            (image for image in images if image.live_step == step), key=lambda image: image.directory.is_live_whole
-        )
+        able = [image for image in images if image.live_version == version]
+        image = max(able, key=lambda image: image.directory.is_live_whole)
         homes = {slot.name: (flat, slot) for flat in self.flats for slot in flat.slots}
-        image.shadow_step = TORN
+        image.shadow_version = TORN
         image.copy_live()
         for cell in image.directory.cells:
             if cell.is_live or cell.is_still or cell.kind != PARAM:
@@ -364,7 +363,7 @@ class Layout:
             span = kept_span(flat.spec, slot, flat.spec.mesh.coordinate(rank))
             start = slot.span.start
             image.shadow(cell).copy_(flat.full[start + span.start : start + span.stop])
-        image.shadow_step = step
+        image.shadow_version = version
 
     def stands_for(self, readers: Mapping[int, int]) -> list[list[int]]:
         """By rank of the present world: the ranks of this layout whose parts it provides."""
@@ -373,14 +372,14 @@ class Layout:
             stands_for[reader].append(rank)
         return stands_for
 
-    def held(self, me: int, readers: Mapping[int, int], images: Mapping[int, list[Image]], step: int) -> Held:
-        """What this rank, `me` in the present world, provides of `step`; `images` are of the lost ranks it reads."""
+    def held(self, me: int, readers: Mapping[int, int], images: Mapping[int, list[Image]], version: int) -> Held:
+        """What this rank, `me` in the present world, provides of `version`; `images` are of the lost ranks it reads."""
         stands_for = self.stands_for(readers)
         held = Held(list(self.specs), tuple(map(tuple, stands_for)))
         for rank in stands_for[me]:
             is_own = rank == self.ranks[me] and self.survival is not None
             every = self.survival.images if is_own and self.survival is not None else images[rank]
-            image = next(image for image in every if image.shadow_step == step)
+            image = next(image for image in every if image.shadow_version == version)
             _read(held, rank, image, self._rows_of(image, is_own=is_own))
             for name, (tensor, rows) in self.still.items():
                 held.tensors[rank, name, PARAM] = tensor
@@ -389,7 +388,7 @@ class Layout:
         return held
 
     def buffers(
-        self, me: int, readers: Mapping[int, int], images: Mapping[int, list[Image]], step: int
+        self, me: int, readers: Mapping[int, int], images: Mapping[int, list[Image]], version: int
     ) -> list[RanksBuffers]:
         """Those of stages, likewise; of this rank itself the present ones."""
         own = self.survival.buffers if self.survival is not None else None
@@ -400,8 +399,8 @@ class Layout:
             if rank == self.ranks[me]:
                 found.append(RanksBuffers.living(rank, own))
             else:
-                image = next(image for image in images[rank] if image.shadow_step == step)
-                found.append(RanksBuffers.read(rank, image, step))
+                image = next(image for image in images[rank] if image.shadow_version == version)
+                found.append(RanksBuffers.read(rank, image, version))
         return found
 
     def give_up_silent(self, images: Mapping[int, list[Image]]) -> None:
@@ -409,7 +408,7 @@ class Layout:
         for image in (one for of_rank in images.values() for one in of_rank):
             paths = [Path(path) for rows in image.directory.rows for path in rows.paths]
             if self.disk is not None and any(map(self.disk.is_silent, paths)):
-                image.live_step = image.shadow_step = TORN
+                image.live_version = image.shadow_version = TORN
 
     def _rows_of(self, image: Image, *, is_own: bool) -> list[DiskRows]:
         """What an image has on a disk. Raises `TierError` if the files of another rank cannot be opened."""
@@ -442,14 +441,14 @@ def choose(
     seen = _all_sources(complete, world)
     for layout in complete:
         try:
-            versions = [set() if one is None else set(one.steps.get(layout.label, [])) for one in reports]
+            versions = [set() if one is None else set(one.versions.get(layout.label, [])) for one in reports]
             version, readers = layout.newest(versions, [one.get(layout.label, {}) for one in seen])
-        except StateError:
+        except LostStateError:
             if layout is complete[-1]:
                 raise
             continue
         return layout, version, readers
-    raise StateError("The surviving ranks have no layout in common. Start again from the last checkpoint.")
+    raise LostStateError("The surviving ranks have no layout in common. Start again from the last checkpoint.")
 
 
 def _all_sources(layouts: Sequence[Layout], world: World) -> list[dict[int, dict[int, list[Source]]]]:

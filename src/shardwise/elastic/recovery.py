@@ -34,7 +34,7 @@ from shardwise.elastic.loop_state import LoopState
 from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.elastic.quiet_mode import QuietMode
 from shardwise.elastic.rebuild import make_plain, on_mesh_of, rebuilt, steps_seen_by, take_down, with_group_sizes
-from shardwise.elastic.regroup_reports import Report, check_agreement
+from shardwise.elastic.regroup_reports import IMAGES, Report, check_agreement
 from shardwise.elastic.stage_buffers import RanksBuffers
 from shardwise.elastic.survival import Survival
 from shardwise.elastic.trained_params import TrainedParams
@@ -42,8 +42,8 @@ from shardwise.errors import (
     CommError,
     CorruptionError,
     FaultError,
+    LostStateError,
     SpareError,
-    StateError,
     TierError,
     TurnedAwayError,
 )
@@ -57,8 +57,6 @@ from shardwise.sharded.state import Former
 from shardwise.system.disk import Removals
 from shardwise.system.job_folder import LEFT_OUT
 
-_CODE_FAULTS = ("contradiction", "deadlock")
-"""Kinds of faults that would occur with any set of ranks."""
 REMOVAL_SECONDS = 5.0
 """How long ranks that let others in, or end, wait until what lost ranks had on disks is deleted."""
 _log = logging.getLogger("shardwise")
@@ -100,14 +98,6 @@ class Host(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Replanned:
-    """A model whose memory is being planned again, as it was in the layout `label`."""
-
-    label: int
-    model: Former
-
-
 class Loop(Protocol):
     """A loop whose calls of the model are intercepted."""
 
@@ -126,6 +116,14 @@ class Loop(Protocol):
     def seed_anew(self) -> None:
         """This rank is in a replica group with others, which have drawn other random numbers."""
         ...
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A model whose memory is being planned again, as it was in the layout `label`."""
+
+    label: int
+    model: Former
 
 
 class Recovery:
@@ -259,14 +257,14 @@ class Recovery:
             self._membership.prefers(self._plan.mesh, choice)
 
     def take_edits(self) -> None:
-        """Give values changed by hand a version of their own, so that copies from before are not taken for them."""
+        """Give values changed by hand a version of their own, so that neither copies from before nor the image of a
+        rank that is lost before it has come here are taken for them."""
         if not self.is_edited:
             return
         iterations = self.iterations
         try:
             self.survival.await_copies()
-            if self.survival.copies is not None:
-                iterations.next_version(iterations.made[iterations.version], self._sharded.progress.num_steps)
+            iterations.next_version(iterations.made[iterations.version], self._sharded.progress.num_steps)
             self.survival.begin(iterations.version, has_begun=True, is_edited=True)
         except CommError as error:
             self.recover(error)
@@ -286,11 +284,11 @@ class Recovery:
             self.recover(error)
         self._replanned = None
 
-    def leave_out(self, error: CorruptionError) -> FaultError:
-        """See `leave_out` in `corrupt_rank.py`."""
-        from shardwise.elastic.corrupt_rank import leave_out  # only then
+    def fault_for_others(self, error: CorruptionError) -> FaultError:
+        """See `fault_for_others` in `corrupt_rank.py`."""
+        from shardwise.elastic.corrupt_rank import fault_for_others  # only then
 
-        return leave_out(error, self._sharded.parts.verification, self.survival, self.world)
+        return fault_for_others(error, self._sharded.parts.verification, self.survival, self.world)
 
     # -- from one world to the next -------------------------------------------------------------------------
 
@@ -301,18 +299,25 @@ class Recovery:
         Returns with the model sharded for the new world, as it was after the last step that all completed, and at rest.
         Raises if recovery is impossible.
         """
+        try:
+            self._recover(error)
+        except LostStateError:
+            self._membership.gives_up()
+            raise
+
+    def _recover(self, error: CommError | None) -> None:
         started = time.perf_counter()
         lets_in = error is None
         self._host.wait_for_copy()  # memory that a layout lets go reads as zeros
         while True:
-            is_code = isinstance(error, FaultError) and error.kind in _CODE_FAULTS
+            is_code = isinstance(error, FaultError) and error.is_of_code
             if error is not None and (isinstance(error, TurnedAwayError) or is_code or self._membership.has_several):
                 self.is_left = True
                 if isinstance(error, TurnedAwayError):
                     self._host.turned_away()
                 raise error
             if self.is_edited:
-                raise StateError(
+                raise LostStateError(
                     "A rank was lost after parameters or states were changed by hand, or a checkpoint was resumed, "
                     "and before the next forward, so there is no copy of their present values. Start again from the "
                     "last checkpoint."
@@ -451,15 +456,15 @@ class Recovery:
     def _regroup(self, *, lets_in: bool) -> list[Report | None]:
         """Enter the next world. Returns the report of each of its ranks, `None` for those that have joined."""
         layouts = [one for one in (self._former, self._layout) if one is not None]
-        steps = {
-            one.label: sorted({step for image in one.survival.images for step in image.steps})
+        versions = {
+            one.label: sorted(set().union(*(image.versions for image in one.survival.images)))
             for one in layouts
             if one.survival is not None
         }
         own = self.iterations
         begun, results = own.begun + own.is_prepared, self.between_steps.results
         choice = None if self._choice is None else list(map(dict, self._choice))
-        report = Report(begun, own.ended, own.made, self._complete_label, steps, results, self._num_layouts, choice)
+        report = Report(begun, own.ended, own.made, self._complete_label, versions, results, self._num_layouts, choice)
         regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)
         self.world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)
@@ -568,7 +573,7 @@ class Recovery:
         self._loop.wrap(sharded)
         self._complete_label = self._num_layouts
         self._tell_of_groups(had_groups=had_groups)
-        self.world.exchange(b"", "images")
+        self.world.exchange(b"", IMAGES)
         self._let_former_go()
 
     def note_treatments(self, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.comm import World
-from shardwise.errors import StateError
+from shardwise.errors import LostStateError
 
 IMAGES, RECOVERY = "images", "recovery"
 """Subjects of what they exchange after regrouping."""
@@ -22,11 +22,11 @@ class Report:
     """Iterations that it has begun, or prepared (`Iterations.is_prepared`)."""
     ended: int
     """The last iteration that it has ended."""
-    iterations: dict[int, int]
-    """By version of the state, the iteration that produced it."""
+    made: dict[int, int]
+    """By version of the state, the iteration that made it."""
     label: int
     """Its newest complete layout."""
-    steps: dict[int, list[int]]
+    versions: dict[int, list[int]]
     """By layout, the versions of the state that it has."""
     results: list[tuple[int, int, Any]]
     """Results of calls outside a step: iteration, number, encoded value."""
@@ -41,10 +41,10 @@ class Report:
     @classmethod
     def of(cls, message: bytes) -> Report:
         fields = json.loads(message)
-        steps = {int(label): versions for label, versions in fields.pop("steps").items()}
-        iterations = {int(version): iteration for version, iteration in fields.pop("iterations").items()}
+        versions = {int(label): of_layout for label, of_layout in fields.pop("versions").items()}
+        made = {int(version): iteration for version, iteration in fields.pop("made").items()}
         results = [(one[0], one[1], one[2]) for one in fields.pop("results")]
-        return cls(steps=steps, iterations=iterations, results=results, **fields)
+        return cls(versions=versions, made=made, results=results, **fields)
 
 
 def check_agreement(world: World, sent: dict[str, Any], ranks: Sequence[int]) -> None:
@@ -52,6 +52,6 @@ def check_agreement(world: World, sent: dict[str, Any], ranks: Sequence[int]) ->
     received = world.exchange(json.dumps(sent).encode(), RECOVERY)
     others = [json.loads(received[rank]) for rank in ranks]
     if any({**other, "came": None} != {**others[0], "came": None} for other in others):
-        raise StateError(
+        raise LostStateError(
             f"The ranks would continue from different states: {others}. Start again from the last checkpoint."
         )

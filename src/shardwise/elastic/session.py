@@ -71,7 +71,8 @@ from shardwise.comm.regrouping import Membership
 from shardwise.elastic.arrival import Arrival
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
-from shardwise.errors import CommError, ConfigError, CorruptionError, StateError, TierError
+from shardwise.elastic.survivable import give_up
+from shardwise.errors import CommError, ConfigError, CorruptionError, LostStateError, TierError
 from shardwise.optim.precision import Norm
 from shardwise.parallel.experts.router import routers_of
 from shardwise.parallel.sequence import SequenceParallel
@@ -439,7 +440,7 @@ class ElasticSession(Session):
         try:
             yield
         except CorruptionError as error:
-            raise self.recovery.leave_out(error) from error
+            raise self.recovery.fault_for_others(error) from error
 
     def _plain_step(self, step: Callable[[], Result], *, is_last: bool) -> Result | None:
         """`optimizer.step()`, called without the engine; the last of several optimizers ends the iteration."""
@@ -519,12 +520,13 @@ class ElasticSession(Session):
         return _Arguments(copied, target, loss_fn, self._iterations.begun, self.sharded.parts.sequence)
 
     def _require_same_division(self, given: object, by: SequenceParallel | None) -> None:
-        """Raise `StateError` if `given` is this rank's part of a batch, and is to be used again on another number of
-        ranks along `sp`, none of which has the whole."""
+        """Raise `LostStateError` if `given` is this rank's part of a batch, and is to be used again on another number
+        of ranks along `sp`, none of which has the whole."""
         now = self.sharded.parts.sequence
         is_other = by is not None and (now is None or not now.divides_like(by))
         if by is not None and is_other and by.batches.sample_of(given) is not None:
-            raise StateError(
+            self._membership.gives_up()
+            raise LostStateError(
                 f"A step is to be repeated on another number of ranks along sp, and train_step has only this rank's "
                 f"part of its batch, which was split over {by.line.num_ranks}. Let the loop pass the batch of "
                 f"engine.num_steps again (`sw.data.Loader(..., world=engine.data_ranks)`, or engine.weigh), or give a "
@@ -649,10 +651,25 @@ class ElasticSession(Session):
         if self.is_arriving:
             return None
         whole, smaller = self.recovery.of_whole_job(plan)
-        self.sharded, lost = reshard(self.sharded, self.recovery.plan_here(whole, smaller), smaller)
+        with self._given_up_at_a_fault():
+            self.sharded, lost = reshard(self.sharded, self.recovery.plan_here(whole, smaller), smaller)
         self.recovery.renew(self.sharded, whole)
         self._tell_of_bad_batches()
         return lost
+
+    @contextmanager
+    def inference(self, keep_bytes: int | None) -> Iterator[None]:
+        with self._given_up_at_a_fault(), super().inference(keep_bytes):
+            yield
+
+    @contextmanager
+    def _given_up_at_a_fault(self) -> Iterator[None]:
+        """Inside, nothing is repeated."""
+        try:
+            yield
+        except CommError as error:
+            give_up(error, self.recovery.world)
+            raise
 
     def treat(self, plan: Plan, treatments: Treatments) -> None:
         super().treat(plan, treatments)

@@ -84,15 +84,15 @@ class RanksBuffers:
         return cls(rank, False, own.now())
 
     @classmethod
-    def read(cls, rank: int, image: Image, step: int) -> RanksBuffers:
-        """From the shadow of an image, which is of `step`."""
+    def read(cls, rank: int, image: Image, version: int) -> RanksBuffers:
+        """From the shadow of an image, which is of `version`."""
         begun = TORN
         for cell in image.directory.cells:
             if cell.kind == BEGUN_AT:
                 begun = read_mark(image.shadow(cell), 0)
-        kind = BEGUN if begun == step else COMMITTED
+        kind = BEGUN if begun == version else COMMITTED
         cells = (cell for cell in image.directory.cells if cell.kind == kind)
-        return cls(rank, begun != step, {cell.name: image.shadow(cell).clone() for cell in cells})
+        return cls(rank, begun != version, {cell.name: image.shadow(cell).clone() for cell in cells})
 
     def told(self) -> dict[str, object]:
         return {"rank": self.rank, "is_committed_only": self.is_committed_only, "values": encode(self.values)}

@@ -55,7 +55,7 @@ AT = "#at"
 """The name and kind of the cell that says, for each flat buffer on a disk, which of its files has the state."""
 TORN = -1
 _ALIGNED = 64
-_LIVE, _SHADOW, _DIRECTORY, _LIVE_AT, _SHADOW_AT, _NUM_BYTES = 0, 2, 4, 5, 6, 7
+_LIVE, _SHADOW, _DIRECTORY, _LIVE_AT, _SHADOW_AT = 0, 2, 4, 5, 6
 _HEAD = mmap.PAGESIZE
 _ROW_BYTES = 2**19
 """What is copied at once. Of a block that fits into the second-level cache glibc's memmove does not read what it is
@@ -208,10 +208,9 @@ class Plot:
         self._ends[2] = round_up(start + tensor.nbytes, _ALIGNED)
         self._still.append(Cell.of(name, kind, tensor, start, is_live=False, is_still=True, codes=codes))
 
-    def add_rows(self, rows: RowsOnDisk) -> int:
-        """Add a flat buffer on a disk, and return its number."""
+    def add_rows(self, rows: RowsOnDisk) -> None:
+        """Add a flat buffer on a disk, behind those before."""
         self._rows.append(rows)
-        return len(self._rows) - 1
 
     def add_in_rows(self, name: str, kind: str, tensor: Tensor, rows: int, place: int) -> None:
         """Add a tensor that lies at byte `place` of the files of `rows`."""
@@ -262,7 +261,7 @@ class Image:
         num_bytes = shadow_at + round_up(max(1, directory.shadow_bytes), mmap.PAGESIZE)
         mapped = _mapped(path, num_bytes)
         marks = np.frombuffer(memoryview(mapped), np.int64, 8)
-        marks[_LIVE_AT], marks[_SHADOW_AT], marks[_NUM_BYTES] = live_at, shadow_at, num_bytes
+        marks[_LIVE_AT], marks[_SHADOW_AT] = live_at, shadow_at
         for at in (_LIVE, _SHADOW):
             write_mark(marks, at, TORN)
         mapped[_HEAD : _HEAD + len(text)] = text
@@ -278,26 +277,26 @@ class Image:
             return cls(mmap.mmap(file.fileno(), 0), path)
 
     @property
-    def live_step(self) -> int:
-        """The step whose state is in the live region, or `TORN`."""
+    def live_version(self) -> int:
+        """The version of the state that is in the live region, or `TORN`."""
         return read_mark(self._marks, _LIVE)
 
-    @live_step.setter
-    def live_step(self, step: int) -> None:
-        write_mark(self._marks, _LIVE, step)
+    @live_version.setter
+    def live_version(self, version: int) -> None:
+        write_mark(self._marks, _LIVE, version)
 
     @property
-    def shadow_step(self) -> int:
+    def shadow_version(self) -> int:
         return read_mark(self._marks, _SHADOW)
 
-    @shadow_step.setter
-    def shadow_step(self, step: int) -> None:
-        write_mark(self._marks, _SHADOW, step)
+    @shadow_version.setter
+    def shadow_version(self, version: int) -> None:
+        write_mark(self._marks, _SHADOW, version)
 
     @property
-    def steps(self) -> set[int]:
-        """The steps whose state it has."""
-        return {self.live_step, self.shadow_step} - {TORN}
+    def versions(self) -> set[int]:
+        """The versions of the state that it has."""
+        return {self.live_version, self.shadow_version} - {TORN}
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -368,13 +367,13 @@ def copy_by_rows(target: np.ndarray, source: np.ndarray) -> None:
     np.copyto(target[in_rows:], source[in_rows:])
 
 
-def write_mark(marks: np.ndarray | Tensor, at: int, step: int) -> None:
-    """Write `step` and its complement: torn, they do not fit."""
-    marks[at] = step
-    marks[at + 1] = ~step
+def write_mark(marks: np.ndarray | Tensor, at: int, version: int) -> None:
+    """Write `version` and its complement: torn, they do not fit."""
+    marks[at] = version
+    marks[at + 1] = ~version
 
 
 def read_mark(marks: np.ndarray | Tensor, at: int) -> int:
-    """The step; `TORN` if a mark was being written."""
-    step, check = int(marks[at]), int(marks[at + 1])
-    return step if check == ~step else TORN
+    """The version; `TORN` if a mark was being written."""
+    version, check = int(marks[at]), int(marks[at + 1])
+    return version if check == ~version else TORN

@@ -6,7 +6,7 @@ import logging
 
 from shardwise.comm import World
 from shardwise.comm.regrouping import Membership
-from shardwise.errors import ConfigError
+from shardwise.errors import CommError, ConfigError, FaultError, TurnedAwayError
 from shardwise.fit.loss_price import loss_prices
 from shardwise.program import FlatSpec
 from shardwise.program.buddies import copy_bytes, kept_axes
@@ -16,6 +16,18 @@ from shardwise.system.units import format_bytes, format_seconds
 
 _log = logging.getLogger("shardwise")
 _RESTART = "If a rank is lost, this job restarts from its last checkpoint instead."
+
+
+IN_SHARD = "while ranks sharded their model"
+
+
+def give_up(error: CommError, world: World, when: str = "") -> None:
+    """A rank was lost, of which `error` tells, where nobody goes on, as models are half in one form and half in
+    another: the launcher may start all ranks again."""
+    is_of_code = isinstance(error, FaultError) and error.is_of_code
+    has_others = world.is_newcomer or isinstance(error, TurnedAwayError)  # which go on without this rank
+    if world.membership is not None and not (is_of_code or has_others):
+        world.membership.gives_up(when)
 
 
 def survives(sharded: ShardedModel, membership: Membership[World] | None) -> bool:

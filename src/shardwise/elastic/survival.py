@@ -96,7 +96,7 @@ class Survival:
         self._cells_of_buffers: list[Cell] = []
         """The mark is the last one."""
         self._to_follow: int | None = None
-        """The step of which the copy begins with the next iteration."""
+        """The version of which the copy begins with the next iteration."""
         self.image = self._make()
 
     @property
@@ -104,8 +104,8 @@ class Survival:
         """The images that may contain a whole state."""
         return [self.image] if self._former is None else [self._former, self.image]
 
-    def begin(self, step: int, *, has_begun: bool = False, is_edited: bool = False) -> None:
-        """The state of `step` is complete: copy it now. With copies on other hosts all ranks call, and return when
+    def begin(self, version: int, *, has_begun: bool = False, is_edited: bool = False) -> None:
+        """The state of `version` is complete: copy it now. With copies on other hosts all ranks call, and return when
         those are complete; raises `CommError`. `has_begun`: the iteration after it, whose buffers these are.
         `is_edited`: what no step changes may be another as well, and a checkpoint has brought states where there were
         none."""
@@ -117,11 +117,11 @@ class Survival:
         self._write_files(self.image)
         self._write_buffers(COMMITTED)
         if has_begun:
-            self._write_begun(step)
-        self.image.live_step = step
-        self._copy(step)
+            self._write_begun(version)
+        self.image.live_version = version
+        self._copy(version)
         if self.copies is not None:
-            self._start(partial(self.copies.bring, step, self._outgoing()))
+            self._start(partial(self.copies.bring, version, self._outgoing()))
             self.await_copies()
         self._let_former_go()
 
@@ -129,20 +129,20 @@ class Survival:
         """An update begins. Blocks until the state before it has been copied, here and to other hosts."""
         self._follow_what_waits()
         self.await_copies()
-        self.image.live_step = TORN
+        self.image.live_version = TORN
 
-    def complete(self, step: int) -> None:
+    def complete(self, version: int) -> None:
         """The update is done on this rank."""
         self.await_copies()
         if self._has_new_states() or self._has_other_buffers():
             self._renew_image()
-        self._write_image(step)
+        self._write_image(version)
 
-    def _write_image(self, step: int) -> None:
+    def _write_image(self, version: int) -> None:
         self._write_numbers()
         self._write_files(self.image)
         self._write_buffers(COMMITTED)
-        self.image.live_step = step
+        self.image.live_version = version
 
     @property
     def image_bytes(self) -> int:
@@ -160,31 +160,31 @@ class Survival:
         former = sum(rows.num_bytes for rows in self.rows if len(rows.files) > 1)
         return former + (self.copies.kept_bytes_on_disk if self.copies is not None else 0)
 
-    def follow(self, step: int) -> None:
+    def follow(self, version: int) -> None:
         """The update is done on all ranks: start copying it, to run during the next step. With buffers, see
         `iteration_begins`."""
         if self.buffers is None:
-            self._start_following(step)
+            self._start_following(version)
         else:
-            self._to_follow = step
+            self._to_follow = version
 
-    def iteration_begins(self, step: int) -> None:
-        """An iteration begins with the state of `step`: see [Note: buffers in images]."""
+    def iteration_begins(self, version: int) -> None:
+        """An iteration begins with the state of `version`: see [Note: buffers in images]."""
         if self.buffers is None:
             return
         if self._has_other_buffers():
             self._renew_image()
-            self._write_image(step)
-        self._write_begun(step)
+            self._write_image(version)
+        self._write_begun(version)
         self._follow_what_waits()
 
     def _follow_what_waits(self) -> None:
-        step, self._to_follow = self._to_follow, None
-        if step is not None:
-            self._start_following(step)
+        version, self._to_follow = self._to_follow, None
+        if version is not None:
+            self._start_following(version)
 
-    def _start_following(self, step: int) -> None:
-        self._start(partial(self._follow, step, self._outgoing() if self.copies is not None else None))
+    def _start_following(self, version: int) -> None:
+        self._start(partial(self._follow, version, self._outgoing() if self.copies is not None else None))
 
     def await_copies(self) -> None:
         """Return once nothing is being copied. With copies on other hosts all ranks call; raises `CommError`."""
@@ -203,21 +203,21 @@ class Survival:
         self._is_sending, self._to_follow = False, None
         self._copier.end()
 
-    def bring(self, step: int) -> None:
-        """Make the shadow hold the state of `step`, which one of the regions has."""
+    def bring(self, version: int) -> None:
+        """Make the shadow hold the state of `version`, which one of the regions has."""
         self.end_copies()
-        if self._former is not None and step not in self.image.steps:
+        if self._former is not None and version not in self.image.versions:
             self.image.remove()
             self.image, self._former = self._former, None
-        if self.image.shadow_step != step:
-            self._copy(step)
+        if self.image.shadow_version != version:
+            self._copy(version)
 
     def give_up(self) -> None:
         """The disk of this rank has failed. Who tried to read what is there would fail too, so where another host has
         a copy, that is read instead."""
         if self.rows and self.copies is not None and self.copies.is_kept_elsewhere:
             for image in self.images:
-                image.live_step = image.shadow_step = TORN
+                image.live_version = image.shadow_version = TORN
 
     def close(self, *, removes: bool = True) -> None:
         self._copier.close()
@@ -423,25 +423,25 @@ class Survival:
             if cell.kind == kind:
                 view(cell).copy_(values[cell.name])
 
-    def _write_begun(self, step: int) -> None:
+    def _write_begun(self, version: int) -> None:
         """If this rank is killed meanwhile, the mark is of no step, and the buffers as of the step count. Where no copy
         follows, because there is one already, they are written there too."""
         if self.buffers is None:
             return
-        is_copied = self._to_follow is None and self.image.shadow_step == step
+        is_copied = self._to_follow is None and self.image.shadow_version == version
         for is_live in (True, False) if is_copied else (True,):
             mark = (self.image.live if is_live else self.image.shadow)(self._cells_of_buffers[-1])
             write_mark(mark, 0, TORN)
             self._write_buffers(BEGUN, is_live=is_live)
-            write_mark(mark, 0, step)
+            write_mark(mark, 0, version)
 
     # -- copying ------------------------------------------------------------------------------------------
 
-    def _follow(self, step: int, outgoing: Outgoing | None) -> None:
+    def _follow(self, version: int, outgoing: Outgoing | None) -> None:
         """See [Note: whose copy first] in `copies.py`."""
         if self.copies is not None and outgoing is not None:
-            self.copies.bring(step, outgoing)
-        self._copy(step)
+            self.copies.bring(version, outgoing)
+        self._copy(version)
         self._let_former_go()
 
     def _start(self, job: Callable[[], None]) -> None:
@@ -457,13 +457,13 @@ class Survival:
         segments = sorted((one for one in segments if len(one[1])), key=lambda one: one[0])
         return Outgoing(self._num_images, directory, segments, [rows.file for rows in self.rows])
 
-    def _copy(self, step: int) -> None:
+    def _copy(self, version: int) -> None:
         image = self.image
-        image.shadow_step = TORN
+        image.shadow_version = TORN
         image.copy_live()
         if self._outside_live:  # all in one call, which leaves the interpreter to the computation
             torch._foreach_copy_(self._shadows, [tensor for tensor, _ in self._outside_live])
-        image.shadow_step = step
+        image.shadow_version = version
 
     def _let_former_go(self) -> None:
         former, self._former = self._former, None

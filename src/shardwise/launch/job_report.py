@@ -44,15 +44,16 @@ def failure_summary(outcomes: list[Outcome], logs: Path | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int, used: str = "") -> str:
-    """Why the last attempt ended, and which one begins; `used` is how much of a budget that takes, if there is one."""
+def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int, used: str = "", *, when: str = "") -> str:
+    """Why the last attempt ended, and which one begins; `used` is how much of a budget that takes, if there is one.
+    `when` says what ranks were doing when they lost one, if they have said so."""
     number = used or f"{attempt} of {max_restarts}"
     first = first_failure(outcomes)
     if first is None:
         return f"the ranks failed; attempt {number} begins."
     how = "ended early, but the others still needed it" if first.ended_early else describe_failure(first)
     why = f"rank {first.rank} of {len(outcomes)} {how}"
-    return f"{why}; restart {number} begins."
+    return f"{why}{when and f', {when}'}; restart {number} begins."
 
 
 def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int) -> str:

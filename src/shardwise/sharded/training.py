@@ -70,6 +70,10 @@ class Session:
         """By which the loop's present batch is divided along `sp`, if it is."""
         return self.sharded.parts.sequence
 
+    def inference(self, keep_bytes: int | None) -> AbstractContextManager[None]:
+        """See `Engine.inference`."""
+        return inference(self.sharded, keep_bytes)
+
     def was_void(self) -> bool:
         """Whether the last step was abandoned because a rank was lost."""
         return False

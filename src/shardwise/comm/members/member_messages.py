@@ -19,7 +19,19 @@ from shardwise.comm.members.pace import Pace
 from shardwise.system import plain_data
 
 MemberMessageKind = Literal[
-    "here", "heard", "ready", "opened", "leaving", "needs_all", "groups", "prefers", "least", "pace", "done", "raised"
+    "here",
+    "heard",
+    "ready",
+    "opened",
+    "leaving",
+    "needs_all",
+    "gives_up",
+    "groups",
+    "prefers",
+    "least",
+    "pace",
+    "done",
+    "raised",
 ]
 AnnouncementKind = Literal["entering", "formed", "over", "wanted", "leave", "spare", "out", "bye", "end"]
 
@@ -57,6 +69,8 @@ class MemberMessage:
       Without `lets_in` it is at a point where newcomers cannot join.
     - `leaving`: asks to leave as soon as the job can spare it; with a `text`, its process ends soon in any case.
     - `needs_all`: if any member is lost, all must restart.
+    - `gives_up`: one was lost, and this member has nothing to go on from; `text` says when, if that matters. If nobody
+      goes on, all restart.
     - `groups`: ranks train in replica groups, of which only whole ones go on. `text` has the axes of the plan's mesh,
       and of the smaller ones on which ranks go on where none is whole.
     - `prefers`: which of these are taken, one for each number of ranks, and in which order. Members say it once all of

@@ -140,6 +140,11 @@ class StoreMembership(Generic[W]):
         """See `Membership`."""
         self._send("needs_all")
 
+    def gives_up(self, when: str = "") -> None:
+        """See `Membership`."""
+        with contextlib.suppress(RuntimeError):  # the launcher is gone
+            self._send("gives_up", when)
+
     def needs_groups(self, axes: Mapping[str, int], smaller: Sequence[Mapping[str, int]] = ()) -> None:
         """See `Membership`."""
         self._send("groups", meshes_as_text(axes, smaller))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.elastic.batches import Elasticity, elastic_batch
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed import hjson
+from shardwise.integrations.deepspeed.elastic_batches import Elasticity, elastic_batch
 from shardwise.integrations.deepspeed.fields import (
     ELSEWHERE_SECTIONS,
     FIELDS,

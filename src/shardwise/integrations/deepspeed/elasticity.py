@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.elastic.batches import elastic_batch
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import (
     ElasticityConfigError,
@@ -16,6 +15,7 @@ from shardwise.integrations.deepspeed.config import (
     ElasticityIncompatibleWorldSize,
     read_elasticity,
 )
+from shardwise.integrations.deepspeed.elastic_batches import elastic_batch
 
 __all__ = [
     "ElasticityConfigError",

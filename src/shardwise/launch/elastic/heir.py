@@ -31,6 +31,7 @@ from shardwise.launch.hosts.agreement import Kept
 from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
 from shardwise.launch.hosts.logs import Logs
 from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
+from shardwise.launch.job import Elastic
 from shardwise.launch.job_report import say
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.port import listen
@@ -87,12 +88,20 @@ def take_over_hosts(kept: Kept, token: str, environment: Mapping[str, str], list
         workers.introduce(LauncherAddress(state.number, address, store.port), token)
         say(
             f"the launcher was lost. Process {os.getpid()} on {address} has taken over, with {len(carriers)} of "
-            f"{len(wanted)} hosts. `kill {os.getpid()}` there ends the job."
+            f"{len(wanted)} hosts. `kill {os.getpid()}` there ends the job.{_size_stays(elastic)}"
         )
         status = run_attempts(context, agent)
         say(f"the job has ended with status {status}.")
         folder.write_status(status)
         return status
+
+
+def _size_stays(elastic: Elastic) -> str:
+    """What is said of a job with `--autoscale`. The list of hosts is a file or a command of the first launcher's
+    machine, and nothing has been agreed on about others."""
+    if elastic.autoscale is None:
+        return ""
+    return " --autoscale ends here, as the list of hosts is on the machine where the job was started: the size stays."
 
 
 def _store_at(address: str, port: int | None) -> TCPStore:

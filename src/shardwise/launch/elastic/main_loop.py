@@ -88,16 +88,23 @@ class ElasticAgent:
         self._ended_ranks.attach(self._workers.notes, self._context.clock)
         self._connect(memory["channel"])
         self._rendezvous.taken_over(self._context.clock())
+        if self._context.scaling is not None and memory["scaling"] is not None:
+            self._context.scaling.go_on(memory["scaling"], self._slots.ready_hosts())
         if memory["signal"] is not None:
             self._context.signals.received.insert(0, memory["signal"])
 
     def _remember(self) -> None:
         """Write down what is decided: see [Note: what is written down] in `succession.py`."""
         if self._context.succession is not None:
-            memory = {name: getattr(self, name) for name in _REMEMBERED}
-            received = self._context.signals.received
-            signal_received = received[0] if received else None
-            self._context.succession.keep({**memory, "channel": self._channel.memory, "signal": signal_received})
+            received, scaling = self._context.signals.received, self._context.scaling
+            self._context.succession.keep(
+                {
+                    **{name: getattr(self, name) for name in _REMEMBERED},
+                    "channel": self._channel.memory,
+                    "signal": received[0] if received else None,
+                    "scaling": None if scaling is None else scaling.state,
+                }
+            )
 
     # -- for the supervisor -----------------------------------------------------------------------------
 
@@ -124,6 +131,16 @@ class ElasticAgent:
     def needs_all(self) -> bool:
         """Whether the ranks have reported that if one is lost, all must restart."""
         return self._rendezvous.needs_all
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether they have reported that one was lost, and that they have nothing to go on from."""
+        return self._rendezvous.gives_up
+
+    @property
+    def given_up_when(self) -> str:
+        """What they were doing then, if they have said so."""
+        return self._rendezvous.given_up_when if self.gives_up else ""
 
     def begin_again(self) -> None:
         """Prepare another attempt, with new processes."""
@@ -220,7 +237,10 @@ class ElasticAgent:
         if text := self._pending_cause.overdue(now):
             self._context.say(text)
         if self._context.scaling is not None:
-            self._context.scaling.look(now, self._rendezvous, self._slots.ready_hosts(), self._workers.notes)
+            scaling, before = self._context.scaling, self._context.scaling.state.wanted
+            scaling.look(now, self._rendezvous, self._slots.ready_hosts(), self._workers.notes)
+            if scaling.state.wanted != before:
+                self._remember()
         self._replace_dead(now)
 
     def _take(self, event: Event, now: float) -> None:

@@ -105,15 +105,14 @@ def run_on_hosts(
         run_id, token = f"{os.getpid()}-{int(time.time())}", new_token()
         context = Context(job, elastic, store, address, port, run_id, folder, workers, slots, signals, say, token)
         context.scaling = scaling
-        if elastic.launcher_timeout_seconds and _outlives_its_launcher(plan, place):
+        if elastic.launcher_timeout_seconds and _outlives_its_launcher(plan):
             let_others_take_over(plan, workers, context)
         return run_attempts(context)
 
 
-def _outlives_its_launcher(plan: SshPlan, place: ListedPlace | None) -> bool:
-    """Whether processes on hosts go on when their connection breaks. A step of Slurm ends with its `srun`; and where
-    hosts come from a `place`, no other machine could ask it for more."""
-    return type(plan) is SshPlan and place is None
+def _outlives_its_launcher(plan: SshPlan) -> bool:
+    """Whether processes on hosts go on when their connection breaks: a step of Slurm ends with its `srun`."""
+    return type(plan) is SshPlan
 
 
 def _connect(plan: SshPlan, hosts: list[RemoteHost], arrivals: Arrivals) -> None:

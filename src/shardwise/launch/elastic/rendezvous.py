@@ -106,6 +106,10 @@ class Rendezvous:
     why_lost: str = ""
     needs_all: bool = False
     """Whether members have reported that if one is lost, all must restart."""
+    gives_up: bool = False
+    """Whether members have reported that one was lost, and that they have nothing to go on from."""
+    given_up_when: str = ""
+    """What they were doing, if they have said so."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """The axes of the plan's mesh, if ranks train in replica groups."""
     smaller: Smaller = ()
@@ -190,6 +194,8 @@ class Rendezvous:
                     self.requests.add(process, must_go=bool(message.text), may_go=self._lets_go(process))
             case "needs_all":
                 self.needs_all = True
+            case "gives_up":
+                self.gives_up, self.given_up_when = True, message.text
             case "groups":
                 axes, smaller = meshes_of_text(message.text)
                 if axes != self.axes:  # else it is known, and perhaps already which of them are preferred
@@ -340,6 +346,7 @@ class Rendezvous:
         if all(process.opened >= self.generation for process in self._living()) and self._living():
             self.state = "formed"
             self.formed, self.former = self.generation, self.members
+            self.gives_up = False  # others do go on
             self._call_for_changes()  # before "formed", so that members know it when they enter
             self._publish(Announcement("formed", self.generation))
 

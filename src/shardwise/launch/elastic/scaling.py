@@ -97,6 +97,11 @@ class Scaling:
         self._look_at = 0.0
         self._obstacle = ""
 
+    def go_on(self, state: State, hosts: Collection[str]) -> None:
+        """Take over from a launcher that was lost, which may not have asked yet for what it had decided."""
+        self.state = state
+        self._asking.ask(state.wanted, tuple(hosts))
+
     def hear(self, message: MemberMessage, now: float) -> None:
         """What a member has sent."""
         if message.kind == "pace":

@@ -175,13 +175,13 @@ def _run(agent: ElasticAgent, context: Context) -> int:
             return report_stop(agent.outcomes, agent.num_killed, context.signals.received[0], logs)
         many, used = context.job.max_restarts, ""
         can_restart = not agent.is_final and agent.attempt < many
-        if agent.needs_all and not agent.is_final and not can_restart:
+        if (agent.needs_all or agent.gives_up) and not agent.is_final and not can_restart:
             can_restart, used = _may_start_all_again(budget, context), budget.in_words()
         if not can_restart:
             why = f"{agent.why_lost}\n\n" if agent.why_lost else ""
             say(why + failure_summary(agent.outcomes, logs))
             return first_status(agent.outcomes)
-        say(restart_line(agent.outcomes, agent.attempt + 1, many, used))
+        say(restart_line(agent.outcomes, agent.attempt + 1, many, used, when=agent.given_up_when))
         if succession is not None:
             succession.state.restarts = budget
         agent.begin_again()
@@ -190,7 +190,8 @@ def _run(agent: ElasticAgent, context: Context) -> int:
 
 def _may_start_all_again(budget: Budget, context: Context) -> bool:
     """Whether `--retries` allows a restart of all ranks; returns when it is due. [Note: jobs that need all] These ranks
-    have reported that they cannot continue without one of them, and with `--elastic` a job has to outlive a rank."""
+    have reported that they cannot continue without one of them, ever or this time, and with `--elastic` a job has to
+    outlive a rank."""
     moment = budget.ask("all", context.clock())
     while moment is not None and context.clock() < moment and not context.signals.received:
         time.sleep(_LOOK_SECONDS)

@@ -70,7 +70,7 @@ class _Pod:
     is_over: bool = False
     last: str = ""
     """When it printed the last line that was shown, by its own clock, in digits that can be compared."""
-    shown_at: float = field(default_factory=time.time)
+    shown_at: float = field(default_factory=time.monotonic)
 
 
 class _Submitted:
@@ -246,7 +246,7 @@ class _Submitted:
             time.sleep(self._pause_seconds)
 
     def _show_what_comes(self, name: str, pod: _Pod) -> None:
-        since = {"since_seconds": int(time.time() - pod.shown_at) + 2} if pod.last else {}
+        since = {"since_seconds": int(time.monotonic() - pod.shown_at) + 2} if pod.last else {}
         stream = self._core.read_namespaced_pod_log(
             name, self._namespace, follow=True, timestamps=True, _preload_content=False, **since
         )
@@ -254,7 +254,7 @@ class _Submitted:
             stamp, _, text = line.decode(errors="backslashreplace").rstrip("\n").partition(" ")
             if (moment := _in_digits(stamp)) <= pod.last:
                 continue  # it was shown before the connection ended
-            pod.last, pod.shown_at = moment, time.time()
+            pod.last, pod.shown_at = moment, time.monotonic()
             sys.stdout.write(f"{name}: {text}\n")
             sys.stdout.flush()
 

@@ -1,0 +1,92 @@
+"""A rank is lost between a change of values by hand and the next forward, while others have come further: what it had
+is from before, and is not mixed with what the others have."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.errors import LostStateError
+from tests.patience import PATIENCE
+from tests.ranks.test_lost_ranks import DISKS, ROWS, TIERS, adamw, assert_same_values, batches, loss_of, net, update
+from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
+from tests.thorough import sampled
+
+Tensor = torch.Tensor
+NUM_RANKS, EDITED_AFTER, VICTIM = 3, 2, 1
+PLANS: dict[str, dict[str, Any]] = {
+    "zero3": {"preset": "zero3"},
+    "ddp": {"preset": "ddp"},
+    "zero1": {"preset": "zero1"},
+    "zero3-offload": TIERS["zero3-offload"],
+    "disk": DISKS["infinity"],
+}
+
+
+def train(engine: sw.Engine, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    while engine.num_steps < num_steps:
+        place, num = engine.data_ranks
+        x, y = (whole.tensor_split(num)[place] for whole in batches()[engine.num_steps])
+        engine.weigh(len(x), ROWS)
+        update("engine", engine, optimizer, loss_of(engine(x), y))
+
+
+def trained_alone(model: torch.nn.Module, edited: Tensor, num_steps: int) -> torch.nn.Module:
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    for step in range(num_steps):
+        if step == EDITED_AFTER:
+            with torch.no_grad():
+                plain.d.weight.copy_(edited)
+        x, y = batches()[step]
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain
+
+
+@sampled
+@pytest.mark.parametrize("has_edited", [True, False])
+@pytest.mark.parametrize("name", PLANS)
+def test_values_from_before_are_not_mixed_with_those_set_by_hand(name: str, has_edited: bool, tmp_path: Path) -> None:
+    """Whether the lost rank had set them, too. Where others have all that it had, they go on."""
+    images, plan = tmp_path / "images", PLANS[name]
+    images.mkdir()
+    plan = {**plan, "disk": str(tmp_path / "disk")} if name == "disk" else plan
+    model = net()
+    edited = model.d.weight.detach() + 1.0
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+    have_edited = threading.Barrier(NUM_RANKS)
+
+    def work(world: World, member: int) -> tuple[bool, dict[str, Tensor] | None]:
+        own, membership = models[member], world.membership
+        assert isinstance(membership, ThreadMembership)
+        engine = sw.shard(own, plan, optimizer=(optimizer := adamw(own)), world=world)
+        train(engine, optimizer, EDITED_AFTER)
+        if member != VICTIM or has_edited:
+            engine.set("d.weight", edited)
+        have_edited.wait(PATIENCE)
+        if member == VICTIM:
+            raise Killed
+        try:
+            train(engine, optimizer, EDITED_AFTER + 2)
+        except LostStateError:
+            return membership.has_given_up, None
+        state = engine.state_dict()
+        engine.close()
+        return membership.has_given_up, state
+
+    results = run_members(NUM_RANKS, work, images)
+    assert results.keys() == {0, 2}
+    for has_given_up, state in results.values():
+        assert has_given_up == (name != "ddp")
+        if name == "ddp":
+            assert state is not None
+            assert_same_values(state, trained_alone(model, edited, EDITED_AFTER + 2), 2e-6)
