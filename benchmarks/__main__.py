@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--engines", type=_some_of(ENGINE_NAMES), metavar="A,B", help=f"of {', '.join(ENGINE_NAMES)}")
     option("--warm", type=_positive, metavar="N", help="steps before the timed ones (default: 2)")
     option("--steps", type=_positive, metavar="N", help="timed steps a run (default: 4); of learning: all steps (1000)")
-    option("--patience", type=float, metavar="S", help="seconds in all to wait for others to be quiet (default: 0)")
+    option("--patience", type=_seconds, metavar="S", help="seconds in all to wait for others to be quiet (default: 0)")
     option("--device", choices=["cpu", "cuda"], help="where (default: cpu); cuda needs a GPU for each rank")
     option("--show", type=Path, metavar="JSON", help="print and draw a result that is there, and run nothing")
     return parser
@@ -210,6 +210,13 @@ def _delay(text: str) -> float:
     if not 0 <= delay <= 1000:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000 ms")
     return delay
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, 0 or more")
+    return seconds
 
 
 def _positive(text: str) -> int:

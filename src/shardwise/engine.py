@@ -48,6 +48,7 @@ from shardwise.sharded.state import (
 )
 from shardwise.sharded.training import Session
 from shardwise.system.data_ranks import DataRanks, Reader
+from shardwise.system.flags import require_flag, takes_flags
 from shardwise.system.named_folder import given_folder
 from shardwise.system.units import bytes_of
 
@@ -71,6 +72,7 @@ _FILE_BYTES = 5 * 2**30
 PROFILE_VARIABLE = "SHARDWISE_PROFILE"
 
 
+@takes_flags
 def shard(  # noqa: PLR0913  # one for each thing that a job may bring
     model: nn.Module,
     plan: PlanLike = "zero3",
@@ -130,6 +132,7 @@ def shard(  # noqa: PLR0913  # one for each thing that a job may bring
         raise
 
 
+@takes_flags
 def choose_plan(
     model: nn.Module,
     plan: PlanLike = "auto",
@@ -384,6 +387,7 @@ class Engine:
         self._require_open()
         return self._sharded.scale(loss)
 
+    @takes_flags
     def step(self, *, is_last: bool | None = None) -> Norm | None:
         """End a micro-batch; after the last one of a step clip if the plan says so, update, and drop the gradients. All
         ranks call.
@@ -507,6 +511,7 @@ class Engine:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank, the same on all: how ranks decide to stop together. All ranks call."""
+        require_flag("any_rank(", flag)
         return self._session.asking(lambda: self.world.any_rank(flag), alone=lambda: False)
 
     def mean(self, value: float) -> float:
@@ -519,6 +524,7 @@ class Engine:
             lambda: self.world.mean(value, weighing.reported if weighing.is_used else None), alone=lambda: value
         )
 
+    @takes_flags
     def log(
         self,
         values: Mapping[str, Any],
@@ -656,6 +662,7 @@ class Engine:
             if name in self._state.coming:
                 thing.load_state_dict(decode(self._state.coming.pop(name), name))
 
+    @takes_flags
     def save(
         self,
         folder: str | Path,
@@ -726,6 +733,7 @@ class Engine:
 
         return self._session.resume(place, read)
 
+    @takes_flags
     def save_pretrained(
         self,
         folder: str | Path,
@@ -763,6 +771,7 @@ class Engine:
             )
         return self.weights(dtype=dtype, merge_adapters=merge_adapters)
 
+    @takes_flags
     def weights(
         self,
         *,
@@ -783,6 +792,7 @@ class Engine:
         self._require_open()
         return weight_stream(self._sharded, names, formats.dtype_of(dtype), merge_adapters=merge_adapters)
 
+    @takes_flags
     def publish(
         self,
         folder: str | Path,
@@ -850,6 +860,7 @@ class Engine:
 
     # -- whole tensors ------------------------------------------------------------------------------------
 
+    @takes_flags
     def gathered(self, *names: str, write: bool = False) -> AbstractContextManager[None]:
         """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
 
@@ -895,6 +906,7 @@ class Engine:
         if what == "grad":
             self._sharded.parts.gradients.changed()  # on all ranks and stages: the norm is one of all
 
+    @takes_flags
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
         """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
         With islands, of the model that they have in common (docs/islands.md).
@@ -916,6 +928,7 @@ class Engine:
 
         return self._session.asking(read, alone=alone, is_small=False)
 
+    @takes_flags
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Load a plain model's `state_dict`, the same on every rank. All ranks call.
 
@@ -929,6 +942,7 @@ class Engine:
             state = self._sharded.parts.pipeline.across.own_part(state, strict=strict)
         self._sharded.parts.access.load_state_dict(state, strict=strict)
 
+    @takes_flags
     def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
         self._require_open()
@@ -999,6 +1013,7 @@ class Engine:
         sequence = self._session.sequence  # that of the present world, if a rank was lost meanwhile
         return part if sequence is None else sequence.join(part, dim)
 
+    @takes_flags
     def give_whole_outputs(self, *, tokens: bool = True, training: bool = False) -> None:
         """From now on, a model of transformers that is given a whole batch and splits it along `sp` returns whole
         outputs.

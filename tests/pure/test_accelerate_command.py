@@ -127,8 +127,22 @@ def test_options_without_effect_are_listed(capsys: pytest.CaptureFixture[str]) -
         ("--num_machines 2 --machine_rank 1 --main_process_ip a --num_processes 3", "num_processes is 3"),
         (f"{SECOND_OF_TWO} --enable_cpu_affinity", "--bind are not supported with num_machines above 1"),
         ("--tpu", "--tpu is not supported"),
-        ("--use_megatron_lm", "Pipeline stages (pp) need a loop that calls engine.train_step(batch)."),
-        ("--use_parallelism_config", "use the mesh of a plan"),
+        ("--use_megatron_lm", """--shardwise '{"preset": "ddp", "mesh": {"dp": -1}}' SCRIPT"""),
+        (
+            "--use_megatron_lm --megatron_lm_tp_degree=2 --megatron-lm-pp-degree 2 "
+            "--megatron_lm_use_distributed_optimizer true --megatron_lm_sequence_parallelism true",
+            """'{"preset": "zero1", "mesh": {"pp": 2, "dp": -1, "tp": 2}, "tensor": {"sequence": true}}'""",
+        ),
+        ("--megatron_lm_recompute_activations true", "--megatron_lm_recompute_activations is not supported: Megatron"),
+        ("--use_parallelism_config", "a ParallelismConfig makes a mesh of torch's"),
+        (
+            "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 4",
+            """'{"preset": "hsdp", "mesh": {"node": -1, "local": 4}}'""",
+        ),
+        (
+            "--use_parallelism_config --parallelism_config_tp_size 2 --parallelism_config_cp_size 2",
+            """'{"preset": "ddp", "mesh": {"dp": -1, "tp": 2, "sp": 2}}'""",
+        ),
         ("--no_python", "--no_python is not supported"),
         ("--deepspeed_hostfile hosts", "names other hosts"),
         ("--use_fsdp --use_deepspeed", "were requested together"),
@@ -217,6 +231,24 @@ def test_fsdp_shards_unless_its_section_says_otherwise(section: str, preset: str
 
 def test_megatron_has_an_alternative(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("distributed_type: MEGATRON_LM\n")
-    with pytest.raises(ConfigError, match="Use a plan with tp, sp or pp in its mesh"):
+    file.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_pp_degree: 2}\n")
+    with pytest.raises(ConfigError, match=r"""Use this plan .*'{"preset": "ddp", "mesh": {"pp": 2, "dp": -1}}'"""):
         read_accelerate_config(file)
+
+
+def test_so_has_a_mesh_of_torchs(tmp_path: Path) -> None:
+    """But for one of one rank in each dim, which is none."""
+    file = tmp_path / "config.yaml"
+    config = "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: SIZE}\n"
+    file.write_text(config.replace("SIZE", "1"))
+    assert read_accelerate_config(file).plan == {"preset": "zero3"}
+    file.write_text(config.replace("SIZE", "2"))
+    with pytest.raises(ConfigError, match=r"""'{"preset": "ddp", "mesh": {"dp": -1, "tp": 2}}' SCRIPT"""):
+        read_accelerate_config(file)
+
+
+def test_activations_that_fsdp_recomputes_are_recomputed(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for value, plan in (("true", {"activations": "recompute"}), ("false", {})):
+        file.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_activation_checkpointing: {value}}}\n")
+        assert read_accelerate_config(file).plan == {"preset": "zero3"} | plan

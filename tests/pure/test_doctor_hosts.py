@@ -199,6 +199,8 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
         (["--hosts", "a", "--ssh", "no-such-command -p 1"], "--ssh: this machine has no command 'no-such-command'"),
         (["--hosts", "a", "--ssh", "ssh 'x"], "cannot be read: No closing quotation"),
         (["--hosts", "a", "--ssh", "sh", "--port", "99999"], "--port is 99999; give a number from 1 to 65535"),
+        (["--world", "4"], "--world 4 is the number of ranks for --plan"),
+        (["--port", "4000"], "--port 4000 is a port of the first host of --hosts"),
         (["--timeout", "0"], "give more than 0 seconds"),
     ],
 )

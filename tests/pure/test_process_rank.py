@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.system.process_rank import address_of, first_host, process_rank_of
+from shardwise.system.process_rank import address_of, first_host, left_over, process_rank_of
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -95,7 +95,8 @@ def test_launchers_within_launchers() -> None:
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "WORLD_SIZE=4 says .*RANK is not set"),
         ({"RANK": "0"}, "RANK=0 is set, but WORLD_SIZE is not"),
         ({"RANK": "3"}, "RANK=3 is set, but WORLD_SIZE is not"),
-        (OPEN_MPI | {"RANK": "5"}, "RANK=5 is set, but WORLD_SIZE is not"),
+        (OPEN_MPI | {"RANK": "5"}, r"RANK=5 is set, but WORLD_SIZE is not. Unset it: mpirun \(Open MPI\) has started"),
+        (HYDRA | {"WORLD_SIZE": "8"}, r"RANK is not set\). Unset it: mpiexec \(Hydra"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 is not within WORLD_SIZE=4"),
         ({"PMI_RANK": "one", "PMI_SIZE": "4"}, "PMI_RANK='one' is not a number"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 is set.* but OMPI_COMM_WORLD_SIZE is not"),
@@ -109,6 +110,19 @@ def test_contradictory_variables_are_named(env: dict[str, str], words: str) -> N
         process_rank_of(env)
     if "WORLD_SIZE" not in env and env.get("RANK", "0") == "0":
         assert process_rank_of(env | {"WORLD_SIZE": "1"}).size == 1
+
+
+def test_what_may_have_been_left_over_in_a_shell() -> None:
+    """It is right for one of the ranks, which waits for the others while these find the contradiction."""
+    for env in (OPEN_MPI, HYDRA):
+        both = env | TORCHRUN
+        said = left_over(both, process_rank_of(both))
+        assert said.startswith(" RANK=5 of WORLD_SIZE=8 is set beside the variables of mpi")
+        assert said.endswith("unset RANK and WORLD_SIZE.")
+        inner = both | {"TORCHELASTIC_RUN_ID": "1"}
+        assert not left_over(inner, process_rank_of(inner))
+        assert not left_over(env, process_rank_of(env))
+    assert not left_over(TORCHRUN, process_rank_of(TORCHRUN))
 
 
 def test_addresses() -> None:

@@ -329,6 +329,17 @@ def test_so_is_one_of_a_module_that_the_loop_calls_by_itself(fails: bool, place:
     run_ranks(2, rank, shares_memory=place[1])
 
 
+def test_to_look_there_takes_no_hooks_beside_those_of_units() -> None:
+    """They were there for a whole job whose loop never calls the model, as a pipeline's."""
+
+    def rank(world: sw.World) -> tuple[int, int]:
+        model = Transformer()
+        with sw.shard(model, "zero3", optimizer=adamw(model), world=world):
+            return len(model.blocks[0]._forward_pre_hooks), len(model.blocks[0]._forward_hooks)
+
+    assert run_ranks(1, rank) == [(1, 1)]
+
+
 def test_whole_tensors_share_the_memory_of_the_parameter(place: tuple[str, bool]) -> None:
     """As with `param.data`: a write to a view changes the parameter, and a step changes the view."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.system.flags import require_flag
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Keep:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"Keep({name}={value!r}) is not valid; give a whole number of at least 1.")
+        require_flag("Keep(largest=", self.largest)
         if self.best is not None and not isinstance(self.best, str):
             raise ConfigError(f"Keep(best={self.best!r}) is not valid; give the name of a metric, such as 'loss'.")
 

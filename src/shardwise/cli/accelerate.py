@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             f"`shardwise accelerate launch script`."
         )
     options = argparse.ArgumentParser(prog="shardwise accelerate launch", allow_abbrev=False)
-    add_options(options)
+    add_options(options, args.rest)
     asked = options.parse_args(args.rest)
     config, words = read_options(asked)
     parser = argparse.ArgumentParser(prog="shardwise launch", allow_abbrev=False)

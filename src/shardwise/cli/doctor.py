@@ -76,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     if strange:
         raise ConfigError(f"--hosts: {strange[0]!r} is an option, not a host.")
     shell = _shell(args.ssh) if hosts else ()
+    if args.world is not None and args.plan is None:
+        raise ConfigError(f"--world {args.world} is the number of ranks for --plan; give that too, or leave it out.")
+    if args.port and not hosts:
+        raise ConfigError(f"--port {args.port} is a port of the first host of --hosts; give that too, or leave it out.")
     if not 0 <= args.port < 2**16:
         raise ConfigError(f"--port is {args.port}; give a number from 1 to 65535, or remove it to use a free one.")
     if not 0 < args.timeout < 1e6:

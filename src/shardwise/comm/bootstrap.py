@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from shardwise.errors import CommError, ConfigError
 from shardwise.system.devices import RankDevice, TorchAccelerator
 from shardwise.system.job_token import Seal
 from shardwise.system.listening import listen_at, own_address
-from shardwise.system.process_rank import ProcessRank, address_of, port_in
+from shardwise.system.process_rank import ProcessRank, address_of, left_over, port_in
 
 LATER_SECONDS = 10
 """gloo's own timeout closes connections and names no rank, so the watchdog's has to come first."""
@@ -136,21 +137,27 @@ def open_process_group(
         token = ""
         if by_mpi:
             process, store, where, token = _store_by_mpi(process, env, timeout, deadline, patience_seconds)
-            is_host = process.rank == 0
-        else:
-            is_host = process.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            store = _store_at(host, port, process, timeout, deadline, patience_seconds, is_host=is_host)
         rank, size = process.rank, process.size
         assert size is not None
         seal = Seal.of(env, token)
-        number = StartupBarrier(store, attempt, seal=seal).wait(
-            rank,
-            size,
-            where,
-            timeout_seconds=max(0.0, deadline - time.monotonic()),
-            patience_seconds=patience_seconds,
-            is_host=is_host,
-        )
+
+        def meet(store: Store, *, is_host: bool) -> int:
+            return StartupBarrier(store, attempt, seal=seal).wait(
+                rank,
+                size,
+                where,
+                timeout_seconds=max(0.0, deadline - time.monotonic()),
+                patience_seconds=patience_seconds,
+                is_host=is_host,
+                hint=left_over(env, process),
+            )
+
+        if by_mpi:
+            number = meet(store, is_host=rank == 0)
+        else:
+            is_host = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            opened = partial(_store_at, host, port, process, timeout, patience_seconds=patience_seconds)
+            store, number = meet_at(opened, meet, deadline, is_host=is_host)
         own_store = PrefixStore(f"shardwise/attempt-{attempt}/startup-{number}", store)
         device, why = agreed_device(own_store, rank, size, process)
         transport, beside = open_groups(own_store, rank, size, timeout, device.device, by_mpi=by_mpi)
@@ -164,14 +171,35 @@ def open_process_group(
         ) from error
 
 
+def meet_at(
+    opened: Callable[..., Store], meet: Callable[..., int], deadline: float, *, is_host: bool
+) -> tuple[Store, int]:
+    """The store that is `opened`, and the number of the meeting there.
+
+    A rank may come while rank 0 still has the store of an earlier world of these processes, which then ends: so one
+    that is lost is looked for once more, for some seconds.
+    """
+    while True:
+        store = opened(deadline=deadline, is_host=is_host)
+        try:
+            return store, meet(store, is_host=is_host)
+        except (CommError, ConfigError):
+            raise
+        except RuntimeError:
+            until = time.monotonic() + LATER_SECONDS
+            if is_host or deadline <= until:
+                raise
+            deadline = until
+
+
 def _store_at(
     host: str,
     port: int,
     process: ProcessRank,
     timeout: datetime.timedelta,
+    *,
     deadline: float,
     patience_seconds: float,
-    *,
     is_host: bool,
 ) -> Store:
     """The store at an address that all ranks know."""

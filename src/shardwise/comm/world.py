@@ -44,6 +44,7 @@ from shardwise.comm.weighing import mean_of
 from shardwise.errors import CommError, ConfigError
 from shardwise.plan.mesh import Mesh
 from shardwise.system.devices import RankDevice
+from shardwise.system.flags import takes_flags
 from shardwise.system.job_token import Seal
 from shardwise.system.process_rank import ProcessRank, process_rank_of
 
@@ -164,6 +165,7 @@ class World:
             self._pairs.ledger.clear()
 
     @classmethod
+    @takes_flags
     def join(
         cls,
         timeout_seconds: float = TIMEOUT_SECONDS,

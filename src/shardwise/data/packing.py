@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardwise.errors import ConfigError
+from shardwise.system.flags import takes_flags
 
 Tokens = NDArray[np.int64]
 
@@ -47,6 +48,7 @@ class PackedRows:
     Raises `ConfigError` if there are too few tokens for one row.
     """
 
+    @takes_flags
     def __init__(
         self,
         documents: Sequence[Any] | Documents,

@@ -12,6 +12,7 @@ from shardwise.data.recipe import Collate, Transform
 from shardwise.data.sampling import Tail
 from shardwise.errors import ConfigError
 from shardwise.system.devices import RankDevice
+from shardwise.system.flags import require_flag
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Workers:
     pin: bool | None = None
 
     def __post_init__(self) -> None:
+        for name, flag in (("processes", self.processes), ("pin", self.pin)):
+            require_flag(f"Workers({name}=", flag)
         if self.number < 0 or self.num_ahead < 1:
             raise ConfigError(
                 f"{self.number} workers and a prefetch of {self.num_ahead}: give 0 or more workers, and a prefetch of "

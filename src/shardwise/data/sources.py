@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from shardwise.data.sampling import Blend, Epochs, Order, Tail
 from shardwise.errors import ConfigError, DataError
+from shardwise.system.flags import takes_flags
 
 UNNAMED = "source"
 
@@ -71,6 +72,7 @@ class Stream:
         return opened
 
 
+@takes_flags
 def from_iterable(
     factory: Callable[..., Iterable[Any]], *, name: str = "stream", seekable: bool = False, skip: bool = False
 ) -> Stream:

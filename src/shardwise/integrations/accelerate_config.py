@@ -12,6 +12,7 @@ import yaml
 
 from shardwise.errors import ConfigError, nearest
 from shardwise.integrations.accelerate_fp8 import variables_of
+from shardwise.integrations.accelerate_parallelism import instead_of_megatron, instead_of_parallelism, splits_in
 from shardwise.integrations.deepspeed.config import read_config
 from shardwise.plan.files.formats import SourceError
 from shardwise.plan.files.yaml_text import read_plainly
@@ -27,7 +28,6 @@ _OFFLOADED = {
     for name in ("device", "nvme_path")
 }
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
-_MEGATRON = "Use a plan with tp, sp or pp in its mesh instead: shardwise launch --shardwise PLAN."
 _PRECISIONS = ("fp16", "bf16", "fp8")
 _OFF: tuple[Any, ...] = (None, False, "no", "none", "None", "NO", "", {}, 0)
 _IGNORED = {
@@ -87,9 +87,11 @@ def values_of(path: Path) -> dict[str, Any]:
 def config_of(values: Mapping[str, Any], where: str) -> AccelerateConfig:
     """Convert the values of a file or a command line. Raises `ConfigError` if they contradict each other."""
     kind = str(values["distributed_type"])
+    if kind == "MEGATRON_LM":
+        section = _section("megatron_lm_config", values.get("megatron_lm_config"))
+        raise ConfigError(f"{where}: distributed_type {kind} is not supported: {instead_of_megatron(section)}")
     if kind not in _KINDS:
-        cure = f" {_MEGATRON}" if kind == "MEGATRON_LM" else ""
-        raise ConfigError(f"{where}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.{cure}")
+        raise ConfigError(f"{where}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.")
     found = AccelerateConfig({"preset": "zero3" if kind == "FSDP" else "ddp"})  # FSDP shards by default
     try:
         for key, value in values.items():
@@ -145,6 +147,10 @@ def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
                 _take_fsdp(found, name if name.startswith("fsdp_") else f"fsdp_{name}", one)
     elif key == "fp8_config":
         found.environment |= variables_of(_section(key, value))
+    elif key == "parallelism_config":
+        asked = _section(key, value)
+        if splits_in(asked):
+            raise ConfigError(f"{key} is not supported: {instead_of_parallelism(asked)}")
     elif key == "num_processes":
         found.nproc = None if value is None else _whole(key, value)
     elif key == "main_process_port":
@@ -190,11 +196,11 @@ _VARIABLES = {
 
 _TAKEN = (
     *_VARIABLES, "fsdp_config", "deepspeed_config", "fp8_config", "dynamo_config", "num_processes", "num_machines",
-    "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "distributed_type",
+    "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "distributed_type", "parallelism_config",
 )  # fmt: skip
 _FSDP_TAKEN = (
     "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "fsdp_min_num_params",
-    "fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy", "fsdp_activation_checkpointing",
 )  # fmt: skip
 _DEEPSPEED_TAKEN = ("deepspeed_config_file", "zero_stage", *_OFFLOADED, "gradient_clipping", *_VARIABLES)
 
@@ -213,6 +219,9 @@ def _take_fsdp(found: AccelerateConfig, key: str, value: Any) -> None:
         _take_units(found, key, value, lambda name: {"class": name})
     elif key == "fsdp_min_num_params":
         _take_units(found, key, value, lambda count: {"min_numel": _whole(key, count)})
+    elif key == "fsdp_activation_checkpointing":
+        if value not in (*_OFF, "false"):
+            found.plan["activations"] = "recompute"
     elif key == "fsdp_auto_wrap_policy":
         if value == "NO_WRAP":
             found.unsupported.append(f"{key}: {value} (units are blocks of the model)")

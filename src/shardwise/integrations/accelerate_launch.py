@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LaunchError
+from shardwise.integrations.accelerate_parallelism import (
+    MEGATRON,
+    PARALLELISM,
+    instead_of_megatron,
+    instead_of_parallelism,
+)
 
 if TYPE_CHECKING:
     from shardwise.integrations.accelerate_config import AccelerateConfig
@@ -43,11 +49,10 @@ _FLAGS = {
 }  # fmt: skip
 _REFUSED = {
     "tpu": "shardwise does not support TPUs.",
-    "use_megatron_lm": "use a plan with tp, sp or ep in its mesh instead: shardwise launch --shardwise PLAN. "
-    "Pipeline stages (pp) need a loop that calls engine.train_step(batch).",
-    "use_parallelism_config": "use the mesh of a plan instead: shardwise launch --shardwise PLAN.",
     "no_python": "ranks are Python processes. Start other programs with torchrun --no-python.",
 }
+_INSTEAD = {MEGATRON: instead_of_megatron, PARALLELISM: instead_of_parallelism}
+"""Other engines, by what the names of their options begin with."""
 _OTHER_HOSTS = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "mpirun_hostfile")
 _WITHOUT_EFFECT = {
     "tee": "the output of ranks is always shown, and with --log_dir also written to files",
@@ -57,8 +62,9 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `accelerate launch`, with underscores or hyphens, and the script."""
+def add_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Add the options of `accelerate launch`, with underscores or hyphens, and the script. Of the many options of other
+    engines those that are among `words` are added, to be refused by name."""
 
     def option(name: str, **settings: Any) -> None:
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **settings)
@@ -72,6 +78,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         *(f"fp8_{name}" for name in _FP8),
     ):
         option(name, metavar="X", help="as in accelerate launch" if name in _PLAIN[:6] else argparse.SUPPRESS)
+    names = [word.lstrip("-").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+    for name in dict.fromkeys(name for name in names if name.startswith(tuple(_INSTEAD))):
+        option(name, help=argparse.SUPPRESS)
+    option("use_megatron_lm", action="store_true", help=argparse.SUPPRESS)
+    option("use_parallelism_config", action="store_true", help=argparse.SUPPRESS)
     for name in (*_FLAGS, *_REFUSED, "multi_gpu", "enable_cpu_affinity", f"fp8_{_FP8_EVALUATES}"):
         option(name, action="store_true", help=argparse.SUPPRESS)
     option("use_deepspeed", action="store_true", help="ZeRO, set by --zero_stage or --deepspeed_config_file")
@@ -95,6 +106,12 @@ def read_options(args: Any) -> tuple[AccelerateConfig, list[str]]:
     for name, why in _REFUSED.items():
         if getattr(args, name):
             raise LaunchError(f"accelerate launch --{name} is not supported: {why}")
+    for prefix, instead in _INSTEAD.items():
+        given = {name: value for name, value in vars(args).items() if name.startswith(prefix) and value is not None}
+        flag = f"use_{prefix.rstrip('_')}"
+        if given or getattr(args, flag):
+            named = next(iter(given), flag)
+            raise LaunchError(f"accelerate launch --{named} is not supported: {instead(given)}")
     for name in _OTHER_HOSTS:
         if getattr(args, name):
             raise LaunchError(

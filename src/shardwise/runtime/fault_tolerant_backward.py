@@ -59,6 +59,9 @@ class Tolerant:
     def after_forward(self, unit: Unit, *, opaque: bool) -> None:
         self._report(lambda: self._listener.after_forward(unit, opaque=opaque))
 
+    def forward_raised(self, unit: Unit) -> None:
+        self._report(lambda: self._listener.forward_raised(unit))
+
     def before_backward(self, unit: Unit) -> None:
         self._report(lambda: self._listener.before_backward(unit))
 

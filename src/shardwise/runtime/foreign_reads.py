@@ -23,7 +23,9 @@ from shardwise.system.torch_private import (
     TorchDispatchMode,
     UncompiledMode,
     asks_device,
+    dispatch_modes,
     may_write,
+    num_calls,
     storage_id,
     written_by,
 )
@@ -38,10 +40,13 @@ class Reach(TorchDispatchMode):
         units: Sequence[Unit],
         gather: Callable[[Unit], None],
         hear_collective: Callable[[], None] | None = None,
+        of: nn.Module | None = None,
     ) -> None:
+        """`of` is the module of which it watches a call, if that may be asked later (`end_interrupted`)."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._units = {storage_id(flat.full.untyped_storage()): (unit, flat) for unit in units for flat in unit.flats}
         self._gather = gather
+        self._of = of
         self._hear_collective = hear_collective
         self._is_paused = False
 
@@ -53,6 +58,19 @@ class Reach(TorchDispatchMode):
             yield
         finally:
             self._is_paused = before
+
+    def end(self) -> None:
+        """Stop watching, unless `end_interrupted` has ended it."""
+        if self in dispatch_modes():
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+    @staticmethod
+    def end_interrupted() -> None:
+        """End what watches a call that Ctrl-C has ended, of which no hook was told: every operation would be inspected
+        as long as a notebook lives."""
+        modes = dispatch_modes()
+        while modes and isinstance(last := modes.pop(), Reach) and last._of is not None and not num_calls(last._of):
+            last.end()
 
     def __torch_dispatch__(
         self,
@@ -114,6 +132,10 @@ class Callers:
     def num_running(self, module: nn.Module) -> int:
         """How many nested calls of `module` are running."""
         return self._running.count(module)
+
+    def forget(self) -> None:
+        """None of the modules runs."""
+        self._running.clear()
 
     def remove(self) -> None:
         """Remove the hooks. Call it only while none of the modules runs, for PyTorch may be iterating over its

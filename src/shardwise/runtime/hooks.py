@@ -2,7 +2,7 @@
 
 All hooks by which a unit is gathered, freed and reduced are registered here. Events per unit:
 
-- `before_forward` and `after_forward`, once per outermost call of one of its sites;
+- `before_forward`, and `after_forward` or `forward_raised`, once per outermost call of one of its sites;
 - `before_backward`, when the first gradient of an output is about to be used, and again whenever a forward is
   recomputed inside a backward (activation checkpointing);
 - `after_backward`, when every trainable parameter has its gradient and, if the unit has frozen parameters, the
@@ -97,6 +97,7 @@ class Listener(Protocol):
     def leave_root(self, *, raised: bool) -> None: ...
     def before_forward(self, unit: Unit) -> None: ...
     def after_forward(self, unit: Unit, *, opaque: bool) -> None: ...
+    def forward_raised(self, unit: Unit) -> None: ...
     def before_backward(self, unit: Unit) -> None: ...
     def after_backward(self, unit: Unit) -> None: ...
     def await_graph(self, unit: Unit) -> None: ...
@@ -330,9 +331,11 @@ class Hooks(NotCopied):
         call, use.call = use.call, None
         if output is None and (error := sys.exc_info()[1]) is not None:  # the forward raised
             if not isinstance(error, EndOfForward):
+                self._listener.forward_raised(unit)
                 return None
             output = error.output
         if unit.num_writes() != use.num_writes:
+            self._listener.forward_raised(unit)
             raise changed_inside(unit.name)
         output, given = self._kept.apart(unit, output), output
         opening = open_backward if call is None else self._opening(unit, use, call, open_backward)

@@ -38,7 +38,7 @@ from shardwise.runtime.step import Step
 from shardwise.runtime.watch_reads import Watching
 from shardwise.system.heap import FreeHeap
 from shardwise.system.telemetry import UNITS
-from shardwise.system.torch_private import computes_without_values, outside_modes
+from shardwise.system.torch_private import computes_without_values, num_calls, outside_modes
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,7 @@ class Runner:
         self._paths = Paths(self.passes, self._evaluation, self._post_backward, self.programs, paths, drops_layers)
         self._paths.may_differ = settings.paths_differ
         to_say = settings.if_forward_communicates
-        is_model_running = partial(Runner._is_model_running, weakref.proxy(self))  # no ring: buffers go with the runner
-        self._watching = Watching(
-            model, self.gathering, self._hooks, self.passes, self._paths, to_say, is_model_running
-        )
+        self._watching = Watching(model, self.gathering, self._hooks, self.passes, self._paths, to_say)
         self.step = Step(executor, self.programs, self.passes, self.gathering, self._post_backward, shared_buffers)
         backend = settings.compile_backend
         self._compiled = CompiledUnits(model, units, backend) if backend else None
@@ -125,6 +122,8 @@ class Runner:
         if self._inference is not None:
             return
         self.recover_if_cut_short()
+        if self._is_training_root is not None and num_calls(self._model) == 1:  # the call before this one is no more
+            self._recover()
         if not is_dynamo_compiling():  # the clock cannot be traced
             self._journal.clock.work()
         training = torch.is_grad_enabled()
@@ -137,10 +136,6 @@ class Runner:
         self._watching.stop()
         if self._compiled is not None:
             self._compiled.install()
-
-    def _is_model_running(self) -> bool:
-        """Whether modules are called by the model itself, or in an inference of this rank's."""
-        return self._is_training_root is not None or self._inference is not None
 
     def _require_values(self) -> None:
         """Of parameters that are whole here shapes can be computed, too, once those on their way have come."""
@@ -217,6 +212,11 @@ class Runner:
             self._verify(unit.moments.before_forward)
         if self._timeline.is_on:
             self._timeline.begin(UNITS, f"forward {unit.name}")
+        if self._is_training_root is None:
+            self._watching.enter_alone(unit, training=training)
+
+    def forward_raised(self, unit: Unit) -> None:
+        self._watching.leave_alone(unit, raised=True)
 
     def after_forward(self, unit: Unit, *, opaque: bool) -> None:
         if self._inference is not None:
@@ -230,6 +230,7 @@ class Runner:
         training = self._is_training_root
         if training is None:
             training = torch.is_grad_enabled()
+            self._watching.leave_alone(unit, raised=False)
         moment = (current.moments[unit.name] if training else unit.moments).after_forward
         script = current.script if training else self._evaluation.script
         block = script.advance(moment) or self._paths.come_to(moment, unit, training=training)
@@ -450,6 +451,12 @@ class Runner:
         if self._hooks.is_cut_short:
             self._recover_from_backward()
 
+    def recover_if_left(self) -> None:
+        """The same between computations; also after Ctrl-C in a forward, of which no hook is told: see `num_calls`."""
+        self.recover_if_cut_short()
+        if self._is_training_root is not None or self._hooks.is_open:
+            self._recover()
+
     def _recover_from_backward(self) -> None:
         self._recover()
         self.gathering.drop_gradients()
@@ -460,7 +467,7 @@ class Runner:
         self._hooks.forget()
         self._post_backward.rounds.forget()
         self.halves.forget()
-        self._watching.pause()
+        self._watching.forget()
         self.gathering.abandon()
         self.passes.abandon()
         self._evaluation.is_running = False
@@ -490,6 +497,8 @@ class Runner:
                 yield self._inference
         finally:
             self._inference = None
+            if self._hooks.is_open:  # Ctrl-C has ended a forward
+                self._recover()
 
     # -- parameters that are used outside of the modules that own them ----------------------------------
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,10 +15,9 @@ from shardwise.init import is_distributed
 from shardwise.memory import Unit
 from shardwise.runtime.foreign_reads import Callers, Reach, Writes
 from shardwise.runtime.gathering import Gathering
-from shardwise.runtime.hooks import Hooks, changed_inside, in_backward
+from shardwise.runtime.hooks import Hooks, changed_inside
 from shardwise.runtime.passes import Passes
 from shardwise.runtime.paths import Paths
-from shardwise.system.own_hooks import hook_around
 
 _log = logging.getLogger("shardwise")
 
@@ -35,7 +33,6 @@ class Watching:
         passes: Passes,
         paths: Paths,
         if_forward_communicates: str,
-        is_model_running: Callable[[], bool],
     ) -> None:
         self._model = model
         self._if_forward_communicates = if_forward_communicates
@@ -47,18 +44,8 @@ class Watching:
         self._callers: Callers | None = None
         self._has_seen = {True: False, False: False}
         """By whether a pass is a training pass: whether everything that it reads is known."""
-        self._alone = _CalledAlone(weakref.proxy(self))  # no ring: buffers go with the runner
-        self.is_model_running = is_model_running
-
-    @property
-    def sites(self) -> list[nn.Module]:
-        """The modules that units compute in, but the model itself."""
-        sites = dict.fromkeys(site for unit in self._units for site in unit.sites)
-        return [site for site in sites if site is not self._model]
-
-    def writes(self) -> Writes:
-        """What raises where a module writes to a parameter."""
-        return Writes(self._units, self.gather_reached)
+        self._alone: tuple[Unit, Writes] | None = None
+        """The unit whose module a loop has called by itself, and what looks for writes there."""
 
     def has_seen(self, *, training: bool) -> bool:
         """Whether passes of this kind need not be watched."""
@@ -75,33 +62,60 @@ class Watching:
         if self._gathering.watcher is None:
             self._require_own_params()
             heard = self._hear_collective if self._if_forward_communicates else None
-            watcher = Reach(self._units, self.gather_reached, heard)
+            Reach.end_interrupted()
+            watcher = Reach(self._units, self.gather_reached, heard, of=self._model)
             watcher.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             self._gathering.watcher = watcher
             self._hooks.look_for_kept_views(True)
 
     def pause(self) -> None:
+        self._end_alone()
         if self._gathering.watcher is not None:
-            self._gathering.watcher.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            self._gathering.watcher.end()
             self._gathering.watcher = None
             self._hooks.look_for_kept_views(False)
+
+    def forget(self) -> None:
+        """What was watched has raised, or was left: nothing runs."""
+        self.pause()
+        if self._callers is not None:
+            self._callers.forget()
 
     def require_in_place(self) -> None:
         """Raise `ModelError` if the forward that was watched has given a parameter other memory (`param.data = ...`),
         as no operation shows; the parameter has its own again then."""
         if self._gathering.watcher is not None:
-            self.require_own_memory()
+            self._require_own_memory()
 
-    def require_own_memory(self) -> None:
-        """The same of what has run, whether it was watched or not."""
+    def _require_own_memory(self) -> None:
         moved = [unit.name for unit in self._units for flat in unit.flats if flat.put_back()]
         if moved:
             raise changed_inside(moved[0])
 
+    def enter_alone(self, unit: Unit, *, training: bool) -> None:
+        """A module of `unit` is about to run that a loop, or a schedule of stages, calls by itself, and not the model:
+        look for writes to parameters until `leave_alone`, unless passes of this kind are known."""
+        if self._alone is None and not self._has_seen[training] and not is_dynamo_compiling():
+            self._alone = unit, Writes(self._units, self.gather_reached)
+            self._alone[1].__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def leave_alone(self, unit: Unit, *, raised: bool) -> None:
+        """The outermost call of a module of `unit` has ended. Raises `ModelError` if it was looked at, and has given a
+        parameter other memory."""
+        if self._alone is None or self._alone[0] is not unit:
+            return
+        self._end_alone()
+        if not raised:
+            self._require_own_memory()
+
+    def _end_alone(self) -> None:
+        if self._alone is not None:
+            self._alone[1].end()
+            self._alone = None
+
     def stop(self) -> None:
         """Stop watching for good. Call it only while no module runs."""
         self.pause()
-        self._alone.remove()
         if self._callers is not None:
             self._callers.remove()
             self._callers = None
@@ -143,33 +157,3 @@ class Watching:
         if all(site is not known for known in unit.sites):
             unit.sites.append(site)
             self._hooks.add_site(unit, site, num_running=callers.num_running(site))
-
-
-class _CalledAlone:
-    """Looks for writes to parameters in modules that a loop calls one by one, and not the model, until passes of them
-    are known. In the model's own passes `Watching` does."""
-
-    def __init__(self, watching: Watching) -> None:
-        self._watching = watching
-        self._running: tuple[nn.Module, Writes] | None = None
-        self._handles = hook_around(watching.sites, self._enter, self._leave)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _enter(self, module: nn.Module, _: object) -> None:
-        watching = self._watching
-        if self._running is not None or watching.is_model_running() or is_dynamo_compiling():
-            return
-        if not (in_backward() or watching.has_seen(training=torch.is_grad_enabled())):
-            self._running = module, watching.writes()
-            self._running[1].__enter__()  # type: ignore[no-untyped-call]  # torch's own
-
-    def _leave(self, module: nn.Module, *_: object) -> None:
-        if self._running is not None and self._running[0] is module:
-            writes, self._running = self._running[1], None
-            writes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-            if sys.exc_info()[1] is None:
-                self._watching.require_own_memory()

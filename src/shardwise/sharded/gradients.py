@@ -287,7 +287,7 @@ class Gradients:
         if keep or pieces is not None:
             self._zero_some(pieces, keep=keep)
             return
-        self._runner.recover_if_cut_short()  # so that what it has left is dropped here, and not missed later
+        self._runner.recover_if_left()  # so that what it has left is dropped here, and not missed later
         for flat in self._flats:
             flat.grads.drop()
         self._zeroed_at = self._runner.passes.num_backwards

@@ -117,6 +117,23 @@ def process_rank_of(env: Mapping[str, str]) -> ProcessRank:
     return process
 
 
+def left_over(env: Mapping[str, str], process: ProcessRank) -> str:
+    """What may be wrong if other ranks do not come, as a sentence; `""` if nothing is known.
+
+    RANK and WORLD_SIZE that were left over in the shell of an `mpirun` are right for one of its ranks, which waits for
+    others, while these find a contradiction and end.
+    """
+    if process.launcher is not TORCHRUN or "TORCHELASTIC_RUN_ID" in env:
+        return ""
+    for launcher in LAUNCHERS[1:]:
+        if launcher.is_mpi and launcher is not _PMIX and _has_started(launcher, env):
+            return (
+                f" {process.in_words()} is set beside the variables of {launcher.starter} ({launcher.name}): if it was "
+                f"left over in the shell, unset RANK and WORLD_SIZE."
+            )
+    return ""
+
+
 def address_of(env: Mapping[str, str], process: ProcessRank) -> tuple[str, int]:
     """Host and port at which ranks meet unless MPI provides them: MASTER_ADDR and MASTER_PORT, or one of Slurm's hosts.
 
@@ -187,16 +204,24 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> ProcessRank:
 def _check_both(env: Mapping[str, str]) -> None:
     """Raise if one of RANK and WORLD_SIZE is there without the other, unless the process is to be alone: with RANK
     alone it would train alone, and with WORLD_SIZE alone every process would be rank 0."""
+    counting = next((one for one in LAUNCHERS[1:] if one.is_mpi and _has_started(one, env)), None)
+    cure = ""
+    if counting is not None:
+        cure = f"Unset it: {counting.starter} ({counting.name}) has started this process, and numbers the ranks itself."
     if "WORLD_SIZE" not in env:
-        raise ConfigError(
-            f"RANK={env['RANK']} is set, but WORLD_SIZE is not. Set it to the number of ranks (1: this process is "
-            f"alone), or start the ranks with `shardwise launch` or torchrun, which set both."
+        cure = cure or (
+            "Set it to the number of ranks (1: this process is alone), or start the ranks with `shardwise launch` or "
+            "torchrun, which set both."
         )
+        raise ConfigError(f"RANK={env['RANK']} is set, but WORLD_SIZE is not. {cure}")
     if "RANK" not in env and number_in(env, "WORLD_SIZE", 1) > 1:
+        cure = cure or (
+            "Start the ranks with `shardwise launch` or torchrun, which set both, or set WORLD_SIZE=1 if this process "
+            "is to be alone."
+        )
         raise ConfigError(
             f"WORLD_SIZE={env['WORLD_SIZE']} says that there are several ranks, but nothing says which of them this "
-            f"process is (RANK is not set). Start the ranks with `shardwise launch` or torchrun, which set both, or "
-            f"set WORLD_SIZE=1 if this process is to be alone."
+            f"process is (RANK is not set). {cure}"
         )
 
 

@@ -40,16 +40,25 @@ class StartupBarrier:
         self._store = SealedStore(f"shardwise/attempt-{attempt}/startup", store, seal or Seal())
 
     def wait(
-        self, rank: int, size: int, where: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
+        self,
+        rank: int,
+        size: int,
+        where: str,
+        *,
+        timeout_seconds: float,
+        patience_seconds: float,
+        is_host: bool,
+        hint: str = "",
     ) -> int:
         """Return once all `size` ranks are here; log which are missing after `patience_seconds`. All ranks call.
 
         The result counts how often they have been here together, the same on all. `where` names the store. With
-        `is_host` the store ends with this process. Raises `FaultError`.
+        `is_host` the store ends with this process. `hint` is said beside the ranks that are missing. Raises
+        `FaultError`.
         """
         try:
             self._introduce(rank, size)
-            return self._gather(rank, size, where, timeout_seconds, patience_seconds)
+            return self._gather(rank, size, where, timeout_seconds, patience_seconds, hint)
         except FaultError:
             if is_host:
                 time.sleep(3 * _PAUSES[1])  # let the others read it too
@@ -87,7 +96,9 @@ class StartupBarrier:
                 f"Start all ranks with the same.",
             )
 
-    def _gather(self, rank: int, size: int, where: str, timeout_seconds: float, patience_seconds: float) -> int:
+    def _gather(
+        self, rank: int, size: int, where: str, timeout_seconds: float, patience_seconds: float, hint: str
+    ) -> int:
         number = self._store.add(f"begun/{rank}", 1)
         here = [f"here/{number}/{other}" for other in range(size)]
         self._store.set(here[rank], "here")
@@ -101,10 +112,11 @@ class StartupBarrier:
                 if not missing:  # a process that was stopped meanwhile finds all here, however late it is
                     continue
                 if waited > timeout_seconds:
-                    raise _overdue(missing, size, where, timeout_seconds).error()
+                    raise _overdue(missing, size, where, timeout_seconds, hint).error()
                 warn_after *= 2
                 if rank == min(set(range(size)).difference(missing)):
-                    _log.warning("%s of %d did not come to %s yet, for %.0f s.", _named(missing), size, where, waited)
+                    who = _named(missing)
+                    _log.warning("%s of %d did not come to %s yet, for %.0f s.%s", who, size, where, waited, hint)
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSES[1])
         self._store.set(f"met/{rank}", str(number))
@@ -127,12 +139,12 @@ def _began() -> float:
     return psutil.Process().create_time()
 
 
-def _overdue(missing: list[int], size: int, where: str, timeout_seconds: float) -> Fault:
+def _overdue(missing: list[int], size: int, where: str, timeout_seconds: float, hint: str) -> Fault:
     return Fault(
         "timeout",
         tuple(missing),
         f"{_named(missing)} of {size} never came to {where}, where the others have waited for {timeout_seconds:g} s. "
-        f"Have all ranks been started, with the same MASTER_ADDR and MASTER_PORT?",
+        f"Have all ranks been started, with the same MASTER_ADDR and MASTER_PORT?{hint}",
     )
 
 

@@ -360,6 +360,9 @@ class _Stage:
         _become(unit, FullState.ABSENT)
         self._mark(Moment("after", "forward", unit.name))
 
+    def forward_raised(self, unit: Unit) -> None:
+        """Nothing to do: the rehearsal ends with the error."""
+
     def before_backward(self, unit: Unit) -> None:
         if unit.name not in self._open:
             self._open.add(unit.name)
