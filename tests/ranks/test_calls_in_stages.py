@@ -84,11 +84,13 @@ def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
 
 
 class Mixing(nn.Module):
-    """A block that mixes the samples of its batch."""
+    """A block that mixes the samples of its batch, or keeps what it has seen of earlier ones."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.linear(x)
@@ -101,10 +103,18 @@ class Mixing(nn.Module):
             return F.batch_norm(x.mT, None, None, training=True).mT
         if self.how == "spread":
             return x * (1 + x.std(dim=0).mean())
-        return x
+        if self.how == "written":
+            self.seen.mul_(0.5).add_(x.detach().mean((0, 1)))
+        if self.how == "assigned":
+            self.seen = 0.5 * self.seen + x.detach().mean((0, 1))
+        if self.how == "counted":
+            self.num_calls += 1
+        return (x - self.seen) / max(self.num_calls, 1)
 
 
-@pytest.mark.parametrize("how", ["mean", "negatives", "batch norm", "spread", "nothing"])
+@pytest.mark.parametrize(
+    "how", ["mean", "negatives", "batch norm", "spread", "written", "assigned", "counted", "nothing"]
+)
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
@@ -144,6 +154,28 @@ def test_a_mask_with_as_many_rows_as_there_are_samples_stays_whole(caplog: pytes
     for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
         assert_same(told, plainly(model, data, loss_of))
     assert f"mask, [{LENGTH}, {LENGTH}], is that of all samples" in caplog.text
+
+
+class Nodes(Decoder):
+    """Its rows are no samples, but nodes of a graph."""
+
+    def forward(self, x: Tensor, near: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(near @ hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_a_call_that_needs_as_many_rows_as_it_has_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, data = Nodes(block=lambda *_: nn.Linear(WIDTH, WIDTH)), batches(2, 8)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x[:, 0], torch.linspace(-1, 1, 64).view(8, 8)), y[:, 0])
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_same(told, plainly(model, data, loss_of))
+    assert "with another number of them the call fails" in caplog.text
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 1}], ids=str)

@@ -133,6 +133,12 @@ class PlaceholderModule(nn.Module):
             computed = getattr_static(self._original_class, name, None)
             if self._is_in_forward() and isinstance(computed, property) and computed.fget is not None:
                 return computed.fget(self)  # the dtype of its parameters, say
+            if not self._is_in_forward():
+                raise ElsewhereError(
+                    f"{own.get('_name')}.{name} lies on another pipeline stage, and this rank has none. "
+                    f"engine.get('{own.get('_name')}.{name}'), of a parameter, and engine.set(name, value), called by "
+                    f"all ranks, read and write those of any stage; model.named_parameters() are those of this rank's."
+                ) from None
             raise ElsewhereError(
                 f"The model's forward reads {name} of {own.get('_name')}, which lies on another pipeline stage. A "
                 f"pipeline can only call the modules of its stages; list others: pipeline.stages."

@@ -445,7 +445,8 @@ class StagedModel:
         """A context in which forwards of the model, or of `called`, and recomputations of them in a backward, run
         `stage`, or only the modules `span` of it. If it is watched, what follows may ask `require_own`."""
         first, last = self.span_of(stage) if span is None else span
-        parts, why = self._sequence_parts.get(stage, 1), passing.carried.why_unknown
+        parts = self._sequence_parts.get(stage, 1) if first == self._firsts[stage] else 1  # the last block joins them
+        why = passing.carried.why_unknown
         stand_ins = Placeholders(stage, self._names, first, arrived, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
         is_asked = not passing.is_known and last + 1 < len(self._names)
