@@ -17,6 +17,7 @@ import torch
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 
 Tensor = torch.Tensor
+_SHOWN = (Tensor.__format__, Tensor.__repr__)
 
 
 class Marked(Tensor):
@@ -62,6 +63,8 @@ class Marked(Tensor):
         if func is Tensor.__iter__:
             return iter(args[0].unbind(0))
         cls._require_right(func, args, kwargs)
+        if func in _SHOWN:  # torch formats its own class alone
+            return func(args[0].plain(), *args[1:])
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if result is None or isinstance(result, bool | int | float | torch.Size | torch.dtype | torch.device):

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.errors import CommError, StateError
 from shardwise.memory import AtRest
+from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.system.torch_private import tree_leaves
 
 Tensor = torch.Tensor
@@ -41,6 +42,11 @@ class Source(Protocol):
     @property
     def unsplit_shape(self) -> tuple[int, ...] | None:
         """The shape of the unsplit tensor, of which it yields a part; `None` if it yields all of it."""
+        ...
+
+    @property
+    def in_stage(self) -> InStage | None:
+        """The parameter whose values, or those of whose gradient, it has, if the model is in pipeline stages."""
         ...
 
     def opened(self) -> AbstractContextManager[Tensor]:

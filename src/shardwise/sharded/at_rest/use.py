@@ -27,7 +27,8 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes
+from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes, source_of
+from shardwise.sharded.at_rest.stage_terms import TermOfStage, require_own_copies, terms_in
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -62,6 +63,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func is uses.REDUCE:
         func, args, kwargs = _to_all(*args, **kwargs)
         return use(func, args, kwargs)
+    if any(source_of(handle).in_stage for handle in handles):
+        require_own_copies(func, args)
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
@@ -105,6 +108,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         with torch.inference_mode(False), torch.no_grad():
             return _run(func, leaves, form, handles)
     differentiates = torch.is_grad_enabled() and any(map(_requires_gradient, handles))
+    own = [one for handle in handles if (one := source_of(handle).in_stage) is not None]
     for handle in handles:
         home = handle.source.gathers_again if isinstance(handle, Whole) else None
         if home is not None and home.is_computing:  # what is saved of it now is read before that ends
@@ -158,10 +162,15 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             elif source in written:
                 source.take_over(uncounted(values))
         given_back = _given_back(result, func, leaves, form, handles, seen, opened)
-        if not any(marks):
+        if not (any(marks) or own):
             return given_back
         results, result_form = tree_flatten(given_back)
-        return tree_unflatten(Part.each_marked(results, marks, leaves), result_form)
+        results = Part.each_marked(results, marks, leaves)
+        if own:
+            each = [[one] for one in own] if len(own) == len(results) else [own] * len(results)
+            terms = [terms_in(one, leaves, of) for one, of in zip(results, each, strict=True)]
+            results = TermOfStage.each_marked(results, terms, leaves)
+        return tree_unflatten(results, result_form)
 
 
 def _weighted(param: Resting) -> Tensor:
