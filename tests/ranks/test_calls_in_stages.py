@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import namedtuple
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.testing import run_ranks
 from tests.models import LENGTH, VOCAB, WIDTH, Decoder
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 
@@ -198,3 +200,36 @@ def test_a_mask_that_micro_batches_would_cut_is_refused(mesh: dict[str, int]) ->
             engine.train_step(parts, list(y.chunk(2)), loss_fn=loss_fn)
 
     run_ranks(math.prod(mesh.values()), rank)
+
+
+@sampled
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_an_evaluation_without_gradients(preset: str, is_first: bool, mode: Any) -> None:
+    torch.manual_seed(0)
+    plain, ((x, y),) = Decoder(), batches(1, 8)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found = []
+        for step in range(2):
+            if step or not is_first:
+                model(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            with mode():
+                found.append(model(x).clone())
+            model.train()
+        return found
+
+    def rank(world: sw.World) -> list[Tensor]:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, {"preset": preset, "mesh": {"pp": 2}}, optimizer=optimizer, world=world):
+            return train(model, optimizer)
+
+    expected = train(plain, adamw(plain))
+    for found in run_ranks(2, rank):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -102,6 +102,23 @@ def test_what_is_computed_of_one_parameter_is_whole(kind: str, preset: str) -> N
     assert found == pytest.approx(WHOLE[kind](plain), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["a root", "its value", "of a sum in place"])
+def test_terms_of_split_parameters_are_known_too(kind: str) -> None:
+    models = [Decoder() for _ in range(4)]
+    plan = {"up": "column", "down": "row"}
+    full = {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "tensor": {"plan": {f"blocks.*.{n}": plan[n] for n in plan}}}
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with (
+            sw.shard(model, full, optimizer=adamw(model), world=world),
+            pytest.raises(StateError, match=r"that this rank's pipeline stages have.*engine\.gradient_norm"),
+        ):
+            PARTIAL[kind](model)
+
+    run_ranks(4, rank)
+
+
 def test_what_is_computed_of_one_module_is_whole() -> None:
     torch.manual_seed(0)
     expected = of_each_block(Decoder())

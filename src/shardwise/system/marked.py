@@ -37,6 +37,12 @@ class Marked(Tensor):
         """Raise if `func` would take a part for the whole."""
 
     @classmethod
+    def _explain(
+        cls, error: RuntimeError, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Raise another error for that of `func`, if it fails because a part is given for the whole."""
+
+    @classmethod
     @abstractmethod
     def _completed(
         cls, results: Sequence[Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -65,8 +71,12 @@ class Marked(Tensor):
         cls._require_right(func, args, kwargs)
         if func in _SHOWN:  # torch formats its own class alone
             return func(args[0].plain(), *args[1:])
-        with DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        try:
+            with DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            cls._explain(error, func, args, kwargs)
+            raise
         if result is None or isinstance(result, bool | int | float | torch.Size | torch.dtype | torch.device):
             return result
         found, form = tree_flatten(result)

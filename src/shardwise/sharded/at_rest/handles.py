@@ -247,3 +247,8 @@ class Whole(torch.Tensor):
             f"that spreads a model over ranks by itself (DistributedDataParallel, Trainer, accelerator.prepare), leave "
             f"it out: the engine does that."
         )
+
+
+def source_of(handle: Resting | Whole) -> Source:
+    """What has the values of `handle`."""
+    return handle.source if isinstance(handle, Whole) else handle.home()

@@ -16,8 +16,7 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.sharded.at_rest import uses
-from shardwise.sharded.at_rest.handles import Resting, Whole
-from shardwise.sharded.at_rest.parts import source_of
+from shardwise.sharded.at_rest.handles import Resting, Whole, source_of
 from shardwise.sharded.at_rest.stage_names import InStage, StageNames
 from shardwise.system.marked import Marked
 from shardwise.system.torch_functions import named
@@ -49,6 +48,11 @@ class Terms(NamedTuple):
     stage: StageNames
     names: frozenset[str]
 
+    @classmethod
+    def of(cls, own: Sequence[InStage]) -> Terms:
+        """Of `own` parameters, of which there is one at least."""
+        return cls(own[0].stage, frozenset(one.name for one in own))
+
     @property
     def are_partial(self) -> bool:
         return self.stage.are_of_several(self.names)
@@ -69,6 +73,9 @@ class TermOfStage(Marked):
     ) -> Any:
         if func is Tensor.__repr__ and args[0].mark.are_partial:
             return f"{args[0].plain()!r}, of the parameters of some pipeline stages"
+        if func in _IN_PLACE and type(args[0]) is Tensor and not args[0].requires_grad:  # `total += term`
+            terms = terms_of(args[1:])
+            args = args if terms is None else (cls.of(args[0], terms._replace(names=frozenset())), *args[1:])
         if all(issubclass(cls, one) for one in types):
             return super().__torch_function__(func, types, args, kwargs)
         plain = tree_map_only(cls, cls.plain, (args, dict(kwargs or {})))  # it is added to what knows more
@@ -101,9 +108,11 @@ class TermOfStage(Marked):
             for leaf in leaves:
                 if isinstance(leaf, cls):
                     leaf.mark = leaf.mark._replace(names=frozenset())
-        if func in _IN_PLACE:
-            results = [one.plain() if isinstance(one, cls) else one.view_as(one) for one in results]
-        return results, [terms_in(one, leaves) for one in results]
+        marks = [terms_in(one, leaves) for one in results]
+        for one, mark in zip(results, marks, strict=True):
+            if isinstance(one, cls) and mark is not None:  # changed in place
+                one.mark = mark
+        return results, marks
 
 
 def terms_of(leaves: Iterable[Any]) -> Terms | None:
@@ -117,11 +126,10 @@ def terms_in(result: Any, leaves: Sequence[Any], own: Sequence[InStage] = ()) ->
     a loss to which terms were added is none."""
     if not isinstance(result, Tensor) or not result.is_floating_point():
         return None
-    terms = terms_of(leaves)
-    names = frozenset(one.name for one in own) | (terms.names if terms else frozenset())
-    if not names or any(map(_has_another_gradient, leaves)):
+    found = [one for one in (Terms.of(own) if own else None, terms_of(leaves)) if one is not None]
+    if not found or any(map(_has_another_gradient, leaves)):
         return None
-    return Terms(own[0].stage if own else terms.stage, names)  # type: ignore[union-attr]  # there is one of them
+    return found[0]._replace(names=frozenset().union(*(one.names for one in found)))
 
 
 def _has_another_gradient(leaf: Any) -> bool:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
-from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes, source_of
+from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
+from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, require_own_copies, terms_in
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
