@@ -246,3 +246,79 @@ def test_copies_that_are_paired_by_name_are_right() -> None:
     for of_stage in run_ranks(2, rank):
         found |= of_stage
     torch.testing.assert_close(found, train(plain, copy.deepcopy(plain), adamw(plain)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_that_no_backward_leaves_are_refused(allow_unused: bool) -> None:
+    def use(model: Any, _: object) -> None:
+        loss = model(*batches(1, 8)[0])
+        with pytest.raises(StateError, match=r"Use loss.backward\(\), and read them by engine.get\(name, 'grad'\)"):
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=allow_unused)
+        term = sum(p.square().sum() for p in model.parameters())
+        for param, gradient in zip(
+            model.parameters(), torch.autograd.grad(term, list(model.parameters())), strict=True
+        ):
+            torch.testing.assert_close(gradient, 2 * param.detach())
+
+    in_stages("zero1", use)
+
+
+def test_gradients_of_split_parameters_are_known_as_parts() -> None:
+    """What is computed of them is refused, and an optimizer can be given them."""
+    torch.manual_seed(0)
+    plain, data = Decoder(), batches(2, 8)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    full = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}}
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in data:
+            params = list(model.parameters())
+            for param, gradient in zip(params, torch.autograd.grad(model(x, y), params), strict=True):
+                param.grad = gradient * 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, full, optimizer=optimizer, world=world) as engine:
+            train(model, optimizer)
+            (gradient,) = torch.autograd.grad(model(*data[0]), [model.blocks[0].up.weight])
+            with pytest.raises(StateError, match=r"the gradient of blocks.0.up.weight is split along a model axis"):
+                gradient.norm()
+            return engine.state_dict()
+
+    train(plain, adamw(plain))
+    for state in run_ranks(2, rank):
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def require_numbers(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+    assert not args[0].isnan().any()
+
+
+def test_hooks_of_a_loop_run_where_the_module_is() -> None:
+    torch.manual_seed(0)
+    plain, ((x, y),) = Decoder(), batches(1, 8)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def seen_in(model: Any) -> dict[int, Tensor]:
+        seen: dict[int, Tensor] = {}
+        for place, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(require_numbers)
+            block.register_forward_hook(
+                lambda _, __, output, place=place: seen.update(
+                    {place: seen.get(place, 0) + output.detach().sum((0, 1))}
+                )
+            )
+        with torch.no_grad():
+            model(x, y)
+        return seen
+
+    def rank(world: sw.World) -> dict[int, Tensor]:
+        with sw.shard(models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}}, world=world):
+            return seen_in(models[world.rank])
+
+    first, second = run_ranks(2, rank)
+    assert (first.keys(), second.keys()) == ({0, 1}, {2, 3})
+    torch.testing.assert_close({**first, **second}, seen_in(plain), rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.parallel.pipeline.placeholder_values import TensorFacts
+from shardwise.system.own_hooks import is_own
 
 Tensor = torch.Tensor
 
@@ -97,6 +98,18 @@ class PlaceholderModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._owner.pass_by(self._name, self._number, args, kwargs)
+
+    def register_forward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._kept(hook, super().register_forward_hook(hook, *args, **kwargs))
+
+    def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._kept(hook, super().register_forward_pre_hook(hook, *args, **kwargs))
+
+    def _kept(self, hook: Any, handle: RemovableHandle) -> RemovableHandle:
+        """Of a loop's own hooks none stays here: it would see stand-ins. It runs on the rank that has the module."""
+        if not (is_own(hook) or self._is_in_forward()):
+            handle.remove()
+        return handle
 
     def _is_in_forward(self) -> bool:
         owner: Owner | None = self.__dict__.get("_owner")

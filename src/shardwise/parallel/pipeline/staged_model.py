@@ -677,7 +677,7 @@ def _same_hooks(slots: Sequence[_Slot]) -> Iterator[None]:
             new = [set(after).difference(before) for after, before in zip(now, known, strict=True)]
             for (module, other), hooks in zip(pairs, new, strict=True):
                 for hook in sorted(hooks):
-                    other.register_forward_hook(module._forward_hooks[hook])
+                    nn.Module.register_forward_hook(other, module._forward_hooks[hook])
 
 
 def _part_of(name: str, model: nn.Module) -> str:

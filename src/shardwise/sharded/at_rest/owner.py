@@ -21,6 +21,7 @@ from shardwise.sharded.at_rest.stage_names import InStage, StageNames
 from shardwise.sharded.at_rest.unsplit import UnsplitSource
 from shardwise.sharded.at_rest.use import plainly, use
 from shardwise.sharded.gradients import Gradients
+from shardwise.system.marked import Marked
 from shardwise.system.torch_private import is_transforming
 
 Tensor = torch.Tensor
@@ -340,7 +341,8 @@ class ParamHome:
             return
         if value is not None and gradients.has(self._flat, self._index):
             present.leave(source, lambda: self._whole_gradient().clone())
-        gradients.assign(self._flat, self._index, value.clone() if isinstance(value, Resting | Whole) else value)
+        given = value.plain() if isinstance(value, Marked) else value
+        gradients.assign(self._flat, self._index, given.clone() if isinstance(given, Resting | Whole) else given)
         if value is not None:
             source, present = self._present_gradient()
             present.enter(source, value.home().whole() if isinstance(value, Resting) else value)

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.sharded.at_rest import uses
-from shardwise.sharded.at_rest.handles import Resting, Whole, source_of
+from shardwise.sharded.at_rest.handles import Resting, Source, Whole, source_of
 from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms
 from shardwise.system.marked import Marked
@@ -111,6 +111,13 @@ def completed(
         else None
         for one, whole in zip(results, expected, strict=True)
     ]
+
+
+def part_of_gradient(gradient: Tensor, source: Source) -> Tensor:
+    """`gradient` of the parameter that is `source`, marked if that is a part."""
+    if source.unsplit_shape is None or type(gradient) is not Tensor:
+        return gradient
+    return Part.of(gradient, PartOf(f"the gradient of {source.name}", source.unsplit_shape, None, source.in_stage))
 
 
 def _has_gradient(tensors: Sequence[Any]) -> bool:

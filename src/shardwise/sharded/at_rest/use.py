@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes
+from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, require_own_copies, terms_in
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
@@ -46,6 +46,8 @@ Function = Callable[..., Any]
 
 def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of `func(*args, **kwargs)`, as plain PyTorch would give it."""
+    if func is torch.autograd.grad:
+        return _gradients(*args, **kwargs)
     if func in uses.METADATA:
         return plainly(func, args, kwargs)
     leaves, form = tree_flatten((args, dict(kwargs)))
@@ -89,6 +91,35 @@ def plainly(func: Function, args: Iterable[Any], kwargs: Mapping[str, Any]) -> A
     """`func` as if parameters at rest were plain ones."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `torch.autograd.grad` gives for parameters: parts of split ones, and nothing in pipeline stages, where a
+    call of the model is one node that has no parameters among its inputs."""
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if any(isinstance(one, Resting) and one.home().is_computing for one in given):
+        return plainly(torch.autograd.grad, (outputs, inputs, *args), kwargs)  # by the model itself
+    sources = [source_of(one) if isinstance(one, Resting | Whole) else None for one in given]
+    try:
+        found = plainly(torch.autograd.grad, (outputs, inputs, *args), kwargs)
+    except RuntimeError as error:
+        if any(one.in_stage for one in sources if one is not None) and "not have been used" in str(error):
+            _refuse_gradients(error)
+        raise
+    if any(one.in_stage for one in sources if one is not None) and all(one is None for one in found):
+        _refuse_gradients(None)
+    return tuple(
+        one if one is None or source is None else part_of_gradient(one, source)
+        for one, source in zip(found, sources, strict=True)
+    )
+
+
+def _refuse_gradients(error: RuntimeError | None) -> NoReturn:
+    raise StateError(
+        "torch.autograd.grad has found no gradient of parameters, and the model is in pipeline stages: a call of it is "
+        "one node of autograd, whose backward gives all stages theirs. Use loss.backward(), and read them by "
+        "engine.get(name, 'grad'), called by all ranks."
+    ) from error
 
 
 def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
