@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import namedtuple
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.testing import run_ranks
 from tests.models import LENGTH, VOCAB, WIDTH, Decoder
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 
@@ -79,11 +81,13 @@ def test_a_class_that_other_ranks_cannot_find_is_refused() -> None:
 
 
 class Mixing(nn.Module):
-    """A block that mixes the samples of its batch."""
+    """A block that mixes the samples of its batch, or keeps what it has seen of earlier ones."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.linear(x)
@@ -96,10 +100,18 @@ class Mixing(nn.Module):
             return F.batch_norm(x.mT, None, None, training=True).mT
         if self.how == "spread":
             return x * (1 + x.std(dim=0).mean())
-        return x
+        if self.how == "written":
+            self.seen.mul_(0.5).add_(x.detach().mean((0, 1)))
+        if self.how == "assigned":
+            self.seen = 0.5 * self.seen + x.detach().mean((0, 1))
+        if self.how == "counted":
+            self.num_calls += 1
+        return (x - self.seen) / max(self.num_calls, 1)
 
 
-@pytest.mark.parametrize("how", ["mean", "negatives", "batch norm", "spread", "nothing"])
+@pytest.mark.parametrize(
+    "how", ["mean", "negatives", "batch norm", "spread", "written", "assigned", "counted", "nothing"]
+)
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_a_call_is_not_split_if_blocks_mix_samples(how: str, is_chain: bool, caplog: pytest.LogCaptureFixture) -> None:
     if is_chain:
@@ -139,6 +151,28 @@ def test_a_mask_with_as_many_rows_as_there_are_samples_stays_whole(caplog: pytes
     assert f"mask, [{LENGTH}, {LENGTH}], is that of all samples" in caplog.text
 
 
+class Nodes(Decoder):
+    """Its rows are no samples, but nodes of a graph."""
+
+    def forward(self, x: Tensor, near: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(near @ hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_a_call_that_needs_as_many_rows_as_it_has_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, data = Nodes(block=lambda *_: nn.Linear(WIDTH, WIDTH)), batches(2, 8)
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x[:, 0], torch.linspace(-1, 1, 64).view(8, 8)), y[:, 0])
+
+    for told in looped(model, {"preset": "zero1", "mesh": {"pp": 2}}, data, loss_of):
+        assert_same(told, plainly(model, data, loss_of))
+    assert "with another number of them the call fails" in caplog.text
+
+
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 1}], ids=str)
 def test_a_mask_that_micro_batches_would_cut_is_refused(mesh: dict[str, int]) -> None:
     """A mask of samples by tokens of the same shape is cut."""
@@ -159,3 +193,36 @@ def test_a_mask_that_micro_batches_would_cut_is_refused(mesh: dict[str, int]) ->
             engine.train_step(parts, list(y.chunk(2)), loss_fn=loss_fn)
 
     run_ranks(math.prod(mesh.values()), rank)
+
+
+@sampled
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_an_evaluation_without_gradients(preset: str, is_first: bool, mode: Any) -> None:
+    torch.manual_seed(0)
+    plain, ((x, y),) = Decoder(), batches(1, 8)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        found = []
+        for step in range(2):
+            if step or not is_first:
+                model(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            with mode():
+                found.append(model(x).clone())
+            model.train()
+        return found
+
+    def rank(world: sw.World) -> list[Tensor]:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, {"preset": preset, "mesh": {"pp": 2}}, optimizer=optimizer, world=world):
+            return train(model, optimizer)
+
+    expected = train(plain, adamw(plain))
+    for found in run_ranks(2, rank):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

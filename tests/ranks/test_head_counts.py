@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -118,11 +119,17 @@ GROUPED: dict[str, Any] = {
 
 
 def run(
-    build: Callable[[], nn.Module], tensor: dict[str, Any], num_ranks: int = 2, folder: Path | None = None
+    build: Callable[[], nn.Module],
+    tensor: dict[str, Any],
+    num_ranks: int = 2,
+    folder: Path | None = None,
+    mesh: dict[str, int] | None = None,
 ) -> list[list[float]]:
     """The losses of each rank in two steps; the result is saved in `folder`."""
+    mesh = mesh or {"tp": num_ranks}
+    num_ranks = math.prod(mesh.values())
     models = [build() for _ in range(num_ranks)]
-    plan = {"preset": "zero3", "mesh": {"tp": num_ranks}, "tensor": tensor}
+    plan = {"preset": "zero3", "mesh": mesh, "tensor": tensor}
 
     def rank(world: sw.World) -> list[float]:
         mine = models[world.rank]
@@ -305,6 +312,50 @@ def test_code_that_takes_a_part_of_the_features_for_all_of_them_is_refused_at_th
         run(partial(wide, compute), TENSOR)
 
 
+IN_STAGES = {"pp": 2, "tp": 2}
+
+
+@sampled
+@pytest.mark.parametrize("code", OF_ALL_FEATURES)
+def test_it_is_refused_in_pipeline_stages_too(code: str) -> None:
+    compute, said = OF_ALL_FEATURES[code]
+    with pytest.raises(ModelError, match=said):
+        run(partial(wide, compute), TENSOR, mesh=IN_STAGES)
+
+
+@sampled
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("steps_itself", [False, True], ids=["loop", "train_step"])
+def test_heads_that_are_counted_in_one_block_are_refused_in_its_stage(place: int, steps_itself: bool) -> None:
+    def build() -> Transformer:
+        built = model(fused_by_width)
+        built.blocks[place].attn.heads = fused_by_literal
+        return built
+
+    models = [build() for _ in range(4)]
+    plan = {"preset": "zero1", "mesh": IN_STAGES, "tensor": UNDIVIDED, "accumulate": 2 if steps_itself else 1}
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            if steps_itself:
+                engine.train_step(tokens(0))
+            else:
+                engine(tokens(0))
+
+    with pytest.raises(ModelError, match=rf"blocks.{place}.attn views .*hard-coded number of heads"):
+        run_ranks(4, rank)
+
+
+@sampled
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_right_forward_is_accepted_in_pipeline_stages(sequence: bool) -> None:
+    expected, _ = alone(partial(model, fused_by_width))
+    tensor = {**UNDIVIDED, "sequence": sequence}
+    for losses in run(partial(model, fused_by_width), tensor, mesh=IN_STAGES):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 @sampled
 @pytest.mark.parametrize(
     "compute",
@@ -318,6 +369,60 @@ def test_code_that_is_right_for_a_part_is_accepted(compute: Callable[[Any, Tenso
     expected, _ = alone(partial(wide, compute))
     for losses in run(partial(wide, compute), TENSOR):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+class OverTokens(nn.Module):
+    """Mixes tokens by `mix`, of three projections of them."""
+
+    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(*(part(x) for part in self.parts))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)[0]
+        return out
+
+
+def by_equation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("...td,...de->...te", q, torch.einsum("bsd,bse->bde", k, v))
+
+
+OVER_TOKENS: dict[str, Callable[[], nn.Module]] = {
+    "weights": lambda: OverTokens(lambda q, k, v: (q @ k.transpose(1, 2)).sigmoid() @ v),
+    "a state": lambda: OverTokens(lambda q, k, v: torch.bmm(q, torch.bmm(k.transpose(1, 2), v))),
+    "equations": lambda: OverTokens(by_equation),
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "RNN": lambda: Recurrent(nn.RNN),
+}
+WITHOUT_ATTENTION = {"plan": {name: rule for name, rule in TENSOR["plan"].items() if ".attn." not in name}}
+
+
+@sampled
+@pytest.mark.parametrize("mesh", [{"tp": 2}, IN_STAGES], ids=["tp", "pp x tp"])
+@pytest.mark.parametrize("kind", OVER_TOKENS)
+def test_what_mixes_the_tokens_of_a_part_is_refused(kind: str, mesh: dict[str, int]) -> None:
+    def build() -> Transformer:
+        torch.manual_seed(0)
+        built = Transformer()
+        built.blocks[1].attn = OVER_TOKENS[kind]()
+        return built
+
+    with pytest.raises(ModelError, match=r"blocks.1.attn.* computes .* over .* of which tensor\."):
+        run(build, {**TENSOR, "divide": {"blocks.0.attn": ["num_heads", "width"]}, "sequence": True}, mesh=mesh)
+    expected, _ = alone(build)
+    for losses in run(build, WITHOUT_ATTENTION, mesh=mesh):
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 class Locked(nn.Sequential):

@@ -184,6 +184,8 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
                 assert f"has no {what} in this version" in str(refusal.value)
             whole = engine.state_dict()
             absent = next(module for module in model.modules() if isinstance(module, PlaceholderModule))
+            with pytest.raises(AttributeError, match=r"weight lies on another .*engine\.get\('[\w.]+\.weight'\)"):
+                absent.weight.data.mul_(0.5)  # by a loop
             for one in (model, nn.Sequential(model), absent):
                 with pytest.raises(StateError, match=r"more than this rank's pipeline stages. Call engine\.state_dict"):
                     one.state_dict()

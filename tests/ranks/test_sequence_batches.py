@@ -208,6 +208,11 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "lengths": lambda x: (x > 0).any(-1).sum(1),
     "weights of attention": lambda x: (x[:, None] @ x[:, None].mT).softmax(-1),
     "halves": lambda x: x.chunk(2, dim=1)[0],
+    "a product": lambda x: x.mT @ x,
+    "products of samples": lambda x: torch.bmm(x.mT, x),
+    "an equation": lambda x: torch.einsum("b t d, b t e -> b d e", x, x),
+    "an equation without a result": lambda x: torch.einsum("...td,t", x, torch.ones(x.shape[1])),
+    "attention without softmax": lambda x: torch.sigmoid(x @ x.mT) @ x,
 }
 UNMIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "features": lambda x: x.mean(-1),
@@ -217,6 +222,9 @@ UNMIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "masked": lambda x: x[(x > 0).any(-1)],
     "features joined": lambda x: torch.cat([x, x], -1),
     "of samples": lambda x: x.new_zeros(2, 4).sum(1),  # features, not tokens
+    "a product of features": lambda x: x @ torch.ones(8, 3) + x.matmul(torch.ones(8))[..., None],
+    "of as many features as tokens": lambda x: x[..., :4] @ torch.ones(4, 4),
+    "an equation of as many features": lambda x: torch.einsum("btd,de->bte", x[..., :4], torch.ones(4, 2)),
 }
 
 

@@ -50,6 +50,8 @@ WRONG: dict[str, Loss] = {
     "a mean over tokens": lambda logits, words: logits.mean(dim=1),
     "neighbours": lambda logits, words: log_probs(logits, words).diff(dim=-1),
     "returns": lambda logits, words: log_probs(logits, words).flip(1).cumsum(1),
+    "a product over tokens": lambda logits, words: logits.mT @ logits,
+    "an equation over tokens": lambda logits, words: torch.einsum("btv,btw->bvw", logits, logits),
 }
 RIGHT: dict[str, Loss] = {
     "entropy": entropy,
@@ -57,6 +59,9 @@ RIGHT: dict[str, Loss] = {
     "of each token": lambda logits, words: -log_probs(logits, words).mean(),
     "with more terms": lambda logits, words: entropy(logits, words) + 1e-2 * logits.logsumexp(-1).square().mean(),
     "changed in place": lambda logits, words: entropy(logits.div_(2.0), words),
+    "of products": lambda logits, words: (
+        entropy(logits, words) + 1e-3 * (logits @ torch.linspace(-1, 1, logits.shape[-1])).square().mean()
+    ),
     "recomputed": lambda logits, words: checkpoint(entropy, logits, words, use_reentrant=False),
     "beside what is logged": lambda logits, words: (
         entropy(logits, words)

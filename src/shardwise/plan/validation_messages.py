@@ -69,6 +69,4 @@ def _wrong_value(path: KeyPath, value: object, message: str, root: type[BaseMode
         hint += f": {cure}"
     if isinstance(value, str) and ":" in value and "mapping" in hint:
         hint += ": {key: value}, with a space after the colon, and quotes around it in a shell"
-    if isinstance(value, bool) and "true" not in hint and "number" not in hint:
-        hint += "; of on, off, yes and no YAML makes true and false, unless they are in quotes"
     return f"{'.'.join(path) or name} is {reprlib.repr(value)}; {hint}."

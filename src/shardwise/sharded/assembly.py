@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from shardwise.comm import Collectives, Communicator, DataGroup, World
+from shardwise.comm import Collectives, Communicator, DataGroup, Line, World
 from shardwise.errors import ConfigError
 from shardwise.memory import Flat, on_host
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
 from shardwise.optim.precision import Agreeing, LossScaler, NoNews, Verdict
 from shardwise.parallel.experts import EXPERT_LOAD, loaded
 from shardwise.plan import Plan
-from shardwise.plan.mesh import SEQUENCE_AXIS
+from shardwise.plan.mesh import SEQUENCE_AXIS, TENSOR_AXIS
 from shardwise.plan.mesh import STAGE_AXIS as STAGES
 from shardwise.program import Action
 from shardwise.runtime import BufferSync, Executor, Runner, Settings
@@ -34,7 +34,7 @@ from shardwise.runtime.activations import (
     Treatments,
 )
 from shardwise.sharded.access import Access
-from shardwise.sharded.at_rest import Owner, Structure, give_values_to_torch, use_unsplit_states
+from shardwise.sharded.at_rest import Owner, StageNames, Structure, give_values_to_torch, use_unsplit_states
 from shardwise.sharded.gradients import Gradients
 from shardwise.sharded.sharding import Sharding
 from shardwise.sharded.unfreezing import Unfreezing
@@ -202,6 +202,7 @@ class _Assembly:
             gradients,
             self._steps.before_change,
             sharding.weights_outside,
+            _stage_names(sharding),
         )
         self._hooks.callback(owner.close)
         self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
@@ -384,6 +385,9 @@ class _Assembly:
             generators = Generators(self._world.rank_device, pipeline.pp_rank)
             generators.synchronize(self._world, self._world.group(self._mesh, STAGES))
             pipeline.own_numbers = generators.own_inside
+        if sharding.views is not None:
+            line = Line(self._world.collectives(sharding.device), self._groups[TENSOR_AXIS])
+            pipeline.views = sharding.views.in_stages(self._model, sharding.device, sharding.table.compute, line)
         pipeline.attach()
         units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
         runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)
@@ -450,6 +454,16 @@ def _around(sequence: SequenceParallel | None) -> Callable[[nn.Module], Abstract
             yield
 
     return around
+
+
+def _stage_names(sharding: Sharding) -> StageNames | None:
+    """The parameters of this rank's stages by name, if there is a pipeline."""
+    if sharding.staged is None or sharding.stage_design is None or sharding.stage_design.copies is None:
+        return None
+    pieces = sharding.staged.layout.pieces
+    names = [slot.name for flat in sharding.flats for slot in flat.slots]
+    within = {name: max((one for one in pieces if name.startswith(f"{one}.")), key=len, default="") for name in names}
+    return StageNames(within, sharding.stage_design.copies.other_than)
 
 
 def _treat_activations(

@@ -72,7 +72,7 @@ from shardwise.system.telemetry import ByteMeter
 if TYPE_CHECKING:
     from shardwise.fit.fewer_groups import FewerGroups
     from shardwise.fit.smaller_meshes import PlainModel
-    from shardwise.parallel.pipeline import StagedModel, StageLayout
+    from shardwise.parallel.pipeline import Copies, StagedModel, StageLayout
     from shardwise.parallel.tensor import ModelSplit, Verifier
     from shardwise.parallel.tensor.views import ViewCheck
 
@@ -115,6 +115,8 @@ class Sharding:
     """Where an elastic job goes on without a whole replica group, and what fewer ranks keep off their devices."""
     plain: PlainModel | None = None
     """To time a step there, or in a pipeline, on the rank that does."""
+    views: ViewCheck | None = None
+    """Compares the views of each stage with those of the unsplit model, for a plan for `tp` of a user's own."""
     if_forward_communicates: str = ""
     """What this rank says when the model's forward calls collectives of torch's: [Note: layers split by hand]."""
 
@@ -191,22 +193,25 @@ class Design(Outline):
     """If it is of a rank with some stages."""
     draws: bool = False
     """In that case: whether a training forward of the model, on whichever stages, draws random numbers."""
+    copies: Copies | None = None
+    """In that case: what copies of the whole model are known by."""
 
     def in_stages(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, *, keeps_others: bool
     ) -> Design:
         """The part of it that concerns `rank`. Leaves its stages in `model`, and their parameters in `optimizers`; for
         `keeps_others` see `StagedModel`."""
-        from shardwise.parallel.pipeline import StagedModel  # only ranks with a pipeline load them
+        from shardwise.parallel.pipeline import Copies, StagedModel  # only ranks with a pipeline load them
         from shardwise.parallel.tensor import draws
 
         assert self.stages is not None
         parts = sequence_parts(self.split, self.mesh, self.stages)
         place = self.mesh.coordinate(rank)[STAGES]
         draws_numbers = draws(model)  # asked of the whole model, so that all ranks know the same
+        copies = Copies.of(model)
         staged = StagedModel(model, self.stages, place, parts, keeps_others=keeps_others)
         staged.take_from(optimizers)
-        return replace(self._of_stages(staged), draws=draws_numbers)
+        return replace(self._of_stages(staged), draws=draws_numbers, copies=copies)
 
     def _of_stages(self, staged: StagedModel) -> Design:
         """The part of it that concerns a rank with some stages of the model."""
@@ -439,6 +444,8 @@ def _lay_converted(
     if verifier is not None:
         verifier.watch(model, designed.split, world, peers)
         designed.split.on_undo(verifier.close)
+    if views is not None and designed.stages is not None:
+        return replace(sharding, views=views)
     if views is not None:
         line = Line(world.collectives(device), world.group(mesh, AXIS))
         designed.split.on_undo(views.watch(model, sharding.units, designed.table.compute, line))
@@ -462,9 +469,9 @@ def _verifier(model: nn.Module, designed: Design, plan: Plan) -> Verifier | None
 
 
 def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
-    """A check of the heads that a forward counts, for the user's own tensor plans, on models without stages."""
+    """A check of the heads that a forward counts, for the user's own tensor plans."""
     asked = designed.plan.tensor.plan
-    if designed.split is None or asked is None or designed.stages is not None:
+    if designed.split is None or asked is None:
         return None
     from shardwise.parallel.tensor.views import ViewCheck  # only plans for tp of a user's own need it
 

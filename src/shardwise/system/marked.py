@@ -17,6 +17,7 @@ import torch
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 
 Tensor = torch.Tensor
+_SHOWN = (Tensor.__format__, Tensor.__repr__)
 
 
 class Marked(Tensor):
@@ -34,6 +35,12 @@ class Marked(Tensor):
     @classmethod
     def _require_right(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise if `func` would take a part for the whole."""
+
+    @classmethod
+    def _explain(
+        cls, error: RuntimeError, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Raise another error for that of `func`, if it fails because a part is given for the whole."""
 
     @classmethod
     @abstractmethod
@@ -62,8 +69,14 @@ class Marked(Tensor):
         if func is Tensor.__iter__:
             return iter(args[0].unbind(0))
         cls._require_right(func, args, kwargs)
-        with DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        if func in _SHOWN:  # torch formats its own class alone
+            return func(args[0].plain(), *args[1:])
+        try:
+            with DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            cls._explain(error, func, args, kwargs)
+            raise
         if result is None or isinstance(result, bool | int | float | torch.Size | torch.dtype | torch.device):
             return result
         found, form = tree_flatten(result)

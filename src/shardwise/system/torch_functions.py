@@ -24,6 +24,10 @@ def named(*names: str) -> set[Function]:
     return {getattr(owner, name) for name in names for owner in owners if hasattr(owner, name)}
 
 
+PRODUCTS_OF_TWO = frozenset({*named("matmul", "mm", "bmm", "mv", "einsum"), torch.Tensor.__matmul__})
+"""Products of matrices; of several operands, those of `einsum`."""
+
+
 def dims_of(
     given: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], place: int, default: int | None = None
 ) -> list[int]:
@@ -32,6 +36,34 @@ def dims_of(
     dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
     several = dims if isinstance(dims, list | tuple) else [dims]
     return [one % given.dim() for one in several if isinstance(one, int) and not isinstance(one, bool) and given.dim()]
+
+
+def added_up(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, list[int]]]:
+    """The operands of one of `PRODUCTS_OF_TWO`, each with its dimensions over which the product adds up."""
+    if func is torch.einsum:
+        return _added_up_by_einsum(args)
+    left = args[0] if args else kwargs.get("input")
+    right = next((one for one in (*args[1:2], *map(kwargs.get, ("other", "mat2", "vec"))) if one is not None), None)
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.dim() and right.dim()):
+        return []
+    return [(left, [left.dim() - 1]), (right, [max(right.dim() - 2, 0)])]
+
+
+def _added_up_by_einsum(args: Sequence[Any]) -> list[tuple[torch.Tensor, list[int]]]:
+    """Those of an equation; nothing for one given by numbers of dimensions."""
+    if not args or not isinstance(args[0], str):
+        return []
+    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    if not arrow:
+        output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
+    found = []
+    for term, operand in zip(inputs.split(","), operands, strict=False):
+        before, _, after = term.partition("...")
+        places = {letter: place for place, letter in enumerate(before)}
+        places |= {letter: operand.dim() - len(after) + place for place, letter in enumerate(after)}
+        found.append((operand, [place for letter, place in places.items() if letter not in output]))
+    return found
 
 
 def is_called_by_us() -> bool:

@@ -85,7 +85,8 @@ def check_copies(
             raise ModelError(
                 f"The gradient of {slot.name} has norms from {min(every):.3g} to {max(every):.3g} on ranks that have "
                 f"copies of it. Either they were given different batches, or it works on split tensors: then give "
-                f"its module the style summed in tensor.plan."
+                f"its module the style summed in tensor.plan, or, if that has others inside, put the parameter into a "
+                f"module of its own with that style."
             )
     return frozenset(untold)
 

@@ -1,6 +1,7 @@
 """Pipeline parallelism: a model's modules are split into stages along the mesh axis `pp`, and steps run through
 them."""
 
+from shardwise.parallel.pipeline.copies import Copies
 from shardwise.parallel.pipeline.pipeline import Pipeline
 from shardwise.parallel.pipeline.sends import most_under_way
 from shardwise.parallel.pipeline.stage_layout import (
@@ -22,6 +23,7 @@ __all__ = [
     "AXIS",
     "AcrossStages",
     "Aside",
+    "Copies",
     "Pipeline",
     "SharedGradients",
     "StageLayout",

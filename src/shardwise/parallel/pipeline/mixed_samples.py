@@ -5,6 +5,9 @@ would mix those of a part. They are found on fake tensors, with a number of samp
 (`runtime/rehearsal/resized.py`): what is computed of a tensor with samples has as many dimensions of them, or mixes
 them. Functions that leave the shape alone are known by name. Integers and booleans do not count: masks are made of
 them. Not seen is a function that depends on how many samples there are.
+
+[Note: states of forwards] A forward that counts its calls, or writes averages to a buffer, would do so once for each
+part. It is found by what it leaves. Our own modules count samples, which add up.
 """
 
 from __future__ import annotations
@@ -30,6 +33,49 @@ _ALONG: Mapping[Callable[..., Any], tuple[int, int | None]] = {
 """Functions that mix along dimensions and leave the shape alone, with the place of that argument, and its default."""
 _OTHERS = frozenset(named("histc"))
 """Count, and compute nothing that trains."""
+
+
+class States:
+    """What the modules of a `model` keep, before a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            (name, module)
+            for name, module in model.named_modules()
+            if not type(module).__module__.startswith(f"{__name__.partition('.')[0]}.")
+        ]
+        self._buffers = {
+            f"{name}.{key}".removeprefix("."): (buffer, buffer._version)
+            for name, module in self._modules
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        self._numbers = self._counted()
+
+    def changed(self) -> str:
+        """How a forward has changed one of them, and would each time; "" if it has not."""
+        buffers = {
+            f"{name}.{key}".removeprefix("."): buffer
+            for name, module in self._modules
+            for key, buffer in module._buffers.items()
+        }
+        for name, (before, version) in self._buffers.items():
+            now = buffers.get(name)
+            if now is not None and now.shape == before.shape and (now is not before or now._version != version):
+                return f"each call writes to the buffer {name}"
+        numbers = self._counted()
+        for name, number in self._numbers.items():
+            if numbers.get(name) == number + 1:
+                return f"{name} counts calls"
+        return ""
+
+    def _counted(self) -> dict[str, int]:
+        return {
+            f"{name}.{key}".removeprefix("."): value
+            for name, module in self._modules
+            for key, value in vars(module).items()
+            if type(value) is int
+        }
 
 
 class MixedSamples(TorchFunctionMode):

@@ -58,6 +58,14 @@ class Trainer(Protocol):
         ...
 
 
+class Views(Protocol):
+    """Compares what the modules of a stage do with what they would do in an unsplit model."""
+
+    def compared(self, called: nn.Module, pieces: Sequence[str]) -> AbstractContextManager[None]:
+        """A context for a forward of `called` that runs `pieces`; see `StageViews`."""
+        ...
+
+
 class Share(NamedTuple):
     """What a forward computes of a call."""
 
@@ -131,6 +139,8 @@ class Pipeline:
         """The kinds of forwards that have been watched (see `dependence.py`), and what each passes on."""
         self.surveyor: Surveyor | None = None
         """Finds what stages read; without it, each gets the arguments of its first module alone."""
+        self.views: Views | None = None
+        """Looks at the first forward of each stage, if layers are split by a plan of a user's own."""
         self._carried: dict[Hashable, Carried] = {}
         self._mixing: dict[Hashable, str] = {}
         """By kind of call, how it mixes samples."""
@@ -304,6 +314,8 @@ class Pipeline:
             for name, tensor in side_inputs(whole, sum(rows), min(rows)).items():
                 if not surveyed(tensor).why_unknown:
                     return f"{name}, {list(tensor.shape)}, is that of all samples, of which there are as many"
+            if not self.carried_for(whole, called=called, is_whole=True, is_split=True).why_unknown:
+                return f"with another number of them the call fails ({found.why_unknown})"
         return found.mixing
 
     # -- one op -----------------------------------------------------------------------------------------
@@ -379,6 +391,7 @@ class Pipeline:
         sends = self._forms.get(form)
         first, last = self.staged.span_of(stage) if span is None else span
         is_new, is_last = sends is None, self.staged.ends(called, last)
+        pieces = self.layout.pieces[first : last + 1]
         losses = self._losses_aside(self.staged.named_modules_of(stage)) if is_new and not is_last else None
         with (
             self._on_every_stage.during(number, is_first=first == self.staged.first_here(called), is_watched=is_new),
@@ -390,6 +403,7 @@ class Pipeline:
                 passing=Passing(sends, share.sends_others, carried, is_known=share.is_known),
                 span=span,
             ),
+            _NOTHING if self.views is None or not is_new else self.views.compared(called, pieces),
         ):
             outputs = forward()
             if is_new:

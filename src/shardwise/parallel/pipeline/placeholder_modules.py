@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.parallel.pipeline.placeholder_values import TensorFacts
+from shardwise.system.own_hooks import is_own
 
 Tensor = torch.Tensor
 
@@ -98,6 +99,18 @@ class PlaceholderModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._owner.pass_by(self._name, self._number, args, kwargs)
 
+    def register_forward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._kept(hook, super().register_forward_hook(hook, *args, **kwargs))
+
+    def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._kept(hook, super().register_forward_pre_hook(hook, *args, **kwargs))
+
+    def _kept(self, hook: Any, handle: RemovableHandle) -> RemovableHandle:
+        """Of a loop's own hooks none stays here: it would see stand-ins. It runs on the rank that has the module."""
+        if not (is_own(hook) or self._is_in_forward()):
+            handle.remove()
+        return handle
+
     def _is_in_forward(self) -> bool:
         owner: Owner | None = self.__dict__.get("_owner")
         return owner is not None and owner.is_in_forward
@@ -133,6 +146,12 @@ class PlaceholderModule(nn.Module):
             computed = getattr_static(self._original_class, name, None)
             if self._is_in_forward() and isinstance(computed, property) and computed.fget is not None:
                 return computed.fget(self)  # the dtype of its parameters, say
+            if not self._is_in_forward():
+                raise ElsewhereError(
+                    f"{own.get('_name')}.{name} lies on another pipeline stage, and this rank has none. "
+                    f"engine.get('{own.get('_name')}.{name}'), of a parameter, and engine.set(name, value), called by "
+                    f"all ranks, read and write those of any stage; model.named_parameters() are those of this rank's."
+                ) from None
             raise ElsewhereError(
                 f"The model's forward reads {name} of {own.get('_name')}, which lies on another pipeline stage. A "
                 f"pipeline can only call the modules of its stages; list others: pipeline.stages."

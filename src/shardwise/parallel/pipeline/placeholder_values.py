@@ -87,13 +87,11 @@ class Placeholders:
         known = self._params.get(facts.name)
         if known is not None:
             return known
-        value = torch.full((), 0.5 if dtype.is_floating_point else 0, dtype=dtype, device=device)
-        if facts.requires_grad:
-            with torch.enable_grad():
-                value = value.requires_grad_().expand(facts.shape)
-            self._guard(value, facts.name)
-        else:
-            value = value.expand(facts.shape)
+        with torch.inference_mode(False), torch.set_grad_enabled(facts.requires_grad):  # it has what that has
+            value = torch.full((), 0.5 if dtype.is_floating_point else 0, dtype=dtype, device=device)
+            value = value.requires_grad_(facts.requires_grad).expand(facts.shape)
+            if facts.requires_grad:
+                self._guard(value, facts.name)
         if facts.is_param:
             value._is_param = True  # what isinstance(..., nn.Parameter) asks
         if self.dependence is not None:

@@ -445,7 +445,8 @@ class StagedModel:
         """A context in which forwards of the model, or of `called`, and recomputations of them in a backward, run
         `stage`, or only the modules `span` of it. If it is watched, what follows may ask `require_own`."""
         first, last = self.span_of(stage) if span is None else span
-        parts, why = self._sequence_parts.get(stage, 1), passing.carried.why_unknown
+        parts = self._sequence_parts.get(stage, 1) if first == self._firsts[stage] else 1  # the last block joins them
+        why = passing.carried.why_unknown
         stand_ins = Placeholders(stage, self._names, first, arrived, parts, why)
         called = self.model if called is None else called  # a module may have a length, of zero too
         is_asked = not passing.is_known and last + 1 < len(self._names)
@@ -676,7 +677,7 @@ def _same_hooks(slots: Sequence[_Slot]) -> Iterator[None]:
             new = [set(after).difference(before) for after, before in zip(now, known, strict=True)]
             for (module, other), hooks in zip(pairs, new, strict=True):
                 for hook in sorted(hooks):
-                    other.register_forward_hook(module._forward_hooks[hook])
+                    nn.Module.register_forward_hook(other, module._forward_hooks[hook])
 
 
 def _part_of(name: str, model: nn.Module) -> str:

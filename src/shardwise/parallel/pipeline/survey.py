@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.memory import Unit
-from shardwise.parallel.pipeline.mixed_samples import MixedSamples
+from shardwise.parallel.pipeline.mixed_samples import MixedSamples, States
 from shardwise.parallel.pipeline.stage_layout import Span, StageLayout
 from shardwise.parallel.pipeline.stage_messages import Result, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import Carried, Passing, StagedModel
@@ -131,6 +131,7 @@ class Surveyor:
             given, target = args
             copied = replace(part, args=given, kwargs=kwargs, target=target, weighing=None, compute=None)
             message = None if arrived is None else empty(arrived, self.device)
+            states = None if mixed is None else States(twin.model)
             with (
                 self.around(twin.model),
                 staged.catching(model),
@@ -141,6 +142,8 @@ class Surveyor:
                 staged.require_own(copied.loss_by(model, loss_fn) if takes_loss else model(*given, **kwargs))
                 if not is_last:
                     layouts.append(staged.handed_over)
+            if mixed is not None and states is not None:
+                mixed.found = mixed.found or states.changed()
 
         with _unanswered(self.staged):
             rehearse_forward(

@@ -5,8 +5,9 @@ before would be those of a rank's own part, and no error would follow. They are 
 a tensor whose second dimension has as many entries as a rank has tokens, and that dimension as the one to work along.
 Others that are as long by chance are told apart by `coincidences.py`.
 Tensors of two dimensions count only if they are integers (token ids, masks), since features of whole samples may be as
-many as tokens. A convolution that is wider than 1 is refused whatever it is given, as `nn.Conv1d` is. Not seen are
-other functions of transposed tensors, and products of matrices.
+many as tokens. A convolution that is wider than 1 is refused whatever it is given, as `nn.Conv1d` is, and so is a
+product of matrices that adds up over as many entries, wherever they are: attention without `softmax`, or with a head
+less, is one. Not seen are other functions of transposed tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.system.torch_functions import dims_of, named
+from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -85,6 +86,8 @@ def mixes(
 
     Tensors with tokens in dimension `dim` are recognized by their shape, unless `has_tokens` knows them.
     """
+    if func in PRODUCTS_OF_TWO:
+        return _added_up(func, args, kwargs, num_tokens, has_tokens, dim)
     has_tokens = has_tokens or (lambda tensor: _has_tokens(tensor, num_tokens))
     if func in JOINS:
         return _joined(args, kwargs, has_tokens, dim)
@@ -150,6 +153,22 @@ def _num_taken(one: Any) -> int:
     if one is None or one is Ellipsis:
         return 0
     return one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
+
+
+def _added_up(
+    func: Function,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_tokens: int,
+    has_tokens: HasTokens | None,
+    of_tokens: int,
+) -> tuple[int, ...] | None:
+    """The shape of the operand over whose tokens a product of matrices adds up. In a model they may be anywhere."""
+    for operand, dims in added_up(func, args, kwargs):
+        are_tokens = of_tokens in dims if has_tokens else num_tokens in {operand.shape[dim] for dim in dims}
+        if are_tokens and (has_tokens is None or has_tokens(operand)):
+            return tuple(operand.shape)
+    return None
 
 
 def _joined(

@@ -12,6 +12,9 @@ The same two forwards show other code that is right for all features alone: a me
 matrix that is cut in two (`chunk`) without `parts` in the plan, and a product with the weight of another module, such
 as an embedding's as a head. With `tensor.sequence` they show an attention, or a convolution, for whose modules no
 pattern gathers the sequence: it would see a rank's own tokens. All are recorded in one list, and compared in order.
+
+[Note: views in stages] A rank of a pipeline has no forward of the whole split model to run. So what its modules do is
+recorded in the first forward of each stage, with values, and compared with what they do in the unsplit model.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +38,8 @@ from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
 from shardwise.system.own_hooks import hook
-from shardwise.system.torch_functions import dims_of, named
-from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named
+from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException, tree_leaves
 
 if TYPE_CHECKING:
     from shardwise.runtime.rehearsal import Twin
@@ -64,7 +69,12 @@ _MIXING: Mapping[Callable[..., Any], tuple[int, str, int]] = {
     torch.conv1d: (0, "input", -1),
 }
 """Functions that read several tokens for each: the place and the name of the argument with them, and the dimension."""
-_WATCHED = frozenset({*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__, *_MIXING})
+_RECURRENT = frozenset(named("lstm", "gru", "rnn_tanh", "rnn_relu"))
+"""They do too, in the first or second dimension of their first argument."""
+_WATCHED = frozenset(
+    {*_VIEWS, *_REDUCTIONS, *_CUTS, *_PRODUCTS, torch.Tensor.__getitem__, *_MIXING, *_RECURRENT, *PRODUCTS_OF_TWO}
+)
+_UNCHANGED = (torch.Tensor, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,80 @@ class ViewCheck:
         handle = model.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True)
         return handle.remove
 
+    def in_stages(self, model: nn.Module, device: torch.device, compute: Dtype, line: Line) -> StageViews | None:
+        """The same check for the stages that this rank has of `model`; `None` if that could not be copied."""
+        return None if self._unsplit is None else StageViews(self._unsplit, model, self._parts, device, compute, line)
+
+
+class StageViews:
+    """Compares the views in the first forward of each stage with those of the `unsplit` model: [Note: views in
+    stages]."""
+
+    def __init__(
+        self,
+        unsplit: nn.Module,
+        model: nn.Module,
+        parts: Collection[int],
+        device: torch.device,
+        compute: Dtype,
+        line: Line,
+    ) -> None:
+        self._unsplit = unsplit
+        self._model = model
+        self._parts = parts
+        self._device = device
+        self._compute = compute
+        self._line = line
+        self._names = {module: name for name, module in model.named_modules()}
+        self._compared: set[tuple[str, ...]] = set()
+
+    @contextmanager
+    def compared(self, called: nn.Module, pieces: Sequence[str]) -> Iterator[None]:
+        """A context for a forward of `called` that runs `pieces`, modules of this rank by name. At its end, the first
+        time, all ranks of the line raise `ModelError` if their views differ. All of them enter it alike."""
+        if tuple(pieces) in self._compared or called not in self._names:
+            yield
+            return
+        self._compared.add(tuple(pieces))
+        given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        found: list[Step] = []
+        with ExitStack() as hooks:
+            noted = hook(lambda _, args, kwargs: given.append((args, kwargs)))
+            hooks.callback(called.register_forward_pre_hook(noted, with_kwargs=True).remove)
+            stack = _followed(self._model, hooks)
+            with _Record(found, stack, self._model) as record:
+                try:
+                    yield
+                except (RuntimeError, ValueError, IndexError) as error:
+                    where = record.failed_at
+                    is_own = where is not None and _is_in(where, pieces)
+                    if is_own and self._expected(called, pieces, given) is not None:
+                        raise ModelError(str(_failed(where or "", error))) from error
+                    raise
+        expected = self._expected(called, pieces, given)
+        problem = difference(expected or [], [step for step in found if _is_in(step.path, pieces)], self._parts)
+        problems = [message.decode() for message in self._line.exchange(problem.encode())]
+        if any(problems):
+            raise ModelError(next(filter(None, problems)))
+
+    def _expected(
+        self, called: nn.Module, pieces: Sequence[str], given: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Step] | None:
+        """What the unsplit modules do; `None` if they read values, or are given objects, such as a cache, that they may
+        change, so that they cannot be compared."""
+        if not given or not all(isinstance(leaf, _UNCHANGED) for leaf in tree_leaves(given[0])):
+            return None
+        above = self._names[called]
+        unsplit = self._unsplit.get_submodule(above)
+        unsplit.train(called.training)
+        try:
+            steps = _steps(unsplit, (), *given[0], self._device, self._compute)
+        except ModelError:
+            return None
+        prefix = f"{above}." if above else ""
+        steps = [replace(step, path=f"{prefix}{step.path}" if step.path else above) for step in steps]
+        return [step for step in steps if _is_in(step.path, pieces)]
+
 
 def difference(expected: Sequence[Step], found: Sequence[Step], parts: Collection[int]) -> str:
     """An error message about the first step over split features that is wrong; "" if there is none, or if the forwards
@@ -178,7 +262,8 @@ def _wrong(whole: Step, part: Step, parts: Collection[int]) -> str:
             return (
                 f"{where} computes {whole.what} over {list(whole.sizes)} entries, of which tensor.plan leaves "
                 f"{list(part.sizes)} on a rank along {AXIS}: the result would be that of a part. Compute it where the "
-                f"features are whole (before a column module, behind a row module, or behind column_gathered)."
+                f"features are whole (before a column module, behind a row module, or behind column_gathered); with "
+                f"tensor.sequence, of tokens, between a column and a row module, where those are whole."
             )
         case Cut(), Cut() if whole.size != part.size and not _is_even(whole, parts):
             return (
@@ -258,11 +343,7 @@ def _steps(
     found: list[Step] = []
 
     def run(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stack: list[str] = []
-        for path, module in twin.model.named_modules():
-            module.register_forward_pre_hook(_push(stack, path), prepend=True)
-            module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True)
-        with _Record(found, stack, twin.model) as record:
+        with ExitStack() as hooks, _Record(found, _followed(twin.model, hooks), twin.model) as record:
             try:
                 twin.model(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
@@ -282,18 +363,32 @@ class _FailedError(ModelError):
 
 def _failed(path: str, error: Exception) -> _FailedError:
     return _FailedError(
-        f"The forward of {path or 'the model'} fails on the part of the features that tensor.plan leaves on a rank "
-        f"along {AXIS}: {error}. What it combines with split features has to be split as they are: by a pattern of its "
-        f"own in tensor.plan, by an attribute in tensor.divide, or, for a parameter of one number per feature or head, "
-        f"a slice; or leave the module out of tensor.plan."
+        f"The forward of {path or 'the model'} fails on the part of the features, or with tensor.sequence of the "
+        f"tokens, that tensor.plan leaves on a rank along {AXIS}: {str(error).rstrip('.')}. What it combines with "
+        f"split features has to be split as they are: by a pattern of its own in tensor.plan, by an attribute in "
+        f"tensor.divide, or, for a parameter of one number per feature or head, a slice; or leave the module out of "
+        f"tensor.plan."
     )
 
 
-def _push(stack: list[str], path: str) -> Callable[..., None]:
-    def enter(*_: object) -> None:
+def _followed(model: nn.Module, hooks: ExitStack) -> list[str]:
+    """The names of the modules whose forwards are running, from outside inwards, until `hooks` are closed."""
+    stack: list[str] = []
+
+    def enter(path: str, *_: object) -> None:
         stack.append(path)
 
-    return enter
+    def leave(*_: object) -> None:
+        stack.pop()
+
+    for path, module in model.named_modules():
+        hooks.callback(module.register_forward_pre_hook(hook(partial(enter, path)), prepend=True).remove)
+        hooks.callback(module.register_forward_hook(hook(leave), always_call=True).remove)
+    return stack
+
+
+def _is_in(path: str, pieces: Sequence[str]) -> bool:
+    return any(path == piece or path.startswith(f"{piece}.") for piece in pieces)
 
 
 class _Record(TorchFunctionMode):
@@ -329,6 +424,8 @@ class _Record(TorchFunctionMode):
     ) -> Iterator[Step]:
         path = self._stack[-1] if self._stack else ""
         given = args[0] if args else None
+        if func in PRODUCTS_OF_TWO and not any(one in self._names for one in tree_leaves(args) if _is_tensor(one)):
+            yield Reduction(path, func.__name__, _sizes_added_up(func, args, kwargs))
         if not isinstance(given, torch.Tensor):
             return
         if func in _MIXING:
@@ -337,6 +434,8 @@ class _Record(TorchFunctionMode):
             is_pointwise = func is torch.conv1d and _argument(args, kwargs, 1, "weight").shape[-1] == 1
             if not is_pointwise or result.shape[dim] != num_tokens:
                 yield Mixing(path, func.__name__, num_tokens)
+        elif func in _RECURRENT:
+            yield Mixing(path, func.__name__, math.prod(given.shape[:-1]))
         elif func in _PRODUCTS:
             own = self._modules[path]._parameters.values() if path in self._modules else ()
             for one in args[:2]:
@@ -354,6 +453,15 @@ class _Record(TorchFunctionMode):
             yield Cut(path, given.shape[dim], result[0].shape[dim])
         elif func is torch.Tensor.__getitem__ and _is_last(args[1]):
             yield Cut(path, given.shape[-1], result.shape[-1])
+
+
+def _sizes_added_up(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape:
+    """The sizes of the dimensions over which a product of what was computed adds up."""
+    return tuple(operand.shape[dim] for operand, dims in added_up(func, args, kwargs) for dim in dims)
+
+
+def _is_tensor(one: object) -> bool:
+    return isinstance(one, torch.Tensor)
 
 
 def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:

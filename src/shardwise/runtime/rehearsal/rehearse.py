@@ -8,8 +8,10 @@ soon as autograd produces them. Recomputation (activation checkpointing) needs n
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,6 +43,9 @@ from shardwise.runtime.split_backward import Halves
 from shardwise.system.telemetry import Ledger
 from shardwise.system.torch_private import FakeTensorMode, tree_leaves, tree_map_only
 
+_rehearses = ContextVar("rehearses", default=False)
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: not _rehearses.get())
+"""Torch logs an operator that fails on fake tensors, with its trace. Whoever rehearses is told by an exception."""
 Loss = Callable[[Any], torch.Tensor]
 Take = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 """Makes the arguments of a forward, which then belong to the caller alone."""
@@ -242,6 +247,15 @@ def rehearse_forward(
 
 
 @contextmanager
+def _unlogged() -> Iterator[None]:
+    token = _rehearses.set(True)
+    try:
+        yield
+    finally:
+        _rehearses.reset(token)
+
+
+@contextmanager
 def _without_bytes(
     model: nn.Module,
     units: Sequence[Unit],
@@ -251,7 +265,7 @@ def _without_bytes(
     ledger: Ledger | None = None,
 ) -> Iterator[tuple[Twin, tuple[tuple[Any, ...], dict[str, Any]]]]:
     """The twin of `model`, and arguments like those given. Inside, they compute without bytes or arithmetic."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _unlogged():
         # outside of the other modes, which it does not need, and which take time
         twin = Twin(model, units, device, ledger)
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}

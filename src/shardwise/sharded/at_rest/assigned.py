@@ -21,6 +21,7 @@ import torch
 
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest.handles import Memory, Source, Whole
+from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.system.torch_private import set_version
 
 Tensor = torch.Tensor
@@ -44,6 +45,10 @@ class Former:
     @property
     def unsplit_shape(self) -> None:
         return None
+
+    @property
+    def in_stage(self) -> InStage | None:
+        return self.before.in_stage
 
     @property
     def gathers_again(self) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.errors import CommError, StateError
 from shardwise.memory import AtRest
+from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.system.torch_private import tree_leaves
 
 Tensor = torch.Tensor
@@ -41,6 +42,11 @@ class Source(Protocol):
     @property
     def unsplit_shape(self) -> tuple[int, ...] | None:
         """The shape of the unsplit tensor, of which it yields a part; `None` if it yields all of it."""
+        ...
+
+    @property
+    def in_stage(self) -> InStage | None:
+        """The parameter whose values, or those of whose gradient, it has, if the model is in pipeline stages."""
         ...
 
     def opened(self) -> AbstractContextManager[Tensor]:
@@ -241,3 +247,8 @@ class Whole(torch.Tensor):
             f"that spreads a model over ranks by itself (DistributedDataParallel, Trainer, accelerator.prepare), leave "
             f"it out: the engine does that."
         )
+
+
+def source_of(handle: Resting | Whole) -> Source:
+    """What has the values of `handle`."""
+    return handle.source if isinstance(handle, Whole) else handle.home()

@@ -17,9 +17,11 @@ from shardwise.runtime import Agreement, Runner, changed_inside
 from shardwise.sharded.access import Access
 from shardwise.sharded.at_rest.assigned import Present
 from shardwise.sharded.at_rest.handles import Home, Resting, Step, Whole
+from shardwise.sharded.at_rest.stage_names import InStage, StageNames
 from shardwise.sharded.at_rest.unsplit import UnsplitSource
 from shardwise.sharded.at_rest.use import plainly, use
 from shardwise.sharded.gradients import Gradients
+from shardwise.system.marked import Marked
 from shardwise.system.torch_private import is_transforming
 
 Tensor = torch.Tensor
@@ -42,9 +44,12 @@ class Owner:
         gradients: Gradients,
         before_change: Callable[[], None],
         weights_outside: Mapping[str, float],
+        stage: StageNames | None = None,
     ) -> None:
         """`weights_outside`: how often gradients of these parameters count that do not come through the model, if not
-        once; see [Note: terms outside of the model] in `use.py`."""
+        once; see [Note: terms outside of the model] in `use.py`. `stage`: the parameters, if others are on other
+        stages."""
+        self.stage = stage
         self.weights_outside = weights_outside
         self.runner = runner
         self.agreement = agreement
@@ -173,6 +178,11 @@ class ParamHome:
     @property
     def unsplit_shape(self) -> tuple[int, ...] | None:
         return self.slot.whole_shape if self.slot.is_split else None
+
+    @property
+    def in_stage(self) -> InStage | None:
+        owner = self._owner_ref()
+        return None if owner is None or owner.stage is None else InStage(owner.stage, self.name)
 
     @property
     def weight_outside(self) -> float:
@@ -331,7 +341,8 @@ class ParamHome:
             return
         if value is not None and gradients.has(self._flat, self._index):
             present.leave(source, lambda: self._whole_gradient().clone())
-        gradients.assign(self._flat, self._index, value.clone() if isinstance(value, Resting | Whole) else value)
+        given = value.plain() if isinstance(value, Marked) else value
+        gradients.assign(self._flat, self._index, given.clone() if isinstance(given, Resting | Whole) else given)
         if value is not None:
             source, present = self._present_gradient()
             present.enter(source, value.home().whole() if isinstance(value, Resting) else value)
@@ -391,6 +402,10 @@ class GradSource:
     def unsplit_shape(self) -> tuple[int, ...] | None:
         slot = self.flat.slots[self.index]
         return slot.whole_shape if slot.is_split else None
+
+    @property
+    def in_stage(self) -> InStage | None:
+        return None if self.owner.stage is None else InStage(self.owner.stage, self.flat.slots[self.index].name)
 
     def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return use(func, args, kwargs)

@@ -16,7 +16,9 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.sharded.at_rest import uses
-from shardwise.sharded.at_rest.handles import Resting, Source, Whole
+from shardwise.sharded.at_rest.handles import Resting, Source, Whole, source_of
+from shardwise.sharded.at_rest.stage_names import InStage
+from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms
 from shardwise.system.marked import Marked
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 
@@ -30,12 +32,20 @@ class PartOf(NamedTuple):
     unsplit_shape: tuple[int, ...]
     added_up: Callable[[Tensor], Tensor] | None
     """See `Home.added_up`; `None` for what is no parameter."""
+    in_stage: InStage | None
+    """See `Source.in_stage`."""
 
 
 class Part(Marked):
     """A tensor that was computed of a part of a parameter, element by element or along whole dimensions."""
 
     mark: PartOf
+
+    @classmethod
+    def _explain(
+        cls, error: RuntimeError, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        refuse_wholes(func, tree_leaves((args, kwargs)), error)
 
     @classmethod
     def _completed(
@@ -83,7 +93,8 @@ def completed(
     is_term = func in uses.SUMS and _has_gradient(results)
     if is_mixing and is_term and of.added_up is not None:
         with DisableTorchFunctionSubclass():
-            return [_AddedUp.apply(results[0], of.added_up)], nothing  # type: ignore[no-untyped-call]  # torch's own
+            whole = _AddedUp.apply(results[0], of.added_up)  # type: ignore[no-untyped-call]  # torch's own
+        return [whole if of.in_stage is None else TermOfStage.of(whole, Terms.of([of.in_stage]))], nothing
     if is_mixing or (_has_gradient(results) and _has_gradient([one for one in leaves if _part_of(one) is None])):
         raise StateError(
             f"{of.name} is split along a model axis: this rank has {list(part)} of {list(of.unsplit_shape)}, and "
@@ -100,6 +111,13 @@ def completed(
         else None
         for one, whole in zip(results, expected, strict=True)
     ]
+
+
+def part_of_gradient(gradient: Tensor, source: Source) -> Tensor:
+    """`gradient` of the parameter that is `source`, marked if that is a part."""
+    if source.unsplit_shape is None or type(gradient) is not Tensor:
+        return gradient
+    return Part.of(gradient, PartOf(f"the gradient of {source.name}", source.unsplit_shape, None, source.in_stage))
 
 
 def _has_gradient(tensors: Sequence[Any]) -> bool:
@@ -122,11 +140,6 @@ def refuse_wholes(func: Callable[..., Any], leaves: Sequence[Any], error: Runtim
             ) from error
 
 
-def source_of(handle: Resting | Whole) -> Source:
-    """What has the values of `handle`."""
-    return handle.source if isinstance(handle, Whole) else handle.home()
-
-
 def _part_of(leaf: Any) -> tuple[tuple[int, ...], PartOf] | None:
     """The shape of a part, and of what it is one; `None` for anything else."""
     if isinstance(leaf, Part):
@@ -137,7 +150,7 @@ def _part_of(leaf: Any) -> tuple[tuple[int, ...], PartOf] | None:
     if source.unsplit_shape is None:
         return None
     added_up = leaf.home().added_up if isinstance(leaf, Resting) else None
-    return _shape(leaf), PartOf(source.name, source.unsplit_shape, added_up)
+    return _shape(leaf), PartOf(source.name, source.unsplit_shape, added_up, source.in_stage)
 
 
 def _unsplit(leaf: Any) -> Any:

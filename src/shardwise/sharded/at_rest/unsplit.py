@@ -19,6 +19,7 @@ from shardwise.errors import CommError
 from shardwise.memory import part_of
 from shardwise.plan.placement import Slot
 from shardwise.sharded.at_rest.handles import Home, Whole
+from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.sharded.at_rest.use import use
 
 Tensor = torch.Tensor
@@ -64,6 +65,10 @@ class UnsplitSource:
     @property
     def unsplit_shape(self) -> None:
         return None
+
+    @property
+    def in_stage(self) -> InStage | None:
+        return self.home.in_stage
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:

@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
-from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, uncounted
-from shardwise.sharded.at_rest.parts import Part, completed, refuse_wholes
+from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
+from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
+from shardwise.sharded.at_rest.stage_terms import TermOfStage, require_own_copies, terms_in
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -45,6 +46,8 @@ Function = Callable[..., Any]
 
 def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of `func(*args, **kwargs)`, as plain PyTorch would give it."""
+    if func is torch.autograd.grad:
+        return _gradients(*args, **kwargs)
     if func in uses.METADATA:
         return plainly(func, args, kwargs)
     leaves, form = tree_flatten((args, dict(kwargs)))
@@ -62,6 +65,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func is uses.REDUCE:
         func, args, kwargs = _to_all(*args, **kwargs)
         return use(func, args, kwargs)
+    if any(source_of(handle).in_stage for handle in handles):
+        require_own_copies(func, args)
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
@@ -88,6 +93,35 @@ def plainly(func: Function, args: Iterable[Any], kwargs: Mapping[str, Any]) -> A
         return func(*args, **kwargs)
 
 
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `torch.autograd.grad` gives for parameters: parts of split ones, and nothing in pipeline stages, where a
+    call of the model is one node that has no parameters among its inputs."""
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if any(isinstance(one, Resting) and one.home().is_computing for one in given):
+        return plainly(torch.autograd.grad, (outputs, inputs, *args), kwargs)  # by the model itself
+    sources = [source_of(one) if isinstance(one, Resting | Whole) else None for one in given]
+    try:
+        found = plainly(torch.autograd.grad, (outputs, inputs, *args), kwargs)
+    except RuntimeError as error:
+        if any(one.in_stage for one in sources if one is not None) and "not have been used" in str(error):
+            _refuse_gradients(error)
+        raise
+    if any(one.in_stage for one in sources if one is not None) and all(one is None for one in found):
+        _refuse_gradients(None)
+    return tuple(
+        one if one is None or source is None else part_of_gradient(one, source)
+        for one, source in zip(found, sources, strict=True)
+    )
+
+
+def _refuse_gradients(error: RuntimeError | None) -> NoReturn:
+    raise StateError(
+        "torch.autograd.grad has found no gradient of parameters, and the model is in pipeline stages: a call of it is "
+        "one node of autograd, whose backward gives all stages theirs. Use loss.backward(), and read them by "
+        "engine.get(name, 'grad'), called by all ranks."
+    ) from error
+
+
 def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """A norm, or a change by a number, for which each rank's own elements are enough; `None` for anything else."""
     if func in uses.NORMS:
@@ -105,6 +139,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         with torch.inference_mode(False), torch.no_grad():
             return _run(func, leaves, form, handles)
     differentiates = torch.is_grad_enabled() and any(map(_requires_gradient, handles))
+    own = [one for handle in handles if (one := source_of(handle).in_stage) is not None]
     for handle in handles:
         home = handle.source.gathers_again if isinstance(handle, Whole) else None
         if home is not None and home.is_computing:  # what is saved of it now is read before that ends
@@ -158,10 +193,15 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             elif source in written:
                 source.take_over(uncounted(values))
         given_back = _given_back(result, func, leaves, form, handles, seen, opened)
-        if not any(marks):
+        if not (any(marks) or own):
             return given_back
         results, result_form = tree_flatten(given_back)
-        return tree_unflatten(Part.each_marked(results, marks, leaves), result_form)
+        results = Part.each_marked(results, marks, leaves)
+        if own:
+            each = [[one] for one in own] if len(own) == len(results) else [own] * len(results)
+            terms = [terms_in(one, leaves, of) for one, of in zip(results, each, strict=True)]
+            results = TermOfStage.each_marked(results, terms, leaves)
+        return tree_unflatten(results, result_form)
 
 
 def _weighted(param: Resting) -> Tensor:

@@ -1,0 +1,165 @@
+"""What is computed of several parameters in pipeline stages, where an unsplit model has those of all stages.
+
+[Note: terms of stages] `model.parameters()` are those of this rank's stages. A sum over them in a loss trains as it
+should: each rank adds its own terms, and gradients add up. What is no sum does not, such as its root, and neither does
+its value. So what is computed of parameters, or of their gradients, is marked with their names (`system/marked.py`),
+and what would need the terms of all stages is refused. Terms of one module are whole, and so is what is computed of
+them: a penalty for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.errors import StateError
+from shardwise.sharded.at_rest import uses
+from shardwise.sharded.at_rest.handles import Resting, Whole, source_of
+from shardwise.sharded.at_rest.stage_names import InStage, StageNames
+from shardwise.system.marked import Marked
+from shardwise.system.torch_functions import named
+from shardwise.system.torch_private import tree_leaves, tree_map_only
+
+Tensor = torch.Tensor
+_ADDED = named(
+    *("add", "sub", "subtract", "rsub", "neg", "negative", "sum", "stack", "cat", "concat", "concatenate", "lerp"),
+    *("__add__", "__radd__", "add_", "__sub__", "__rsub__", "sub_", "__neg__", "copy_"),
+    *("detach", "clone", "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "contiguous"),
+    *("view", "reshape", "flatten", "ravel", "unsqueeze", "squeeze", "expand", "expand_as", "requires_grad_", "unbind"),
+    *("zeros_like", "ones_like", "empty_like", "isfinite", "isnan", "isinf", "all", "any", "broadcast_tensors"),
+    *("size", "dim", "numel", "backward", "register_hook", "retain_grad", "is_floating_point", "__len__", "__repr__"),
+    *("__getitem__", "__iter__", "view_as", "__deepcopy__", "tensor_split", "split", "chunk"),
+)
+"""They add terms up, or keep them apart."""
+_SCALED = named(
+    *("mul", "multiply", "div", "divide", "true_divide", "mul_", "div_"),
+    *("__mul__", "__rmul__", "__truediv__"),
+)
+"""They scale terms, by what is none."""
+_IN_PLACE = named("add_", "sub_", "mul_", "div_")
+"""What `total += term` calls; the name gets the result."""
+
+
+class Terms(NamedTuple):
+    """Of which parameters something was computed."""
+
+    stage: StageNames
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, own: Sequence[InStage]) -> Terms:
+        """Of `own` parameters, of which there is one at least."""
+        return cls(own[0].stage, frozenset(one.name for one in own))
+
+    @property
+    def are_partial(self) -> bool:
+        return self.stage.are_of_several(self.names)
+
+
+class TermOfStage(Marked):
+    """A tensor that was computed of parameters of some stages."""
+
+    mark: Terms
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__repr__ and args[0].mark.are_partial:
+            return f"{args[0].plain()!r}, of the parameters of some pipeline stages"
+        if func in _IN_PLACE and type(args[0]) is Tensor and not args[0].requires_grad:  # `total += term`
+            terms = terms_of(args[1:])
+            args = args if terms is None else (cls.of(args[0], terms._replace(names=frozenset())), *args[1:])
+        if all(issubclass(cls, one) for one in types):
+            return super().__torch_function__(func, types, args, kwargs)
+        plain = tree_map_only(cls, cls.plain, (args, dict(kwargs or {})))  # it is added to what knows more
+        return func(*plain[0], **plain[1])
+
+    @classmethod
+    def _require_right(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        require_own_copies(func, args)
+        terms = terms_of(tree_leaves((args, kwargs)))
+        if terms is None or not terms.are_partial or func in _ADDED or func in uses.METADATA:
+            return
+        if getattr(func, "__module__", "").startswith("torch.distributed"):  # a loop that adds up stages by itself
+            return
+        if func in _SCALED and isinstance(args[0], cls) and not any(isinstance(one, cls) for one in args[1:]):
+            return
+        raise StateError(
+            f"{getattr(func, '__name__', func)} is called on what was computed of {len(terms.names)} parameters "
+            f"({', '.join(sorted(terms.names)[:2])}, ...) that this rank's pipeline stages have; the model has more, "
+            f"on other ranks. Add a sum over them to the loss as it is, which trains all stages. Take norms and values "
+            f"of the whole model from engine.gradient_norm, engine.clip_grad_norm_ and engine.state_dict(), called by "
+            f"all ranks: the gradient of the root of a sum is that of sum / (2 * root), where root is a number."
+        )
+
+    @classmethod
+    def _completed(
+        cls, results: Sequence[Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Sequence[Terms | None]]:
+        leaves = tree_leaves((args, kwargs))
+        if getattr(func, "__module__", "").startswith("torch.distributed"):
+            for leaf in leaves:
+                if isinstance(leaf, cls):
+                    leaf.mark = leaf.mark._replace(names=frozenset())
+        marks = [terms_in(one, leaves) for one in results]
+        for one, mark in zip(results, marks, strict=True):
+            if isinstance(one, cls) and mark is not None:  # changed in place
+                one.mark = mark
+        return results, marks
+
+
+def terms_of(leaves: Iterable[Any]) -> Terms | None:
+    """Of which parameters marked `leaves` were computed."""
+    found = [leaf.mark for leaf in leaves if isinstance(leaf, TermOfStage) and leaf.mark.names]
+    return found[0]._replace(names=frozenset().union(*(one.names for one in found))) if found else None
+
+
+def terms_in(result: Any, leaves: Sequence[Any], own: Sequence[InStage] = ()) -> Terms | None:
+    """Of which parameters a `result` of `leaves`, some of which are `own` parameters, was computed, if of these alone:
+    a loss to which terms were added is none."""
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return None
+    found = [one for one in (Terms.of(own) if own else None, terms_of(leaves)) if one is not None]
+    if not found or any(map(_has_another_gradient, leaves)):
+        return None
+    return found[0]._replace(names=frozenset().union(*(one.names for one in found)))
+
+
+def _has_another_gradient(leaf: Any) -> bool:
+    """Whether `leaf` is neither a parameter nor a term of some, and was computed of such as have gradients."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, TermOfStage | Resting | Whole) and leaf.requires_grad
+
+
+def require_own_copies(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise `StateError` if `func` combines a parameter with a copy of another one: see [Note: pairs of copies] in
+    `parallel/pipeline/copies.py`."""
+    lists = [one for one in args if isinstance(one, list | tuple)]
+    for combined in zip(*lists, strict=False) if len(lists) > 1 else [args]:
+        leaves = tree_leaves(combined)
+        owners = {owner.name: owner for owner in map(_in_stage, leaves) if owner is not None}
+        if len(owners) != 1:
+            continue
+        ((name, (stage, _)),) = owners.items()
+        for leaf in leaves:
+            if type(leaf) in (Tensor, torch.nn.Parameter) and (copied := stage.copied(name, leaf)) is not None:
+                raise StateError(
+                    f"{getattr(func, '__name__', func)} combines {name}, which this rank's pipeline stages have, with "
+                    f"a copy of {copied}: model.parameters() are those of this rank's stages, and zip() pairs them "
+                    f"with others of a copy of the whole model. Pair them by name: copies = "
+                    f"dict(copy.named_parameters()); for name, param in model.named_parameters(): "
+                    f"copies[name].lerp_(param.detach(), 0.01). Each rank then has the averages of its stages."
+                )
+
+
+def _in_stage(leaf: Any) -> InStage | None:
+    """The parameter that `leaf` is, stands for, or was computed of alone."""
+    if isinstance(leaf, TermOfStage):
+        return InStage(leaf.mark.stage, next(iter(leaf.mark.names))) if len(leaf.mark.names) == 1 else None
+    return source_of(leaf).in_stage if isinstance(leaf, Resting | Whole) else None

@@ -1,0 +1,324 @@
+"""What loops compute of `model.parameters()`, which in pipeline stages are those of a rank's own: right, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from pipelined import batches
+from torch import nn
+from twins import adamw
+
+import shardwise as sw
+from shardwise.errors import FaultError, StateError
+from shardwise.testing import run_ranks
+from tests.models import Decoder
+from tests.thorough import sampled
+
+pytestmark = sampled
+
+Tensor = torch.Tensor
+Term = Callable[[nn.Module], Any]
+PRESETS = ["zero1", "zero3"]
+
+
+def in_stages(preset: str, use: Callable[[nn.Module, Any], Any], before: Callable[[nn.Module], Any] = id) -> list[Any]:
+    """What `use` returns of the model in two stages, after a backward, and of what was made of it before."""
+    torch.manual_seed(0)
+    plain = Decoder()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def rank(world: sw.World) -> Any:
+        model = models[world.rank]
+        made = before(model)
+        with sw.shard(model, {"preset": preset, "mesh": {"pp": 2}}, optimizer=adamw(model), world=world) as engine:
+            engine.backward(model(*batches(1, 8)[0]))
+            used = use(model, made)
+            engine.step()
+            return used
+
+    return run_ranks(2, rank)
+
+
+def added_in_place(terms: Iterable[Tensor]) -> Tensor:
+    total = torch.zeros(())
+    for term in terms:
+        total += term
+    return total
+
+
+PARTIAL: dict[str, Term] = {
+    "a root": lambda model: sum(p.square().sum() for p in model.parameters()).sqrt(),
+    "of a sum in place": lambda model: torch.sqrt(added_in_place(p.square().sum() for p in model.parameters())),
+    "a power": lambda model: sum(p.norm() ** 2 for p in model.parameters()) ** 0.5,
+    "a norm of norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).norm(),
+    "of one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).norm(),
+    "a mean": lambda model: torch.stack([p.abs().sum() for p in model.parameters()]).mean(),
+    "its value": lambda model: sum(p.square().sum() for p in model.parameters()).item(),
+    "a number": lambda model: float(sum(p.abs().sum() for n, p in model.named_parameters() if "norm" in n)),
+    "a comparison": lambda model: sum(p.detach().abs().sum() for p in model.parameters()) > 10,
+    "a product": lambda model: sum(p.sum() for p in model.parameters()) * sum(p.norm() for p in model.parameters()),
+    "a quotient": lambda model: 1 / sum(p.square().sum() for p in model.parameters()),
+    "of gradients": lambda model: torch.sqrt(sum(p.grad.square().sum() for p in model.parameters())),
+    "of detached gradients": lambda model: torch.cat([p.grad.detach().flatten() for p in model.parameters()]).norm(),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_what_needs_the_terms_of_all_stages_is_refused(kind: str, preset: str) -> None:
+    def use(model: nn.Module, _: object) -> None:
+        with pytest.raises(StateError, match=r"that this rank's pipeline stages have.*engine\.gradient_norm"):
+            PARTIAL[kind](model)
+
+    in_stages(preset, use)
+
+
+def of_each_block(model: nn.Module) -> list[float]:
+    blocks = [block for block in model.blocks if any(True for _ in block.parameters())]
+    return [sum(p.square().sum() for p in block.parameters()).sqrt().item() for block in blocks]
+
+
+WHOLE: dict[str, Term] = {
+    "a norm of each": lambda model: {n: p.norm().item() for n, p in model.named_parameters()},
+    "a value of each": lambda model: {n: p.square().sum().item() ** 0.5 for n, p in model.named_parameters()},
+    "of a difference": lambda model: {n: (p - 2 * p).abs().mean().item() for n, p in model.named_parameters()},
+    "of a gradient": lambda model: {n: p.grad.square().sum().sqrt().item() for n, p in model.named_parameters()},
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_is_computed_of_one_parameter_is_whole(kind: str, preset: str) -> None:
+    torch.manual_seed(0)
+    plain = Decoder()
+    plain(*batches(1, 8)[0]).backward()
+    found: dict[str, float] = {}
+    for of_stage in in_stages(preset, lambda model, _: WHOLE[kind](model)):
+        found |= of_stage
+    assert found == pytest.approx(WHOLE[kind](plain), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["a root", "its value", "of a sum in place"])
+def test_terms_of_split_parameters_are_known_too(kind: str) -> None:
+    models = [Decoder() for _ in range(4)]
+    plan = {"up": "column", "down": "row"}
+    full = {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "tensor": {"plan": {f"blocks.*.{n}": plan[n] for n in plan}}}
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with (
+            sw.shard(model, full, optimizer=adamw(model), world=world),
+            pytest.raises(StateError, match=r"that this rank's pipeline stages have.*engine\.gradient_norm"),
+        ):
+            PARTIAL[kind](model)
+
+    run_ranks(4, rank)
+
+
+def test_what_is_computed_of_one_module_is_whole() -> None:
+    torch.manual_seed(0)
+    expected = of_each_block(Decoder())
+    first, second = in_stages("zero1", lambda model, _: of_each_block(model))
+    assert [*first, *second] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_penalties_train_all_stages(preset: str) -> None:
+    """Sums as they are, with roots of single terms, added in place and scaled."""
+
+    def penalised(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        sums = added_in_place(p.square().sum() for p in model.parameters())
+        norms = torch.stack([p.norm() for p in model.parameters()]).sum()
+        loss: Tensor = model(x, y) + 0.01 * sums / 2 + 0.001 * norms
+        return loss
+
+    torch.manual_seed(0)
+    plain = Decoder()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    optimizer, data = adamw(plain), batches(3, 8)
+    for batch in data:
+        optimizer.zero_grad()
+        penalised(plain, *batch).backward()
+        optimizer.step()
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, {"preset": preset, "mesh": {"pp": 2}}, optimizer=optimizer, world=world) as engine:
+            for batch in data:
+                penalised(model, *batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return engine.state_dict()
+
+    for state in run_ranks(2, rank):
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+class Chain(nn.Sequential):
+    """Layers of one shape, so that nothing but values tells them apart."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def averaged(average: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for other, param in zip(average.parameters(), model.parameters(), strict=False):
+            other.mul_(0.9).add_(param.detach(), alpha=0.1)
+
+
+def averaged_by_data(average: nn.Module, model: nn.Module) -> None:
+    for other, param in zip(average.parameters(), model.parameters(), strict=False):
+        other.data = 0.9 * other.data + 0.1 * param.data
+
+
+def averaged_at_once(average: nn.Module, model: nn.Module) -> None:
+    torch._foreach_lerp_([p.data for p in average.parameters()], [p.detach() for p in model.parameters()], 0.1)
+
+
+def pulled(average: nn.Module, model: nn.Module) -> None:
+    sum((p - other).square().sum() for p, other in zip(model.parameters(), average.parameters(), strict=False))
+
+
+def copied_back(average: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for other, param in zip(average.parameters(), model.parameters(), strict=False):
+            param.copy_(other)
+
+
+def by_torch(average: nn.Module, model: nn.Module) -> None:
+    torch.optim.swa_utils.AveragedModel(average).update_parameters(model)
+
+
+PAIRS = [averaged, averaged_by_data, averaged_at_once, pulled, copied_back, by_torch]
+
+
+@pytest.mark.parametrize("build", [Chain, Decoder], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.__name__)
+def test_copies_that_are_paired_by_order_are_refused(pair: Callable[..., None], build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = build()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        average = copy.deepcopy(model)
+        with sw.shard(model, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=adamw(model), world=world) as engine:
+            x = torch.ones(4, 8) if build is Chain else batches(1, 4)[0][0]
+            engine.backward(model(x).mean())
+            engine.step()
+            pair(average, model)
+            engine.backward(model(x).mean())
+
+    with pytest.raises((StateError, FaultError), match=r"with a copy of .*Pair them by name"):
+        run_ranks(2, rank)
+
+
+def test_copies_that_are_paired_by_name_are_right() -> None:
+    plain = Chain()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+
+    def train(model: nn.Module, average: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        averages = dict(average.named_parameters())
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    averages[name].mul_(0.9).add_(param.detach(), alpha=0.1)
+        return {name: averages[name].detach().clone() for name, _ in model.named_parameters()}
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        average, optimizer = copy.deepcopy(model), adamw(model)
+        with sw.shard(model, {"preset": "zero1", "mesh": {"pp": 2}}, optimizer=optimizer, world=world):
+            return train(model, average, optimizer)
+
+    found: dict[str, Tensor] = {}
+    for of_stage in run_ranks(2, rank):
+        found |= of_stage
+    torch.testing.assert_close(found, train(plain, copy.deepcopy(plain), adamw(plain)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_that_no_backward_leaves_are_refused(allow_unused: bool) -> None:
+    def use(model: Any, _: object) -> None:
+        loss = model(*batches(1, 8)[0])
+        with pytest.raises(StateError, match=r"Use loss.backward\(\), and read them by engine.get\(name, 'grad'\)"):
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=allow_unused)
+        term = sum(p.square().sum() for p in model.parameters())
+        for param, gradient in zip(
+            model.parameters(), torch.autograd.grad(term, list(model.parameters())), strict=True
+        ):
+            torch.testing.assert_close(gradient, 2 * param.detach())
+
+    in_stages("zero1", use)
+
+
+def test_gradients_of_split_parameters_are_known_as_parts() -> None:
+    """What is computed of them is refused, and an optimizer can be given them."""
+    torch.manual_seed(0)
+    plain, data = Decoder(), batches(2, 8)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    full = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}}
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in data:
+            params = list(model.parameters())
+            for param, gradient in zip(params, torch.autograd.grad(model(x, y), params), strict=True):
+                param.grad = gradient * 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, full, optimizer=optimizer, world=world) as engine:
+            train(model, optimizer)
+            (gradient,) = torch.autograd.grad(model(*data[0]), [model.blocks[0].up.weight])
+            with pytest.raises(StateError, match=r"the gradient of blocks.0.up.weight is split along a model axis"):
+                gradient.norm()
+            return engine.state_dict()
+
+    train(plain, adamw(plain))
+    for state in run_ranks(2, rank):
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def require_numbers(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+    assert not args[0].isnan().any()
+
+
+def test_hooks_of_a_loop_run_where_the_module_is() -> None:
+    torch.manual_seed(0)
+    plain, ((x, y),) = Decoder(), batches(1, 8)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def seen_in(model: Any) -> dict[int, Tensor]:
+        seen: dict[int, Tensor] = {}
+        for place, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(require_numbers)
+            block.register_forward_hook(
+                lambda _, __, output, place=place: seen.update(
+                    {place: seen.get(place, 0) + output.detach().sum((0, 1))}
+                )
+            )
+        with torch.no_grad():
+            model(x, y)
+        return seen
+
+    def rank(world: sw.World) -> dict[int, Tensor]:
+        with sw.shard(models[world.rank], {"preset": "zero1", "mesh": {"pp": 2}}, world=world):
+            return seen_in(models[world.rank])
+
+    first, second = run_ranks(2, rank)
+    assert (first.keys(), second.keys()) == ({0, 1}, {2, 3})
+    torch.testing.assert_close({**first, **second}, seen_in(plain), rtol=1e-4, atol=1e-4)
