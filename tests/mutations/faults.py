@@ -484,7 +484,7 @@ DIAGNOSIS = _of(
     ),
     (
         "ranks that only report a fault are blamed for it",
-        "return primary or asked or broken or ordered",
+        "return primary or asked or broken or left or ordered",
         "return ordered",
         "causes",
     ),
@@ -722,8 +722,8 @@ ELASTIC = _of(
     "elastic",
     (
         "the oldest version of the state is returned to",
-        "for step in sorted(common, reverse=True):",
-        "for step in sorted(common):",
+        "for version in sorted(common, reverse=True):",
+        "for version in sorted(common):",
         "lost_states",
     ),
     (
@@ -739,9 +739,15 @@ ELASTIC = _of(
         "lost_ranks_states",
     ),
     (
+        "values set by hand have the version of those before",
+        "            iterations.next_version(iterations.made[iterations.version], self._sharded.progress.num_steps)\n",
+        "",
+        "lost_after_edits",
+    ),
+    (
         "states that are no tensors are not written to the image",
-        "def _write_image(self, step: int) -> None:\n        self._write_numbers()",
-        "def _write_image(self, step: int) -> None:",
+        "def _write_image(self, version: int) -> None:\n        self._write_numbers()",
+        "def _write_image(self, version: int) -> None:",
         "lost_ranks_states",
     ),
     (

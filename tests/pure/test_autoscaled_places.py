@@ -17,10 +17,16 @@ from shardwise.elastic.pace_meter import PaceMeter
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.autoscale import Fill, Gain, Schedule, Sizes
 from shardwise.launch.elastic.chosen_hosts import ChosenHosts
+from shardwise.launch.elastic.heir import _size_stays
 from shardwise.launch.elastic.job_notes import FolderNotes
+from shardwise.launch.elastic.mirror import HostsState
+from shardwise.launch.elastic.on_hosts import _outlives_its_launcher
 from shardwise.launch.elastic.scaling import Asking, Scaling
+from shardwise.launch.job import Elastic, Job
 from shardwise.launch.places.hosts import Host, shares
+from shardwise.launch.places.slurm_hosts import NodesPlan
 from shardwise.launch.places.slurm_more import Allocation, MoreNodes
+from shardwise.launch.places.ssh import SshPlan, SshSettings
 from tests.patience import PATIENCE
 
 MONDAY = datetime(2026, 11, 30, tzinfo=UTC)
@@ -50,6 +56,17 @@ def test_of_a_list_of_hosts_the_first_slots_are_used_and_lost_hosts_last() -> No
     assert used() == {"b": 4, "c": 2}
     listed[1:2] = []
     assert used() == {"c": 2, "a": 4}
+
+
+def test_hosts_of_a_list_outlive_the_launcher_also_in_a_job_that_grows_whose_size_then_stays() -> None:
+    elastic = Elastic(1, 3, launcher_timeout_seconds=60, autoscale=Gain(0.7))
+    given: Any = Job((__file__,), 1, elastic=elastic), tuple(shares([Host("a", 1)])), SshSettings("/"), {}
+    assert _outlives_its_launcher(SshPlan(*given))
+    assert not _outlives_its_launcher(NodesPlan(*given)), "a step of Slurm ends with its srun"
+    kept = HostsState.of_text(HostsState(SshPlan(*given), "run").as_text()).plan.job.elastic
+    assert kept == elastic
+    assert _size_stays(elastic).endswith("the size stays.")
+    assert _size_stays(Elastic(1, 3)) == ""
 
 
 def test_hosts_that_all_have_as_many_ranks() -> None:

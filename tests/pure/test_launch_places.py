@@ -8,8 +8,10 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, choose, expand, parse_host_file, parse_hosts, shares
 from shardwise.launch.places.k8s import PodRequest, plan_k8s
+from shardwise.launch.places.k8s_run import _Pod, _Submitted
 from shardwise.launch.places.mpi import family_of, plan_mpi
 from shardwise.launch.places.slurm import SlurmRequest, plan_sbatch, plan_srun, seconds_of
 from shardwise.launch.places.slurm_hosts import plan_nodes
@@ -578,3 +581,15 @@ def test_what_sbatch_says_is_one_sentence(
         monkeypatch.setattr("shardwise.launch.places.slurm._SUBMIT_SECONDS", 0.5)
     assert main(["launch", "--where", "slurm", "--nodes", "1", "--nproc", "1", str(tmp_path / "train.py")]) == 2
     assert capsys.readouterr().err == f"shardwise: {words}\n"
+
+
+def test_a_pod_s_log_is_followed_on_though_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes refuses to give the lines since a moment that is yet to come."""
+    asked: list[dict[str, Any]] = []
+    submitted: Any = object.__new__(_Submitted)
+    submitted._namespace = "default"
+    submitted._core = SimpleNamespace(read_namespaced_pod_log=lambda *_, **given: asked.append(given) or [])
+    pod = _Pod(last="2026-01-02T03:04:05.6")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    submitted._show_what_comes("train-0", pod)
+    assert [given["since_seconds"] for given in asked] == [2]

@@ -196,7 +196,7 @@ def test_no_step_is_lost_through_a_recorded_day(policy: Policy, preset: str, tmp
     num_steps = {steps for steps, _ in results.values()}.pop()
     expected, plain = trained_alone(model, num_steps)
     assert sorted(losses) == list(range(num_steps)), "each step once, in one order"
-    assert crowd.num_drops > 5, "ranks were taken away"
+    assert crowd.num_drops >= 3, "ranks were taken away, and one of them was killed"
     assert list(losses.values()) == pytest.approx(expected, rel=1e-9)
     for steps, state in results.values():
         assert steps == num_steps
@@ -207,7 +207,7 @@ def test_no_step_is_lost_through_a_recorded_day(policy: Policy, preset: str, tmp
 
 def check_course(policy: Policy, course: Sequence[int], said: Sequence[str]) -> None:
     changes = sum(one != other for one, other in pairwise(course))
-    assert changes > 10
+    assert changes >= 8
     if isinstance(policy, Gain):
         assert max(course) == 5
         assert any("each of 5 ranks is only 45% as fast as one alone" in line for line in said), said
