@@ -66,6 +66,7 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
         (["--world", "8", "--optimizer", "adamm"], "Did you mean 'adam"),
         (["--world", "8", "--axes", "pt"], "--axes names 'pt'"),
         (["--world", "8", "--wires", "int4,int9"], "--wires is 'int9'. Did you mean 'int8'?"),
+        (["--world", "8", "--precisions", "fp32,bf61"], "--precisions is 'bf61'. Did you mean 'bf16'?"),
         (["--world", "8", "--set", "search.wires=[params=int8]"], "search.wires is 'params=int8'"),
         (["--world", "8", "--rows", "7"], "samples of a step cannot be divided"),
         (["--world", "8", "--rows", "7", "--axes", "tp"], "the 7 samples of a step cannot be divided"),
@@ -77,6 +78,15 @@ def test_it_ranks_draws_and_writes_a_plan(words: list[str], tmp_path: Path, caps
 def test_what_is_refused(words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_precisions_are_tried_if_they_are_asked_for(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--world", "8", "--precisions", "fp32,bf16"]) == 0
+    said = capsys.readouterr().out
+    assert "precision: bf16" in said, "products take a fifteenth of the time"
+    assert "precision fp32: +" in said
+    assert main([*words, "--world", "8"]) == 0
+    assert "bf16" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("asked", [["--wires", "int4"], ["--set", "search.wires=[int4]"]])

@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("--micro-batch", metavar="N,M", help="samples of a micro-batch that may be tried (default: all that divide)")
     option(
+        "--precisions",
+        metavar="D,E",
+        help="dtypes of forward and backward that may be tried, such as fp32,bf16 (default: search.precisions of PLAN, "
+        "or its precision, or the model's own)",
+    )
+    option(
         "--wires",
         metavar="D,E",
         help="also try to send gradients between hosts as int8 or int4, or in another dtype, which rounds them; "

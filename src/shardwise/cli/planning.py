@@ -18,7 +18,7 @@ from shardwise.cli.model_file import batch_from, build_model
 from shardwise.cli.output_files import require_absent, require_svg, write
 from shardwise.errors import ConfigError, nearest
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
-from shardwise.fit.candidates import MOST_ROWS, Space, wires_of
+from shardwise.fit.candidates import MOST_ROWS, Space, precisions_of, wires_of
 from shardwise.fit.foreseen import updates_of
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.model_subject import ModelSubject
@@ -128,15 +128,21 @@ def _space(args: argparse.Namespace, base: Plan) -> Space:
             rows = (0,)
         if min(rows) < 1:
             raise ConfigError(f"--micro-batch is {args.micro_batch!r}; give whole numbers from 1 on, such as 1,2,4.")
-    wires = wires_of(base.search.wires or (), "search.wires")
-    if args.wires is not None:
-        wires = wires_of([word for word in args.wires.split(",") if word], "--wires")
-    space = Space(axes=axes, rows=rows, wires=wires, shares=base.offload == Offload())
+    wires = wires_of(*_asked("wires", args.wires, base.search.wires))
+    precisions = precisions_of(*_asked("precisions", args.precisions, base.search.precisions))
+    space = Space(axes=axes, rows=rows, precisions=precisions, wires=wires, shares=base.offload == Offload())
     if "preset" in base.model_fields_set and base.preset != "auto":
         space = replace(space, presets=(base.preset,))
     if base.activations.policy is not None:
         space = replace(space, activations=(base.activations.policy,))
     return space
+
+
+def _asked(name: str, option: str | None, of_plan: Sequence[str] | None) -> tuple[Sequence[str], str]:
+    """The words of an option, or if it is not given those that the plan has, and which of them they are."""
+    if option is not None:
+        return [word for word in option.split(",") if word], f"--{name}"
+    return of_plan or (), f"search.{name}"
 
 
 def _require_plan(path: Path) -> None:

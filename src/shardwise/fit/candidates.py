@@ -59,6 +59,15 @@ def wires_of(words: Sequence[str], what: str) -> tuple[Wires, ...]:
     return tuple(filter(None, found))
 
 
+def precisions_of(words: Sequence[str], what: str) -> tuple[DtypeName, ...]:
+    """Dtypes of forward and backward by their names. Raises `ConfigError`, which says `what` names them."""
+    known: tuple[DtypeName, ...] = get_args(DtypeName)
+    for word in words:
+        if word not in known:
+            raise ConfigError(f"{what} is {word!r}. {nearest(word, known)}")
+    return tuple(name for name in known if name in words)
+
+
 def sent_in(wires: Wires) -> str:
     return ", ".join(f"{SENT[kind]} sent in {dtype}" for kind, dtype in wires)
 
@@ -67,8 +76,8 @@ def sent_in(wires: Wires) -> str:
 class Space:
     """What may differ from the given plan. Axes that are not named keep size 1; `()` keeps the plan's own value.
 
-    `rows`: sizes of a micro-batch of one data rank to be tried, () for all that divide. `wires` change the numbers, so
-    that they are tried only if somebody asks for it; see [Note: codes between hosts].
+    `rows`: sizes of a micro-batch of one data rank to be tried, () for all that divide. `precisions` and `wires` change
+    the numbers, so that they are tried only if somebody asks for it; see [Note: codes between hosts].
     """
 
     presets: tuple[str, ...] = (*ON_DEVICE, *ON_HOST)

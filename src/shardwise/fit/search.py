@@ -720,6 +720,9 @@ def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]
     for policy in space.activations:
         if policy != best.policy:
             yield f"activations {policy}", replace(best, policy=policy)
+    for precision in space.precisions:
+        if precision != best.precision:
+            yield f"precision {precision}", replace(best, precision=precision)
     if best.size("pp") > 1:
         for schedule, chunks in space.schedules:
             if (schedule, chunks) != (best.schedule, best.chunks):

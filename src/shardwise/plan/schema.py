@@ -365,6 +365,9 @@ class Budget(Strict):
 class Search(Strict):
     """What `preset: auto` and `shardwise plan` may choose although it changes the numbers of a training."""
 
+    precisions: Names | None = Field(
+        default=None, description="dtypes of forward and backward, such as fp32 and bf16; default: the plan's own"
+    )
     wires: Names | None = Field(
         default=None,
         description="formats in which gradients may be sent between hosts, such as int8; param=int8: parameters; "

@@ -29,7 +29,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
-from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space, wires_of
+from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space, precisions_of, wires_of
 from shardwise.fit.equal_blocks import without_values
 from shardwise.fit.hardware_here import hardware_here, with_ranks_of
 from shardwise.fit.measured_work import OperatorClock
@@ -133,6 +133,7 @@ def _search(
         activations=policies,
         schedules=(),
         rows=(rows,),
+        precisions=precisions_of(plan.search.precisions or (), "search.precisions"),
         wires=wires_of(plan.search.wires or (), "search.wires"),
         shares=has_budget or not on_cpu,
         parts=_num_parts(model, base, mesh, batch) if as_call and mesh.has_stages else 0,

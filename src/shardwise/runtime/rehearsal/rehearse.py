@@ -34,7 +34,7 @@ from shardwise.runtime.foreign_reads import Callers, RehearsedReach
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.micro_batches import MicroBatch
 from shardwise.runtime.rehearsal.grouped import GroupedProducts
-from shardwise.runtime.rehearsal.integers import Integers, like
+from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.kernel_memory import OfAccelerators
 from shardwise.runtime.rehearsal.live_bytes import LivingBytes
 from shardwise.runtime.rehearsal.refusal import refusal
@@ -270,7 +270,7 @@ def _without_bytes(
         twin = Twin(model, units, device, ledger)
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
         fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], arguments)
-        with Integers(), products:
+        with products:
             yield twin, fake
 
 
