@@ -14,6 +14,7 @@ from twins import adamw, assert_same, batches, rounded_by, sharded_run, train_st
 from wires import assert_same_but_for_flips, assert_trains_like, is_coded, learnt, resuming, saving_to, twin_run
 
 import shardwise as sw
+from shardwise.errors import PlacementError
 from shardwise.memory import choose_units, tables_for, unit_specs
 from shardwise.plan.placement import Codes, mesh_for, table_for
 from shardwise.runtime.codec import codec_for
@@ -83,6 +84,17 @@ def accumulating(engine: sw.Engine, _: torch.optim.Optimizer | None, batch: Any)
         engine.step()
         losses.append(loss.detach())
     return torch.stack(losses).mean()
+
+
+def test_a_parameter_in_fp64_is_refused_with_the_cure(model: Transformer) -> None:
+    """Of a plan that names no precision each parameter keeps its own."""
+    mixed = copy.deepcopy(model)
+    mixed.unused = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    data, wire = batches(1, rows=4), {"grad": "int8"}
+    with pytest.raises(PlacementError, match=r"that of some parameters\. Set precision: fp32"):
+        sharded_run(mixed, data, "zero3", 2, None, wire=wire)
+    found = sharded_run(mixed, data, "zero3", 2, None, wire=wire, precision="fp32")
+    assert found.losses == sharded_run(model, data, "zero3", 2, None, wire=wire).losses
 
 
 @sampled

@@ -312,8 +312,9 @@ def _stored_codes(plan: Plan, mesh: Mesh, compute: Dtype) -> Codes | None:
         )
     if compute == "fp64":
         raise PlacementError(
-            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64. "
-            f"Leave it out: frozen parameters then rest as they are."
+            f"storage.frozen is {asked.dtype}, whose scales are those of fp32 numbers, but the precision is fp64: that "
+            f"of the plan, or without one that of some parameters. Set precision: fp32, or leave it out: frozen "
+            f"parameters then rest as they are."
         )
     return Codes(asked.dtype, asked.block or _BLOCKS[asked.dtype], mesh.replica_axes, rests=True)
 

@@ -107,8 +107,9 @@ def check_codes(codes: Codes, dtype: Dtype, kind: str) -> None:
     """Raise `PlacementError` for codes that elements of `dtype` cannot be sent as."""
     if dtype == "fp64":
         raise PlacementError(
-            f"wire.{kind} is {codes}, whose scales are those of fp32 numbers, but the precision is fp64. Leave it out: "
-            f"elements are then sent as they are."
+            f"wire.{kind} is {codes}, whose scales are those of fp32 numbers, but the precision is fp64: that of the "
+            f"plan, or without one that of some parameters. Set precision: fp32, or leave out wire.{kind}: elements "
+            f"are then sent as they are."
         )
 
 
