@@ -205,3 +205,10 @@ def test_contents_of_modules_are_there(name: str) -> None:
     for key, value in facade._modules()[name].items():
         assert value is not None or key in ("git_hash", "git_branch"), key
     importlib.import_module("shardwise.integrations.deepspeed.facade")
+
+
+def test_what_its_documentation_calls_is_there(modules: dict[str, ModuleType]) -> None:
+    """`deepspeed.zero.unregister_external_parameter` is in its API's pages, and not in its package."""
+    layer = nn.Linear(2, 2)
+    modules["deepspeed.zero"].register_external_parameter(layer, layer.weight)
+    modules["deepspeed.zero"].unregister_external_parameter(layer, layer.weight)

@@ -239,6 +239,7 @@ def _zero_modules() -> dict[str, dict[str, Any]]:
         "Init": zero.Init,
         "GatheredParameters": zero.GatheredParameters,
         "register_external_parameter": zero.register_external_parameter,
+        "unregister_external_parameter": zero.unregister_external_parameter,  # in `zero` by its documentation alone
         "ZeroParamStatus": enums.ZeroParamStatus,
     }
     own = {
@@ -255,10 +256,7 @@ def _zero_modules() -> dict[str, dict[str, Any]]:
             "OffloadDeviceEnum": enums.OffloadDeviceEnum,
             "OffloadStateTypeEnum": enums.OffloadStateTypeEnum,
         },
-        "deepspeed.runtime.zero.partition_parameters": {
-            **partitioned,
-            "unregister_external_parameter": zero.unregister_external_parameter,
-        },
+        "deepspeed.runtime.zero.partition_parameters": partitioned,
         "deepspeed.runtime.zero.tiling": tiled,
     }
 
