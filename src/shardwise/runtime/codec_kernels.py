@@ -141,7 +141,7 @@ def encode(
             kept,
             scales.numel(),
             beta,
-            1 - beta,  # which differs in its last bit from what a kernel would subtract, in fp32
+            1 - beta,  # a kernel would subtract in fp32 (Triton's interpreter in fp64): another last bit
             BITS=bits,
             FEEDS_BACK=losses is not None,
             **shape,
