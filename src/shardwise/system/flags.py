@@ -21,13 +21,14 @@ def takes_flags(function: Callable[Given, Made]) -> Callable[Given, Made]:
     owner, _, own_name = function.__qualname__.rpartition(".")
     called = owner if own_name == "__init__" else own_name
 
-    @functools.wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Made:
         for name in names:
             require_flag(f"{called}({name}=", kwargs.get(name))
         return function(*args, **kwargs)
 
-    return call
+    # Frames are named by their code: what a rank waits in is said by the outermost one of this library.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    return functools.wraps(function)(call)
 
 
 def require_flag(given_as: str, value: object) -> None:
