@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -167,22 +166,6 @@ def test_launchers_are_lost_with_their_hosts_one_after_the_other(tmp_path: Path)
         os.kill(running.launchers()[0], signal.SIGTERM)
         running.until(lambda: running.status is not None)
     assert running.status == 143
-
-
-def test_a_launcher_is_killed_while_its_job_grows(tmp_path: Path) -> None:
-    """By its list of hosts, which the next one has not: the ranks that are there go on, as many as they are."""
-    now = datetime.now(UTC)
-    more = now + timedelta(minutes=1 if now.second < 40 else 2)
-    with job(tmp_path, 10**6, "--autoscale", f"schedule:{now:%H:%M} 1; {more:%H:%M} 3") as running:
-        running.until_joined(1)
-        running.until(lambda: "autoscale: 3 ranks instead of 1: the schedule has 3 from " in running.said, 150)
-        running.process.kill()
-        running.until(lambda: "has taken over, with " in running.said)
-        assert "--autoscale ends here, as the list of hosts is on the machine where the job was started" in running.said
-        os.kill(running.launchers()[0], signal.SIGTERM)
-        running.until(lambda: running.status is not None)
-    assert running.status == 143
-    assert not all_facts(tmp_path, "fault", "text")
 
 
 def test_ranks_end_with_a_launcher_that_nobody_is_to_follow(tmp_path: Path) -> None:

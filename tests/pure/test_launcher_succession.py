@@ -40,6 +40,7 @@ from shardwise.launch.signals import SignalLog
 from shardwise.system.job_token import Seal, new_token
 from tests.admissions import AtOnce
 from tests.pure.simulated_workers import SimulatedWorkers
+from tests.thorough import THOROUGH, varies
 
 TOKEN = new_token()
 NEVER = 10**9
@@ -332,11 +333,12 @@ def test_and_the_next_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         check(launchers)
 
 
+@varies
 def test_a_launcher_is_killed_at_any_point_while_its_job_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has decided and not asked for yet is asked for by the next one, and no rank is lost by that."""
     num_acts = acts_of_one_launcher(tmp_path, monkeypatch, Growing)
     assert num_acts > 20
-    for last in range(num_acts):
+    for last in range(0, num_acts, 1 if THOROUGH else 3):
         launchers = Growing(tmp_path, monkeypatch)
         assert launchers.launch(last) is None
         assert launchers.launch(NEVER), (last, launchers.said)
