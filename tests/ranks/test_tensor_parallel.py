@@ -49,8 +49,11 @@ DATA = [(torch.cat([tokens(10 * step + micro) for micro in range(ACCUMULATE)]),)
 
 
 def plain(model: nn.Module, num_data_ranks: int = 1) -> Run:
+    """One rank's micro-batches after the other's, as a model counts its calls that computes every second one apart."""
     shares = ACCUMULATE * num_data_ranks
-    return plain_run(model, DATA, optimizer_of, clip=MAX_NORM, shares=shares, whole_state=True)
+    dealt = [chunked(batch, shares) for batch in DATA]
+    data = [(torch.cat([x for place in range(num_data_ranks) for (x,) in of[place::num_data_ranks]]),) for of in dealt]
+    return plain_run(model, data, optimizer_of, clip=MAX_NORM, shares=shares, whole_state=True)
 
 
 def sharded(
