@@ -188,12 +188,18 @@ def test_skips_are_sent_once_to_where_they_are_read_and_priced(monkeypatch: pyte
 def test_frozen_stages_send_no_gradients_and_keep_nothing(
     frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They have the same norm as the others, in fp64 too, of which they have no gradient."""
     messages = Messages(monkeypatch)
-    model = made(Net)
+    model = made(Net).double()
     for name, param in model.named_parameters():
         param.requires_grad = not name.startswith(frozen)
-    stages = [["tokens", "down.*"], ["middle", "up.0"], ["up.1", "up.2", "head"]]
-    race(model, drawn(), loss_fn=loss_itself, pp=3, pipeline={"stages": stages})
+    stages = {"stages": [["tokens", "down.*"], ["middle", "up.0"], ["up.1", "up.2", "head"]]}
+
+    def norm(engine: sw.Engine) -> float:
+        return float(engine.gradient_norm or 0.0)
+
+    norms = race(model, drawn(), loss_fn=loss_itself, pp=3, look=norm, precision="fp64", pipeline=stages)
+    assert len(set(norms)) == 1
     senders = {ranks for (kind, ranks), num in messages.sent.items() if kind == "gradient" and num}
     assert len(senders) == (0 if "up" in frozen else 1)
     assert messages.of("activation")

@@ -397,8 +397,10 @@ def verdict_numel(num_params: int) -> int:
 
 
 def verdict_dtype(flats: Sequence[FlatSpec]) -> Dtype:
-    """The dtype in which the norm is summed: at least fp32, and as wide as the widest gradients."""
-    return "fp64" if any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats) else "fp32"
+    """The dtype in which the norm is summed: at least fp32, and as wide as the widest gradients, of which a stage that
+    trains nothing knows nothing: it has the norm of the others."""
+    is_wide = not flats or any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats)
+    return "fp64" if is_wide else "fp32"
 
 
 def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
