@@ -51,9 +51,9 @@ class Copies:
 
 def _trace(tensor: Tensor) -> Trace | None:
     """Some values of a tensor, the largest of them 1; `None` if it has none, or they are all alike."""
-    if tensor.is_meta or is_deferred(tensor) or not is_dense(tensor) or not tensor.is_floating_point():
+    if tensor.is_meta or not is_dense(tensor) or not tensor.is_floating_point() or tensor.numel() < _NUM_VALUES:
         return None
-    if tensor.numel() < _NUM_VALUES:
+    if is_deferred(tensor) or not tensor.untyped_storage().nbytes():  # still to be made, or recorded as such
         return None
     picked = tensor.detach().flatten()[:: tensor.numel() // _NUM_VALUES][:_NUM_VALUES].tolist()
     largest = max(map(abs, picked))
