@@ -48,7 +48,7 @@ def test_the_fastest_that_fits_is_taken_and_trains_on(monkeypatch: pytest.Monkey
         with sw.shard(replica, "zero3", optimizer=adamw(replica), world=world) as engine:
             losses = train(engine, data[:1])
             promise = engine.rehearse(data[0])
-            limit = promise.total - 300 * 2**10
+            limit = promise.total - 100 * 2**10  # of what copies on the host free, some stays in the heap
             said = engine.fit_activations(data[0], limit)
             assert engine.plan.activations.policy == "offload", said
             lines = said.splitlines()

@@ -179,7 +179,8 @@ def averaged_by_data(average: nn.Module, model: nn.Module) -> None:
 
 
 def averaged_at_once(average: nn.Module, model: nn.Module) -> None:
-    torch._foreach_lerp_([p.data for p in average.parameters()], [p.detach() for p in model.parameters()], 0.1)
+    own = [p.detach() for p in model.parameters()]
+    torch._foreach_lerp_([p.data for p in average.parameters()][: len(own)], own, 0.1)
 
 
 def pulled(average: nn.Module, model: nn.Module) -> None:

@@ -267,7 +267,7 @@ class OneBitLamb(_OneBit):
         state = self.state[param]
         direction = _direction(param, state, group)
         ratio = self._frozen_ratio(param, direction, group) if is_frozen else self._ratio(param, direction, group)
-        if self._num_steps == self.freeze_step and not is_frozen:
+        if not is_frozen:  # in each step, as the parameter may have no gradient in the last
             state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
         param.sub_(direction.mul_(on_device(ratio, param.device)).mul_(group["lr"]))
 

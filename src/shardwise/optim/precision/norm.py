@@ -76,7 +76,7 @@ def check_copies(
     mine = norms_of(flats, 2.0, among_data)
     values = [struct.unpack(f"<{len(mine)}d", message) for message in among_peers(struct.pack(f"<{len(mine)}d", *mine))]
     slots = [slot for flat in flats for slot in flat.slots]
-    negligible = 1e-6 * math.hypot(*mine)
+    negligible = 1e-6 * max(math.hypot(*every) for every in values)  # the same on all ranks, which must agree
     untold = set()
     for slot, every in zip(slots, zip(*values, strict=True), strict=True):
         if slot.name in copied and max(every) * _APART <= negligible:
