@@ -325,7 +325,7 @@ def test_a_deepspeed_config_that_a_file_names_is_the_plan(tmp_path: Path) -> Non
     ("text", "sentence"),
     [
         ("- a", "no distributed_type"),
-        ("distributed_type: MEGATRON_LM", "is not supported here"),
+        ("distributed_type: MEGATRON_LM", "is not supported: Megatron-LM is another engine .* Use this plan"),
         ("distributed_type: FSDP\nnum_machines: 2", "machine_rank is missing"),
         ("distributed_type: [", "cannot be read"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "it must be 0, 1, 2 or 3"),

@@ -233,7 +233,7 @@ def test_evaluation_in_fp8_is_what_the_option_asks_for_and_is_noted_without_it(
     is_asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parser = argparse.ArgumentParser()
-    accelerate_launch.add_options(parser)
+    accelerate_launch.add_options(parser, ())
     (tmp_path / "config.yaml").write_text("distributed_type: MULTI_CPU\nmixed_precision: fp8\n")
     options = ["--config_file", str(tmp_path / "config.yaml"), "--fp8_backend", "te"]
     option = ["--fp8_use_autocast_during_eval"] if is_asked_for else []
@@ -350,7 +350,7 @@ def test_fields_of_the_older_handler_are_those_of_transformer_engine_or_refused(
 
 def test_every_option_and_key_of_accelerate_about_fp8_is_known() -> None:
     ours = argparse.ArgumentParser()
-    accelerate_launch.add_options(ours)
+    accelerate_launch.add_options(ours, ())
     known = {option for action in ours._actions for option in action.option_strings}
     theirs = {option for action in launch_command_parser()._actions for option in action.option_strings}
     of_fp8 = {option for option in theirs if option.startswith("--fp8")}
