@@ -200,8 +200,8 @@ BUILDER = _of(
     ),
     (
         "the norm of fp64 gradients is summed in fp32",
-        'if any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats)',
-        "if False",
+        'any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats)',
+        "False",
         "fp64 program",
     ),
     (
