@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.elastic.loop_state import LoopState
-from shardwise.elastic.session import ElasticSession
+from shardwise.elastic.recovery import Recovery
 from shardwise.errors import FaultError
 from shardwise.sharded import state as state_module
 from shardwise.sharded.unfreezing import Unfreezing
@@ -119,9 +119,9 @@ class Dying:
             "check": (Unfreezing, "check", False),
             "down": (state_module, "move", False),
             "moved": (state_module, "move", True),
-            "images": (ElasticSession, "renew", False),
+            "images": (Recovery, "renew", False),
             "follow": (LoopState, "follow", False),
-            "done": (ElasticSession, "renew", True),
+            "done": (Recovery, "renew", True),
         }
         owner, name, is_after = functions[point]
         original = getattr(owner, name)
