@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from shardwise.launch.elastic.scaling import Asking
 
@@ -22,6 +24,12 @@ def one_day() -> list[tuple[float, int]]:
 def slots_at(trace: Sequence[tuple[float, int]], now: float) -> int:
     """How many are free at a time."""
     return [slots for _, slots in takewhile(lambda entry: entry[0] <= now, trace)][-1]
+
+
+def training(size: int, step: int) -> Any:
+    """What `Scaling` looks at of a job in which `size` ranks train, and have taken so many steps."""
+    still = {"state": "formed", "is_ending": False, "needs_all": False, "axes": {}, "fitting": 0}
+    return SimpleNamespace(**still, members=range(size), step=step)
 
 
 class AtOnce(Asking):

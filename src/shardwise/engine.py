@@ -168,8 +168,8 @@ def _settled(
     """`plan`, or what its preset "auto" stands for. A rank that joins others takes theirs."""
     if plan.preset != "auto" and plan.search != Search():
         raise ConfigError(
-            f"search is given, but the preset is {plan.preset}, so nothing is searched for. Say what is sent, as in "
-            f"wire: {{grad: int8}}, or take preset: auto."
+            f"search is given, but the preset is {plan.preset}, so nothing is searched for. Say what it might choose, "
+            f"as in precision: bf16 and wire: {{grad: int8}}, or take preset: auto."
         )
     if plan.preset != "auto" or (world.is_newcomer and world.membership is not None):
         return plan

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import kubeflow_trainer_api.models as kubeflow
@@ -23,7 +22,7 @@ from shardwise.launch.elastic.scaling import Scaling
 from shardwise.launch.job import Elastic, Job
 from shardwise.launch.places.k8s import K8sPlan, PodRequest, plan_k8s
 from shardwise.launch.places.k8s_scale import ApiServer, ScaledPods, Target, completions_for
-from tests.admissions import AtOnce
+from tests.admissions import AtOnce, training
 from tests.extras.k8s_server import Cluster
 from tests.extras.test_k8s_elastic import Submitted
 from tests.extras.test_k8s_manifests import VERSIONS, saying, tell_of
@@ -241,16 +240,7 @@ def test_a_recorded_admission_trace(cluster: Cluster, tmp_path: Path, policy: An
             if now > since + 20:
                 pace = Pace(ranks, 1 / speed[ranks], 0.001, {size: 1 / each for size, each in speed.items()})
                 job.hear(MemberMessage("pace", 0, text=pace.to_text()), now)
-            training: Any = SimpleNamespace(
-                state="formed",
-                is_ending=False,
-                needs_all=False,
-                axes={},
-                fitting=0,
-                members=range(ranks),
-                step=int(now),
-            )
-            job.look(now, training, pods, FolderNotes(None))
+            job.look(now, training(ranks, int(now)), pods, FolderNotes(None))
         ends.append(ranks)
         cluster.admits = admitted
     job.close()

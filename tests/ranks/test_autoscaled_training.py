@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from shardwise.errors import SpareError, TurnedAwayError
 from shardwise.launch.autoscale import Fill, Gain, Policy, Sizes
 from shardwise.launch.elastic.job_notes import FolderNotes
 from shardwise.launch.elastic.scaling import Scaling
-from tests.admissions import DAY_SECONDS, AtOnce, one_day, slots_at
+from tests.admissions import DAY_SECONDS, AtOnce, one_day, slots_at, training
 from tests.ranks.test_lost_ranks import adamw
 from tests.ranks.threads_as_members import Crowd, Killed, ThreadMembership, run_members
 from tests.thorough import THOROUGH, sampled
@@ -76,16 +75,7 @@ class Admitted(Crowd):
         self.course.append(size)
         pace = Pace(size, 1 / speed(size), 0.001, {})
         self.scaling.hear(MemberMessage("pace", 0, text=pace.to_text()), self.now)
-        training: Any = SimpleNamespace(
-            state="formed",
-            is_ending=False,
-            needs_all=False,
-            axes={},
-            fitting=0,
-            members=range(size),
-            step=num_steps,
-        )
-        self.scaling.look(self.now, training, [], FolderNotes(None))
+        self.scaling.look(self.now, training(size, num_steps), [], FolderNotes(None))
         self._resize(min(self.wanted, slots_at(DAY, self.now) // GPUS_PER_RANK))
 
     def _resize(self, size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from twins import sgd, work_on_ranks
+from twins import assert_gradients, sgd, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -294,11 +294,7 @@ def test_every_use_of_logits_is_that_of_whole_logits(
             torch.testing.assert_close(sw.tensor.full_tensor(made.detach()), wanted, rtol=1e-5, atol=1e-6, msg=name)
             assert found.item() == pytest.approx(loss, rel=1e-4, abs=1e-5), name
             engine.backward(found)
-            for key, grad in grads.items():
-                ours = engine.get(key, "grad")
-                ours = torch.zeros(()) if ours is None else ours
-                grad = torch.zeros_like(ours) if grad is None else grad
-                torch.testing.assert_close(ours, grad, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+            assert_gradients(engine, grads, name)
             engine.zero_grad()
             if engine.world.rank == 0:
                 said = [record.message for record in caplog.records if "so they are gathered" in record.message]

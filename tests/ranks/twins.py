@@ -255,6 +255,15 @@ def whole_grads(engine: sw.Engine, names: Iterable[str]) -> dict[str, Tensor | N
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
+def assert_gradients(engine: sw.Engine, expected: Mapping[str, Tensor | None], where: str) -> None:
+    """Require those that are `expected` by name; none is zero. All ranks call."""
+    for name, grad in expected.items():
+        ours = engine.get(name, "grad")
+        ours = torch.zeros(()) if ours is None else ours
+        grad = torch.zeros_like(ours) if grad is None else grad
+        torch.testing.assert_close(ours, grad, rtol=1e-4, atol=1e-5, msg=f"{where}: {name}")
+
+
 def plan_of(preset: str, mesh: Mapping[str, int] | None, **more: Any) -> dict[str, Any]:
     return {"preset": preset, **({"mesh": dict(mesh)} if mesh else {}), **more}
 

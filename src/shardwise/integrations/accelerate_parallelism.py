@@ -14,9 +14,13 @@ MEGATRON, PARALLELISM = "megatron_lm_", "parallelism_config_"
 def instead_of_megatron(settings: Mapping[str, Any]) -> str:
     """How to ask for the same, with a plan; names of `settings` may lack their prefix."""
     given = {name.removeprefix(MEGATRON): value for name, value in settings.items()}
-    axes = {"pp": "pp_degree", "dp": "", "ep": "expert_model_parallel_size", "sp": "context_parallel_size"}
-    axes["tp"] = "tp_degree"
-    mesh = {axis: -1 if axis == "dp" else _size(given.get(name)) for axis, name in axes.items()}
+    mesh = {
+        "pp": _size(given.get("pp_degree")),
+        "dp": -1,
+        "ep": _size(given.get("expert_model_parallel_size")),
+        "sp": _size(given.get("context_parallel_size")),
+        "tp": _size(given.get("tp_degree")),
+    }
     plan: dict[str, Any] = {"preset": "zero1" if _is_on(given.get("use_distributed_optimizer")) else "ddp"}
     plan["mesh"] = {axis: size for axis, size in mesh.items() if size != 1}
     if _is_on(given.get("sequence_parallelism")) and mesh["tp"] > 1:

@@ -37,7 +37,7 @@ from shardwise.errors import ModelError
 from shardwise.memory import Unit
 from shardwise.parallel.tensor.partition import AXIS
 from shardwise.plan.placement import Dtype
-from shardwise.system.own_hooks import hook
+from shardwise.system.own_hooks import hook, hook_around
 from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named
 from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException, tree_leaves
 
@@ -382,8 +382,8 @@ def _followed(model: nn.Module, hooks: ExitStack) -> list[str]:
         stack.pop()
 
     for path, module in model.named_modules():
-        hooks.callback(module.register_forward_pre_hook(hook(partial(enter, path)), prepend=True).remove)
-        hooks.callback(module.register_forward_hook(hook(leave), always_call=True).remove)
+        for handle in hook_around([module], partial(enter, path), leave, first=True):
+            hooks.callback(handle.remove)
     return stack
 
 
