@@ -97,7 +97,8 @@ class Mixing(nn.Module):
         if self.how == "negatives":
             return x + ((pooled @ pooled.T).softmax(-1) @ pooled)[:, None]
         if self.how == "batch norm":
-            return F.batch_norm(x.mT, None, None, training=True).mT
+            # Without x, the bias's gradient would be nothing but rounding, of which Adam makes whole steps.
+            return x + F.batch_norm(x.mT, None, None, training=True).mT
         if self.how == "spread":
             return x * (1 + x.std(dim=0).mean())
         if self.how == "written":
