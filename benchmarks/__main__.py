@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks import (
     checkpoint,
     collectives,
+    commits,
     compiled,
     elastic,
     experts,
@@ -48,6 +49,7 @@ PROGRAMS = (
     "checkpoint",
     "overhead",
     "growth",
+    "commits",
     "compile",
     "tensor",
     "pipeline",
@@ -119,6 +121,7 @@ _PROGRAMS = {
     "checkpoint": checkpoint.main,
     "overhead": overhead.main,
     "growth": growth.main,
+    "commits": commits.main,
     "compile": compiled.main,
     "elastic": elastic.main,
     "experts": experts.main,
@@ -150,11 +153,13 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds",
         type=_positive,
         metavar="N",
-        help="of peers, growth, tiers, generation, integrations: how often (3; generation 5); of elastic: kills (10), "
-        "and pairs of jobs (7)",
+        help="of peers, growth, commits, tiers, generation, integrations: how often (3; commits, generation 5); of "
+        "elastic: kills (10), and pairs of jobs (7)",
     )
     saves = parser.add_argument_group("checkpoint, tiers, generation and weights")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
+    older = parser.add_argument_group("commits")
+    older.add_argument("--against", metavar="COMMIT", help="which this checkout is compared with, in turns")
     between = parser.add_argument_group("hosts and wires")
     between.add_argument(
         "--hosts", type=hosts.shape_of, nargs="+", metavar="N", help="how many, or 2x2 with 2 ranks on each (2x2 2 4)"

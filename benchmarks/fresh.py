@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.figures import Figures, read_figures
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
 GRACE_SECONDS = 15
 
 
@@ -26,15 +27,17 @@ def run_ranks(
     num_ranks: int,
     timeout_seconds: float,
     on_cpu: bool = True,
+    source: Path = SOURCE,
 ) -> list[Figures]:
-    """Run `python -m module arguments --out FOLDER` on `num_ranks` ranks, a thread each; their figures, by rank.
+    """Run `python -m module arguments --out FOLDER` on `num_ranks` ranks, a thread each; their figures, by rank. The
+    package comes from `source`, all else from this checkout.
 
     Raises `RunError` if a rank fails, or none has ended after `timeout_seconds`.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
         folder = Path(name)
         command = [*launcher(num_ranks), "-m", module, *arguments, "--out", name]
-        status, said = _run(command, environment(on_cpu=on_cpu), timeout_seconds)
+        status, said = _run(command, environment(on_cpu=on_cpu, source=source), timeout_seconds)
         figures = read_figures(folder, num_ranks)
     errors = [each["error"] for each in figures if "error" in each]
     if status is None:
@@ -48,9 +51,9 @@ def launcher(num_ranks: int) -> list[str]:
     return [sys.executable, "-m", "shardwise", "launch", "--nproc", str(num_ranks), "--threads", "1"]
 
 
-def environment(*, on_cpu: bool) -> dict[str, str]:
-    """This process's, with the checkout importable."""
-    paths = [str(ROOT), str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+def environment(*, on_cpu: bool, source: Path = SOURCE) -> dict[str, str]:
+    """This process's, with the checkout importable, and the package from `source`."""
+    paths = [str(ROOT), str(source), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     ours = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
     if on_cpu:  # DeepSpeed guesses otherwise, and its guess imports more than it has to
         ours["DS_ACCELERATOR"] = "cpu"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.fresh import run_ranks
+from benchmarks.fresh import SOURCE, run_ranks
 from benchmarks.machine import header
 from benchmarks.results_file import write_result
 from benchmarks.schedule import interleaved
@@ -61,10 +62,12 @@ def summary_of(runs: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     return rows
 
 
-def run_host(engine: str, dtype: str, steps: int, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
-    """CPU seconds of a step, by part, in a fresh process."""
+def run_host(
+    engine: str, dtype: str, steps: int, num_blocks: int = NUM_BLOCKS, source: Path = SOURCE
+) -> dict[str, Any]:
+    """CPU seconds of a step, by part, and its calls of Python functions, in a fresh process."""
     options = [f"--engine={engine}", f"--dtype={dtype}", f"--blocks={num_blocks}", f"--steps={steps}"]
-    return run_ranks("benchmarks.overhead_rank", options, num_ranks=1, timeout_seconds=120)[0]
+    return run_ranks("benchmarks.overhead_rank", options, num_ranks=1, timeout_seconds=120, source=source)[0]
 
 
 def _line(row: dict[str, Any]) -> list[str]:

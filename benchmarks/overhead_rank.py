@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ import shardwise as sw
 from benchmarks.bare import Bare
 from benchmarks.echo import EchoTransport
 from benchmarks.figures import write_figures
-from benchmarks.overhead import DTYPES, ENGINES, WORLD_SIZE
+from benchmarks.overhead import DTYPES, WORLD_SIZE
 
 DIM = 16
 LAYERS = 8  # a weight and a bias each: 16 parameters a block
@@ -78,10 +81,10 @@ def bare(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
     return _parts(model, optimizer, x)
 
 
-def zero3(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
+def ours(preset: str, model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
     world = sw.World(0, WORLD_SIZE, EchoTransport())
     optimizer = _adamw(model)
-    engine = sw.shard(model, {"preset": "zero3", "precision": dtype}, optimizer=optimizer, world=world)
+    engine = sw.shard(model, {"preset": preset, "precision": dtype}, optimizer=optimizer, world=world)
 
     def passes() -> None:
         engine.backward(engine(x).sum())
@@ -96,11 +99,17 @@ def zero3(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
     return Parts(passes, update, agreed_bytes)
 
 
-MAKERS = dict(zip(ENGINES, (plain, bare, fsdp2, zero3), strict=True))
+MAKERS: dict[str, Callable[[nn.Sequential, str, Tensor], Parts]] = {
+    "plain": plain,
+    "bare": bare,
+    "fsdp2": fsdp2,
+    "shardwise-zero3": partial(ours, "zero3"),
+    "shardwise-ddp": partial(ours, "ddp"),
+}
 
 
 def measure(engine: str, dtype: str, num_blocks: int, steps: int) -> dict[str, float]:
-    """Median seconds of CPU for forward and backward, and for the update."""
+    """Median seconds of CPU for forward and backward, and for the update; and the calls of Python functions in both."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(num_blocks)))
     parts = MAKERS[engine](model, dtype, torch.randn(BATCH, DIM))
@@ -114,6 +123,7 @@ def measure(engine: str, dtype: str, num_blocks: int, steps: int) -> dict[str, f
     return {
         "passes_seconds": median(passes for passes, _ in timed),
         "update_seconds": median(update for _, update in timed),
+        "calls": _calls(parts.passes) + _calls(parts.update),
     }
 
 
@@ -139,9 +149,24 @@ def _seconds(call: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
+def _calls(work: Callable[[], object]) -> int:
+    num_calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:  # noqa: ARG001
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--engine", choices=MAKERS, required=True)
     parser.add_argument("--dtype", choices=DTYPES, required=True)
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)

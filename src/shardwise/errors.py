@@ -151,3 +151,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"Known: {', '.join(names)}."
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first `most` of them, and how many more there are: `a, b and 3 more`."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

@@ -110,7 +110,7 @@ def _lay(
     """Split `model` in place, with its values. Nothing is changed if that is impossible. All ranks call."""
     own = next((param.device for param in model.parameters()), torch.device("cpu"))
     target = device_for(model, own, Wishes(device=None if device is None else torch.device(device)), world)
-    plan = load_plan({"preset": "ddp", "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
+    plan = load_plan({"preset": "ddp", "mesh": mesh.named_sizes})
     split = split_of(model, plan, mesh, world.rank)
     source = None if folder is None else _agreed(world, lambda: match(model, _opened(folder), strict=True))
     model.requires_grad_(False).eval()

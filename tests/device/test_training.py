@@ -27,6 +27,7 @@ from twins import (
     at_once,
     batches,
     full_params,
+    muon_groups,
     plain_run,
     plan_of,
     ranks_run,
@@ -224,10 +225,7 @@ def test_codes(preset: str, num_ranks: int, mesh: dict[str, int] | None, precisi
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    hidden = sw.optim.hidden_matrices(model)
-    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
-    adam = {"params": others, "use_muon": False, "lr": 3e-3, "weight_decay": 0.0}
-    return sw.optim.Muon([{"params": hidden, "lr": 0.02}, adam], iterate_in="fp32")
+    return sw.optim.Muon(muon_groups(model, lr=3e-3, weight_decay=0.0), lr=0.02, iterate_in="fp32")
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {

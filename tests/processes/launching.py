@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import warm
 from tests.patience import PATIENCE
@@ -38,6 +40,13 @@ def launch(
         env={**os.environ, **(warm.RANKS_TOO if by_forks else {}), "OMP_NUM_THREADS": "1"},
         check=False,
     )
+
+
+def told_by_ranks(script: Path, folder: Path, num_ranks: int, *args: str) -> list[Any]:
+    """What each rank of `script` has written to `folder/RANK.json`; its first argument is the folder."""
+    done = launch(script, num_ranks, str(folder), *args)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 def end(launcher: subprocess.Popen[str]) -> None:

@@ -20,11 +20,12 @@ from twins import (
     batches,
     engine_step,
     full_params,
+    muon_groups,
     plain_run,
 )
 
 import shardwise as sw
-from shardwise.optim import Muon, hidden_matrices
+from shardwise.optim import Muon
 from tests.models import Transformer
 
 
@@ -103,10 +104,7 @@ def race_muon(world: sw.World) -> None:
 
 
 def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
-    hidden = hidden_matrices(model)
-    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
-    groups = [{"params": hidden, "lr": 0.01}, {"params": others, "use_muon": False, "lr": 3e-3, "adamw_eps": 1e-5}]
-    return Muon(groups, iterate_in="fp32")
+    return Muon(muon_groups(model, lr=3e-3, adamw_eps=1e-5), lr=0.01, iterate_in="fp32")
 
 
 if __name__ == "__main__":

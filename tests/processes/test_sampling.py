@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launching import told_by_ranks
 
-from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 MESHES = [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}]
@@ -51,10 +48,4 @@ def test_ranks_that_share_a_sample_draw_the_same_tokens(plan: dict[str, Any], tm
 
 
 def told(folder: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    num_ranks = math.prod(plan["mesh"].values())
-    launch = [sys.executable, "-m", "shardwise", "launch", f"--nproc={num_ranks}"]
-    command = [*launch, str(SCRIPT), str(folder), json.dumps(plan)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    return told_by_ranks(SCRIPT, folder, math.prod(plan["mesh"].values()), json.dumps(plan))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import told_by_ranks
 
-from tests.patience import PATIENCE
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -25,19 +21,11 @@ KINDS += ["adapted", "adapted recomputed", "sequence in stages", "sequence in st
 """Early: nothing behind the row module has to be computed again, so that torch ends a recomputation inside it."""
 
 
-def told(folder: Path, kind: str, num_ranks: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "shardwise", "launch", f"--nproc={num_ranks}", str(SCRIPT), str(folder), kind]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-
-
 @thorough_only("slow; smaller tests beside it cover the same code")
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_drop_the_same_where_they_compute_the_same(kind: str, tmp_path: Path) -> None:
     num_ranks = 4 if "stages" in kind else 2
-    every = told(tmp_path, kind, num_ranks)
+    every = told_by_ranks(SCRIPT, tmp_path, num_ranks, kind)
     for first in range(0, num_ranks, 2):
         check_pair(*every[first : first + 2], kind)
 

@@ -24,6 +24,7 @@ from benchmarks import fresh, peers
 from benchmarks.__main__ import PROGRAMS
 from benchmarks.__main__ import main as bench_main
 from benchmarks.bare import Bare
+from benchmarks.commits import HERE, Ratio, ratios_of, source_at
 from benchmarks.compiled import ENGINES as COMPILED_ENGINES
 from benchmarks.compiled import PAIRS, faults_of
 from benchmarks.compiled import summary_of as compiled_summary
@@ -270,7 +271,23 @@ def test_host_time_is_what_comes_on_top_of_the_plain_model_in_the_same_round() -
 
 def test_among_fake_ranks_steps_follow_their_program() -> None:
     """Or what is measured is how long it takes to record one; `measure` raises then."""
-    assert measure("shardwise-zero3", "fp32", 24, 2)["passes_seconds"] > 0
+    measured = measure("shardwise-zero3", "fp32", 24, 2)
+    assert measured["passes_seconds"] > 0
+    assert measured["calls"] > measure("plain", "fp32", 24, 1)["calls"] > 24
+
+
+def test_commits_are_compared_within_a_round() -> None:
+    runs = [
+        {"figure": "step", "commit": commit, "round": number, "value": pace * over}
+        for number, pace in enumerate([1.0, 2.0, 8.0])
+        for commit, over in ((HERE, (1.0, 0.5, 1.5)[number]), ("old", 1.0))
+    ]
+    assert ratios_of(runs) == [Ratio("step", there=2.0, here=1.0, over=1.0, least=0.5, most=1.5)]
+
+
+def test_a_commit_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no-such-commit is no commit"):
+        source_at("no-such-commit", tmp_path)
 
 
 def test_the_floor_of_host_time_trains_as_the_engine_does() -> None:

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError, nearest, some
 from shardwise.plan import Offload, PlaceEdit, Plan, Rows, Wire, WireFormat, load_plan, plan_table, schema_table
 from shardwise.plan.schema import Sequence, Strict, plan_heard, plan_told
 
@@ -315,6 +315,10 @@ def test_other_libraries_keys_are_known_at_the_top_of_a_plan_alone() -> None:
     assert refused({"rows": {"tp": {}}}) == (
         "argument: unknown key 'tp' in rows. " + nearest("tp", ["param", "held", "grad", "optim"])
     )
+
+
+def test_of_many_names_the_first_are_said() -> None:
+    assert [some("abcd"[:number], 3) for number in range(5)] == ["", "a", "a, b", "a, b, c", "a, b, c and 1 more"]
 
 
 def test_what_names_trackers_is_text_or_a_mapping() -> None:

@@ -18,7 +18,7 @@ class Fitting:
         self.least, self.asked = least, list[int]()
 
     def __call__(self, plan: Plan, mesh: Mesh) -> Plan:
-        assert plan.mesh == dict(zip(mesh.axes, mesh.sizes, strict=True))
+        assert plan.mesh == mesh.named_sizes
         self.asked.append(mesh.world_size)
         if mesh.world_size < self.least:
             raise ConfigError(f"{mesh.world_size} ranks have no room.")

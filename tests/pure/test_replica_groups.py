@@ -68,7 +68,7 @@ def laid(mesh: Mesh, regrouped: Regrouped) -> tuple[Mesh, tuple[int, ...]] | Non
     """The mesh of those that go on, and its members by rank; `None` if no group is whole."""
     if not regrouped.groups:
         return None
-    after = mesh_over(dict(zip(mesh.axes, mesh.sizes, strict=True)), regrouped.num_ranks)
+    after = mesh_over(mesh.named_sizes, regrouped.num_ranks)
     return after, regrouped.members_on(after)
 
 
@@ -141,7 +141,7 @@ def test_what_was_lost_comes_back_when_spares_and_newcomers_are_enough(mesh: Mes
     here: list[int | None] = [members.index(one) if one in members else None for one in range(len(seats))]
     again = regroup(after, [*here, *([None] * len(lost))])
     assert not again.spares
-    larger = mesh_over(dict(zip(mesh.axes, mesh.sizes, strict=True)), again.num_ranks)
+    larger = mesh_over(mesh.named_sizes, again.num_ranks)
     assert larger == mesh
     back = again.members_on(larger)
     for rank, member in enumerate(members):
@@ -371,7 +371,7 @@ def test_a_plan_keeps_more_off_the_device_on_a_smaller_mesh_alone() -> None:
 @varies
 @given(MESHES, st.data())
 def test_only_whole_groups_go_on_and_nobody_changes_its_part_of_the_model(mesh: Mesh, data: st.DataObject) -> None:
-    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    axes = mesh.named_sizes
     there = data.draw(st.sets(st.integers(0, mesh.world_size - 1)))
     found = going_on(axes, mesh.world_size, {rank: rank for rank in there})
     places = [data_place(mesh, rank) for rank in there]
@@ -388,7 +388,7 @@ def test_only_whole_groups_go_on_and_nobody_changes_its_part_of_the_model(mesh: 
 @varies
 @given(MESHES, st.data())
 def test_those_that_wait_come_in_as_groups(mesh: Mesh, data: st.DataObject) -> None:
-    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    axes = mesh.named_sizes
     num_waiting = data.draw(st.integers(0, 7))
     waiting = range(100, 100 + num_waiting)
     found = going_on(axes, mesh.world_size, {rank: rank for rank in range(mesh.world_size)}, waiting)

@@ -19,6 +19,7 @@ from shardwise.system.safe_files import (
     read_json,
     read_regular,
     read_text,
+    replaced,
 )
 
 HERE = Path("x.json")
@@ -129,3 +130,15 @@ def test_any_bytes_are_json_or_refused(content: bytes) -> None:
 def test_a_plain_name_stays_in_its_folder(name: str) -> None:
     if is_plain_name(name):
         assert (Path("/folder") / name).parent == Path("/folder")
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "latest"
+    path.write_text("before")
+    with pytest.raises(UnicodeEncodeError), replaced(path) as draft:
+        draft.write_text("half of \ud800")
+    assert path.read_text() == "before"
+    with replaced(path) as draft:
+        draft.write_text("after")
+        assert path.read_text() == "before"
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("latest", "after")]

@@ -31,6 +31,15 @@ def mean_loss(model: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
 
 
+def counted_loss(model: Any, batch: Batch) -> Tensor:
+    """Labels of -100 do not count, so ranks have different numbers of labels."""
+    losses = functional.cross_entropy(
+        model(batch["input_ids"], batch["position_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    )
+    counted = batch["labels"].flatten() != -100
+    return model.mean_over_tokens(losses, counted) if isinstance(model, sw.Engine) else losses[counted].mean()
+
+
 def whole_run(model: nn.Module, data: Sequence[Batch], *, loss_of: LossOf = mean_loss, **how: Any) -> Run:
     """Train in one process with whole batches, without this library: see `plain_run`."""
     return plain_run(model, data, forward=loss_of, **how)

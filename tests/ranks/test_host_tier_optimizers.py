@@ -17,6 +17,7 @@ from twins import (
     assert_same,
     batches,
     full_params,
+    muon_groups,
     plain_run,
     plan_of,
     sharded_run,
@@ -310,9 +311,8 @@ def test_a_share_of_the_units(preset: str, share: dict[str, float]) -> None:
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     """Muon in fp32, since bf16 would enlarge small differences."""
-    matrices = sw.optim.hidden_matrices(model)
-    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
-    return sw.optim.Muon([{"params": matrices, "lr": 0.01}, {"params": others, "use_muon": False}], iterate_in="fp32")
+    groups = muon_groups(model, lr=1e-3)
+    return sw.optim.Muon(groups, lr=0.01, iterate_in="fp32")
 
 
 NEEDS_WHOLE: dict[str, MakeOptimizer] = {

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import adamw, batches, full_params, plan_of, share_of
+from twins import adamw, batches, full_params, muon_groups, plan_of, share_of
 
 import shardwise as sw
 from shardwise.comm.watch.fault import Fault
@@ -126,9 +126,7 @@ def lion(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    hidden = sw.optim.hidden_matrices(model)
-    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
-    return sw.optim.Muon([{"params": hidden}, {"params": others, "use_muon": False}])
+    return sw.optim.Muon(muon_groups(model))
 
 
 def narrow(state_dtype: Any) -> MakeOptimizer:

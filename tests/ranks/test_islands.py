@@ -47,9 +47,9 @@ def start(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(*layers).to(dtype)
 
 
-def batches(num_steps: int, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+def batches(num_steps: int, dtype: torch.dtype = torch.float64, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    shapes = ((ROWS, WIDTH), (ROWS, 4))
+    shapes = ((rows, WIDTH), (rows, 4))
     return [
         tuple(torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes)  # type: ignore[misc]  # a pair
         for _ in range(num_steps)

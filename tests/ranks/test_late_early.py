@@ -28,6 +28,7 @@ from twins import (
     batches,
     engine_step,
     full_params,
+    muon_groups,
     plain_run,
     plan_of,
     share_of,
@@ -146,9 +147,7 @@ def test_narrow_precisions(case: tuple[str, int, Any], precision: str, when: Whe
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    matrices = sw.optim.hidden_matrices(model)
-    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
-    return sw.optim.Muon([{"params": matrices}, {"params": others, "use_muon": False}])
+    return sw.optim.Muon(muon_groups(model))
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {

@@ -142,22 +142,6 @@ def test_evaluation_in_between(case: Case, model: Transformer) -> None:
     assert len(evaluated) == 5 * case[1]
 
 
-class Checkpointed(Transformer):
-    """Blocks are recomputed in the backward, from outside or from inside."""
-
-    def __init__(self, reentrant: bool, inside: bool) -> None:
-        super().__init__()
-        self.reentrant, self.inside = reentrant, inside
-        if inside:
-            self.blocks = nn.ModuleList(Wrapped(block, reentrant) for block in self.blocks)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            hidden = block(hidden) if self.inside else checkpoint(block, hidden, use_reentrant=self.reentrant)
-        return self.head(self.norm(hidden))
-
-
 class Wrapped(nn.Module):
     def __init__(self, block: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -171,7 +155,9 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around-unit", "inside-unit"])
 def test_activation_checkpointing(case: Case, reentrant: bool, inside: bool) -> None:
-    model = Checkpointed(reentrant, inside)
+    model = Transformer(recomputes=not inside, reentrant=reentrant)
+    if inside:
+        model.blocks = nn.ModuleList(Wrapped(block, reentrant) for block in model.blocks)
     data = batches(5)
     assert_same(sharded_run(model, data, *case), plain_run(model, data))
 

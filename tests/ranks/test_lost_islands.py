@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plain_islands import PlainIslands, Values
+from test_islands import WIDTH, batches, loss_of
 from torch import nn
 
 import shardwise as sw
@@ -24,7 +25,7 @@ from tests.ranks.twins import rounded_by
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
-WIDTH, ROWS, NUM_STEPS = 8, 12, 9
+ROWS, NUM_STEPS = 12, 9
 UNITS = ["0", "2", "4"]
 ROUNDING = 1e-13
 """Of fp64: each comparison is of sums that are taken in another order, over nine steps."""
@@ -92,19 +93,6 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.3, momentum=0.9)
 
 
-def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(x), y)
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((ROWS, WIDTH), (ROWS, 4))
-    return [
-        tuple(torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)  # type: ignore[misc]  # a pair
-        for _ in range(NUM_STEPS)
-    ]
-
-
 Islanders = tuple[tuple[int, ...], ...]
 """The members of each island."""
 
@@ -126,7 +114,7 @@ def race(
     """Train on threads, of which one dies, beside plain islands. Returns who was on the islands in each step. With a
     `wire` of outer gradients all is in fp32: there are no codes of fp64."""
     model = (make or (start if mesh == MESHES["single ranks"] else plain_start))()
-    data, settings = batches(), STREAMS[stream]
+    data, settings = batches(NUM_STEPS, rows=ROWS), STREAMS[stream]
     if wire is not None:
         model, data, settings = model.float(), [(x.float(), y.float()) for x, y in data], {**settings, "wire": wire}
     precision, inner = ("fp64", adamw) if wire is None else ("fp32", sgd)

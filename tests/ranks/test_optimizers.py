@@ -20,6 +20,7 @@ from twins import (
     assert_same,
     batches,
     ledger_of_a_step,
+    muon_groups,
     plain_run,
     plan_of,
     sharded_run,
@@ -45,13 +46,8 @@ IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]
 
 
 def muon(model: nn.Module, **settings: Any) -> Muon:
-    hidden = hidden_matrices(model)
-    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
-    groups = [
-        {"params": hidden, "lr": 0.01},
-        {"params": others, "use_muon": False, "lr": 3e-3, "weight_decay": 0.0, "adamw_eps": 1e-5},
-    ]
-    return Muon(groups, **{"iterate_in": "fp32", **settings})
+    groups = muon_groups(model, lr=3e-3, weight_decay=0.0, adamw_eps=1e-5)
+    return Muon(groups, **{"lr": 0.01, "iterate_in": "fp32", **settings})
 
 
 OURS: dict[str, MakeOptimizer] = {

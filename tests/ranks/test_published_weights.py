@@ -3,7 +3,6 @@ uses them."""
 
 from __future__ import annotations
 
-import copy
 import json
 import pkgutil
 import threading
@@ -14,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from twins import adamw
+from twins import adamw, plan_of, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import published
 from shardwise.checkpoint.published import Published, Version, folder_of
 from shardwise.comm import PostOffice, ThreadTransport
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.testing import run_ranks
 from tests import inside
 from tests.drawing import drawing
 from tests.models import Transformer
@@ -34,16 +31,7 @@ WEIGHTS = "model.safetensors"
 
 
 def on_ranks(work: Any, mesh: dict[str, int] | None = None) -> list[Any]:
-    torch.manual_seed(0)
-    models = [copy.deepcopy(model) for model in [Transformer()] * 2]
-    plan: dict[str, Any] = {"preset": "zero3", "mesh": mesh or {"dp": 2}}
-
-    def rank(world: sw.World) -> Any:
-        mine: nn.Module = models[world.rank]
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(2, rank)
+    return work_on_ranks(2, work, plan_of("zero3", mesh), Transformer())
 
 
 def train(engine: sw.Engine) -> None:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from allocations import profiled_peak
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from twins import adamw, batches, engine_step
 
 import shardwise as sw
@@ -51,17 +50,13 @@ Loss = Callable[[Any], torch.Tensor]
 class Checkpointed(Transformer):
     """Recomputes its blocks in the backward."""
 
-    reentrant = False
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=self.reentrant)
-        return self.head(self.norm(hidden))
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__(recomputes=True, reentrant=reentrant)
 
 
 class CheckpointedReentrant(Checkpointed):
-    reentrant = True
+    def __init__(self) -> None:
+        super().__init__(reentrant=True)
 
 
 class Logits(Transformer):

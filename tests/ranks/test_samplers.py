@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from sampler_servers import Sglang, StandIn, Vllm, installed_vllm
-from twins import adamw
+from test_published_weights import on_ranks, train
 
 import shardwise as sw
 from shardwise.checkpoint.published import Published
 from shardwise.errors import CheckpointError
 from shardwise.integrations.samplers import SglangServer, VllmServer, register_with_vllm, weight_source
-from shardwise.testing import run_ranks
 from tests.models import Transformer
 from tests.patience import PATIENCE
 
@@ -38,23 +36,6 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     register_with_vllm()  # vLLM may load plugins twice
     yield
     sys.modules.pop("shardwise.integrations.vllm_worker", None)
-
-
-def on_ranks(work: Any, mesh: dict[str, int] | None = None) -> list[Any]:
-    torch.manual_seed(0)
-    models = [copy.deepcopy(model) for model in [Transformer()] * 2]
-
-    def rank(world: sw.World) -> Any:
-        mine = models[world.rank]
-        plan = {"preset": "zero3", "mesh": mesh or {"dp": 2}}
-        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(2, rank)
-
-
-def train(engine: sw.Engine) -> None:
-    engine.train_step(tuple(torch.full((4, 6), number) for number in (1, 2)))
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])

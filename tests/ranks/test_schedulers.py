@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as of_torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
-from twins import batches
+from twins import batches, muon_groups
 
 import shardwise as sw
-from shardwise.optim import Muon, hidden_matrices
+from shardwise.optim import Muon
 from shardwise.testing import run_ranks
 from tests.models import Transformer
 from tests.thorough import sampled
@@ -46,10 +46,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
-    hidden = hidden_matrices(model)
-    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
-    groups = [{"params": hidden, "lr": 0.01}, {"params": others, "use_muon": False, "lr": 3e-3, "adamw_eps": 1e-5}]
-    return Muon(groups, iterate_in="fp32")
+    return Muon(muon_groups(model, lr=3e-3, adamw_eps=1e-5), lr=0.01, iterate_in="fp32")
 
 
 def advance(scheduler: Any, loss: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import TOKENS, Batch, batches, split_run, whole_run
+from sequences import TOKENS, batches, counted_loss, split_run, whole_run
 from torch import nn
 from torch.nn import functional
 from twins import assert_alike, work_on_ranks
@@ -31,17 +31,6 @@ PLAN: dict[str, Any] = {"preset": "zero3", "mesh": {"sp": 2}}
 def on_two(work: Callable[[sw.Engine], Any], build: Callable[[], nn.Module] = Gpt, **more: Any) -> list[Any]:
     """What `work` returns on each of two ranks that share sequences."""
     return work_on_ranks(2, work, {**PLAN, **more}, build, None)
-
-
-def counted_loss(model: Any, batch: Batch) -> Tensor:
-    """Labels of -100 do not count, so ranks have different numbers of labels."""
-    losses = functional.cross_entropy(
-        model(batch["input_ids"], batch["position_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="none"
-    )
-    counted = batch["labels"].flatten() != -100
-    if isinstance(model, sw.Engine):
-        return model.mean_over_tokens(losses, counted)
-    return losses[counted].mean()
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])

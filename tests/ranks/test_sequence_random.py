@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from sequences import Batch, split_run, whole_run
+from sequences import counted_loss, split_run, whole_run
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from twins import assert_alike
 
-import shardwise as sw
 from tests.thorough import drawn, thorough_only, varies
 
 Tensor = torch.Tensor
@@ -74,14 +73,6 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def loss_of(model: Any, batch: Batch) -> Tensor:
-    losses = functional.cross_entropy(
-        model(batch["input_ids"], batch["position_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="none"
-    )
-    counted = batch["labels"].flatten() != -100
-    return model.mean_over_tokens(losses, counted) if isinstance(model, sw.Engine) else losses[counted].mean()
-
-
 SHAPES = st.builds(
     Shape,
     num_kv_heads=st.integers(1, 3),
@@ -129,6 +120,6 @@ def test_trains_as_the_whole_model(
         positions = torch.arange(num_tokens).expand(rows, -1)
         data.append({"input_ids": drawn[:, :-1], "position_ids": positions, "labels": labels})
     plan: dict[str, Any] = {"sequence": {"attention": attention}, "accumulate": accumulate, "clip_grad_norm": clip}
-    run = split_run(model, data, preset, mesh, loss_of=loss_of, **plan)
-    twin = whole_run(model, data, loss_of=loss_of, shares=accumulate, clip=clip)
+    run = split_run(model, data, preset, mesh, loss_of=counted_loss, **plan)
+    twin = whole_run(model, data, loss_of=counted_loss, shares=accumulate, clip=clip)
     assert_alike(run, twin, tolerance=2e-5)

@@ -40,6 +40,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def muon_groups(model: nn.Module, **of_others: Any) -> list[dict[str, Any]]:
+    """For `Muon`: its own parameters, and all others, which AdamW updates with the settings `of_others`."""
+    hidden = sw.optim.hidden_matrices(model)
+    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
+    return [{"params": hidden}, {"params": others, "use_muon": False, **of_others}]
+
+
 def batches(num_steps: int, rows: int = 8, seed: int = 1) -> list[Batch]:
     numbers = torch.Generator().manual_seed(seed)
     draw = [torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=numbers) for _ in range(num_steps)]

@@ -22,7 +22,7 @@ from shardwise.checkpoint.index import INDEX, MAX_INDEX_BYTES
 from shardwise.checkpoint.index_schema import read_index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.write import flush, note_path, put_in_place, write_text
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, some
 from shardwise.system.safe_files import read_own_text
 from shardwise.system.units import format_bytes
 
@@ -115,9 +115,8 @@ def _advice(found: Mapping[int, Path]) -> str:
     if not found:
         return " There is no other checkpoint in that folder."
     paths = [found[step] for step in sorted(found, reverse=True)]
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    names = ", ".join(path.name for path in paths[:3])
-    return f" There are {names}{more}. To continue from one of them, give its path: {str(paths[0])!r}."
+    names = some((path.name for path in paths), 3)
+    return f" There are {names}. To continue from one of them, give its path: {str(paths[0])!r}."
 
 
 def tidy(folder: Path) -> None:

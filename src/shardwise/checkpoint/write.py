@@ -24,6 +24,7 @@ from shardwise.checkpoint.image import WINDOW, Image, Sums
 from shardwise.errors import ShardwiseError
 from shardwise.system.devices import Event, RankDevice, Stream
 from shardwise.system.disk import open_direct, write_at
+from shardwise.system.safe_files import replaced
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FREE_SOME = " Free some space there, or give another folder."
@@ -176,14 +177,9 @@ def note_path(path: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically, and flush it."""
-    fresh = path.with_name(f".{path.name}.fresh")
-    try:
-        fresh.write_text(text)
-        flush(fresh)
-        fresh.replace(path)
-    except BaseException:  # a full disk, Ctrl-C
-        fresh.unlink(missing_ok=True)
-        raise
+    with replaced(path) as draft:
+        draft.write_text(text)
+        flush(draft)
 
 
 def flush(path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardwise.errors import LaunchError
 from shardwise.system.calibration import default_path
+from shardwise.system.import_path import python_path
 from shardwise.system.units import parse_bytes
 
 PEERS_PYTHON = Path(".venv-bench/bin/python")
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "program",
         help="disk, host or links measure this machine; in a source checkout also peers, collectives, checkpoint, "
-        "overhead, growth, compile, experts, pipeline, planner, smaller, tensor, tiers, generation, weights, horovod, "
-        "integrations, mpi, hosts, islands, wires, learning, elastic",
+        "overhead, growth, commits, compile, experts, pipeline, planner, smaller, tensor, tiers, generation, weights, "
+        "horovod, integrations, mpi, hosts, islands, wires, learning, elastic",
     )
     option("arguments", nargs=argparse.REMAINDER, help="options of the program: see `shardwise bench disk --help`")
 
@@ -49,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
         status: int = importlib.import_module("shardwise.cli.tier_bench").run(args.program, options)
         return status
     root = find_checkout((Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents))
-    paths = [str(root), str(root / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**os.environ, "PYTHONPATH": python_path([str(root), str(root / "src")])}
     command = [str(python_of(root)), "-m", "benchmarks", args.program, *args.arguments]
     return subprocess.run(command, env=environment, check=False).returncode
 

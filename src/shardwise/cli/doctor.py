@@ -69,21 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run all checks and print the results; 1 if any fails, else 0."""
-    hosts = [host.strip() for host in (args.hosts or "").split(",") if host.strip()]
-    if len(set(hosts)) != len(hosts):
-        raise ConfigError(f"--hosts {args.hosts} names a host twice; name each once.")
-    strange = [host for host in hosts if host.startswith("-")]
-    if strange:
-        raise ConfigError(f"--hosts: {strange[0]!r} is an option, not a host.")
+    hosts = _hosts_of(args)
     shell = _shell(args.ssh) if hosts else ()
-    if args.world is not None and args.plan is None:
-        raise ConfigError(f"--world {args.world} is the number of ranks for --plan; give that too, or leave it out.")
-    if args.port and not hosts:
-        raise ConfigError(f"--port {args.port} is a port of the first host of --hosts; give that too, or leave it out.")
-    if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port is {args.port}; give a number from 1 to 65535, or remove it to use a free one.")
-    if not 0 < args.timeout < 1e6:
-        raise ConfigError(f"--timeout is {args.timeout:g}; give more than 0 seconds, and a finite number.")
+    _check_numbers(args, hosts)
     answers = [*examine(args.timeout), *_of_folders([tempfile.gettempdir(), *args.folder])]
     if args.plan is not None:
         answers += _of_plan(args.plan, args.world)
@@ -99,6 +87,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(answers, console_for_output())
     return 0 if healthy else 1
+
+
+def _hosts_of(args: argparse.Namespace) -> list[str]:
+    hosts = [host.strip() for host in (args.hosts or "").split(",") if host.strip()]
+    if len(set(hosts)) != len(hosts):
+        raise ConfigError(f"--hosts {args.hosts} names a host twice; name each once.")
+    strange = [host for host in hosts if host.startswith("-")]
+    if strange:
+        raise ConfigError(f"--hosts: {strange[0]!r} is an option, not a host.")
+    return hosts
+
+
+def _check_numbers(args: argparse.Namespace, hosts: list[str]) -> None:
+    """Raise `ConfigError` for those that are impossible, or are for nothing, before anything is measured."""
+    if args.world is not None and args.plan is None:
+        raise ConfigError(f"--world {args.world} is the number of ranks for --plan; give that too, or leave it out.")
+    if args.port and not hosts:
+        raise ConfigError(f"--port {args.port} is a port of the first host of --hosts; give that too, or leave it out.")
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port is {args.port}; give a number from 1 to 65535, or remove it to use a free one.")
+    if not 0 < args.timeout < 1e6:
+        raise ConfigError(f"--timeout is {args.timeout:g}; give more than 0 seconds, and a finite number.")
 
 
 def _shell(command: str) -> tuple[str, ...]:

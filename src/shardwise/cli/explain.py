@@ -19,7 +19,8 @@ from shardwise.fit.hardware import Hardware
 from shardwise.fit.hardware import hardware as hardware_named
 from shardwise.fit.step_time import StepTime, step_time
 from shardwise.observe.differences import Difference, compared
-from shardwise.observe.run_view import RECORD, read_run
+from shardwise.observe.run_files import RECORD
+from shardwise.observe.run_view import read_run
 from shardwise.plan import Budget, Plan, load_plan
 from shardwise.plan.mesh import Mesh, check_num_ranks
 from shardwise.plan.placement import PRESETS, Table, mesh_for, preset, table_for
@@ -148,6 +149,26 @@ def explained(args: argparse.Namespace) -> Explanation:
     if plan.precision == "auto":
         plan = importlib.import_module("shardwise.optim.precision.auto_precision").settled_here(plan)
     known_from = preset(plan.preset).known_from
+    _check_ranks(args)
+    mesh = mesh_for(plan, args.world, args.per_host)
+    check_islands(plan, mesh)
+    table = table_for(plan, mesh)
+    _check_what_goes_together(args, plan)
+    hardware = _hardware(args) if args.time else None
+    plan, subject, programs = _subject(args, plan, table, mesh, hardware)
+    table = table_for(plan, mesh)
+    calibration = read_calibration(args.calibration)
+    found = explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
+    if hardware is None:
+        return found
+    num_states, num_micro_batches = args.optimizer_states, plan.accumulate
+    time = step_time(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
+    time = replace(time, copies=found.state_copies)
+    return replace(found, time=time, measured=_measured(plan, mesh, time), checkpoint_every=args.checkpoint_every)
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for numbers that cannot be."""
     if args.world is None or args.world < 1:
         given = "" if args.world is None else f", not {args.world}"
         raise ConfigError(f"The number of ranks is unknown. Give --world N, at least 1{given}.")
@@ -159,9 +180,10 @@ def explained(args: argparse.Namespace) -> Explanation:
             f"--per-host is {args.per_host}, which does not divide --world {args.world}. Give a divisor: all "
             f"hosts have as many ranks."
         )
-    mesh = mesh_for(plan, args.world, args.per_host)
-    check_islands(plan, mesh)
-    table = table_for(plan, mesh)
+
+
+def _check_what_goes_together(args: argparse.Namespace, plan: Plan) -> None:
+    """Raise `ConfigError` for options that need others, or files that are not there."""
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model. Add --model FILE:CALLABLE.")
     if plan.budget != Budget() and args.model is None:
@@ -177,17 +199,6 @@ def explained(args: argparse.Namespace) -> Explanation:
         raise ConfigError(f"--calibration {args.calibration}: there is no such file. `shardwise calibrate` makes one.")
     if args.checkpoint_every is not None and not (args.time and 0 < args.checkpoint_every < math.inf):
         raise ConfigError("--checkpoint-every takes seconds, more than 0, and --time, which says how long a step is.")
-    hardware = _hardware(args) if args.time else None
-    plan, subject, programs = _subject(args, plan, table, mesh, hardware)
-    table = table_for(plan, mesh)
-    calibration = read_calibration(args.calibration)
-    found = explain(plan, mesh, table, known_from, subject, calibration, per_host=args.per_host or 0)
-    if hardware is None:
-        return found
-    num_states, num_micro_batches = args.optimizer_states, plan.accumulate
-    time = step_time(programs, hardware, mesh, num_micro_batches=num_micro_batches, num_states=num_states)
-    time = replace(time, copies=found.state_copies)
-    return replace(found, time=time, measured=_measured(plan, mesh, time), checkpoint_every=args.checkpoint_every)
 
 
 def _measured(plan: Plan, mesh: Mesh, time: StepTime) -> Difference | None:
@@ -196,7 +207,7 @@ def _measured(plan: Plan, mesh: Mesh, time: StepTime) -> Difference | None:
     if folder is None or not (folder / RECORD).exists():
         return None
     view = read_run(folder)
-    sizes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    sizes = mesh.named_sizes
     if (view.last_start.get("plan", {}).get("preset"), view.mesh) != (plan.preset, sizes):
         return None
     line = {"seconds": time.step_seconds, "hardware": time.hardware.name, "parts": time.breakdown}

@@ -13,7 +13,7 @@ from shardwise.fit.step_time import StateCopies, StepTime
 from shardwise.fit.tier_time import TierTime, tier_time
 from shardwise.observe.differences import Difference
 from shardwise.plan import Plan, plan_table
-from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.plan.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, STAGE_AXIS, Mesh
 from shardwise.plan.placement import (
     KINDS,
     WIDTH,
@@ -54,7 +54,6 @@ from shardwise.program.verification import build_verification, in_words, why_not
 from shardwise.system.calibration import Calibration
 from shardwise.system.units import format_bytes, format_seconds
 
-PIPELINE = "pp"
 NUM_EXAMPLES = 4
 EXAMPLE_SHAPE = (2**10, 2**10)
 EXAMPLE_NUMEL = 2**20
@@ -223,7 +222,7 @@ class Explanation:
     @property
     def schedule(self) -> Schedule | None:
         """The schedule of micro-batches, if the mesh has a pipeline."""
-        num_ranks = _pipeline_size(self.mesh)
+        num_ranks = self.mesh.degree(STAGE_AXIS)
         return schedule_of(self.plan, num_ranks) if num_ranks > 1 else None
 
     @property
@@ -291,7 +290,7 @@ class Explanation:
         """Bytes that one rank sends in one optimizer step for parameters and gradients, by mesh axis."""
         sent = Counter(self.step.sent_by_axis(self.plan.accumulate))
         if self.subject.tied_bytes:
-            sent[PIPELINE] += self.subject.tied_bytes
+            sent[STAGE_AXIS] += self.subject.tied_bytes
         return dict(sent)
 
     @property
@@ -446,7 +445,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
     host, shared = explained.held.host, explained.held_in_shared_memory
     return {
         "plan": {path: {"value": value, "from": origin} for path, value, origin in plan_table(explained.plan)},
-        "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
+        "mesh": explained.mesh.named_sizes,
         "known_from": explained.known_from,
         "table": {kind: asdict(table.place(kind)) for kind in KINDS},
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
@@ -505,8 +504,8 @@ def _peak_moment(footprint: Footprint) -> str | None:
 def _planned(plan: Plan, mesh: Mesh, units: Sequence[UnitSpec], subject: Subject) -> StepProgram:
     if subject.activations is not None:
         trace = subject.activations.trace
-    elif _pipeline_size(mesh) > 1:
-        row = schedule_of(plan, _pipeline_size(mesh)).rows[subject.pipeline_rank]
+    elif mesh.has_stages:
+        row = schedule_of(plan, mesh.degree(STAGE_AXIS)).rows[subject.pipeline_rank]
         trace = schedule_trace(row, straight_passes(row, _by_stage(units, row, subject.stages_of_units)))
     else:
         trace = straight_trace(tuple(units))
@@ -523,10 +522,6 @@ def _by_stage(
         stages_of_units = [(stages[index * len(stages) // len(units)],) for index in range(len(units))]
     pairs = list(zip(units, stages_of_units, strict=True))
     return {stage: [unit for unit, own in pairs if stage in own] for stage in stages}
-
-
-def _pipeline_size(mesh: Mesh) -> int:
-    return mesh.size(PIPELINE) if PIPELINE in mesh.axes else 1
 
 
 def _held(plan: Plan, step: StepProgram, subject: Subject, per_host: int = 1) -> Footprint:

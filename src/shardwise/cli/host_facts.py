@@ -17,11 +17,11 @@ from pathlib import Path
 
 import psutil
 
+from shardwise.system.job_folder import JOB_LOCK
+
 DISK_BYTES = 32 * 2**20
 DISK_SECONDS = 1.0
 """For writing, and for reading; a slow disk is measured with fewer bytes."""
-_LOCK = "launcher.lock"
-"""Held by a live launcher: see [Note: abandoned folders] in launch/log_folder.py."""
 _UNSYNCHRONIZED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
 _WORKER = "shardwise.launch.worker"
@@ -156,8 +156,9 @@ def leftovers(temp: Path, shm: Path = Path("/dev/shm")) -> Leftovers:
 
 
 def _is_dead(folder: Path) -> bool:
+    """See [Note: abandoned folders] in launch/log_folder.py."""
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR)
+        lock = os.open(folder / JOB_LOCK, os.O_RDWR)
     except OSError:
         return False
     try:

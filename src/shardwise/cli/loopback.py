@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from shardwise.cli.rank_words import STARTED
+from shardwise.system.import_path import python_path
 
 NUM_RANKS = 2
 RANK_PROGRAM = (sys.executable, "-m", "shardwise.cli.loopback_rank")
@@ -124,6 +125,4 @@ def _wait(ranks: Sequence[Process], outputs: list[Path], deadline: float) -> str
 
 def _environment() -> dict[str, str]:
     """The environment, in which children import this same package."""
-    here = str(Path(__file__).resolve().parents[2])
-    paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}

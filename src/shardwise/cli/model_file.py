@@ -117,9 +117,9 @@ def room_after_a_loss(
     size = mesh.world_size - num_leaving(mesh, smaller.meshes)
     if size in (0, mesh.world_size):
         return ""
-    on = mesh_of(dict(zip(mesh.axes, mesh.sizes, strict=True)), smaller.meshes, size)
+    on = mesh_of(mesh.named_sizes, smaller.meshes, size)
     own = in_own_precision(plan, model)
-    there = smaller.plan_on(own.model_copy(update={"mesh": dict(zip(on.axes, on.sizes, strict=True))}), size)
+    there = smaller.plan_on(own.model_copy(update={"mesh": on.named_sizes}), size)
     updates = updates_of(model, optimizer) if optimizer else None
     found = host_bytes_on(model, there, on, ranks, updates, num_states)
     room, has = ranks.host_bytes, "it has"
@@ -236,7 +236,7 @@ def fastest_of(
 ) -> tuple[Smaller, dict[int, float], str]:
     """Those of the `smaller` meshes on which an elastic job goes on, and the seconds of a step on each of them that has
     fewer ranks than a group, by their ranks and in words. The batch of `source` is one of `mesh`."""
-    whole = joined(batch_from(source), mesh.size(SEQUENCE_AXIS) if SEQUENCE_AXIS in mesh.axes else 1)
+    whole = joined(batch_from(source), mesh.degree(SEQUENCE_AXIS))
     plain = PlainModel(model, updates_of(model, optimizer) if optimizer else None, converted)
     every = plain.seconds(whole, plan, mesh, smaller, hardware, on_cpu=hardware.is_processor)
     of_each_size, seconds = fastest_of_each_size(smaller.every, every)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from shardwise.cli.checks import Check
@@ -25,6 +24,7 @@ from shardwise.launch.job import Job
 from shardwise.launch.places.forwarding import forwarded
 from shardwise.launch.places.hosts import Host, Share
 from shardwise.launch.places.mpi import family_of, plan_mpi
+from shardwise.system.import_path import python_path
 
 _CURE = "Use the mpirun"
 """How a rank begins to say what to do if its MPI is not that of mpirun: see `comm/transport/mpi/library.py`."""
@@ -98,11 +98,9 @@ def check_installed(facts: MpiFacts) -> Check:
 
 def run_ranks(facts: MpiFacts, shares: Sequence[Share], timeout_seconds: float) -> dict[str, Any] | str:
     """Let `mpirun` start one `mpi_rank` per rank of `shares`; what rank 0 found, or an error text. Ends them all."""
-    package = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join([package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     job = Job(("shardwise.cli.mpi_rank",), 1, is_module=True, threads=1, python=sys.executable)
     try:
-        environment = forwarded(os.environ) | {"PYTHONPATH": paths}
+        environment = forwarded(os.environ) | {"PYTHONPATH": python_path()}
         plan = plan_mpi(job, shares, family_of(facts.version), environment)
     except ShardwiseError as error:
         return str(error)

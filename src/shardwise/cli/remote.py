@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shardwise.cli.rank_words import RESULT
+from shardwise.system.import_path import python_path
 from shardwise.system.units import format_bytes
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
@@ -32,9 +32,7 @@ class Remote:
 
     def start(self, host: str, *words: str) -> subprocess.Popen[str]:
         """Run a module of this package there, with this process's import path."""
-        here = str(Path(__file__).resolve().parents[2])
-        paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        settings = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", "OMP_NUM_THREADS=1"]
+        settings = ["env", f"PYTHONPATH={python_path()}", "OMP_NUM_THREADS=1"]
         forwarded = [name for name in os.environ if name.startswith("NCCL_") or name == "GLOO_SOCKET_IFNAME"]
         settings += [f"{name}={os.environ[name]}" for name in forwarded]
         command = shlex.join([*settings, self.python, "-m", *words])

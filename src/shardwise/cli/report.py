@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 from shardwise.observe.html_report import html_report
+from shardwise.observe.run_files import REPORT
 from shardwise.observe.run_view import read_run
 
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path; returns 0."""
     view = read_run(args.run)
-    path = args.out or view.folder / "report.html"
+    path = args.out or view.folder / REPORT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, html_report(view), follows_links=args.out is not None)

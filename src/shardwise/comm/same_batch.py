@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from shardwise.comm.line import Line
-from shardwise.errors import DataError
+from shardwise.errors import DataError, some
 from shardwise.system.checksum import crc32
 
 Tensor = torch.Tensor
@@ -63,10 +63,9 @@ def require_same_batch(tensors: Mapping[str, Tensor], line: Line) -> None:
     if other is None:
         return
     names = [name for name in {**messages[0], **messages[other]} if messages[0].get(name) != messages[other].get(name)]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     raise DataError(
         f"Ranks {line.ranks[0]} and {line.ranks[other]} share each sample along the mesh axis {line.axis!r}, but were "
-        f"given different batches: {', '.join(names[:_MOST_NAMED])}{more} differ. Deal batches by data axes: "
+        f"given different batches: {some(names, _MOST_NAMED)} differ. Deal batches by data axes: "
         f"sw.data.Loader(..., world=engine.data_ranks), or in a loop of your own by engine.data_ranks, which is "
         f"(place, number)."
     )

@@ -36,9 +36,9 @@ def feed_of(
     stream = as_stream(source)
     if stream is not None:
         return StreamFeed(stream, samples.tail, batch_rows, recipe), None, {"stream": stream.name}
-    order = {"shuffle": samples.shuffle}
     catalogue = Catalogue.of(source, batch_rows, recipe.seed, shuffle=samples.shuffle, tail=samples.tail)
-    return IndexedFeed(catalogue, batch_rows, recipe), catalogue.rows_per_epoch, {**order, **catalogue.identity}
+    identity = {"shuffle": samples.shuffle, **catalogue.identity}
+    return IndexedFeed(catalogue, batch_rows, recipe), catalogue.rows_per_epoch, identity
 
 
 def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from shardwise.data.read_ahead import Abandoned, Task
 from shardwise.data.recipe import Made, Place, Recipe
 from shardwise.data.sampling import Draw, Sampler, Share
 from shardwise.data.sources import Catalogue
-from shardwise.errors import DataError
+from shardwise.errors import DataError, some
 
 MOST_NAMED = 16
 
@@ -44,10 +44,7 @@ class IndexedFeed:
         found = []
         for number in np.unique(draw.source).tolist():
             indices = draw.index[draw.source == number].tolist()
-            more = f" and {len(indices) - MOST_NAMED} more" if len(indices) > MOST_NAMED else ""
-            found.append(
-                f"samples {', '.join(map(str, indices[:MOST_NAMED]))}{more} of {self._catalogue.names[number]}"
-            )
+            found.append(f"samples {some(map(str, indices), MOST_NAMED)} of {self._catalogue.names[number]}")
         return ", ".join(found)
 
     def _read(self, number: int, draw: Draw, samples: list[Any], at: tuple[int, int], stop: Event) -> None:

@@ -133,11 +133,14 @@ class Loader:
 
         Batches read ahead but not handed out count as not read, and so does a step with micro-batches still to come.
         """
-        return {**asdict(self._place), "identity": dict(self._identity)}
+        return self._state_at(self._place)
 
     def state_after(self, num_steps: int) -> dict[str, Any]:
         """The state for the loader of a joining rank, once the engine has taken `num_steps` steps."""
         place = self._place if self._following is None else self._following.place_after(num_steps, self._place)
+        return self._state_at(place)
+
+    def _state_at(self, place: Place) -> dict[str, Any]:
         return {**asdict(place), "identity": dict(self._identity)}
 
     @property
@@ -222,7 +225,10 @@ class Loader:
         """Batches from the current step on; the micro-batches of a step one by one."""
         end = self._end()
         epoch: int | None = None
-        while self._follow() and (end is None or self.step < end):
+        while True:
+            self._follow()
+            if end is not None and self.step >= end:
+                return
             with self._following.reading() if self._following is not None else nullcontext():
                 made = self._next()
             epoch = made.before.epoch if epoch is None else epoch
@@ -242,11 +248,11 @@ class Loader:
                 self._place, self._held = made.after, None
                 yield self._handed_out(made.batches[-1], made.counts[-1])
 
-    def _follow(self) -> bool:
+    def _follow(self) -> None:
         """Take the current share from the followed engine, if any, and go back to batches that come again."""
         following = self._following
         if following is None:
-            return True
+            return
         following.begin_to_read()
         back = Place(self.step + 1) if following.passes_over() else following.again()
         if back is not None:
@@ -258,7 +264,6 @@ class Loader:
         if (rank, size) != (self.rank, self.size):
             self._stop_reading()
             self._share = replace(self._share, rank=rank, size=size)
-        return True
 
     def _handed_out(self, batch: Any, num_rows: int) -> Any:
         if self._following is not None:

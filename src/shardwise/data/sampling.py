@@ -68,10 +68,7 @@ class Epochs:
             raise ConfigError(f"{name} has no samples. Give a source of at least one.")
         rows = num_samples if tail == "carry" else num_samples // batch_rows * batch_rows
         if rows == 0:
-            raise ConfigError(
-                f"{name} has {num_samples} samples, too few for one batch of {batch_rows} rows, and tail='drop' "
-                f"leaves out what does not fill a batch. Use tail='carry' or smaller batches."
-            )
+            raise ConfigError(too_short(name, num_samples, batch_rows))
         return cls(num_samples, rows, seed, shuffle, name)
 
     def draw(self, rows: Rows) -> Draw:
@@ -258,6 +255,14 @@ def check_rows(batch_rows: int, size: int, num_parts: int = 1) -> None:
             f"step over all ranks and micro-batches; give {cure}, or Loader(..., world=engine.data_ranks): the engine "
             f"lets every sample count the same."
         )
+
+
+def too_short(what: str, num_samples: int, batch_rows: int) -> str:
+    """Why an epoch, or a source, gives no batch."""
+    return (
+        f"{what} has {num_samples} samples, too few for one batch of {batch_rows} rows, and tail='drop' leaves out "
+        f"what does not fill a batch. Use tail='carry' or smaller batches."
+    )
 
 
 def check_tail(tail: str) -> None:

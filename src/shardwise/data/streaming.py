@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.data.read_ahead import Abandoned, Task
 from shardwise.data.recipe import Made, Place, Recipe
-from shardwise.data.sampling import Share, Tail, check_tail
+from shardwise.data.sampling import Share, Tail, check_tail, too_short
 from shardwise.data.sources import Stream
 from shardwise.errors import DataError, StateError
 
@@ -55,7 +55,7 @@ class StreamFeed:
             sample = reader.next(stop)
             if reader.epoch != before.epoch and (row == 0 or self._tail == "drop"):
                 if row and before.position == 0:
-                    raise DataError(_too_short(self._stream.name, row, self._batch_rows))
+                    raise DataError(too_short(f"An epoch of {self._stream.name}", row, self._batch_rows))
                 before = Place(before.step, reader.epoch)  # the batch begins with the epoch
                 samples.clear()
                 row = 0
@@ -141,10 +141,3 @@ class _Reader:
                     f"{self._stream.name} ended after {seen} samples of epoch {self.epoch}, but had given "
                     f"{self.position} before. An epoch must give the same samples every time."
                 )
-
-
-def _too_short(name: str, num_samples: int, batch_rows: int) -> str:
-    return (
-        f"An epoch of {name} has {num_samples} samples, too few for one batch of {batch_rows} rows, and tail='drop' "
-        f"leaves out what does not fill a batch. Use tail='carry' or smaller batches."
-    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.elastic.failure_signatures import End, Sign, sign_of
+from shardwise.errors import some
 
 Kind = Literal["code", "data", "node", "network"]
 Action = Literal["stop", "skip", "shrink", "exclude", "retry"]
@@ -251,11 +252,8 @@ def _cause(kind: Kind, action: Action, ends: Sequence[End], evidence: str) -> Ca
 
 
 def _ranks(ends: Sequence[End]) -> str:
-    numbers = [str(end.rank) for end in ends[:_MAX_RANKS_NAMED]]
-    if len(ends) == 1:
-        return f"Rank {numbers[0]}"
-    more = f" and {len(ends) - _MAX_RANKS_NAMED} more" if len(ends) > _MAX_RANKS_NAMED else ""
-    return f"Ranks {', '.join(numbers)}{more}"
+    numbers = some((str(end.rank) for end in ends), _MAX_RANKS_NAMED)
+    return f"Rank{'s' * (len(ends) > 1)} {numbers}"
 
 
 def _did(ends: Sequence[End]) -> str:

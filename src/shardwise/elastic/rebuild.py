@@ -262,5 +262,5 @@ def on_mesh_of(plan: Plan, num_ranks: int, local_size: int | None, smaller: Smal
     except ConfigError:
         axes = plan.mesh or {"node": 1, "local": -1}  # without a mesh, only hosts' sizes do not fit
         mesh = mesh_of(axes, smaller.meshes, num_ranks)
-        plan = plan.model_copy(update={"mesh": dict(zip(mesh.axes, mesh.sizes, strict=True))})
+        plan = plan.model_copy(update={"mesh": mesh.named_sizes})
     return plan

@@ -497,7 +497,7 @@ class Recovery:
         trained = TrainedParams.of(sharded, self._former_model, layout)
         groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
-            "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
+            "mesh": mesh.named_sizes,
             "plan": plan_told(self._plan),
             "budget": sharding.budget.model_dump(mode="json"),
             "fitted": sharding.fitted,

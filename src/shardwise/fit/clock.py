@@ -27,6 +27,7 @@ from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.operations import COPYING, Work, Worked, flops_of, work_of_blocks
 from shardwise.fit.prices import Cost, Prices
+from shardwise.plan.mesh import STAGE_AXIS as PIPELINE
 from shardwise.plan.mesh import Mesh
 from shardwise.program import Action, Block, Moment, Program, StepProgram
 from shardwise.program.effects import Effect
@@ -37,7 +38,6 @@ from shardwise.system.telemetry.timeline import HOST
 from shardwise.system.units import format_seconds
 
 COMPUTE = "compute"
-PIPELINE = "pp"
 
 
 @dataclass(frozen=True, slots=True)

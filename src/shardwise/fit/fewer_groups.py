@@ -43,13 +43,13 @@ def fewer_groups(plan: Plan, mesh: Mesh, fit: Fit, least: int = 1) -> FewerGroup
     if fewest >= first or mesh.island_axes:
         return FewerGroups()
     has_budget = plan.budget != Budget()
-    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    axes = mesh.named_sizes
     whys: dict[int, str] = {}
 
     def fitted(number: int) -> Plan | None:
         on = mesh_over(axes, number * of_group)
         try:
-            return fit(plan.model_copy(update={"mesh": dict(zip(on.axes, on.sizes, strict=True))}), on)
+            return fit(plan.model_copy(update={"mesh": on.named_sizes}), on)
         except ConfigError as error:
             whys[number] = str(error).removesuffix(".")
             return None

@@ -268,7 +268,7 @@ class Parts:
 
     def watching(self) -> CountedWork:
         """What counts the work of a rehearsal."""
-        return CountedWork(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)))
+        return CountedWork(self.mesh.named_sizes)
 
     def split(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
         """The units of `model`, or of some `params` of it. Changes the model in place so that `ledger` counts what it

@@ -51,7 +51,7 @@ def seconds_by_size(
     """
     if program.row or any(not _is_of(flat, table, mesh) for flat in _flats(program)):
         return {}
-    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    axes = mesh.named_sizes
     found = {}
     for size in sizes:
         try:

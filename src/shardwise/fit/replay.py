@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from shardwise.errors import ProgramError
 from shardwise.plan.mesh import MODEL_AXES, Mesh
+from shardwise.plan.mesh import STAGE_AXIS as PIPELINE
 from shardwise.program import Action, Program, StepProgram
 from shardwise.program.places import MOVES, OPTIMIZER, place_before
 from shardwise.program.schedule import Op, Schedule
 from shardwise.system.telemetry import LOADER
 
-PIPELINE = "pp"
 MOST_MICRO_BATCHES = 2
 """Of a step that accumulates, as many are replayed; all of its time is divided among them."""
 Seconds = NDArray[np.float64]
@@ -118,7 +118,7 @@ class Replay:
 
     def __init__(self, scripts: Sequence[Script], mesh: Mesh) -> None:
         """One script for all ranks, or one for each place along `pp`. Raises `ProgramError` for another number."""
-        num_places = mesh.size(PIPELINE) if PIPELINE in mesh.axes else 1
+        num_places = mesh.degree(PIPELINE)
         if len(scripts) not in (1, num_places):
             raise ProgramError(f"A mesh with {num_places} pipeline ranks takes as many scripts, not {len(scripts)}.")
         self.mesh = mesh

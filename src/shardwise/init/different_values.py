@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.comm import DataGroup
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, some
 from shardwise.init.deferred import is_deferred
 from shardwise.init.tape import tensor_bytes
 
@@ -71,14 +71,14 @@ def what_is_overwritten(model: nn.Module, data_group: DataGroup) -> Overwritten:
             same.append(name)
     if not different or _one_alone_differs(ranks):
         return Overwritten()
-    built = f"The ranks have built different values of {_listed(different)}"
+    built = f"The ranks have built different values of {some(different, _MOST_SHOWN)}"
     then = (
         f"All have rank {data_group.rank_at(0)}'s now, as under DistributedDataParallel. If these were parts of layers "
         f"that the script splits over ranks itself, {_CURE}; if they were drawn at random, seed torch alike on all "
         f"ranks before."
     )
     if same:
-        return Overwritten(f"{built}, and the same of {_listed(same)}. {then}")
+        return Overwritten(f"{built}, and the same of {some(same, _MOST_SHOWN)}. {then}")
     return Overwritten(if_forward_communicates=f"{built}, and the model's forward calls collectives. {then}")
 
 
@@ -107,8 +107,3 @@ def _part_refused(name: str, mark: str) -> ModelError:
         f"different values of it. shard() takes the parameters that it is given for whole ones, and would give all "
         f"ranks the part of the first. Leave the splitting out: {_CURE}."
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_SHOWN])
-    return shown if len(names) <= _MOST_SHOWN else f"{shown} and {len(names) - _MOST_SHOWN} more parameters"

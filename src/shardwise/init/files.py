@@ -6,13 +6,13 @@ They are read in place with `pread` and not mapped, because mapped pages would c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, some
 from shardwise.init.safetensors_headers import Stored, read_head
 from shardwise.plan.placement import Span
 from shardwise.system.safe_files import inside, read_json
@@ -97,10 +97,3 @@ def _refuse_pickle(path: Path) -> None:
             f"{path} is a pickle, which can run code and cannot be read in part. Write it as safetensors: "
             f"model.save_pretrained(folder), or safetensors.torch.save_file(state_dict, file)."
         )
-
-
-def some(names: Iterable[str], limit: int = 5) -> str:
-    """The first few of many names, as text."""
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more

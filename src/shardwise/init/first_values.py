@@ -30,7 +30,6 @@ from shardwise.memory import Flat, Unit, copy_into, is_dense, part_of
 from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor
-CPU = torch.device("cpu")
 _OWN = b""
 
 
@@ -133,7 +132,7 @@ class FirstValues:
             await_values(self._model, self._device)
         elif self._is_meta:
             filled = set(self._match) if self._match is not None else set()
-            record_init(self._model, CPU, self._wishes.init, filled)
+            record_init(self._model, self._wishes.init, filled)
         for param in self._model.parameters():
             if isinstance(param, Deferred):
                 undefer(param)

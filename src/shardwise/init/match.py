@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, some
 from shardwise.init.converted import Conversions, Recipe, conversions_of
-from shardwise.init.files import WeightFiles, some
+from shardwise.init.files import WeightFiles
 from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor

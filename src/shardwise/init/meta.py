@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError
-from shardwise.init.files import some
+from shardwise.errors import ModelError, some
 from shardwise.init.recorder import Recorder
 from shardwise.init.tape import origin_of
 
@@ -16,7 +15,7 @@ CPU = torch.device("cpu")
 Init = Callable[[nn.Module], object]
 
 
-def record_init(model: nn.Module, device: torch.device, init: Init | None, filled: Collection[str]) -> None:
+def record_init(model: nn.Module, init: Init | None, filled: Collection[str]) -> None:
     """Give the tensors on the meta device a history, recorded from the initialisers of their modules.
 
     `filled` are names whose values come from elsewhere. For every module with other tensors, in the order of
@@ -32,7 +31,7 @@ def record_init(model: nn.Module, device: torch.device, init: Init | None, fille
         raise _without_values([name for name in wanted if name.rpartition(".")[0] in unfilled])
     recorder = Recorder()
     recorder.include(model)
-    adopt(model, recorder, device)
+    adopt(model, recorder)
     with recorder.recording():
         for path, module in modules.items():
             found = chosen[path]
@@ -55,15 +54,15 @@ def await_values(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device))
-    adopt(model, Recorder(), CPU)
+    adopt(model, Recorder())
 
 
-def adopt(model: nn.Module, recorder: Recorder, device: torch.device) -> None:
-    """Replace each meta tensor by one without memory on `device`. Parameters stay the same objects, because an
+def adopt(model: nn.Module, recorder: Recorder) -> None:
+    """Replace each meta tensor by one without memory. Parameters stay the same objects, because an
     optimizer may already have them."""
     for param in model.parameters():
         if param.is_meta:
-            tensor, _ = recorder.tensor(param, device)
+            tensor, _ = recorder.tensor(param, CPU)
             other = nn.Parameter(tensor, requires_grad=param.requires_grad)
             other.__class__ = type(param)
             other.__dict__.update(param.__dict__)
@@ -73,7 +72,7 @@ def adopt(model: nn.Module, recorder: Recorder, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 if buffer not in replaced:
-                    replaced[buffer] = recorder.tensor(buffer, device)[0]
+                    replaced[buffer] = recorder.tensor(buffer, CPU)[0]
                 module._buffers[name] = replaced[buffer]
 
 

@@ -80,9 +80,9 @@ def environment_at(
     attempt: Attempt,
     inherited: Mapping[str, str],
     *,
-    threads: int | None = None,
-    on_cpu: bool = True,
-    error_file: str = "",
+    threads: int | None,
+    on_cpu: bool,
+    error_file: str,
 ) -> dict[str, str]:
     """Variables that the rank at `position` gets in addition to the `inherited` environment.
 

@@ -19,7 +19,6 @@ from shardwise.launch.outcome import Outcome
 from shardwise.launch.ranks import RankFiles
 from shardwise.system.job_folder import JOB_LOCK
 
-LOCK = JOB_LOCK
 RECORDS, STATUS = "records", "exit-status"
 
 
@@ -40,7 +39,7 @@ class Folder:
             return
         remove_abandoned()
         draft = Path(tempfile.mkdtemp(prefix=".shardwise-"))
-        self._lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        self._lock = os.open(draft / JOB_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._root = draft.rename(draft.with_name(draft.name[1:]))  # never visible without its lock
 
@@ -85,7 +84,7 @@ def remove_abandoned(parent: Path | None = None) -> None:
     [Note: abandoned folders]."""
     for folder in (parent or Path(tempfile.gettempdir())).glob("shardwise-*"):
         try:
-            lock = os.open(folder / LOCK, os.O_RDWR)
+            lock = os.open(folder / JOB_LOCK, os.O_RDWR)
         except OSError:  # not a launcher's, or another user's
             continue
         try:

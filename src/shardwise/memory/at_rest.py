@@ -1,7 +1,7 @@
 """The class of parameters while nothing computes with them.
 
-[Note: parameters at rest] Between the computations that use it, a parameter has another class, made by the package
-`tensors`: a subclass of its own class that defines what an access means. So a freed parameter cannot be read by
+[Note: parameters at rest] Between the computations that use it, a parameter has another class, made by
+`sharded/at_rest`: a subclass of its own class that defines what an access means. So a freed parameter cannot be read by
 mistake, and while a module computes nothing intercepts accesses. PyTorch's lazy parameters change their class in the
 same way.
 

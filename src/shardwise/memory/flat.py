@@ -143,7 +143,7 @@ class Flat:
         """Allocate what is sent in place from `memory`. Call before the first values."""
         self.memory = self.grads.memory = memory
 
-    def keep_below(self, host: HostMemory, disk: DiskMemory | None = None) -> None:
+    def keep_below(self, host: HostMemory, disk: DiskMemory | None) -> None:
         """Put rows on the host into `host`, and rows on a disk into `disk`. Call before the first values."""
         self.grads.host = host
         self.disk = disk

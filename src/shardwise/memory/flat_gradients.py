@@ -273,7 +273,7 @@ class FlatGradients:
         kept = self._grad_buffer
         return tensor.nbytes if kept is None or not kept.has(tensor) else 0
 
-    def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
+    def keep_grad(self, reduced: Tensor, landing: Copy | None) -> None:
         """Add a micro-batch's reduced gradient to the one that waits for the step. `landing` is its copy to the host,
         if it waits there."""
         if self.grad is None:

@@ -65,7 +65,7 @@ class HostMemory:
     It owns all pinned memory for rows on the host. `meter` counts what it has allocated, as `buffers`.
     """
 
-    def __init__(self, meter: ByteMeter, device: RankDevice | None = None) -> None:
+    def __init__(self, meter: ByteMeter, device: RankDevice | None) -> None:
         """`device` is the rank's, if tensors lie there; `None` if they lie in the host's own memory."""
         self._meter = meter.on("host")
         self._device = device

@@ -10,12 +10,8 @@ from itertools import count
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
+from shardwise.observe.run_files import FILES, FOLDERS, NOTES
 from shardwise.system.safe_files import regular_descriptor
-
-FILES = ("record.jsonl", "metrics.csv", "timeline.json", "predicted.json", "program.txt", "report.html")
-FOLDERS = ("tensorboard", "profile")
-"""W&B, MLflow, Comet and trackio tell runs of one folder apart."""
-NOTES = "notes-rank-*.jsonl"
 
 _log = logging.getLogger("shardwise")
 

@@ -15,13 +15,13 @@ from shardwise.observe.charts import COLOURS, Series, bars, line_chart, thinned,
 from shardwise.observe.differences import BETWEEN, DISK, Difference, along, predicted_parts
 from shardwise.observe.lines import Line
 from shardwise.observe.plot import smooth
+from shardwise.observe.run_files import PROGRAM, TIMELINE
 from shardwise.observe.run_view import RunView, most_of_all_ranks
 from shardwise.observe.slowness import chosen, others
 from shardwise.system.printable import printable
 from shardwise.system.safe_files import read_own_bytes
 from shardwise.system.units import format_bytes, format_count, format_seconds
 
-TIMELINE, PROGRAM = "timeline.json", "program.txt"
 MOST_RANKS = 64
 MOST_NOTES = 200
 MOST_BYTES, MOST_CHARS = 2**27, 2**21

@@ -36,9 +36,7 @@ class Point:
     is_possible: bool = True
 
 
-def bar_picture(
-    title: str, below: str, bars: Sequence[Bar], curve: Points = (), x_label: str = "", y_label: str = ""
-) -> str:
+def bar_picture(title: str, below: str, bars: Sequence[Bar], curve: Points, x_label: str, y_label: str) -> str:
     """Horizontal bars, and below them a curve if it has at least two points."""
     longest = max((bar.length for bar in bars), default=0.0) or 1.0
     parts = []

@@ -29,6 +29,7 @@ from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.fit.step_time import StepTime, step_time
 from shardwise.observe.differences import Difference, compared, seconds_by_action
 from shardwise.observe.record import RunRecord, warns_if_unwritable
+from shardwise.observe.run_files import PREDICTED
 from shardwise.parallel.experts import EXPERT_LOAD
 from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime.micro_batches import MicroBatch
@@ -37,7 +38,6 @@ from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.own_hooks import hook
 from shardwise.system.telemetry import Event, Lap, write_trace
 
-PREDICTED = "predicted.json"
 NUM_COMPARED = 10
 """Steps that are compared with the prediction, after the first few."""
 _log = logging.getLogger("shardwise")

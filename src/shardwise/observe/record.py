@@ -33,7 +33,7 @@ import psutil
 
 from shardwise.errors import ShardwiseError
 from shardwise.observe.lines import Line, is_line
-from shardwise.system.safe_files import MAX_JSON_DEPTH, nests_deeper, regular_descriptor
+from shardwise.system.safe_files import MAX_JSON_DEPTH, nests_deeper, regular_descriptor, replaced
 from shardwise.version import __version__
 
 _LOG = logging.getLogger(__name__)
@@ -76,9 +76,8 @@ class RunRecord:
         """Replace whatever is at `path` by `lines`, atomically, and append to it."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text("".join(_text(line) for line in lines), encoding="utf-8")
-        os.replace(fresh, path)
+        with replaced(path) as draft:
+            draft.write_text("".join(_text(line) for line in lines), encoding="utf-8")
         self._file = path.open("ab", buffering=0)
         self._writing = threading.Lock()
         self._num_lost = 0

@@ -25,6 +25,7 @@ from shardwise.observe.earlier_run import EarlierRun
 from shardwise.observe.log_messages import LogEntry, RankMessage, RankTotals, check_names, numbers_of
 from shardwise.observe.profiling import ProfileWindow
 from shardwise.observe.record import RunRecord, read_record, warns_if_unwritable
+from shardwise.observe.run_files import RECORD
 from shardwise.observe.run_notes import Notes, in_words
 from shardwise.observe.run_timeline import TIMELINE_STEP, StepTimeline
 from shardwise.observe.slowness import SlowWindow
@@ -44,7 +45,6 @@ from shardwise.system.telemetry import Lap
 if TYPE_CHECKING:
     from shardwise.observe.prediction import Prediction
 
-RECORD = "record.jsonl"
 RANKS_EVERY_SECONDS = 1.0
 """Lines about ranks are long for many ranks, so they are written at most this often."""
 _TIERS = ("device", "host", "disk")
@@ -250,7 +250,7 @@ class RunLog:
         """Report slow ranks, the same on all ranks; a slow rank may be asked to leave."""
         plan, membership = sharded.plan.slow, self._world.membership
         if self._slow is None:
-            axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
+            axes = sharded.mesh.named_sizes
             self._slow = SlowWindow(plan.factor, plan.seconds, axes)
         rows = [{**vars(one.lap), "computing": one.lap.computing} for one in messages]
         spare = self._world.size - membership.least if membership is not None else 0
@@ -356,7 +356,7 @@ class RunLog:
         from shardwise.fit.other_sizes import seconds_by_size, sizes_up_to
 
         sharded, (foreseen, num_micro_batches) = self._sharded, written
-        axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
+        axes = sharded.mesh.named_sizes
         prefetch_bytes = sharded.plan.prefetch_bytes
         try:
             membership.predicted = seconds_by_size(
@@ -394,7 +394,7 @@ class RunLog:
 
     def _open_record(self, path: Path, sharded: ShardedModel, step: int, *, is_new: bool) -> None:
         plan = sharded.plan.model_dump(mode="json")
-        axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
+        axes = sharded.mesh.named_sizes
         more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.parts.sharding.device)}
         size = self._world.size
         if is_new:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
+from shardwise.observe.run_files import NOTES
 from shardwise.system import plain_data
 from shardwise.system.safe_files import read_own_bytes
 
@@ -39,7 +40,7 @@ class Notes(logging.Handler):
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(logging.WARNING)
         self.rank = rank
-        self._path = folder / f"notes-rank-{rank}.jsonl"
+        self._path = folder / NOTES.replace("*", str(rank))
         logging.getLogger(LOGGER).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -72,7 +73,7 @@ def in_words(error: BaseException) -> str:
 def read_notes(folder: Path) -> list[Note]:
     """The notes of all ranks sorted by time. Torn or foreign lines are skipped, as are files that cannot be read, and
     links."""
-    found = [note for path in folder.glob("notes-rank-*.jsonl") for note in _in_file(path)]
+    found = [note for path in folder.glob(NOTES) for note in _in_file(path)]
     return sorted(found, key=lambda note: note.time)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from shardwise.comm import World
 from shardwise.observe.record import warns_if_unwritable
+from shardwise.observe.run_files import PROGRAM, TIMELINE
 from shardwise.program import render
 from shardwise.sharded.engine_report import describe
 from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.telemetry import Event, write_trace
 
-TIMELINE, PROGRAM = "timeline.json", "program.txt"
 TIMELINE_STEP = 3
 """The first steps record and compile; this one is typical."""
 TIMELINE_RANKS = 8

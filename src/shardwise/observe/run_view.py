@@ -19,11 +19,11 @@ from shardwise.errors import ShardwiseError
 from shardwise.observe.differences import Difference, compared, first_rank, seconds_by_action
 from shardwise.observe.lines import Line, showable
 from shardwise.observe.record import RecordReader, pid_namespace
+from shardwise.observe.run_files import RECORD
 from shardwise.observe.run_notes import Note, read_notes
 from shardwise.observe.slowness import Verdict, judge
 from shardwise.system.units import format_seconds
 
-RECORD = "record.jsonl"
 SILENT_SECONDS = 60.0
 """A process on another host cannot be checked; after this long, and ten steps, without a line it is called silent."""
 NUM_PACE = 20
@@ -48,7 +48,7 @@ class RunView:
     @property
     def last_start(self) -> Line:
         """The header of the process that wrote last: of the run, or of its latest resume."""
-        return next((line for line in reversed(self.lines) if line["kind"] == "resume"), self.header)
+        return self.latest("resume") or self.header
 
     @property
     def lines_of_start(self) -> list[Line]:
@@ -57,7 +57,7 @@ class RunView:
         return self.lines[places[-1] + 1 :] if places else self.lines
 
     def latest(self, kind: str) -> Line | None:
-        return next((line for line in reversed(self.lines) if line["kind"] == kind), None)
+        return _last_of(self.lines, kind)
 
     @cached_property
     def steps(self) -> list[Line]:
@@ -86,7 +86,7 @@ class RunView:
     @property
     def end(self) -> Line | None:
         """The `end` line of the process that wrote last, if there is one."""
-        return next((line for line in self.lines_of_start if line["kind"] == "end"), None)
+        return _last_of(self.lines_of_start, "end")
 
     @property
     def silent_seconds(self) -> float:
@@ -178,7 +178,7 @@ class RunView:
     @property
     def prediction(self) -> Line | None:
         """The line about the predicted step, since the last start."""
-        return next((line for line in reversed(self.lines_of_start) if line["kind"] == "predicted"), None)
+        return _last_of(self.lines_of_start, "predicted")
 
     def difference(self, timeline: Sequence[Mapping[str, Any]] = ()) -> Difference | None:
         """How far the latest steps are from the prediction, if there is one. `timeline` are events of a trace of this
@@ -197,8 +197,12 @@ class RunView:
     def _latest_of_start(self, kind: str, name: str = "ranks") -> list[dict[str, Any]]:
         """Rows, by rank if nothing else is asked for. Those from before the last start may be of ranks that are
         gone."""
-        line = next((line for line in reversed(self.lines_of_start) if line["kind"] == kind), None)
+        line = _last_of(self.lines_of_start, kind)
         return list(line[name]) if line is not None else []
+
+
+def _last_of(lines: Sequence[Line], kind: str) -> Line | None:
+    return next((line for line in reversed(lines) if line["kind"] == kind), None)
 
 
 class RunReader:

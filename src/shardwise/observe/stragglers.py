@@ -25,7 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.fit.replay import PIPELINE, Replay, Seconds
+from shardwise.errors import some
+from shardwise.fit.replay import Replay, Seconds
+from shardwise.plan.mesh import STAGE_AXIS
 from shardwise.program.places import SPANS
 from shardwise.system.telemetry import BETWEEN, DISK, LOADER, Lap
 from shardwise.system.units import format_seconds
@@ -89,7 +91,7 @@ def _named(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     if len(ranks) > MOST_NAMED:
-        return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))} and {len(ranks) - MOST_NAMED} more"
+        return f"ranks {some(map(str, ranks), MOST_NAMED)}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
@@ -129,7 +131,7 @@ class _Window:
         }
         """Durations as they would be with equal numbers of samples: by these ranks are compared."""
         self._weights = weights
-        axes = [axis for axis in self._mesh.axes if self._mesh.size(axis) > 1 and axis != PIPELINE]
+        axes = [axis for axis in self._mesh.axes if self._mesh.size(axis) > 1 and axis != STAGE_AXIS]
         self._links = {axis: self._least_of_groups(axis, _column(waited, axis) / steps) for axis in axes}
         taken = sum(max(one.seconds for one in lap.laps) for lap in window)
         self._step_seconds = taken / float(self._steps.sum())
@@ -245,7 +247,7 @@ class _Window:
         if self._is_much(gain):
             often = float((typical.argmax(axis=1) == slowest).mean())
             yield Straggler(
-                "stages", tuple(stages[slowest]), f"{PIPELINE} {slowest}", gain, gain / self._step_seconds, often
+                "stages", tuple(stages[slowest]), f"{STAGE_AXIS} {slowest}", gain, gain / self._step_seconds, often
             )
 
     def _stages(self) -> list[list[int]]:
@@ -253,7 +255,7 @@ class _Window:
         ranks = np.arange(self._mesh.world_size).reshape(self._mesh.sizes)
         if not self._replay.has_stages:
             return [list(map(int, ranks.reshape(-1)))]
-        return [list(map(int, one.reshape(-1))) for one in np.moveaxis(ranks, self._mesh.axes.index(PIPELINE), 0)]
+        return [list(map(int, one.reshape(-1))) for one in np.moveaxis(ranks, self._mesh.axes.index(STAGE_AXIS), 0)]
 
     # -- replays ----------------------------------------------------------------------------------------
 

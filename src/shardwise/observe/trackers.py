@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.observe.run_files import TABLE
 from shardwise.system.safe_files import regular_descriptor
 
 Options = Mapping[str, Any]
@@ -95,7 +96,7 @@ class CSV(Tracker):
     def __init__(self, folder: Path, _config: Mapping[str, Any], options: Options) -> None:
         if not {"file"} >= set(options):
             raise TypeError("it has file")
-        self._path = folder / str(options.get("file", "metrics.csv"))
+        self._path = folder / str(options.get("file", TABLE))
         try:
             is_ours = self._columns()[:1] == [_STEP]
         except OSError:

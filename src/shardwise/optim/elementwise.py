@@ -31,10 +31,9 @@ _LEAVES_TORCH = frozenset({"numpy", "tolist", "data_ptr", "__array__", "__dlpack
 class FoundOperation(Exception):  # noqa: N818  # what a watch has found; not an error
     """The first operation of a step for which it was watched."""
 
-    def __init__(self, name: str, *, is_random: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
-        self.is_random = is_random
 
 
 class Watch:
@@ -62,7 +61,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise FoundOperation(func.name(), is_random=True)
+            raise FoundOperation(func.name())
         if not self._only_random:
             values = [*args, *(kwargs or {}).values(), result]
             if any(tensor.numel() > 1 for tensor in _tensors(values)) and not _is_elementwise(func, values):

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Line
-from shardwise.errors import ConfigError, ModelError
+from shardwise.errors import ConfigError, ModelError, some
 from shardwise.parallel.batch_norm import SyncedBatchNorms
 from shardwise.plan import Plan
 from shardwise.plan.mesh import Mesh
@@ -166,9 +166,7 @@ class Converted:
         paths: dict[str, list[str]] = {}
         for one in self.modules:
             paths.setdefault(one.conversion.what, []).append(one.path)
-        kinds = (
-            f"{what}: {some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''}" for what, some in paths.items()
-        )
+        kinds = (f"{what}: {some(which, 1)}" for what, which in paths.items())
         notes = (note for conversion in self.conversions for note in conversion.notes())
         return "".join(f"{line}\n" for line in (*kinds, *notes))
 

@@ -181,8 +181,17 @@ class Mesh:
             num_shares *= self.size(axis)
         return place, num_shares
 
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """The axes with their sizes, outermost first, as plans write them."""
+        return dict(zip(self.axes, self.sizes, strict=True))
+
     def size(self, axis: str) -> int:
         return self.sizes[self._index(axis)]
+
+    def degree(self, axis: str) -> int:
+        """Into how many parts `axis` splits: 1 if the mesh has no such axis."""
+        return self.size(axis) if axis in self.axes else 1
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The position of `rank` on every axis."""

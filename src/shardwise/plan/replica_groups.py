@@ -252,7 +252,7 @@ def num_leaving(mesh: Mesh, smaller: Smaller, num_lost: int = 1) -> int:
     `num_lost` ranks, and those without a place on a smaller mesh."""
     if num_groups(mesh) > 1:
         return mesh.world_size // num_groups(mesh)
-    axes = dict(zip(mesh.axes, mesh.sizes, strict=True))
+    axes = mesh.named_sizes
     return mesh.world_size - most_of(axes, smaller, mesh.world_size - num_lost)
 
 

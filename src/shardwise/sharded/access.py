@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError, StateError, nearest, wrong_shape
+from shardwise.errors import ModelError, StateError, nearest, some, wrong_shape
 from shardwise.memory import ANCHOR, MOMENTUM, Flat, part_of, torch_dtype
 from shardwise.optim import AdoptedOptimizer
 from shardwise.plan.placement import Span
@@ -390,9 +390,8 @@ def _read(fact: Mapping[str, Any]) -> Any:
 def _check_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for word, names in (("lacks", set(own) - set(state)), ("has, unlike the model,", set(state) - set(own))):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(
-                f"The state {word} {', '.join(sorted(names)[:3])}{more}; it is another model's. With strict=False what "
+                f"The state {word} {some(sorted(names), 3)}; it is another model's. With strict=False what "
                 f"both have is loaded."
             )
 

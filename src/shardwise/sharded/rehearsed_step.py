@@ -62,7 +62,7 @@ def rehearse_step(
     be rehearsed.
     """
     mesh, sharding, sequence = sharded.mesh, sharded.parts.sharding, sharded.parts.sequence
-    watch = CountedWork(dict(zip(mesh.axes, mesh.sizes, strict=True))) if counts_work else None
+    watch = CountedWork(mesh.named_sizes) if counts_work else None
     compares_batches = watch is not None and AXIS in mesh.axes and sharding.device.type == "cpu"
 
     @contextmanager

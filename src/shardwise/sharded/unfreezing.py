@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import DataGroup
-from shardwise.errors import StateError
+from shardwise.errors import StateError, some
 from shardwise.memory import Flat
 from shardwise.optim import AdoptedOptimizer, Piece
 from shardwise.runtime import Runner
@@ -217,8 +217,7 @@ def _replan_now(known: weakref.ref[Unfreezing]) -> bool:
 
 def _require_read(lost: set[str]) -> None:
     if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise StateError(
-            f"The optimizer's states of {min(lost)}{more} were in what was loaded, but were not read because it was "
-            f"frozen then. Unfreeze it before you load them."
+            f"The optimizer's states of {some(sorted(lost), 1)} were in what was loaded, but were not read because it "
+            f"was frozen then. Unfreeze it before you load them."
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.system.safe_files import read_own_text
+from shardwise.system.safe_files import read_own_text, replaced
 
 _log = logging.getLogger(__name__)
 VERSION = 1
@@ -138,9 +138,8 @@ def write_calibration(calibration: Calibration, path: Path | None = None) -> Pat
     """Replace the file in one move."""
     path = path or default_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(calibration.to_json())
-    fresh.replace(path)
+    with replaced(path) as draft:
+        draft.write_text(calibration.to_json())
     return path
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardwise.system import plain_data
 from shardwise.system.job_folder import LAUNCHER
+from shardwise.system.safe_files import replaced
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class LauncherAddress:
 
     def write(self, folder: Path) -> None:
         """Tell the ranks that use `folder`. Call it once the store has what they may ask it for."""
-        draft = folder / f"{LAUNCHER}.draft"
-        draft.write_text(json.dumps(asdict(self)))
-        draft.replace(folder / LAUNCHER)
+        with replaced(folder / LAUNCHER) as draft:
+            draft.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> LauncherAddress | None:

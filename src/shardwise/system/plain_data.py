@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NoReturn
+from typing import Any
+
+from shardwise.system.safe_files import no_number
 
 Shape = Any
 """A type (`float` accepts integers too), `None`, a list `[shape]` of any length, a tuple of shapes, a dict of shapes by
@@ -24,7 +26,7 @@ def read(content: bytes, shape: Shape, *, max_bytes: int = MAX_BYTES) -> Any:
     if len(content) > max_bytes:
         raise ValueError(f"it has {len(content)} bytes, more than {max_bytes}")
     try:
-        value = json.loads(content.decode(), parse_constant=_no_number)
+        value = json.loads(content.decode(), parse_constant=no_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not fits(value, shape):
@@ -67,7 +69,3 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer that no float can hold
         return False
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a number in JSON")

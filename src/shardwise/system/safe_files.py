@@ -1,4 +1,4 @@
-"""Reads untrusted files: checks that they are what and where they should be, and bounds their JSON.
+"""Reads untrusted files: checks that they are what and where they should be, and bounds their JSON. Writes files whole.
 
 A checkpoint is data from elsewhere, and may be damaged or malicious. So the names in it must be plain, its files
 regular and in its own folder, and its JSON small, shallow and without duplicate keys. Everything else is refused with a
@@ -13,8 +13,10 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -171,20 +173,33 @@ def read_own_bytes(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_config_text(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
+def read_config_text(path: Path) -> str:
     """The text of a file that people write and name, with line breaks `\\n`; it may be a link, or a shell's pipe.
 
     No more than the limit is read. Raises `ConfigError` if it is larger, or not UTF-8, and `OSError` for errors of the
     system.
     """
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ConfigError(f"{path} has more than {max_bytes} bytes, which is more than such a file can mean.")
+        content = file.read(MAX_CONFIG_BYTES + 1)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes, which is more than such a file can mean.")
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a text file: byte {error.start} is not UTF-8.") from error
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A draft beside `path`, to be written inside, which then takes its place in one move: who reads `path` finds what
+    was there or what is there, and never a part. If anything is raised, `path` stays as it is."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(path)
+    except BaseException:  # a full disk, Ctrl-C
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def as_text(content: bytes, name: Path | str) -> str:
@@ -197,11 +212,9 @@ def as_text(content: bytes, name: Path | str) -> str:
 # -- JSON -------------------------------------------------------------------------------------------------
 
 
-def read_json(
-    path: Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False
-) -> dict[str, Any]:
+def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
     """The JSON object in the regular file `path`; see `parse_object`."""
-    return parse_object(read_regular(path, max_bytes), path, max_depth=max_depth, lenient=lenient)
+    return parse_object(read_regular(path), path, lenient=lenient)
 
 
 def parse_object(
@@ -227,7 +240,7 @@ def parse_json(text: str, name: Path | str, *, max_depth: int = MAX_JSON_DEPTH, 
     """
     if nests_deeper(text.encode(errors="surrogatepass"), max_depth):
         raise CheckpointError(f"{name} cannot be read: it nests more than {max_depth} lists and objects.")
-    strictly: dict[str, Any] = {} if lenient else {"object_pairs_hook": _once, "parse_constant": _no_number}
+    strictly: dict[str, Any] = {} if lenient else {"object_pairs_hook": _once, "parse_constant": no_number}
     try:
         return json.loads(text, **strictly)
     except ValueError as error:
@@ -266,7 +279,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _no_number(word: str) -> Any:
+def no_number(word: str) -> NoReturn:
+    """For `parse_constant` of `json.loads`, which takes NaN and infinity for numbers."""
     raise ValueError(f"{word} is not a number in JSON")
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwise import errors
 from shardwise.errors import LaunchError
 from shardwise.system.devices import Accelerator, RankDevice, TorchAccelerator
 from shardwise.system.disk import pages
+from shardwise.system.import_path import python_path
 
 NUM_BYTES, QUICK_BYTES = 2**26, 2**22
 REPEATS = 7
@@ -59,11 +59,9 @@ def measured_by_ranks(module: str, num_ranks: int, arguments: Sequence[str], env
     with tempfile.TemporaryDirectory(prefix="shardwise-links-") as folder:
         out = Path(folder) / "figure"
         words = ["launch", "--nproc", str(num_ranks), "-m", module, str(out), *arguments]
-        here = str(Path(errors.__file__).resolve().parents[1])
-        paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
         done = subprocess.run(
             [sys.executable, "-m", "shardwise", *words],
-            env={**os.environ, **environment, "PYTHONPATH": paths},
+            env={**os.environ, **environment, "PYTHONPATH": python_path()},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,

@@ -158,7 +158,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def mp_world_size(self) -> int:
         """The ranks among which layers are split."""
-        return self.shardwise.mesh.size("tp") if "tp" in self.shardwise.mesh.axes else 1
+        return self.shardwise.mesh.degree("tp")
 
     @property
     def sparse_tensor_module_names(self) -> frozenset[str]:

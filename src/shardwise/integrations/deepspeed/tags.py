@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise import World
 from shardwise.errors import CheckpointError
-from shardwise.system.safe_files import read_text
+from shardwise.system.safe_files import read_text, replaced
 
 LATEST = "latest"
 
@@ -40,6 +40,5 @@ def latest_tag(folder: Path) -> str | None:
 
 def write_latest(folder: Path, tag: str) -> None:
     """Replace the tag in `folder/latest`."""
-    draft = folder / f".{LATEST}.draft"
-    draft.write_text(tag)
-    draft.replace(folder / LATEST)
+    with replaced(folder / LATEST) as draft:
+        draft.write_text(tag)

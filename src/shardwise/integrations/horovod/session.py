@@ -70,7 +70,6 @@ class Session:
         self._collectives = HorovodCollectives(world)
         for number, ranks in self.sets.items():
             self._collectives.add_set(number, ranks)
-        self._coordinator: Coordinator | None = None
         self._link = self._connect(LOOPBACK if len(set(hosts)) == 1 else _own_address())
         self._send_queue = SendQueue(self._link)
         self._encoder = MessageEncoder(self.settings.cache_capacity)
@@ -110,7 +109,7 @@ class Session:
             try:
                 if listener is not None:
                     links = listener.admit(self.size, _CONNECT_SECONDS, lambda: self.world.fault is not None)
-                    self._coordinator = Coordinator(links, self.sets, self.settings, self.timeline)
+                    Coordinator(links, self.sets, self.settings, self.timeline)  # its thread ends with the ranks
             except BaseException:
                 link.close()
                 raise
@@ -218,7 +217,6 @@ class Session:
         self._executor.wait(_CLOSE_SECONDS)
         self._link.close()
         self.timeline.stop()
-        self._coordinator = None
 
     def abandon(self) -> None:
         """Close the link at once, since the ranks will open another session. Pending collectives raise on all ranks."""
@@ -226,7 +224,6 @@ class Session:
         self._send_queue.close()
         self._executor.wait(_ABANDON_SECONDS)
         self.timeline.stop()
-        self._coordinator = None
 
 
 def _own_address() -> str:

@@ -16,6 +16,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import CheckpointError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
+from shardwise.system.safe_files import replaced
 
 META = "meta.pt"
 STATES = "optimizer_states"
@@ -50,9 +51,8 @@ def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, placeholder
     engine.save(path / STATE_FOLDER)
     if world.rank == 0:
         sharded = [name for name, value in checkpoint.items() if value is placeholder]
-        draft = path / f"{META}.draft"
-        torch.save({**checkpoint, _SHARDED_KEYS: sharded}, draft)
-        draft.replace(path / META)
+        with replaced(path / META) as draft:
+            torch.save({**checkpoint, _SHARDED_KEYS: sharded}, draft)
 
 
 def read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:

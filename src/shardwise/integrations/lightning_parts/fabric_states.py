@@ -15,6 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.integrations.lightning_parts.checkpoints import META, is_sharded
 from shardwise.integrations.model_patches import engine_folder, param_ids
+from shardwise.system.safe_files import replaced
 
 __all__ = ["is_sharded", "is_stateful", "load", "owner_of", "save", "with_whole_states"]
 
@@ -55,9 +56,8 @@ def save(path: Path, state: Mapping[str, Any], engines: Engines, world: sw.World
     for number, name in enumerate(models):
         engines[state[name]].save(engine_folder(str(path), number))
     if world.rank == 0:
-        draft = path / f"{META}.draft"
-        torch.save({**converted, _MODELS: models}, draft)
-        draft.replace(path / META)
+        with replaced(path / META) as draft:
+            torch.save({**converted, _MODELS: models}, draft)
     world.barrier()
 
 

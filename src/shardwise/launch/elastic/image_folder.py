@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch.log_folder import LOCK, RECORDS, remove_abandoned
+from shardwise.launch.log_folder import RECORDS, remove_abandoned
 from shardwise.launch.orphans import lock_of
-from shardwise.system.job_folder import LAUNCHER, LAUNCHER_LOCK, LAUNCHER_STATE, STANDBY_LOCK
+from shardwise.system.job_folder import JOB_LOCK, LAUNCHER, LAUNCHER_LOCK, LAUNCHER_STATE, STANDBY_LOCK
 
 MEMORY = Path("/dev/shm")
-_OF_THE_JOB = {LOCK, LAUNCHER_LOCK, STANDBY_LOCK, LAUNCHER, LAUNCHER_STATE, RECORDS}
+_OF_THE_JOB = {JOB_LOCK, LAUNCHER_LOCK, STANDBY_LOCK, LAUNCHER, LAUNCHER_STATE, RECORDS}
 """What is not of the ranks of one attempt."""
 _CLAIM_SECONDS = 3.0
 
@@ -33,7 +33,7 @@ class Images:
             return
         remove_abandoned(memory)
         draft = Path(tempfile.mkdtemp(prefix=".shardwise-", dir=memory))
-        self._lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(draft / JOB_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         self._claim = os.open(draft / LAUNCHER_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._claim, fcntl.LOCK_EX)
@@ -52,7 +52,7 @@ class Images:
                 )
             time.sleep(0.01)  # a rank has looked whether there is a launcher
         images = cls.__new__(cls)
-        lock = lock_of(folder / LOCK, fcntl.LOCK_SH)
+        lock = lock_of(folder / JOB_LOCK, fcntl.LOCK_SH)
         images.folder, images._claim, images._lock = folder, claim, -1 if lock is None else lock
         return images
 

@@ -28,6 +28,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch.elastic.workers import WorkersMemory
 from shardwise.launch.job import Job
 from shardwise.system.job_folder import LAUNCHER_STATE
+from shardwise.system.safe_files import replaced
 
 _PAUSE_SECONDS = 1.0
 """At least this long after the start of a standby process that has ended, another one is started."""
@@ -68,9 +69,8 @@ class JobState:
 
     def write(self, folder: Path) -> None:
         """Replace what was written before, as a whole."""
-        draft = folder / f"{LAUNCHER_STATE}.draft"
-        draft.write_bytes(pickle.dumps(self))
-        draft.replace(folder / LAUNCHER_STATE)
+        with replaced(folder / LAUNCHER_STATE) as draft:
+            draft.write_bytes(pickle.dumps(self))
 
     @classmethod
     def read(cls, folder: Path) -> JobState:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.comm import Line
-from shardwise.errors import ConfigError, ModelError
+from shardwise.errors import ConfigError, ModelError, some
 from shardwise.parallel.experts.dispatch import DispatchedExperts
 from shardwise.parallel.experts.layer import Experts
 from shardwise.parallel.library_model import library_models
@@ -122,7 +122,7 @@ class ExpertSplit:
         lines = []
         for (num_experts, paths), _ in itertools.groupby(_alike(self.modules)):
             deals = self.deals[paths[0]]
-            shown = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+            shown = some(paths, 1)
             lines += [
                 f"{AXIS} {index}: experts {_range(own)} of {num_experts} in {shown}" for index, own in enumerate(deals)
             ]

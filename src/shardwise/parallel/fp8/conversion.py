@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Line
+from shardwise.errors import some
 from shardwise.parallel.experts import Experts
 from shardwise.parallel.fp8.experts import Fp8Experts, Fp8StackedExperts
 from shardwise.parallel.fp8.kernels import require_kernels
@@ -74,7 +75,7 @@ class Fp8Layers:
         for path, reason in self._reasons.items():
             if reason:
                 left.setdefault(reason, []).append(path)
-        lines = [f"not in fp8, {reason}: {_some(paths)}" for reason, paths in left.items()]
+        lines = [f"not in fp8, {reason}: {some(paths, 1)}" for reason, paths in left.items()]
         if len(self._reasons) == sum(map(len, left.values())):
             lines.append("no layer multiplies in fp8: the step is that of a plan without it")
         elif self._device is not None and self._device.type == "cpu":
@@ -82,7 +83,3 @@ class Fp8Layers:
         elif not self._is_compiled:
             lines.append("compile is not set: rounding then takes several passes, and fp8 may be slower than bf16")
         return tuple(lines)
-
-
-def _some(paths: list[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"

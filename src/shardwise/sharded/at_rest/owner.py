@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.errors import CommError, ModelError, StateError
+from shardwise.errors import CommError, ModelError, StateError, some
 from shardwise.memory import Flat, Unit
 from shardwise.plan.placement import Slot
 from shardwise.runtime import Agreement, Runner, changed_inside
@@ -96,11 +96,10 @@ class Owner:
     def require_trainable(self) -> None:
         """Raise before a forward if a parameter is meant to train but has no memory planned for its gradient."""
         if self.unfrozen and torch.is_grad_enabled():
-            names = sorted(self.unfrozen)
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise StateError(
-                f"{names[0]}{more} was frozen when memory was planned, so there is none for its gradient. The next "
-                f"call of the model makes it: unfreeze after a step, or after zero_grad(), and before that call."
+                f"{some(sorted(self.unfrozen), 1)} was frozen when memory was planned, so there is none for its "
+                f"gradient. The next call of the model makes it: unfreeze after a step, or after zero_grad(), and "
+                f"before that call."
             )
 
     def require_params_kept(self) -> None:
