@@ -44,7 +44,6 @@ from shardwise.version import __version__
 class Built:
     """What a script has made, in plain values, for ranks that join to compare."""
 
-    versions: dict[str, str]
     params: dict[str, list[int]]
     """The shapes of whole parameters, by name: those of its pipeline stage, on a rank that has one."""
     buffers: dict[str, list[int]]
@@ -61,10 +60,14 @@ class Built:
         """`shapes` are those of the parameters, where `model` has only parts of them."""
         if shapes is None:
             shapes = {name: param.shape for name, param in model.named_parameters()}
-        versions = {"shardwise": __version__, "torch": torch.__version__.partition("+")[0]}
         buffers = {name: list(buffer.shape) for name, buffer in model.named_buffers()}
         params = {name: list(shape) for name, shape in shapes.items()}
-        return cls(versions, params, buffers, [type(one).__name__ for one in optimizers])
+        return cls(params, buffers, [type(one).__name__ for one in optimizers])
+
+
+def versions_here() -> str:
+    """Of what ranks have to have the same, to understand each other and to compute alike."""
+    return f"shardwise {__version__} and torch {torch.__version__.partition('+')[0]}"
 
 
 def _require_same(difference: str) -> None:
@@ -79,8 +82,6 @@ def _require_same(difference: str) -> None:
 def first_difference(mine: Built, others: Sequence[Built]) -> str:
     """In which way this rank has built something else than the `others`, each of which has its part of the model; empty
     if it has not."""
-    if mine.versions != others[0].versions:
-        return f"it has {_in_words(mine.versions)}, and they have {_in_words(others[0].versions)}"
     params = {name: shape for one in others for name, shape in one.params.items()}
     buffers = {name: shape for one in others for name, shape in one.buffers.items()}
     if odd := _odd(mine.params, params, mine.params.keys() | params.keys()):
@@ -101,10 +102,6 @@ def _odd(mine: Mapping[str, list[int]], theirs: Mapping[str, list[int]], names: 
         if here != there:
             return f"{name} has the shape {here} here and {there} there"
     return ""
-
-
-def _in_words(versions: Mapping[str, str]) -> str:
-    return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 
 @dataclass(frozen=True)
@@ -162,6 +159,9 @@ def arrive(
     vet(optimizers, model)  # what this rank alone has wrong is found before it waits for the others
     sent = _sent_by_others(world)
     state = sent[0]["came"]
+    theirs = state.get("versions", "another version")
+    if theirs != versions_here():  # then nothing else of it can be relied on
+        _require_same(f"it has {versions_here()}, and they have {theirs}")
     trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
     built = [Built(**one["came"]["built"]) for one in sent]
     _require_same(first_difference(Built.of(model, optimizers), built) or trained.other_group(model, optimizers))

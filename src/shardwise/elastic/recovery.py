@@ -24,7 +24,7 @@ from shardwise.checkpoint import Held
 from shardwise.checkpoint.json_codec import encode
 from shardwise.comm import World
 from shardwise.comm.regrouping import Membership
-from shardwise.elastic.arrival import Arrival, Built, arrive
+from shardwise.elastic.arrival import Arrival, Built, arrive, versions_here
 from shardwise.elastic.between_steps import BetweenSteps
 from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
@@ -523,6 +523,7 @@ class Recovery:
         shapes = {slot.name: slot.whole_shape for _, slots in layout.specs for slot in slots}
         groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
+            "versions": versions_here(),
             "built": asdict(Built.of(sharded.model, self._model_of(layout).optimizers, shapes)),
             "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
             "plan": plan_told(self._plan),
