@@ -895,8 +895,14 @@ class Engine:
         )
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
-        """Replace what `get` returns. All ranks call, with the same value, of the whole tensor's shape."""
+        """Replace what `get` returns. All ranks call, with the same value, of the whole tensor's shape.
+
+        In an elastic job neither this nor `load_state_dict` has an effect after a step that was void, which is repeated
+        (docs/elastic.md).
+        """
         self._require_open()
+        if self._session.leaves_out(f"engine.set({name!r})"):
+            return
         if what == "grad":
             self._sharded.parts.gradients.prepare()
         self._before_change()
@@ -936,6 +942,8 @@ class Engine:
         Raises `ModelError` if shapes or, with `strict`, names differ.
         """
         self._require_open()
+        if self._session.leaves_out("engine.load_state_dict()"):
+            return
         self._before_change()
         self._sharded.settle_islands()
         if self._sharded.parts.pipeline is not None:

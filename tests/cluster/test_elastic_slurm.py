@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -39,6 +40,33 @@ SAVES = """
     print("rank", world.rank, "is done" if loaded else f"saved step {engine.num_steps}", flush=True)
     engine.close()
 """
+SAVES_OFTEN = """
+    import time, torch, shardwise as sw
+    model = torch.nn.Linear(4, 4)
+    engine = sw.shard(model, "zero2", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    loaded = engine.resume("checkpoints")
+    world, begun = engine.world, engine.num_steps
+    print("rank", world.rank, "of", world.size, "begins after step", begun, flush=True)
+    while not (loaded and engine.num_steps > begun + 2):
+        engine.train_step(torch.ones(2, 4), torch.zeros(2, 4), loss_fn=torch.nn.functional.mse_loss)
+        time.sleep(0.05)
+        if engine.num_steps == 10:
+            engine.save("checkpoints")
+            print("rank", world.rank, "saved", flush=True)
+    print("rank", world.rank, "is done", flush=True)
+    engine.close()
+"""
+AGAIN = """\
+#!/bin/bash
+#SBATCH --job-name=train --nodes=2 --ntasks-per-node=1 --no-kill --requeue
+#SBATCH --output=train.log --open-mode=append
+for attempt in 1 2 3; do
+  {launch} --where slurm --nproc 1 --elastic 1:2 train.py
+  status=$?
+  [ $status -eq 137 ] || exit $status
+  echo "the launcher was killed"
+done
+"""
 BATCH = """\
 #!/bin/bash
 #SBATCH --job-name=train --nodes=2 --ntasks-per-node=1 --no-kill --requeue
@@ -65,16 +93,18 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
             made.close()
 
 
-def submitted(slurm: Slurm, folder: Path, **settings: str) -> Path:
-    """Submit the batch script; returns its log."""
+def submitted(slurm: Slurm, folder: Path, script: str = SAVES, batch: str = BATCH, *more: str, **settings: str) -> Path:
+    """Submit the batch script, with `more` options again; returns its log."""
     folder.chmod(0o755)
-    (folder / "train.py").write_text(textwrap.dedent(SAVES))
+    (folder / "train.py").write_text(textwrap.dedent(script))
     # Slurm rounds up to 3 minutes, looks every half a minute, and sends a signal up to half a minute early
     launch = f"{sys.executable} -m shardwise launch --master-addr {slurm.hosts.addresses['n1']} --timeout 20"
-    (folder / "job.sh").write_text(BATCH.format(time="2:30", launch=launch, **settings))
+    (folder / "job.sh").write_text(batch.format(time="2:30", launch=launch, **settings))
     environment = os.environ | slurm.variables | {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
     environment["OMP_NUM_THREADS"] = "1"
-    subprocess.run(["sbatch", "--quiet", "job.sh"], cwd=folder, env=environment, timeout=60, check=True)
+    for options in ((), more) if more else ((),):
+        command = ["sbatch", "--quiet", *options, "job.sh"]
+        subprocess.run(command, cwd=folder, env=environment, timeout=60, check=True)
     return folder / "train.log"
 
 
@@ -92,6 +122,34 @@ def test_a_signal_to_the_steps_ends_a_job_that_needs_all_its_nodes_and_it_saves(
     wait_for(log, "rank 0 of 2 begins after step 0", "rank 1 of 2 begins after step 0")
     text = wait_for(log, "rank 0 saved step", "rank 1 saved step")
     assert "the job needs its ranks, so all ranks are told to end" in text
+
+
+@soak("kills processes at any moment")
+def test_a_launcher_that_is_killed_is_started_again_by_its_batch_script(slurm: Slurm, tmp_path: Path) -> None:
+    """In the same allocation: nothing waits in the queue, and nothing of before is in the way."""
+    log = submitted(slurm, tmp_path / "run", SAVES_OFTEN, AGAIN)
+    wait_for(log, "rank 0 saved", "rank 1 saved")
+    number = slurm.command("squeue", "--noheader", "--format=%i")
+    (launcher,) = processes_with("--elastic", tmp_path / "run")
+    os.kill(launcher, signal.SIGKILL)
+    text = wait_for(log, "the launcher was killed", "rank 0 is done", "rank 1 is done")
+    assert "rank 0 of 2 begins after step 10" in text
+    assert "rank 1 of 2 begins after step 10" in text
+    assert f"JobId={number.strip()}" in slurm.command("scontrol", "show", "job", number.strip())
+    wait_until(lambda: not processes_with("shardwise.launch", tmp_path / "run"), "something stays behind", 60)
+
+
+@soak("a node is lost at any moment")
+def test_the_node_of_a_batch_script_is_lost_and_a_job_that_depends_on_it_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm ends the job then, in spite of --no-kill, and does not put it into the queue, in spite of --requeue."""
+    log = submitted(slurm, tmp_path / "run", SAVES_OFTEN, AGAIN, "--dependency=afternotok:1")
+    wait_for(log, "rank 0 saved", "rank 1 saved")
+    slurm.command("scontrol", "update", "nodename=n1", "state=down", "reason=lost")  # it comes back by itself
+    text = wait_for(log, "rank 0 is done", "rank 1 is done")
+    assert "rank 0 of 2 begins after step 10" in text
+    assert "rank 1 of 2 begins after step 10" in text
+    assert "JobState=FAILED" in (told := slurm.command("scontrol", "show", "job", "1")), told
+    assert "Requeue=1 Restarts=0" in told
 
 
 @soak("kills processes at any moment")
@@ -114,11 +172,16 @@ def test_a_rank_and_a_node_are_lost_and_come_back(slurm: Slurm, tmp_path: Path) 
         job.wait_for_members("n1")
         hosts.link("n2", "up")
         job.wait_for_members("n1", "n2")
+        hosts.link("n1", "down")  # the launcher is not there, so that no node is special
+        job.wait_for_members("n2")
+        hosts.link("n1", "up")
+        job.wait_for_members("n2", "n1")
         said = job.end()
     finally:
         job.process.kill()
         job.process.communicate()
     assert "rank 1 was killed by SIGKILL" in said
+    assert "host n1 is gone: rank 0 (nothing was heard of it for 4 s)." in said
     assert "host n2 is gone: rank 1 (nothing was heard of it for 4 s)." in said
     assert "host n2 answers, with 1 slot." in said
     wait_until(lambda: not processes_with("shardwise.launch.hosts", folder), "what Slurm started stays behind", 60)

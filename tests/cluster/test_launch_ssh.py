@@ -43,7 +43,8 @@ class Site:
     def start(self, hosts: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         for old in self.folder.glob("ready*"):
             old.unlink()
-        launch = [sys.executable, "-m", "shardwise", "launch", "--hosts", hosts, *self.hosts.options(), *arguments]
+        named = ["--hosts", hosts] if hosts else []
+        launch = [sys.executable, "-m", "shardwise", "launch", *named, *self.hosts.options(), *arguments]
         environment = os.environ | {"PYTHONPATH": str(Path(shardwise.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
         self.started.append(
             subprocess.Popen(

@@ -1,12 +1,16 @@
 """Run by `test_bad_batch.py` on real processes: a loop one of whose batches fails wherever it goes.
 
 bad_batch.py OUT WHERE PLAN      WHERE: `forward` (whoever has the sample raises), `source` (it cannot be read),
-`own` (the loop reads its data by itself)
+`own` (the loop reads its data by itself), `worker` (nothing is bad, but the worker process that reads it is killed,
+once)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +26,8 @@ NUM_SAMPLES, ROWS, NUM_STEPS, BAD_STEP = 240, 12, 9, 4
 class Samples:
     """One of them, by its number, is bad."""
 
-    def __init__(self, bad: int, where: str) -> None:
-        self.bad, self.where = bad, where
+    def __init__(self, bad: int, where: str, out: Path | None = None) -> None:
+        self.bad, self.where, self.out = bad, where, out
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -31,6 +35,10 @@ class Samples:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index == self.bad and self.where == "source":
             raise OSError("damaged")
+        if index == self.bad and self.where == "worker" and self.out is not None:
+            with contextlib.suppress(FileExistsError):
+                (self.out / "killed").touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(16, generator=generator)
         return {"x": x, "y": x[:4] * 2, "index": torch.tensor(index)}
@@ -41,8 +49,10 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
 
 
-def loader(where: str, world: Any, bad: int) -> sw.data.Loader:
-    return sw.data.Loader(Samples(bad, where), batch_rows=ROWS, seed=3, world=world)
+def loader(where: str, world: Any, bad: int, out: Path | None = None) -> sw.data.Loader:
+    source = Samples(bad, where, out)
+    workers = sw.data.Workers(1, processes=where == "worker")
+    return sw.data.Loader(source, batch_rows=ROWS, seed=3, world=world, workers=workers)
 
 
 def bad_sample() -> int:
@@ -59,7 +69,7 @@ def main(out: Path, where: str, plan: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = sw.shard(model, json.loads(plan), optimizer=optimizer, world=world)
     bad = bad_sample()
-    batches = loader(where, tuple(engine.data_ranks) if where == "own" else engine.data_ranks, bad)
+    batches = loader(where, tuple(engine.data_ranks) if where == "own" else engine.data_ranks, bad, out)
     losses: dict[int, float] = {}
     while engine.num_steps < NUM_STEPS:
         for batch in batches:

@@ -6,7 +6,8 @@ copyN: of the Nth portion that is sent to another host in that step; or cutN: no
 breaks; or disk: its disk cannot be written to any more
 
 With HOSTS=aabb in the environment members are of these hosts, by number: each has a folder of its own, which goes with
-it, and a kill is that of the whole host. With HOSTS=aabb/rank it is that of the rank alone.
+it, and a kill is that of the whole host. With HOSTS=aabb/rank it is that of the rank alone. With CHANGED_FROM=4 the
+members from that number on have a layer more, as after a change of the code.
 """
 
 from __future__ import annotations
@@ -225,6 +226,9 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
     world = sw.World.join(timeout_seconds=float(os.environ.get("TIMEOUT_SECONDS", "20")))
     member = world.membership.member if world.membership is not None else world.rank
     model = model_for(plan)
+    if member >= int(os.environ.get("CHANGED_FROM", member + 1)):
+        (out / f"changed-{member}").touch()
+        model = nn.Sequential(*model.children(), nn.Linear(OUTPUTS, OUTPUTS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = sw.shard(model, json.loads(plan) if plan.startswith("{") else plan, optimizer=optimizer, world=world)
     resumed = engine.resume(out / "checkpoints")  # nobody saves there

@@ -31,13 +31,13 @@ def ran(out: Path, where: str, plan: dict[str, object], retries: str = "0:10") -
     )
 
 
-def oracle() -> list[float]:
+def oracle(bad_step: int = BAD_STEP) -> list[float]:
     """Of a loop that knows which batch is bad."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step, batch in enumerate(loader("", (0, 1), -1)):
-        if step == BAD_STEP:
+        if step == bad_step:
             continue
         loss = ((model(batch["x"]) - batch["y"]) ** 2).mean()
         optimizer.zero_grad()
@@ -68,6 +68,23 @@ def test_a_bad_batch_is_left_out_on_all_ranks(where: str, num_dead: int, retries
     assert verdicts[-1]["action"] == "skip"
     assert str(bad_sample()) in verdicts[-1]["evidence"]
     assert verdicts[-1]["at_step"] == BAD_STEP
+
+
+@thorough_only("starts many processes")
+def test_a_worker_process_that_the_kernel_kills_is_no_bad_batch(tmp_path: Path) -> None:
+    """As it does where memory runs out. Nothing is skipped, and the job does not end."""
+    done = ran(tmp_path, "worker", {"preset": "zero3", "bad_batch": "skip", "run": str(tmp_path / "run")})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "killed").exists()
+    losses = oracle(bad_step=-1)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")]
+    assert [one["step"] for one in found] == [NUM_STEPS] * 3
+    for one in found:
+        wrong = [step for step, loss in one["losses"].items() if abs(loss - losses[int(step)]) > 1e-5 * loss]
+        assert not wrong, done.stderr
+    (fault,) = (line for line in read_record(tmp_path / "run" / "record.jsonl").lines if line["kind"] == "fault")
+    assert (fault["cause"], fault["action"]) == ("node", "shrink")
+    assert "Worker process 0 of the data loader was killed by SIGKILL" in fault["evidence"]
 
 
 @thorough_only("starts many processes")

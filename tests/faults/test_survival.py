@@ -249,6 +249,25 @@ def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path)
     assert {json.loads(path.read_text())["world"] for path in tmp_path.glob("member-*.json")} == {4}
 
 
+@pytest.mark.parametrize("plan", ["zero3", "ddp"])
+def test_those_that_come_with_other_code_end_and_the_others_do_not(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many raise the same at once, or at one step: nothing is wrong with those that train."""
+    monkeypatch.setenv("CHANGED_FROM", "4")
+    monkeypatch.setenv("PAUSE_SECONDS", "0.05")
+    kills = ["1:3:forward", "2:3:forward"]
+    job = started(tmp_path, plan, "engine", 10**6, kills, retries="4:600", least=1)
+    wait_until(lambda: job.poll() is not None or len(list(tmp_path.glob("changed-*"))) == 4)
+    (tmp_path / "enough").touch()
+    said, _ = job.communicate(timeout=PATIENCE)
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("member-*.json")]
+    assert [one["world"] for one in found] == [2, 2], said
+    check(said, job, tmp_path, max(int(step) for one in found for step in one["losses"]) + 1, most_wrong=2)
+    assert "its script has made something else than theirs: parameter 5.bias is only here." in said
+    assert "The job is stopped" not in said
+
+
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_stopped_rank_keeps_the_others_waiting_and_is_lost(
     retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

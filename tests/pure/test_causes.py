@@ -36,6 +36,14 @@ SIGNS = {
     FAULT: "fault",
     LEFT: "left",
     "shardwise.errors.DataError: source (a Photos) failed at index 71304": "data",
+    "shardwise.errors.DataError: Worker process 0 of the data loader was killed by SIGKILL (often: out of memory)": (
+        "memory"
+    ),
+    "shardwise.errors.DataError: Worker process 1 of the data loader was killed by SIGSEGV before it": "exception",
+    "shardwise.errors.DataError: Worker process 1 of the data loader ended with exit code 3 before it": "exception",
+    "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ": "memory",
+    "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that dataloader's "
+    "workers are out of shared memory. Please try to raise your shared memory limit.": "memory",
     "shardwise.errors.CorruptionError: Rank 2 has wrong bits: parameter a.weight, changed since": "bits",
     VALUE: "exception",
 }
@@ -49,6 +57,18 @@ def test_alike_failures_of_few_of_many_ranks_are_not_the_codes() -> None:
         "node",
         "node",
     ]
+
+
+def test_what_ends_those_that_join_does_not_end_those_that_are_there() -> None:
+    """A long step, in which one replacement after the other finds that its script was changed meanwhile."""
+    classifier = Classifier()
+    for _ in range(2):
+        cause = classifier.classify([end(3, VALUE, is_new=True, host="")], 3, 0.0)
+        assert (cause.kind, cause.action) == ("node", "shrink")
+    cause = classifier.classify([end(rank, VALUE, is_new=True, host="") for rank in (1, 2)], 3, 0.0)
+    assert (cause.kind, cause.action) == ("node", "shrink"), "two that join one"
+    assert classifier.classify([end(3, VALUE, host="")], 3, 0.0).action == "shrink", "the first that had trained"
+    assert classifier.classify([end(3, VALUE, host="")], 3, 0.0).action == "stop"
 
 
 def test_ranks_that_have_nothing_to_go_on_from_are_no_fault_of_the_code() -> None:
@@ -72,6 +92,14 @@ def test_a_host_that_changes_bits_is_excluded_at_once_unless_nobody_knows_which(
 @pytest.mark.parametrize("error", SIGNS)
 def test_words_of_exceptions_are_sorted(error: str) -> None:
     assert sign_of(end(0, error)) == SIGNS[error]
+
+
+def test_why_a_worker_of_torchs_loader_has_ended_stands_in_the_exception_before() -> None:
+    error = "RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly"
+    text = f"RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. \n\nThe above exception\n{error}"
+    assert sign_of(end(0, error, text=text)) == "memory"
+    assert sign_of(end(0, error, text=text.replace("Killed", "Segmentation fault"))) == "exception"
+    assert sign_of(end(0, VALUE, text=text)) == "exception"
 
 
 def test_signals_and_exit_codes_are_sorted() -> None:

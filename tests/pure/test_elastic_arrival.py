@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, SequentialLR, StepLR
 
 from shardwise.checkpoint.json_codec import decode, encode
-from shardwise.elastic.arrival import NeverSaved
+from shardwise.elastic.arrival import Built, NeverSaved, first_difference
 from shardwise.elastic.loop_state import matched
 from shardwise.errors import StateError
 
@@ -55,3 +55,17 @@ def test_a_state_that_was_never_saved_says_so_where_it_is_asked() -> None:
     assert state.get("best", 3) == 3
     with pytest.raises(StateError, match=r"state\['best'\]. Read it with state.get\(\), or register its object with"):
         state["best"]
+
+
+def test_what_differs_is_named_of_one_that_comes_and_of_ranks_that_have_a_stage_each() -> None:
+    mine = Built.of(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)), [])
+    first, last = (Built({}, {}, []) for _ in range(2))
+    for stage, number in ((first, "0"), (last, "1")):
+        stage.params.update({name: shape for name, shape in mine.params.items() if name.startswith(number)})
+        stage.buffers.update({name: shape for name, shape in mine.buffers.items() if name.startswith(number)})
+    assert first_difference(mine, [first, last]) == ""
+    assert first_difference(mine, [first]) == "parameter 1.bias is only here"
+    last.buffers["1.made_in_the_first_forward"] = [3]
+    assert first_difference(mine, [first, last]) == ""
+    last.buffers["1.running_mean"] = [4]
+    assert first_difference(mine, [first, last]) == "buffer 1.running_mean has the shape [3] here and [4] there"

@@ -121,6 +121,9 @@ def test_survivors_keep_their_order_and_replacements_are_last() -> None:
     job.settle()
     assert job.rendezvous.members == job.entered[4] == (0, 2, 3, 4)
     assert next(one for one in job.announcements if one.members == (0, 2, 3, 4)).before == (0, 2, 3)
+    assert [job.rendezvous.is_new(number) for number in (0, 4)] == [False, True]
+    job.rendezvous.receive(MemberMessage("raised", 4, job.rendezvous.generation, 8, "ValueError"), job.now)
+    assert not job.rendezvous.is_new(4), "it has taken a step with the others, as it says"
 
 
 def test_a_member_that_ends_in_the_middle_of_the_others_training_is_named() -> None:
@@ -547,6 +550,7 @@ def test_limits_that_no_job_can_keep_are_refused(limits: Elastic, nproc: int, wo
             ["--elastic", "1:2", "--where", "mpi"],
             "--elastic does not work with --where mpi: an MPI job ends with its first dead rank",
         ),
+        (["--elastic", "1:2", "--shardwise", "zero3"], "Use --max-restarts N instead of --elastic"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -89,6 +89,38 @@ def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, mon
     assert "survive: checkpoint" in said
 
 
+@pytest.mark.parametrize("who", ["the one that joins", "one of the others"])
+def test_others_go_on_where_there_is_no_space_for_one_that_joins(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Member 1 dies, member 3 joins and finds no space, or finds that another one has none; it ends alone."""
+    lock, newcomer, refused = threading.Lock(), threading.Event(), list[str]()
+
+    def fails(path: Path) -> bool:
+        is_newcomers = threading.current_thread().name == "member 3"
+        with lock:
+            is_due = newcomer.is_set() and is_newcomers == (who == "the one that joins") and not refused
+            if is_due:
+                refused.append(path.name)
+        return is_due
+
+    has_no_space(monkeypatch, fails)
+    train = trains(12, dies_at=2)
+
+    def work(world: World, member: int) -> str:
+        if member == 3:
+            newcomer.set()
+        said = train(world, member)
+        if member == 3 and said:
+            refused.append(said)
+            raise Killed
+        return said
+
+    results = run_members(3, work, tmp_path, num_newcomers=1)
+    assert results == {0: "", 2: ""}
+    assert "/dev/shm has no space for the state that must outlive a rank" in refused[1]
+
+
 @pytest.mark.parametrize("num_lacking", [1, 2])
 def test_all_ranks_raise_where_one_has_no_space_for_a_copy(
     num_lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

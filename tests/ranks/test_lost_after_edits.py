@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,66 @@ def test_values_from_before_are_not_mixed_with_those_set_by_hand(name: str, has_
         if name == "ddp":
             assert state is not None
             assert_same_values(state, trained_alone(model, edited, EDITED_AFTER + 2), 2e-6)
+
+
+def by_set(engine: sw.Engine) -> None:
+    value = engine.get("d.weight")
+    assert value is not None
+    engine.set("d.weight", value * 0.9)
+
+
+def by_loading(engine: sw.Engine) -> None:
+    state = engine.state_dict()
+    engine.load_state_dict({**state, "d.weight": state["d.weight"] * 0.9})
+
+
+@sampled
+@pytest.mark.parametrize("change", [by_set, by_loading])
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_loop_that_changes_weights_in_each_iteration_changes_them_once(
+    is_behind: bool, name: str, change: Callable[[sw.Engine], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before or behind the step, also of the iteration that is void because a rank is lost in it."""
+    caplog.set_level("WARNING", "shardwise")
+    images, plan, num_steps = tmp_path / "images", PLANS[name], 4
+    images.mkdir()
+    plan = {**plan, "disk": str(tmp_path / "disk")} if name == "disk" else plan
+    model = net()
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> dict[str, Tensor]:
+        own = models[member]
+        engine = sw.shard(own, plan, optimizer=(optimizer := adamw(own)), world=world)
+        while engine.num_steps < num_steps:
+            step = engine.num_steps
+            place, num = engine.data_ranks
+            x, y = (whole.tensor_split(num)[place] for whole in batches()[step])
+            if not is_behind:
+                change(engine)
+            engine.weigh(len(x), ROWS)
+            loss = loss_of(engine(x), y)
+            if (member, step) == (VICTIM, 2):
+                raise Killed
+            update("engine", engine, optimizer, loss)
+            if is_behind:
+                change(engine)
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    for x, y in batches()[:num_steps]:
+        with torch.no_grad():
+            plain.d.weight.mul_(1.0 if is_behind else 0.9)
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            plain.d.weight.mul_(0.9 if is_behind else 1.0)
+    results = run_members(NUM_RANKS, work, images)
+    assert results.keys() == {0, 2}
+    for state in results.values():
+        assert_same_values(state, plain, 2e-6)
+    assert caplog.text.count("has no effect after a step that was void, since the loop takes that step again") == 1

@@ -516,8 +516,8 @@ def test_the_record_says_how_many_go_on(lost: int, tmp_path: Path) -> None:
     assert view.status == "ended"
 
 
-def flip_a_bit(engine: sw.Engine, *, in_image: bool) -> None:
-    """Of the first master weights that this rank has; with `in_image` also of their copy."""
+def flip_a_bit(engine: sw.Engine, *, in_image: bool, in_live: bool = True) -> None:
+    """Of the first master weights that this rank has; with `in_image` also of their copy, or of that alone."""
     survival = engine._session.recovery.survival
     survival.end_copies()
     flat, index = next(
@@ -526,7 +526,7 @@ def flip_a_bit(engine: sw.Engine, *, in_image: bool) -> None:
         for index in range(len(flat.slots))
         if flat.spec.trainable and flat.master_piece(index)[0].numel()
     )
-    tensors = [flat.master_piece(index)[0]]
+    tensors = [flat.master_piece(index)[0]] if in_live else []
     if in_image:
         cells = survival.image.directory.cells
         tensors.append(

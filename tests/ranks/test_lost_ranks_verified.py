@@ -3,6 +3,7 @@ one computes wrong results, and leaves. Losses and parameters are those of the p
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.errors import CorruptionError, StateError
+from shardwise.testing import plant
 from tests.ranks.lost_groups import DiesBefore
 from tests.ranks.test_lost_ranks import (
     NUM_STEPS,
@@ -19,11 +22,12 @@ from tests.ranks.test_lost_ranks import (
     Net,
     adamw,
     batches,
+    flip_a_bit,
     killed_when_left_out,
     loss_of,
     race,
 )
-from tests.ranks.threads_as_members import run_members
+from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -79,6 +83,38 @@ def test_a_rank_that_computes_wrong_gradients_leaves(
     found = race({**PLANS[name], "verify": VERIFIED}, miscomputes, tmp_path, loop="train_step")
     assert found == {0: 1, 1: 1, 3: 1}
     assert [(error.ranks, error.row, error.step) for error in wrong] == [((2,), "gradient", 4)]
+
+
+@sampled
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("in_live", [False, True])
+def test_a_bit_flips_in_what_ranks_recover_from(in_live: bool, name: str, tmp_path: Path) -> None:
+    """In the copy of member 2's state, or also in that itself, before member 1 dies: the copy is made again, or member
+    2 leaves too. What only it had is lost then."""
+    flipped: list[str] = []
+
+    def flips_and_dies(engine: sw.Engine, member: int) -> None:
+        def fault(_: int, step: int, what: str) -> bool:
+            if (member, step) == (2, 3) and not flipped:
+                flip_a_bit(engine, in_live=in_live, in_image=True)
+                flipped.append(what)
+            if member == 1 and flipped:
+                raise Killed
+            return False
+
+        membership = engine.world.membership
+        assert isinstance(membership, ThreadMembership)
+        membership.plant(partial(plant, fault))
+
+    plan = {**PLANS[name], "verify": 1}
+    if not in_live:
+        assert race(plan, flips_and_dies, tmp_path).keys() == {0, 2, 3}
+    elif name == "ddp":
+        assert race(plan, flips_and_dies, tmp_path, dies_of=CorruptionError).keys() == {0, 3}
+    else:
+        with pytest.raises(StateError, match="no whole state is left"):
+            race(plan, flips_and_dies, tmp_path, dies_of=CorruptionError)
 
 
 def test_the_last_rank_goes_on_without_anybody_to_compute_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ rank died."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shardwise.checkpoint import Held
 from shardwise.comm import World
 from shardwise.elastic import recovery
 from shardwise.elastic.stage_buffers import RanksBuffers
-from shardwise.errors import FaultError
+from shardwise.errors import FaultError, StateError
 from shardwise.observe import read_record
 from shardwise.optim.precision import auto_precision
 from shardwise.plan import Plan
@@ -328,3 +329,82 @@ def test_loaders_hand_out_each_batch_to_all_who_are_there(point: str, draws: boo
     for state in results.values():
         for name, whole in plain.named_parameters():
             assert (state[name] - whole).abs().max() <= 2e-6 * max(1.0, whole.abs().max()), name
+
+
+class Deeper(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(8, 8)
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.norm, self.d = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 8)
+        self.c.weight.requires_grad_(False)
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(3)
+
+
+def fewer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for name, param in model.named_parameters() if name.startswith("d.")], lr=1e-2)
+
+
+def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], lr=1e-2)
+
+
+ODD: dict[str, tuple[type[Net], Callable[[nn.Module], torch.optim.Optimizer], str]] = {
+    "a layer more": (Deeper, adamw, r"parameter more\.bias is only here"),
+    "wider": (Wider, adamw, r"parameter c\.bias has the shape \[64\] here and \[32\] there"),
+    "a buffer": (Counting, adamw, r"buffer count has the shape \[3\] here and \[\] there"),
+    "sgd": (
+        Net,
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+        "its optimizers are SGD, and theirs AdamW",
+    ),
+    "fewer": (Net, fewer, r"group 0 of its AdamW and of theirs do not both have a\.bias"),
+    "two groups": (Net, in_two_groups, "its AdamW has 2 groups, and theirs 1"),
+    "another version": (Net, adamw, r"it has shardwise .* and torch .*, and they have shardwise 0\.0"),
+}
+
+
+@sampled
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("name", ODD)
+def test_one_that_comes_with_something_else_ends_and_the_others_go_on(
+    name: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code, or its configuration, was changed while the others train."""
+    if name == "another version":
+        monkeypatch.setattr(recovery, "versions_here", lambda: "shardwise 0.0")  # what the others send
+    build, make, words = ODD[name]
+    losses, _ = trained_alone(model := Net(), adamw, clip=None, scheduled=False)
+    said: list[str] = []
+
+    def work(world: World, member: int) -> dict[int, float]:
+        is_odd = member == NUM_RANKS
+        own = build() if is_odd else copy.deepcopy(model)
+        try:
+            engine = sw.shard(own, preset, optimizer=(make if is_odd else adamw)(own), world=world)
+        except StateError as error:
+            said.append(str(error))
+            raise Killed from None
+        DiesAt({1: 20})(engine, member)
+        found, _ = take_steps(engine, member, nothing)
+        engine.close()
+        return found
+
+    results = run_members(NUM_RANKS, work, tmp_path, num_newcomers=1)
+    assert sorted(results) == [0, 2, 3]
+    for found in results.values():
+        assert list(found) == list(range(NUM_STEPS))
+        assert list(found.values()) == pytest.approx(losses, rel=1e-5)
+    (text,) = said
+    assert re.search(words, text), text
+    assert "They go on without it." in text

@@ -162,6 +162,13 @@ def _run(args: argparse.Namespace) -> int:
 
         take_config(args, read_accelerate_config(args.accelerate_config), str(args.accelerate_config))
     if args.shardwise is not None:
+        if args.elastic is not None:
+            raise LaunchError(
+                "--elastic does not work with --shardwise, nor with an Accelerate config: the Trainer or Accelerator "
+                "of the script makes a process group and divides the samples for one number of ranks. Use "
+                "--max-restarts N instead of --elastic: then all ranks restart when one is lost, and the script goes "
+                "on from its last checkpoint. A loop of your own that calls sw.shard goes on without lost ranks."
+            )
         from shardwise.plan import load_plan
         from shardwise.plan.placement import preset
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,71 @@ from shardwise.sharded.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharded.sharding import Design, Sharding, Updates, check_device, design
 from shardwise.sharded.state import Former
 from shardwise.system.telemetry import ByteMeter
+from shardwise.version import __version__
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a script has made, in plain values, for ranks that join to compare."""
+
+    params: dict[str, list[int]]
+    """The shapes of whole parameters, by name: those of its pipeline stage, on a rank that has one."""
+    buffers: dict[str, list[int]]
+    optimizers: list[str]
+    """Their classes."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> Built:
+        """`shapes` are those of the parameters, where `model` has only parts of them."""
+        if shapes is None:
+            shapes = {name: param.shape for name, param in model.named_parameters()}
+        buffers = {name: list(buffer.shape) for name, buffer in model.named_buffers()}
+        params = {name: list(shape) for name, shape in shapes.items()}
+        return cls(params, buffers, [type(one).__name__ for one in optimizers])
+
+
+def versions_here() -> str:
+    """Of what ranks have to have the same, to understand each other and to compute alike."""
+    return f"shardwise {__version__} and torch {torch.__version__.partition('+')[0]}"
+
+
+def _require_same(difference: str) -> None:
+    if difference:
+        raise StateError(
+            f"This rank has joined ranks that train already, and its script has made something else than theirs: "
+            f"{difference}. They go on without it. Let ranks that come later run the same code with the same "
+            f"configuration, or start the job again with the new one, from its last checkpoint."
+        )
+
+
+def first_difference(mine: Built, others: Sequence[Built]) -> str:
+    """In which way this rank has built something else than the `others`, each of which has its part of the model; empty
+    if it has not."""
+    params = {name: shape for one in others for name, shape in one.params.items()}
+    buffers = {name: shape for one in others for name, shape in one.buffers.items()}
+    if odd := _odd(mine.params, params, mine.params.keys() | params.keys()):
+        return f"parameter {odd}"
+    if odd := _odd(mine.buffers, buffers, mine.buffers.keys() & buffers.keys()):  # some are made in the first forward
+        return f"buffer {odd}"
+    if mine.optimizers != others[0].optimizers:
+        return f"its optimizers are {', '.join(mine.optimizers)}, and theirs {', '.join(others[0].optimizers)}"
+    return ""
+
+
+def _odd(mine: Mapping[str, list[int]], theirs: Mapping[str, list[int]], names: Iterable[str]) -> str:
+    """How the first of `names` differs, of which either may have none; empty if all are alike."""
+    for name in sorted(names):
+        here, there = mine.get(name), theirs.get(name)
+        if here is None or there is None:
+            return f"{name} is only {'there' if here is None else 'here'}"
+        if here != there:
+            return f"{name} has the shape {here} here and {there} there"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -86,20 +151,26 @@ def arrive(
     """Shard `model` and fill it with the others' values, while they shard theirs for the new world. `progress` is that
     of a rank that has trained before.
 
-    The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise.
+    The model and the optimizers must be built as on the other ranks, with any values; raises `StateError` otherwise, on
+    this rank alone: the others go on without it.
     """
     check_device(model, world)
     converted = convert(model, conversions_of(plan, model))
     vet(optimizers, model)  # what this rank alone has wrong is found before it waits for the others
     sent = _sent_by_others(world)
     state = sent[0]["came"]
+    theirs = state.get("versions", "another version")
+    if theirs != versions_here():  # then nothing else of it can be relied on
+        _require_same(f"it has {versions_here()}, and they have {theirs}")
+    trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
+    built = [Built(**one["came"]["built"]) for one in sent]
+    _require_same(first_difference(Built.of(model, optimizers), built) or trained.other_group(model, optimizers))
     plan = _plan_of_others(state, plan.patience_seconds)
     for optimizer, num_steps in zip(optimizers, state["optimizer_steps"], strict=True):
         without_states(optimizer, num_steps)
     mesh = Mesh.of(state["mesh"], math.prod(state["mesh"].values()))
     budget, smaller = Budget(**state["budget"]), SmallerMeshes.heard(state["smaller"])
     device = next(iter(model.parameters())).device
-    trained = TrainedParams.union([TrainedParams(**one["came"]["trained"]) for one in sent])
     trained.plan_in(model)
     trained.add_groups(model, optimizers)
     updates: Updates = vet(optimizers, model)

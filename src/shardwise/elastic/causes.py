@@ -164,7 +164,7 @@ class Classifier:
             return _cause("node", "shrink", ends, f"{ends[0].manner}, and so did all of {_ranks(ends)}.")
         if signs == {"data"}:
             return self._data(ends, f"{_did(ends)}.")
-        if len(ends) > 1 and _are_alike(ends, num_ranks):
+        if len(ends) > 1 and _are_alike(ends, num_ranks) and not all(end.is_new for end in ends):
             common = f"{ends[0].manner} on {'all' if num_ranks == len(ends) else len(ends)} ranks, at one step."
             if signs & {"exception", "exit", "crash", "memory"}:
                 return _cause("code", "stop", ends, f"The same happened everywhere: it {common}")
@@ -185,9 +185,11 @@ class Classifier:
         return self._node(ends, f"{_did(ends)}{gone}{where}.")
 
     def _repeated(self, ends: Sequence[End]) -> Cause | None:
-        """The cause of a failure with the same error as earlier ones, if that shows it; else `None`."""
+        """The cause of a failure with the same error as earlier ones, if that shows it; else `None`. What ends those
+        that have only joined need not end the others, who were there without them."""
         first = ends[0]
-        again = [end for _, end in self._before if end.signature == first.signature and sign_of(end) == sign_of(first)]
+        known = [end for _, end in self._before if not (end.is_new or first.is_new)]
+        again = [end for end in known if end.signature == first.signature and sign_of(end) == sign_of(first)]
         same_step = [end for end in again if end.step == first.step]
         if same_step and all(end.rank == first.rank for end in same_step):
             text = f"{_did(ends)}, at the same step again, though in another process and with other samples."

@@ -8,11 +8,17 @@ of these are marked as torn, and if no other rank has the state, the job restart
 
 Wrong *gradients* (`verify: {gradients}`) are another matter: that rank computes wrong results, before the step, and
 nothing tells that what it has at rest is wrong. All ranks have computed with it, and a checkpoint would have the same.
+
+[Note: a copy that is read] When a rank is lost, the others lay their state out anew, from their shadows, which nothing
+compares with others before a step. So before that each compares its own with the sums of the end of the last step. If
+only the shadow has changed, it is copied again. If the live region has, too, it may be that code between the steps has
+written there, but then on all ranks: one whose state has changed, while that of most has not, leaves.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from shardwise.comm import World
 from shardwise.elastic.regroup_reports import IMAGES
@@ -35,7 +41,7 @@ def fault_for_others(
     survival.await_copies()
     is_wrong = world.rank in error.ranks
     at_rest = verification if error.row != GRADIENT else None
-    is_whole = not is_wrong or at_rest is None or _is_whole(survival.image, at_rest)
+    is_whole = not is_wrong or at_rest is None or at_rest.are_as_noted(survival.at_rest(is_live=False))
     are_whole = world.exchange(b"1" if is_whole else b"0", IMAGES)
     if is_wrong:
         survival.image.live_version = TORN
@@ -51,10 +57,35 @@ def fault_for_others(
     return FaultError(str(error), kind="corrupted", ranks=error.ranks, unit=error.unit)
 
 
-def _is_whole(image: Image, verification: Verification) -> bool:
-    """Whether the shadow has what was summed at the end of the last step."""
-    shadows = {(cell.name, cell.kind): image.shadow(cell) for cell in image.directory.cells if cell.rows is None}
-    return verification.are_as_noted(shadows)
+def changed_at_rest(verification: Verification, survival: Survival, num_steps: Mapping[int, int]) -> str:
+    """What of this rank's state has changed since the end of the step that made it, in words; empty if nothing has.
+    `num_steps`: those taken, by version.
+
+    See [Note: a copy that is read]. After a fault, before ranks report what they have.
+    """
+    image = survival.image
+    version = image.shadow_version
+    if version == TORN or verification.first_changed(survival.at_rest(is_live=False), num_steps.get(version, -1)):
+        version = image.live_version
+        if version == TORN:
+            return ""
+        if told := verification.first_changed(survival.at_rest(is_live=True), num_steps.get(version, -1)):
+            return told
+        survival.copy_again()
+    return ""
+
+
+def leave(changed: str, survival: Survival, rank: int, num_steps: int) -> CorruptionError:
+    """The error with which this rank ends, whose state has `changed`; nobody is to read that."""
+    _tear(survival.image)
+    return CorruptionError(
+        f"Rank {rank} has wrong bits: {changed}, changed since the last update, as nothing of most others has. No "
+        f"program has written that: memory or a processor has failed. It was found when ranks recovered after step "
+        f"{num_steps}. The others go on without this rank, or from the last checkpoint (docs/verify.md).",
+        ranks=(rank,),
+        tensor=changed.rpartition(" ")[2],
+        step=num_steps + 1,
+    )
 
 
 def _copies_of(rank: int, survival: Survival) -> list[Image]:

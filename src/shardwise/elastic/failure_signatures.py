@@ -28,13 +28,21 @@ sample; fault: raised because another rank failed; left: so, with nothing to go 
 exception: of the script; crash: of native code; kill: SIGKILL;
 asked: a signal that asks to end; exit: a code that the script chose."""
 
-# Searched in this order, the more specific ones first.
+_OWN_WORKER = r"^(shardwise\.errors\.)?DataError: Worker process \d+ of the data loader "
+_TORCHS_WORKER = re.compile(r"DataLoader worker \(pid\(s\) .*\) exited unexpectedly")
+"""What torch raises, with the reason in the exception before it."""
+
+# Searched in this order, the more specific ones first. That the process of a loader ends says nothing of the samples: a
+# batch that is bad does it again on another rank.
 _PATTERNS: tuple[tuple[Sign, str], ...] = (
+    ("memory", _OWN_WORKER + r"was killed by SIGKILL|DataLoader worker .* is killed by signal: Killed"),
+    ("exception", _OWN_WORKER),
     ("data", r"^(shardwise\.errors\.)?DataError\b"),
     ("bits", r"^(shardwise\.errors\.)?CorruptionError\b"),
     (
         "memory",
-        r"OutOfMemoryError|out of memory|Cannot allocate memory|^MemoryError\b|DefaultCPUAllocator: can't alloc",
+        r"OutOfMemoryError|out of (shared )?memory|Cannot allocate memory|^MemoryError\b|"
+        r"DefaultCPUAllocator: can't alloc",
     ),
     (
         "disk",
@@ -66,7 +74,8 @@ class End:
 
     `exit_code` is negative for a signal. `error` is the last line of its exception; `text` the whole exception, or the
     end of its log. `step` is the last committed step, `batch` describes its samples. `ran_out`: the kernel killed it
-    for lack of memory. `is_alive`: it has not ended, but others could not reach it.
+    for lack of memory. `is_alive`: it has not ended, but others could not reach it. `is_new`: it had joined others, and
+    has taken no step with them.
     """
 
     rank: int
@@ -78,6 +87,7 @@ class End:
     batch: str = ""
     ran_out: bool = False
     is_alive: bool = False
+    is_new: bool = False
     at: float = 0.0
 
     @property
@@ -129,7 +139,7 @@ def _sign_of_error(end: End) -> Sign:
         return "fault"  # even if it quotes another rank's error
     if _LEFT_BEHIND.match(end.error):
         return "left"
-    return _found(end.error) or "exception"
+    return _found(end.error) or (_found(end.text) if _TORCHS_WORKER.search(end.error) else None) or "exception"
 
 
 def _found(text: str) -> Sign | None:

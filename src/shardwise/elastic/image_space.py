@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.comm import World
-from shardwise.errors import StateError, TierError
+from shardwise.errors import CommError, StateError, TierError
 from shardwise.system.units import format_bytes
 
 _NUMBER = re.compile(r"-(\d+)\.image$")
@@ -33,10 +33,20 @@ class NoSpaceError(StateError):
         )
 
 
-def make_images(world: World, make: Callable[[], object]) -> None:
+def make_images(world: World, make: Callable[[], object], *, lets_in: bool = False) -> None:
     """Call `make`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
-    others would continue without it, as if it had died."""
-    raise_first(world.exchange(why_no_space(make).encode(), "space for images"))
+    others would continue without it, as if it had died.
+
+    `lets_in`, on a rank that was there when others join: it raises `CommError` then, and goes on without them, as they
+    end.
+    """
+    refusals = world.exchange(why_no_space(make).encode(), "space for images")
+    try:
+        raise_first(refusals)
+    except StateError as error:
+        if lets_in:
+            raise CommError(f"Nobody could join: {error}") from error
+        raise
 
 
 def why_no_space(make: Callable[[], object]) -> str:

@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from shardwise.checkpoint import Held
 from shardwise.checkpoint.json_codec import encode
 from shardwise.comm import World
 from shardwise.comm.regrouping import Membership
-from shardwise.elastic.arrival import Arrival, arrive
+from shardwise.elastic.arrival import Arrival, Built, arrive, versions_here
 from shardwise.elastic.between_steps import BetweenSteps
 from shardwise.elastic.copies import CopyMeter
 from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
@@ -165,6 +165,10 @@ class Recovery:
         self._pace_meter = PaceMeter()
         self._num_layouts = 0 if arrival is None else arrival.label
         self._layout: Layout
+        self._told_changed = ""
+        """What of this rank's state has changed, as it has told the others of the present world."""
+        self._lets_in = False
+        """Whether others join in the present world, while these ranks lay out the model for it."""
         self._former: Layout | None = None
         """The layout to return to until the present one is complete on all ranks."""
         self._former_model: Former | None = None
@@ -404,9 +408,10 @@ class Recovery:
         if lets_in:  # a spare that comes back makes files of the same names
             self._removals.settle(REMOVAL_SECONDS)
         reports = self._regroup(lets_in=lets_in)
+        told = [one for one in reports if one is not None]
+        self._require_own_bits(told)
         layouts = [one for one in (self._layout, self._former) if one is not None]
         layout, version, readers = choose(layouts, reports, self.world)
-        told = [one for one in reports if one is not None]
         self.iterations.return_to(version, told)
         self._settle(next((one.choice for one in told if one.choice is not None), None))
         self.between_steps.hear(told)
@@ -464,16 +469,36 @@ class Recovery:
         own = self.iterations
         begun, results = own.begun + own.is_prepared, self.between_steps.results
         choice = None if self._choice is None else list(map(dict, self._choice))
-        report = Report(begun, own.ended, own.made, self._complete_label, versions, results, self._num_layouts, choice)
+        self._told_changed = self._changed_at_rest()
+        facts = (self._complete_label, versions, results, self._num_layouts, self._told_changed, choice)
+        report = Report(begun, own.ended, own.made, *facts)
         regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)
         self.world = regrouped.world
         self._layout = self._layout.regrouped(regrouped.origins)
         if self._former is not None:
             self._former = self._former.regrouped(regrouped.origins)
         is_new = [origin is None for origin in regrouped.origins]
+        self._lets_in = any(is_new)
         reports = [None if new else Report.of(message) for new, message in zip(is_new, regrouped.reports, strict=True)]
         self._num_layouts = 1 + max(one.num_layouts for one in reports if one is not None)
         return reports
+
+    def _changed_at_rest(self) -> str:
+        """See [Note: a copy that is read] in `corrupt_rank.py`."""
+        sharded = self._sharded
+        if sharded.is_taken_down or sharded.parts.verification is None or self._former is not None:
+            return ""  # or it is of a layout that the ranks may return to, and has been compared
+        from shardwise.elastic.corrupt_rank import changed_at_rest  # only plans that verify need it
+
+        return changed_at_rest(sharded.parts.verification, self.survival, self.iterations.num_steps)
+
+    def _require_own_bits(self, told: Sequence[Report]) -> None:
+        """Leave, if this rank's state has changed, and that of most others has not."""
+        mine = self._told_changed
+        if mine and 2 * sum(bool(one.changed) for one in told) <= len(told):
+            from shardwise.elastic.corrupt_rank import leave
+
+            raise leave(mine, self.survival, self.world.rank, self._sharded.progress.num_steps)
 
     def _check_agreement(self, layout: Layout, version: int, readers: dict[int, int]) -> None:
         """Check that all continue from the same state; the first rank that was there sends it to those that join, and
@@ -495,8 +520,11 @@ class Recovery:
         mesh = layout.specs[0][0].mesh
         scaler = sharded.progress.scaler
         trained = TrainedParams.of(sharded, self._former_model, layout)
+        shapes = {slot.name: slot.whole_shape for _, slots in layout.specs for slot in slots}
         groups = [self.loop_state.settings_of(group) for group in trained.of_known_groups(self.loop_state.groups())]
         return {
+            "versions": versions_here(),
+            "built": asdict(Built.of(sharded.model, self._model_of(layout).optimizers, shapes)),
             "mesh": mesh.named_sizes,
             "plan": plan_told(self._plan),
             "budget": sharding.budget.model_dump(mode="json"),
@@ -529,7 +557,7 @@ class Recovery:
             self._loop.seed_anew()
         self._loop.wrap(sharded)
         self._former_model = self._replanned = None
-        self._make_layout(sharded)
+        self._make_layout(sharded, lets_in=self._lets_in)
         self.survival.begin(version, has_begun=self.iterations.is_open)
         self._complete_label = self._layout.label
         self._host.take_over(self.world, sharded)
@@ -613,15 +641,15 @@ class Recovery:
         if self._has_groups or had_groups:
             self._membership.needs_groups(self._plan.mesh or {}, self._smaller.every)
 
-    def _make_layout(self, sharded: ShardedModel) -> None:
-        """Make the layout of `sharded` the present one, with images. All ranks call."""
+    def _make_layout(self, sharded: ShardedModel, *, lets_in: bool = False) -> None:
+        """Make the layout of `sharded` the present one, with images. All ranks call; `lets_in`: others join."""
         kept = kept_by_rank(sharded)
 
         def make() -> None:
             folder = self._membership.folder
             self._layout = Layout.of(sharded, self._num_layouts, folder, self.copy_meter, self._removals, kept)
 
-        make_images(self.world, make)
+        make_images(self.world, make, lets_in=lets_in)
 
     def _share_change_wishes(self, subject: str, refusal: str = "") -> None:
         """Exchange whether ranks want to join or leave. Returning also means that all ranks have reached this point,

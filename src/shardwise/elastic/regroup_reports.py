@@ -32,6 +32,8 @@ class Report:
     """Results of calls outside a step: iteration, number, encoded value."""
     num_layouts: int
     """Layouts that it has numbered: one more where it has come further than others in making one."""
+    changed: str
+    """What of its state has other bits than at the end of the last step, if that is known: empty if none has."""
     choice: list[dict[str, int]] | None
     """The smaller meshes that are to be taken, in order; `None` if it has not heard of a choice."""
 

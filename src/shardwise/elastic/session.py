@@ -45,6 +45,11 @@ before the second commit, so the first one always waits. So do all commits witho
 follows its engine, by a loader or by `engine.num_steps` and `weigh`, then passes its batch again. For other loops the
 last batch that `train_step` was given is kept here, and that step is repeated before anything else.
 
+[Note: changes after a void step] A loop may change parameters after each step: scale weights, put back an average.
+After a void step it does that once more, and then again after the repeated one. So from the fault on until the next
+iteration begins, what a loop sets is left out. What it has set before the void iteration is kept, in a version of its
+own (`Recovery.take_edits`), also where the loop sets it again at the beginning of the repeated one.
+
 [Note: batches of another division] On a smaller mesh along `sp`, a rank computes more tokens of each sample. But in the
 iteration that is void, the loop has its part of a batch that was split over more ranks, targets of the same shape, and
 perhaps code that joins parts. So until the next split, or the next iteration, that batch is computed by the
@@ -53,6 +58,7 @@ perhaps code that joins parts. So until the next split, or the next iteration, t
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +96,7 @@ from shardwise.system.job_folder import BAD_BATCH
 from shardwise.system.torch_private import pytree
 
 Result = TypeVar("Result")
+_log = logging.getLogger("shardwise")
 _CANNOT_SKIP = (
     "bad_batch: skip needs loaders that can skip a batch, and no loader with samples by index follows this engine. Use "
     "sw.data.Loader(..., world=engine.data_ranks) with a source that has a length, or remove bad_batch."
@@ -621,6 +628,18 @@ class ElasticSession(Session):
             return self.recovery.between_steps.call(self._iterations.begun, work, confirm, recover)
         except _AloneError:
             return alone() if alone is not None else refuse_to_arriving("this call")
+
+    def leaves_out(self, change: str) -> bool:
+        if self.is_arriving or not self._iterations.was_void():
+            return False
+        if self.recovery.world.rank == 0:
+            _log.warning(
+                "%s has no effect after a step that was void, since the loop takes that step again, and then changes "
+                "values again. A loop that ends here has made %d steps.",
+                change,
+                self.num_steps,
+            )
+        return True
 
     def before_change(self) -> None:
         if self.is_arriving:

@@ -80,7 +80,6 @@ class Survival:
         self._folder, self._name = folder, name
         self.copies = copies
         self._num_images = 0
-        self._copier = _Background(name)
         self._is_sending = False
         """Whether copies to other hosts have been started and not waited for: the same on all ranks."""
         self._outside_live: list[tuple[Tensor, Cell]] = []
@@ -98,6 +97,7 @@ class Survival:
         self._to_follow: int | None = None
         """The version of which the copy begins with the next iteration."""
         self.image = self._make()
+        self._copier = _Background(name)  # last: without space for the image, nobody would end its thread
 
     @property
     def images(self) -> list[Image]:
@@ -143,6 +143,17 @@ class Survival:
         self._write_files(self.image)
         self._write_buffers(COMMITTED)
         self.image.live_version = version
+
+    def at_rest(self, *, is_live: bool) -> dict[tuple[str, str], Tensor]:
+        """What of the state is in memory, by a parameter's name and the kind of its cell: as it is, or its copy."""
+        cells = [cell for cell in self.image.directory.cells if cell.rows is None and (cell.is_live or not is_live)]
+        found = {(cell.name, cell.kind): (self.image.live if is_live else self.image.shadow)(cell) for cell in cells}
+        outside = {(cell.name, cell.kind): tensor for tensor, cell in self._outside_live}
+        return found | outside if is_live else found
+
+    def copy_again(self) -> None:
+        """The copy that was made is not like the live region, which is right."""
+        self._copy(self.image.live_version)
 
     @property
     def image_bytes(self) -> int:

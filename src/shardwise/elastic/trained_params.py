@@ -72,6 +72,19 @@ class TrainedParams:
         known = (names is not None for groups in self.groups for names in groups)
         return [group for group, is_known in zip(every, known, strict=False) if is_known]
 
+    def other_group(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        """Which group of these `optimizers` of a plain `model` has other parameters than the others', in words; empty
+        if all have the same. The others may have added some at the end."""
+        names = {param: name for name, param in model.named_parameters()}
+        for optimizer, theirs in zip(optimizers, self.groups, strict=True):
+            kind = type(optimizer).__name__
+            if len(optimizer.param_groups) > len(theirs):
+                return f"its {kind} has {len(optimizer.param_groups)} groups, and theirs {len(theirs)}"
+            for number, (group, known) in enumerate(zip(optimizer.param_groups, theirs, strict=False)):
+                if known is not None and (odd := {names[param] for param in group["params"]} ^ set(known)):
+                    return f"group {number} of its {kind} and of theirs do not both have {min(odd)}"
+        return ""
+
     def plan_in(self, model: nn.Module) -> None:
         """Let the parameters of `model` have `requires_grad` as in the layout."""
         planned = set(self.planned)

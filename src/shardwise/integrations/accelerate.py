@@ -47,6 +47,7 @@ from shardwise.integrations.plans import (
     PlanLike,
     dtype_of,
     has_stages,
+    refuse_elastic_job,
     require_agreement,
     resolved_plan,
     with_fp8,
@@ -90,6 +91,7 @@ class Accelerator(BatchSharingAccelerator):
     def __init__(self, *args: Any, plan: PlanLike | None = None, batch: object = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
         refuse_other_engines(kwargs)
+        refuse_elastic_job("Accelerate, which transformers' Trainer uses,")
         self.ranks_per_batch = ranks_per_batch(loaded)
         super().__init__(*args, **kwargs)
         refuse_comm_hook(self.ddp_handler)

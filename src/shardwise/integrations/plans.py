@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,17 @@ HALVES = {"bf16", "fp16"}
 def has_stages(plan: sw.Plan) -> bool:
     """Whether the plan's mesh splits models into pipeline stages."""
     return (plan.mesh or {}).get("pp", 1) != 1
+
+
+def refuse_elastic_job(library: str) -> None:
+    """Raise `ConfigError` in a rank of `shardwise launch --elastic`, also the only one, which others would join."""
+    if "SHARDWISE_MEMBER" in os.environ:
+        raise ConfigError(
+            f"{library} makes a process group and divides the samples for one number of ranks, so in a job of "
+            f"--elastic its script could not go on without a lost rank, nor let one join. Start it with --max-restarts "
+            f"N instead of --elastic: then all ranks restart when one is lost, and the script goes on from its last "
+            f"checkpoint."
+        )
 
 
 def data_share(plan: sw.Plan, rank: int, size: int) -> tuple[int, int]:

@@ -90,6 +90,8 @@ class Verification:
         """Those of whole flat buffers, each time that they were gathered in this step."""
         self._noted: dict[Row, Sums] = {}
         """The sums at the end of the last step, of rows that nothing is known to have written since."""
+        self._noted_after = -1
+        """The number of that step."""
         self._wrong: frozenset[Where] = frozenset()
         """What was found wrong here that had not changed since it was summed before."""
         self._good: int | None = None
@@ -119,24 +121,35 @@ class Verification:
             known = self._noted.get(row)
             if known is None or known.versions != sums.versions:
                 self._noted[row] = sums
-        self._taken = {}
+        self._taken, self._noted_after = {}, self._num_steps()
 
     def are_as_noted(self, copies: Mapping[tuple[str, str], Tensor]) -> bool:
         """Whether copies of all that this rank updates, made since the end of the last step, have the sums that were
         taken then. They are given by a parameter's name and `param`, or the key of the state."""
+        are_right = not any(where in self._wrong for where, _ in self._sums_at_rest())  # else not to be relied on
+        return are_right and self._first_changed(copies) is None and self._are_noted()
+
+    def first_changed(self, copies: Mapping[tuple[str, str], Tensor], num_steps: int) -> str:
+        """The first of these copies, given likewise, that has another sum than was taken at the end of step
+        `num_steps`, in words; empty if all have those, or none of that step are known."""
+        found = self._first_changed(copies) if num_steps == self._noted_after else None
+        return "" if found is None else f"{_WORDS.get(found.row, f'state {found.row} of')} {found.tensor}"
+
+    def _first_changed(self, copies: Mapping[tuple[str, str], Tensor]) -> Where | None:
+        for where, value in self._sums_at_rest():
+            copy = copies.get((where.tensor, "param" if where.row == "master" else where.row))
+            if copy is not None and int(checksum(copy)) != value:
+                return where
+        return None
+
+    def _sums_at_rest(self) -> Iterator[tuple[Where, int]]:
+        """What is noted of tensors that only an update writes."""
         for (flat, row), sums in self._noted.items():
             spec = self._flats[flat].spec
             if row == "param" and spec.trainable and not rests_as_master(spec):
                 continue
-            for (name, key), value, wrong in zip(sums.tensors, sums.read(), self._are_wrong(flat, sums), strict=True):
-                copy = copies.get((name, "param" if row in ("param", "master") else key))
-                if wrong or (copy is not None and int(checksum(copy)) != value):
-                    return False
-        return self._are_noted()
-
-    def _are_wrong(self, flat: str, sums: Sums) -> list[bool]:
-        """Which tensors were found wrong although they have not changed: those sums are not to be relied on."""
-        return [Where(flat, key, name) in self._wrong for name, key in sums.tensors]
+            for (name, key), value in zip(sums.tensors, sums.read(), strict=True):
+                yield Where(flat, key, name), value
 
     def _are_noted(self) -> bool:
         """Whether the sums of all that this rank updates are known."""

@@ -200,6 +200,11 @@ class Session:
         """
         return work()
 
+    def leaves_out(self, change: str) -> bool:  # noqa: ARG002
+        """Whether a `change` by hand has no effect at present: see [Note: changes after a void step] in
+        `elastic/session.py`."""
+        return False
+
     def before_change(self) -> None:
         """The loop is about to change parameters or states by hand, on all ranks."""
 

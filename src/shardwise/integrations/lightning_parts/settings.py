@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.integrations.plans import require_agreement, resolved_plan, without
+from shardwise.integrations.plans import refuse_elastic_job, require_agreement, resolved_plan, without
 from shardwise.plan.comm_hooks import instead_of_hook, name_of, settings_of
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz", "offload", "zero3-offload", "infinity")
@@ -27,7 +27,9 @@ def names_and_plans() -> dict[str, str]:
 
 
 def refuse_settings(settings: dict[str, Any]) -> None:
-    """Raise `ConfigError` for arguments of a strategy that belong to torch's DistributedDataParallel."""
+    """Raise `ConfigError` for arguments of a strategy that belong to torch's DistributedDataParallel, and in an elastic
+    job, which no argument changes."""
+    refuse_elastic_job("Lightning")
     for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
         if (hook := settings.get(name)) is not None:
             cure = instead_of_hook(name_of(hook), settings_of(settings.get("ddp_comm_state")))

@@ -37,10 +37,18 @@ class EndedRanks:
         self._notes, self._clock = notes, clock
 
     def add(
-        self, outcome: Outcome, rank: int, step: int, reason: str = "", *, host: str = "", ran_out: bool = False
+        self,
+        outcome: Outcome,
+        rank: int,
+        step: int,
+        reason: str = "",
+        *,
+        host: str = "",
+        ran_out: bool = False,
+        is_new: bool = False,
     ) -> None:
         """Add a lost rank. `reason`: why the launcher ended it, if it did. `host`: its host, in a job of several.
-        `ran_out`: the kernel has killed a process there, out of memory."""
+        `ran_out`: the kernel has killed a process there, out of memory. `is_new`: see `End`."""
         lines = outcome.summary.strip().splitlines()
         is_lost = bool(outcome.lost_with)
         end = End(
@@ -53,6 +61,7 @@ class EndedRanks:
             batch=outcome.batch,
             ran_out=ran_out and outcome.exit_code == -signal.SIGKILL and not reason and not is_lost,
             is_alive=is_lost or reason.startswith(_UNREACHED),
+            is_new=is_new,
             at=outcome.time,
         )
         self._ends.append(end)

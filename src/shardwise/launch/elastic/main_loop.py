@@ -275,7 +275,8 @@ class ElasticAgent:
         if (loss := self._loss_of(number)) is not None:
             reason, host = self._reasons.get(number, ""), self._hosts[number]
             step = self._rendezvous.step
-            self._ended_ranks.add(outcome, loss.rank, step, reason, host=host, ran_out=event.ran_out)
+            is_new = outcome.raised and self._rendezvous.is_new(number)  # then it has said how far it was
+            self._ended_ranks.add(outcome, loss.rank, step, reason, host=host, ran_out=event.ran_out, is_new=is_new)
         self._remember()
 
     def _classify_before_joining(self, number: int, outcome: Outcome) -> None:

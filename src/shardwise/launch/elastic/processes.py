@@ -22,6 +22,8 @@ class Process:
     """Whether it has connected to the store."""
     is_member: bool = False
     """Whether it is a member of the generation announced last."""
+    joined_after: int | None = None
+    """The last step when it joined others that were training; `None` for one of the first generation."""
     is_spare: bool = False
     """Whether it was a member, and waits for the rest of a replica group."""
     asks_to_leave: bool = False

@@ -265,6 +265,10 @@ class Rendezvous:
         waiting = [one.number for one in self.processes.values() if one.waits]
         return len(staying) > 0 and len(self._going_on([one.number for one in staying], waiting).members) >= self.needed
 
+    def is_new(self, number: int) -> bool:
+        """Whether this process has joined others, and no step was taken with it."""
+        return self.processes[number].joined_after == self.step
+
     def send_away(self, numbers: Iterable[int]) -> None:
         """Make these members leave at the next step boundary."""
         if staying := tuple(n for n in numbers if self.processes[n].is_alive and not self.processes[n].is_leaving):
@@ -431,6 +435,8 @@ class Rendezvous:
             self._publish(Announcement("spare", self.generation, spares, text=_IS_SPARE))
         for process in self.processes.values():
             is_spare = process.number in spares or (process.is_spare and process.number not in members)
+            if self.former and process.number in members and not process.is_member:
+                process.joined_after = self.step
             process.is_member, process.is_spare, process.ready = process.number in members, is_spare, None
         self.num_new = sum(number not in self.former for number in members)
         self.ended = tuple(rank for rank, number in enumerate(self.former) if self.processes[number].is_done)
