@@ -91,6 +91,7 @@ class ModelSubject:
                 num_states=self.num_states,
                 flops_seconds=OPTIMISM * seconds / rows,
                 row_bytes=OPTIMISM * max(mark.peak_bytes for mark in counted.activations.marks) / rows,
+                host_row_bytes=OPTIMISM * counted.activations.host_bytes / rows,
             )
         return self._sizes[key]
 
