@@ -153,8 +153,8 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds",
         type=_positive,
         metavar="N",
-        help="of peers, growth, commits, tiers, generation, integrations: how often (3; commits, generation 5); of "
-        "elastic: kills (10), and pairs of jobs (7)",
+        help="of peers, growth, commits, planner, tiers, generation, integrations: how often (3; commits, "
+        "generation 5); of elastic: kills (10), and pairs of jobs (7)",
     )
     saves = parser.add_argument_group("checkpoint, tiers, generation and weights")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")

@@ -1,9 +1,10 @@
 """Predicted steps beside measured ones: random plans of three models on this machine's processors.
 
-The machine is to be calibrated first (`shardwise calibrate`), while it is as quiet as it will be here. A plan that this
-number of ranks cannot have is drawn again. At the end the planner chooses for each model and precision, among all plans
-that could have been drawn, one for the step whose rows the fastest drawn plan has, and both are measured. Last come the
-bars, and whether they are met.
+Each is measured in several rounds of processes of their own, of whose figures the median counts. The machine is to be
+calibrated first (`shardwise calibrate`), while it is as quiet as it will be here. A plan that this number of ranks
+cannot have is drawn again. At the end the planner chooses for each model and precision, among all plans that could have
+been drawn, one for the step whose rows the fastest drawn plan has, and both are measured. Last come the bars, and
+whether they are met.
 
     shardwise calibrate && python -m benchmarks planner
 """
@@ -42,6 +43,8 @@ from shardwise.system.calibration import read_calibration
 
 NUM_RANKS = 2
 NUM_PLANS, QUICK_PLANS = 30, 2
+NUM_ROUNDS = 3
+"""What a process holds depends on how its threads take turns: the same plan's memory differs by up to a tenth."""
 SEED = 2026
 """Not one whose plans anybody looked at while prices were mended."""
 PRESETS_TRIED = tuple(name for name, one in PRESETS.items() if len(one.axes) == 1 and name != "infinity")
@@ -67,10 +70,11 @@ class Foreseen:
 class Runs:
     """Measures plans, and keeps the rows."""
 
-    def __init__(self, hardware: Hardware, warm: int, steps: int, console: Console) -> None:
+    def __init__(self, hardware: Hardware, rounds: int, warm: int, steps: int, console: Console) -> None:
         self.hardware = hardware
         self.rows: list[Values] = []
         self.num_failed = 0
+        self._rounds = rounds
         self._options = [f"--warm={warm}", f"--steps={steps}"]
         self._console = console
 
@@ -79,7 +83,7 @@ class Runs:
         foreseen = foresee(MODELS[model], plan, self.hardware, samples)
         options = [f"--model={model}", f"--plan={json.dumps(plan)}", f"--rows={samples}", *self._options]
         try:
-            ranks = run_ranks("benchmarks.planner_rank", options, num_ranks=NUM_RANKS, timeout_seconds=300)
+            rounds = [self._measured(options) for _ in range(self._rounds)]
         except RunError as error:
             self._console.print(f"{model}, {plan}: {error}", markup=False)
             self.num_failed += 1
@@ -91,12 +95,19 @@ class Runs:
             "samples": samples,
             "predicted": timeline.step_seconds,
             "roofline": sum(rank.least_seconds for rank in timeline.ranks) / len(timeline.ranks),
-            "measured": max(rank["seconds"] for rank in ranks),
+            "measured": median(one["seconds"] for one in rounds),
             "predicted_peak_bytes": foreseen.peak_bytes,
-            "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
-            "share_bytes": max(rank["share_bytes"] for rank in ranks),
+            "peak_bytes": median(one["peak_bytes"] for one in rounds),
+            "share_bytes": median(one["share_bytes"] for one in rounds),
+            "rounds": rounds,
             "explained": str(timeline),
         }
+
+    @staticmethod
+    def _measured(options: Sequence[str]) -> Values:
+        """Of the slowest or fullest rank, in processes of their own."""
+        ranks = run_ranks("benchmarks.planner_rank", options, num_ranks=NUM_RANKS, timeout_seconds=300)
+        return {name: max(rank[name] for rank in ranks) for name in ("seconds", "peak_bytes", "share_bytes")}
 
 
 def main(args: argparse.Namespace, console: Console) -> int:
@@ -104,7 +115,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
     hardware = calibrated_hardware(read_calibration(), this_machine()).with_ranks(NUM_RANKS)
     names = ("tiny",) if args.quick else ("narrow", "wide", "long")
     num_plans, warm, steps = (QUICK_PLANS, 2, 2) if args.quick else (NUM_PLANS, 3, 7)
-    runs = Runs(hardware, warm, steps, console)
+    runs = Runs(hardware, args.rounds or (1 if args.quick else NUM_ROUNDS), warm, steps, console)
     rows: list[Values] = []
     chosen: list[Values] = []
     result: Values = header(args.note) | {"benchmark": "planner", "hardware": hardware.model_dump(), "seed": SEED}

@@ -99,6 +99,19 @@ def test_narrow_wires_are_tried_if_they_are_asked_for(
     assert "sent in" not in capsys.readouterr().out
 
 
+def test_a_model_in_bf16_is_bounded_as_it_is(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """By the bytes of its own parameters: a plan that just fits was left out as if they had four each."""
+    narrow = MODEL.replace("torch.ones(4, 64)", "torch.ones(4, 64, dtype=torch.bfloat16)")
+    narrow += "def half():\n    return Model().bfloat16()\n"
+    Path(words[2].partition(":")[0]).write_text(narrow)
+    words = [*words, "--world", "64", "--json", "--set", "preset=zero2", "--set", "activations.policy=keep"]
+    words[2] = words[2].replace(":Model", ":half")
+    assert main(words) == 0
+    roomy = json.loads(capsys.readouterr().out)["best"][0]
+    assert main([*words, "--device-memory", str(roomy["device_bytes"])]) == 0
+    assert json.loads(capsys.readouterr().out)["best"][0] == roomy
+
+
 def test_a_batch_without_samples_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words[4] = words[4].replace(":batch", ":empty")
     assert main([*words, "--world", "8"]) == 2

@@ -13,7 +13,7 @@ from shardwise.fit.candidates import Bounds, Candidate, Size, Space, candidates,
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.operations import Operation, UnitWork, product
-from shardwise.fit.search import Evaluated, Found, Limits, search
+from shardwise.fit.search import Evaluated, Found, Limits, Objective, search
 from shardwise.fit.step_time import step_time
 from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.placement import mesh_for, table_for
@@ -60,8 +60,8 @@ class Blocks:
         forward = product(tokens, 12 * width // tp, width, "bf16", 2)
         sums = (Operation("all_reduce", num_bytes=2 * tokens * width, axis="tp"),) * 2 if tp > 1 else ()
         again = {"recompute": (forward,), "selective": (product(tokens, 3 * width // tp, width, "bf16", 2),)}
-        moved = {"offload": (Operation("evict", num_bytes=32 * tokens * width, axis="host", kernels=0),)}
-        back = {"offload": (Operation("fetch", num_bytes=32 * tokens * width, axis="host", kernels=0),)}
+        moved = {"offload": (Operation("evict", num_bytes=32 * tokens * width // tp, axis="host", kernels=0),)}
+        back = {"offload": (Operation("fetch", num_bytes=32 * tokens * width // tp, axis="host", kernels=0),)}
         return UnitWork(
             (forward, *sums, *moved.get(policy, ())),
             (*back.get(policy, ()), forward, forward, *sums),
@@ -81,6 +81,7 @@ class Blocks:
             2,
             seconds,
             self.num * self.row_bytes(policy),
+            self.num * 32 * self.width * self.length if policy == "offload" else 0.0,
         )
 
     def check(self, candidate: Candidate) -> None:
@@ -185,6 +186,22 @@ def test_no_bound_is_above_what_is_found() -> None:
         assert bound.host_bytes <= 1.001 * exact.host_bytes + 1, candidate
         assert bound.seconds <= 1.001 * exact.seconds, candidate
         assert blocks.least_seconds(candidate) <= 1.001 * exact.seconds, candidate
+
+
+def test_what_goes_to_the_host_bounds_a_step() -> None:
+    """On a slow link that is all of it, so that none of these plans has to be evaluated."""
+    machine = hardware("h100-sxm")
+    assert machine.host is not None
+    host = machine.host.model_copy(update={"link_bytes_per_second": 1e9})
+    blocks = Blocks(num=4, width=1024, num_rows=16, hardware=machine.model_copy(update={"host": host}))
+    space = Space(presets=("zero1", "zero2"), activations=("keep", "offload"), schedules=(("1f1b", 1),), shares=False)
+    bounds = Bounds(BF16, blocks.hardware, {(one, None): blocks.size(one, None) for one in space.activations})
+    for candidate in candidates(8, 8, blocks.num_rows, blocks.num, BF16, replace(space, rows=(1,))):
+        if candidate.policy == "offload":
+            assert 0.4 < bounds.of(candidate).seconds / blocks.evaluate(candidate).seconds <= 1.001, candidate
+    chosen = found(blocks, 8, space=space)
+    moved = [one for one in chosen.evaluated if one.candidate.policy == "offload"]
+    assert [one.candidate for one in moved] == [replace(chosen.best[0].candidate, policy="offload")]
 
 
 NARROW = wires_of(("int8", "int4", "param=int8"), "--wires")
@@ -321,9 +338,40 @@ def test_why_neighbours_are_not_chosen() -> None:
     assert any("4095 columns do not divide" in reason for reason in refused.refused.values())
 
 
+@pytest.mark.parametrize(
+    ("space", "objective", "best", "asked"),
+    [
+        (Space(("hsdp",), ("tp",), ("keep",)), "time", {"node": 2, "local": 8}, {"zero3", "hpz", "tp 2"}),
+        (Space(("zero3", "offload"), ("tp",), ("keep",)), "time", {"dp": 16}, {"hsdp", "zero1", "offload"}),
+        (
+            Space(("ddp",), ("pp",), ("keep",), (("interleaved", 2),)),
+            "memory",
+            {"pp": 2, "dp": 8},
+            {"zero1", "pp 1", "pp 4, 1f1b"},
+        ),
+        (Space(("zero1",), (), ("keep",)), "cost", {"dp": 1}, {"2 ranks", "zero3"}),
+    ],
+)
+def test_neighbours_are_what_a_search_of_everything_would_look_at(
+    space: Space, objective: Objective, best: dict[str, int], asked: set[str]
+) -> None:
+    """On the axes that another preset or size needs: nodes keep their ranks, and every step its samples."""
+    blocks = Blocks(num=4, width=1024, length=1024, num_rows=64)
+    chosen = found(blocks, 16, space=space, objective=objective, most_evaluated=4)
+    assert dict(chosen.best[0].candidate.sizes) == best
+    reasons = {one.what: one.reason for one in chosen.why_not}
+    assert asked <= set(reasons)
+    assert reasons.get("2 ranks", "+ device-seconds").startswith("+")
+    wide = Space(schedules=(*SMALL.schedules, *space.schedules))
+    every = {one for size in (1, 2, 4, 8, 16) for one in candidates(size, 8, blocks.num_rows, 4, BF16, wide)}
+    assert {one.candidate for one in chosen.evaluated} <= every
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigError, match="samples of a step cannot be divided"):
         found(Blocks(num_rows=7), 16, space=Space(axes=()))
+    with pytest.raises(ConfigError, match="read different ones in micro-batches of 3 or 5"):
+        found(Blocks(num_rows=32), 16, space=Space(axes=(), rows=(3, 5)))
 
 
 def test_the_schedule_of_the_plan_is_kept() -> None:

@@ -301,6 +301,8 @@ def test_refusals() -> None:
 
     batch = batches(1, rows=8)[0]
     assert "preset: auto needs a batch" in refused("auto", None)
+    assert "has no samples" in refused("auto", tuple(part[:0] for part in batch))
+    assert "Did you mean 'auto'?" in refused("autp", batch)
     assert "the preset is zero1, so nothing is searched for" in refused(
         {"preset": "zero1", "search": {"wires": ["int8"]}}, batch
     )

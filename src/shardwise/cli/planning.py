@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
     require_svg(args.picture)
     if args.out is not None:
         _require_plan(args.out)
-    subject, limits, base = _subject(args)
-    space = _space(args, base)
+    subject, limits = _subject(args)
+    space = _space(args, subject.base)
     found = search(
         subject,
         args.world,
         limits,
-        base=base,
+        base=subject.base,
         space=space,
         objective=args.objective,
         most_evaluated=args.most,
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
+def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits]:
     check_num_ranks("--world", args.world)
     for name, least in (("per_host", 1), ("most", 1), ("measure", 0)):
         given = getattr(args, name)
@@ -102,7 +102,7 @@ def _subject(args: argparse.Namespace) -> tuple[ModelSubject, Limits, Plan]:
     subject.num_rows = args.rows if args.rows is not None else args.world * subject.rows_of_batch
     if not 1 <= subject.num_rows <= MOST_ROWS:
         raise ConfigError(f"--rows is {subject.num_rows}; give 1 to {MOST_ROWS}, the samples of a step on all ranks.")
-    return subject, _limits(args, machine), base
+    return subject, _limits(args, machine)
 
 
 def _limits(args: argparse.Namespace, machine: Hardware) -> Limits:

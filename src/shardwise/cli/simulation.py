@@ -151,6 +151,12 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world, args.per_host)
     step = _given_step(args, mesh) if args.model is None else _predicted_step(args)
+    seconds = args.days * 86400
+    if step.seconds > seconds:
+        raise ConfigError(
+            f"A step takes {format_seconds(step.seconds)} and the job {format_seconds(seconds)}: none would end. Give "
+            f"more --days."
+        )
     recovery, why = _recovery(args, plan, mesh, step)
     write = load = 0.0
     if args.storage is not None:
@@ -165,7 +171,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, str]:
         world_size=args.world,
         ranks_per_host=args.per_host,
         step_seconds=step.seconds,
-        seconds=args.days * 86400,
+        seconds=seconds,
         recovery=recovery,
         checkpoint_interval_seconds=_every(args.checkpoint_every, step.seconds),
         checkpoint_stall_seconds=args.checkpoint_stall,
@@ -196,6 +202,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and (value > 0 or (value == 0 and name in _FROM_0))):
             least = "more than 0" if name in _ABOVE_0 else "0 or more"
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; give {least}, and a finite number.")
+    if args.least is not None and args.least > args.world:
+        raise ConfigError(f"--least is {args.least}, but there are {args.world} ranks.")
 
 
 @dataclass(frozen=True)
@@ -280,9 +288,12 @@ def _slow(text: str | None) -> SlowHosts:
     try:
         rate, factor, hours = map(float, text.split(":"))
     except ValueError:
+        rate = factor = hours = math.nan
+    if not (rate >= 0 and factor >= 1 and hours > 0):
         raise ConfigError(
-            f"--slow-hosts is {text!r}; write events for each host and hour, a factor and hours, such as 0.0001:1.3:2."
-        ) from None
+            f"--slow-hosts is {text!r}; write events for each host and hour, from 0 on, a factor, from 1 on, and "
+            f"hours, such as 0.0001:1.3:2."
+        )
     return SlowHosts(rate, factor, hours)
 
 

@@ -98,7 +98,8 @@ class Size:
     """What is known of a model before it is split, with one treatment of activations: for bounds.
 
     Elements are those of the whole model. `flops_seconds` are those that a micro-batch of one row takes at least,
-    forward, backward and what is computed again; `row_bytes` the most that its activations hold at once.
+    forward, backward and what is computed again; `row_bytes` the most that its activations hold at once, and
+    `host_row_bytes` what of them goes to the host.
     """
 
     numel: int
@@ -108,6 +109,7 @@ class Size:
     num_states: int
     flops_seconds: float
     row_bytes: float
+    host_row_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -274,12 +276,27 @@ def _meshes(
         for tp in _sizes("tp", world_size // pp, ranks_per_node, space):
             for sp in _sizes("sp", world_size // (pp * tp), ranks_per_node // tp or 1, space):
                 for ep in _sizes("ep", world_size // (pp * tp * sp), MOST_STAGES, space):
-                    rest = world_size // (pp * tp * sp * ep)
-                    outer = (("pp", pp),) if pp > 1 else ()
-                    inner = tuple((axis, size) for axis, size in (("ep", ep), ("sp", sp), ("tp", tp)) if size > 1)
-                    data = axes_of_data(preset, wires, rest, ranks_per_node // (tp * sp * ep))
-                    if data is not None:
-                        yield (*outer, *data, *inner)
+                    sizes = arranged(
+                        preset, wires, world_size, ranks_per_node, {"pp": pp, "ep": ep, "sp": sp, "tp": tp}
+                    )
+                    if sizes is not None:
+                        yield sizes
+
+
+def arranged(
+    preset: str, wires: Wires, world_size: int, ranks_per_node: int, split: Mapping[str, int]
+) -> tuple[tuple[str, int], ...] | None:
+    """The axes of `world_size` ranks that split the model as `split` says, by `SPLITTING`, outermost first; `None`
+    where they do not divide, or the preset or the wires make no sense on what is left."""
+    num_data, left = divmod(world_size, math.prod(split.values()))
+    if left or not num_data:
+        return None
+    stages, *within = ((axis, split[axis]) for axis in SPLITTING)
+    data = axes_of_data(preset, wires, num_data, ranks_per_node // math.prod(size for _, size in within))
+    if data is None:
+        return None
+    outer = (stages,) if stages[1] > 1 else ()
+    return (*outer, *data, *(one for one in within if one[1] > 1))
 
 
 # [Note: codes between hosts] Codes gain nothing within a host, and a sum is made codes once. So where ranks of a host
@@ -359,7 +376,7 @@ class Bounds:
         return Bound(
             apart.resting + max(apart.grad, activations, apart.gathered),
             apart.host,
-            max(self._computing(candidate, size), communicating, apart.updating),
+            max(self._computing(candidate, size), communicating, apart.updating, self._copying(candidate, size)),
         )
 
     def _found_apart(self, candidate: Candidate, size: Size) -> _Apart:
@@ -406,6 +423,14 @@ class Bounds:
         split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
         rows = candidate.rows * candidate.accumulate
         return size.flops_seconds * rows / split * (1 + candidate.least_waiting / candidate.accumulate)
+
+    def _copying(self, candidate: Candidate, size: Size) -> float:
+        """Activations to the host: what they take on their link, while everything else may go on."""
+        if not size.host_row_bytes or self.hardware.host is None:
+            return 0.0
+        split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
+        num_bytes = size.host_row_bytes * candidate.rows * candidate.accumulate / split
+        return self.hardware.host_copy_seconds(num_bytes)
 
     def _on_host(self, candidate: Candidate, table: Table, trained: float) -> float:
         """Gradients that go there, the update, and parameters that come back."""

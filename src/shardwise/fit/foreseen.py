@@ -116,6 +116,10 @@ class RankUnits:
 
     _steps: dict[tuple[Trace, int | None], StepProgram] = field(default_factory=dict, compare=False, repr=False)
 
+    def with_programs_of(self, other: RankUnits) -> RankUnits:
+        """The same; if `other` has the same units, with the programs that are known of it, and will be."""
+        return replace(self, _steps=other._steps) if self.units == other.units else self
+
     def program(self, plan: Plan, counted: Counted) -> RankProgram:
         """What a clock needs of such a rank, with its work as `count_step` has counted it."""
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes

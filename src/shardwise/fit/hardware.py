@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import math
 import os
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -442,12 +443,22 @@ def hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     if is_file:
         return _read(Path(text))
     if text not in profiles():
-        begun = [repr(name) for name in profiles() if text and name.startswith(text)]
-        hint = f"Did you mean {' or '.join(begun)}?" if begun else nearest(text, profiles())
         raise ConfigError(
-            f"There is no hardware {text!r}. {hint} A file of your own is named by its path, such as ./{text}.yaml."
+            f"There is no hardware {text!r}. {_nearest(text)} A file of your own is named by its path, such as "
+            f"./{text}.yaml."
         )
     return _profile(text)
+
+
+def _nearest(text: str) -> str:
+    """The profiles of the chip that `text` names, as people write it: `A100`, `RTX 4090`, `NVIDIA H100 80GB HBM3`."""
+    written = re.sub("[^a-z0-9]", "", text.lower())
+    chips = {name: name.partition("-")[0] for name in profiles()}
+    found = [name for name in chips if written and name.replace("-", "").startswith(written)]
+    if not found:
+        named = max((chip for chip in chips.values() if chip in written), key=len, default="")
+        found = [name for name, chip in chips.items() if chip == named]
+    return f"Did you mean {' or '.join(map(repr, found))}?" if found else nearest(text, profiles())
 
 
 def _folder() -> Path:

@@ -91,6 +91,7 @@ class ModelSubject:
                 num_states=self.num_states,
                 flops_seconds=OPTIMISM * seconds / rows,
                 row_bytes=OPTIMISM * max(mark.peak_bytes for mark in counted.activations.marks) / rows,
+                host_row_bytes=OPTIMISM * counted.activations.host_bytes / rows,
             )
         return self._sizes[key]
 
@@ -207,7 +208,9 @@ class ModelSubject:
         plain = replace(candidate, rows=1, accumulate=1, policy="keep" if num_stages == 1 else candidate.policy)
         key = plain, self.base
         if key not in self._units:
-            self._units[key] = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
+            found = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=self.on_cpu)
+            alike = self._units.get((replace(plain, policy="keep"), self.base), [])
+            self._units[key] = [one.with_programs_of(other) for one, other in zip(found, alike, strict=False)] or found
         units = self._units[key]
         if num_stages == 1:
             return units

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import CommError, ConfigError, ModelError, ShardwiseError, StateError
@@ -23,6 +24,7 @@ from shardwise.fit.candidates import (
     MOST_ROWS,
     ON_DEVICE,
     ON_HOST,
+    SCHEDULE,
     SPLITTING,
     Bound,
     Bounds,
@@ -30,7 +32,7 @@ from shardwise.fit.candidates import (
     Size,
     Space,
     Wires,
-    axes_of_data,
+    arranged,
     candidates,
     sent_in,
 )
@@ -39,6 +41,7 @@ from shardwise.plan import Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import check_num_ranks
 from shardwise.plan.placement import PRESETS
 from shardwise.plan.placement import preset as preset_named
+from shardwise.program.schedule import SCHEDULES
 from shardwise.system.units import format_bytes, format_seconds
 
 Objective = Literal["time", "memory", "cost"]
@@ -192,7 +195,8 @@ def search(
     objective: Objective = "time",
     most_evaluated: int = MOST_EVALUATED,
 ) -> Found:
-    """The best plans for `subject` on `world_size` ranks. `base` says what all of them have in common.
+    """The best plans for `subject` on `world_size` ranks. `base` says what all of them have in common, the subject's
+    precision included.
 
     Raises `ConfigError` if none fits, with by how much, and what would make one fit; or if none is possible, with the
     reasons; or for numbers of ranks, samples or evaluations that no search ends with.
@@ -209,7 +213,7 @@ def search(
     if most_evaluated < 1:
         raise ConfigError(f"{most_evaluated} candidates are to be evaluated at most; give at least 1.")
     with _frozen():
-        return _Search(subject, limits, base, space, objective, most_evaluated).run(world_size)
+        return _Search(subject, world_size, limits, base, space, objective, most_evaluated).run()
 
 
 _FROZEN_AT_START = gc.get_freeze_count()
@@ -233,6 +237,7 @@ def _frozen() -> Iterator[None]:
 @dataclass
 class _Search:
     subject: Subject
+    world_size: int
     limits: Limits
     base: Plan
     space: Space
@@ -252,15 +257,15 @@ class _Search:
     def __post_init__(self) -> None:
         self.sizes = _KnownSizes(self.subject, self.base)
 
-    def run(self, world_size: int) -> Found:
-        bounded = self._bounded(self._all(world_size))
+    def run(self) -> Found:
+        bounded = self._bounded(self._all())
         num_candidates = len(bounded) + self.num_pruned
         fitting = [one for one in bounded if self._may_fit(one[1])]
         self.num_pruned += len(bounded) - len(fitting)
         best = self._exactly(self._relieved(bounded, self._best_of(fitting)), fitting)
         if not best:
-            raise self._nothing_fits(world_size, bounded)
-        best, why_not = self._beside_neighbours(best, fitting, world_size)
+            raise self._nothing_fits(bounded)
+        best, why_not = self._beside_neighbours(best, fitting)
         self._count_left(fitting, best)
         evaluated = tuple(Ranked(one, found) for one, found in self.known.items() if isinstance(found, Evaluated))
         return Found(
@@ -277,13 +282,16 @@ class _Search:
 
     # -- bounds -----------------------------------------------------------------------------------------
 
-    def _all(self, world_size: int) -> Iterable[Candidate]:
-        sizes = [world_size]
-        if self.objective == "cost":
-            while sizes[-1] % 2 == 0:
-                sizes.append(sizes[-1] // 2)
-        for size in sizes:
+    def _all(self) -> Iterable[Candidate]:
+        for size in self._world_sizes():
             yield from self._on(size, self.space)
+
+    def _world_sizes(self) -> list[int]:
+        """The numbers of ranks that may be used."""
+        sizes = [self.world_size]
+        while self.objective == "cost" and sizes[-1] % 2 == 0:
+            sizes.append(sizes[-1] // 2)
+        return sizes
 
     def _on(self, world_size: int, space: Space) -> Iterable[Candidate]:
         per_node = self.subject.hardware.ranks_per_node
@@ -462,7 +470,7 @@ class _Search:
     # -- reasons ----------------------------------------------------------------------------------------
 
     def _beside_neighbours(
-        self, best: list[Ranked], fitting: Sequence[tuple[Candidate, Bound]], world_size: int
+        self, best: list[Ranked], fitting: Sequence[tuple[Candidate, Bound]]
     ) -> tuple[list[Ranked], tuple[WhyNot, ...]]:
         """The best, and why not its neighbours. A neighbour that had been left out because enough were evaluated, and
         turns out to be better, is the best one, with neighbours of its own."""
@@ -470,7 +478,7 @@ class _Search:
         while True:
             neighbours = [candidate for _, candidate in self._neighbours(best[0].candidate)]
             self.outside.update(one for one in neighbours if one not in inside and one not in self.known)
-            reasons = tuple(self._why_not(best[0], world_size))
+            reasons = tuple(self._why_not(best[0]))
             found = self._exactly(self._known_best(), fitting)
             if found[0].candidate == best[0].candidate:
                 return found, reasons
@@ -478,41 +486,97 @@ class _Search:
 
     def _neighbours(self, best: Candidate) -> Iterable[tuple[str, Candidate]]:
         """What a person would ask about, and what it is called."""
-        yield from _neighbours(best, self.space)
-        for wires in ((), *self.space.wires):
-            other = self._sent_otherwise(best, wires)
-            if wires != best.wires and other is not None:
-                yield sent_in(wires) or "all sent as it is", other
+        space = self.space
+        if best.offload is not None:
+            yield "all on the device", replace(best, offload=None, disk=None)
+        wires = ((one, sent_in(one) or "all sent as it is") for one in ((), *space.wires) if one != best.wires)
+        others: list[tuple[str, Candidate | None]] = [
+            *((preset, self._arranged(best, preset=preset)) for preset in _other_presets(best, space)),
+            *((f"{axis} {size}", self._resized(best, axis, size)) for axis, size in _other_sizes(best, space)),
+            *((f"{size} ranks", self._arranged(best, world_size=size)) for size in self._other_worlds(best)),
+            *((what, self._arranged(best, wires=one)) for one, what in wires),
+            *((f"{rows} rows", replace(best, rows=rows)) for rows in _other_rows(best)),
+        ]
+        for what, other in others:
+            fed = None if other is None else self._fed(other)
+            if fed is not None:
+                is_other = fed.schedule != best.schedule and fed.size("pp") > 1 < best.size("pp")
+                yield f"{what}, {fed.schedule}" if is_other else what, fed
+        yield from _neighbours(best, space)
 
-    def _sent_otherwise(self, best: Candidate, wires: Wires) -> Candidate | None:
-        """The same with `wires`, on the mesh that these need; `None` where ranks are too few for that."""
+    def _other_worlds(self, best: Candidate) -> Iterable[int]:
+        """Half and twice as many ranks, where fewer may be used."""
+        allowed = self._world_sizes()
+        return (size for size in (best.world_size // 2, 2 * best.world_size) if size in allowed)
+
+    def _arranged(
+        self,
+        best: Candidate,
+        *,
+        preset: str = "",
+        wires: Wires | None = None,
+        world_size: int = 0,
+        split: Mapping[str, int] = MappingProxyType({}),
+    ) -> Candidate | None:
+        """The same with another preset, wires, number of ranks or size of an axis, on the mesh that these need; `None`
+        where there is none. A mesh of the plan stays as it is."""
+        preset, wires = preset or best.preset, best.wires if wires is None else wires
         if self.base.mesh is not None:
-            return replace(best, wires=wires)
-        sizes = dict(best.sizes)
-        num_ranks = math.prod(sizes.pop(axis, 1) for axis in ("dp", "node", "local"))
-        inner = math.prod(size for axis, size in sizes.items() if axis != "pp")
-        data = axes_of_data(best.preset, wires, num_ranks, self.subject.hardware.ranks_per_node // inner)
-        if data is None:
-            return None
-        outer = tuple(one for one in best.sizes if one[0] == "pp")
-        rest = tuple(one for one in best.sizes if one[0] not in ("pp", "dp", "node", "local"))
-        return replace(best, wires=wires, sizes=(*outer, *data, *rest))
+            axes = PRESETS[preset].axes
+            has_axes = len(axes) == 1 or set(axes) <= set(best.mesh.axes)
+            return replace(best, preset=preset, wires=wires) if has_axes and not world_size else None
+        per_node, size = self.subject.hardware.ranks_per_node, world_size or best.world_size
+        whole_split = {axis: best.size(axis) for axis in SPLITTING} | dict(split)
+        sizes = arranged(preset, wires, size, per_node, whole_split)
+        return None if sizes is None else replace(best, preset=preset, wires=wires, sizes=sizes)
 
-    def _why_not(self, best: Ranked, world_size: int) -> Iterable[WhyNot]:
+    def _resized(self, best: Candidate, axis: str, size: int) -> Candidate | None:
+        """With `size` ranks along `axis`, if a mesh of the plan has it: there the outermost axis whose ranks read
+        different samples has fewer or more."""
+        if self.base.mesh is None:
+            return self._arranged(best, split={axis: size})
+        if axis not in best.mesh.axes:
+            return None
+        sizes = {**dict(best.sizes), axis: size}
+        data = next((one for one in best.mesh.data_axes if one not in SPLITTING), None)
+        others = math.prod(num for one, num in sizes.items() if one != data)
+        if data is None or best.world_size % others:
+            return None
+        return replace(best, sizes=tuple({**sizes, data: best.world_size // others}.items()))
+
+    def _fed(self, candidate: Candidate) -> Candidate | None:
+        """With as many micro-batches as train all samples of a step, of as many samples as divide what a rank gets; and
+        with the usual schedule, if these or the stages are none for its own, which the plan does not say."""
+        num_data = math.prod(candidate.mesh.size(axis) for axis in candidate.mesh.data_axes)
+        if self.subject.num_rows % num_data:
+            return None
+        of_rank, stages = self.subject.num_rows // num_data, candidate.size("pp")
+        rows = math.gcd(of_rank, candidate.rows)
+        fed = replace(candidate, rows=rows, accumulate=of_rank // rows)
+        is_taken = fed.parts > 0 or SCHEDULES[fed.schedule].takes(stages, fed.accumulate)
+        is_taken &= stages * fed.chunks <= self.sizes.num_blocks
+        if stages > 1 and (is_taken or not self.space.schedules):
+            return fed
+        return replace(fed, schedule=SCHEDULE, chunks=1)
+
+    def _why_not(self, best: Ranked) -> Iterable[WhyNot]:
         for what, candidate in self._neighbours(best.candidate):
-            if candidate.world_size != world_size and self.objective != "cost":
-                continue
             found = self.evaluate(candidate)
             if isinstance(found, ShardwiseError):
                 yield WhyNot(what, str(found))
             else:
-                yield WhyNot(what, why_not(found, best.found, self.limits), found)
+                reason = why_not(found, best.found, self.limits)
+                if candidate.world_size != best.candidate.world_size and found.fits(self.limits):
+                    spent = Ranked(candidate, found).cost("cost") / best.cost("cost") - 1
+                    reason = f"{spent:+.1%} device-seconds; its step takes {reason}"
+                yield WhyNot(what, reason, found)
 
-    def _nothing_fits(self, world_size: int, bounded: Sequence[tuple[Candidate, Bound]]) -> ConfigError:
+    def _nothing_fits(self, bounded: Sequence[tuple[Candidate, Bound]]) -> ConfigError:
         """By how much, and what would help."""
+        world_size = self.world_size
         least = self._smallest(bounded)
         if least is None:
-            return ConfigError(f"No plan is possible on {world_size} ranks: {self._why_impossible(world_size)}")
+            return ConfigError(f"No plan is possible on {world_size} ranks: {self._why_impossible()}")
         device, host = least.found.over(self.limits)
         text = f"No plan fits on {world_size} ranks. The smallest is {least.candidate}: it takes "
         text += f"{format_bytes(least.found.device_bytes)} of a device"
@@ -520,16 +584,18 @@ class _Search:
         if least.found.host_bytes:
             text += f", and {format_bytes(least.found.host_bytes)} of a host"
             text += f", {format_bytes(host)} too much" if host > 0 else ""
-        return ConfigError(f"{text}. What would do: {', '.join(self._cures(world_size, least, device, host))}.")
+        return ConfigError(f"{text}. What would do: {', '.join(self._cures(least, device, host))}.")
 
-    def _why_impossible(self, world_size: int) -> str:
+    def _why_impossible(self) -> str:
         """Some reasons of the checks; and where ranks that all read different samples would not get equally many, so
         that only plans which split the model were left, that as well."""
         reasons = list(self.refused.values())[:3]
-        if not reasons or self.subject.num_rows % world_size:
-            num_rows = self.subject.num_rows
+        if not reasons or self.subject.num_rows % self.world_size:
+            sizes = f" in micro-batches of {' or '.join(map(str, self.space.rows))}" if self.space.rows else ""
             reasons.insert(
-                0, f"the {num_rows} samples of a step cannot be divided among the ranks that read different ones"
+                0,
+                f"the {self.subject.num_rows} samples of a step cannot be divided among the ranks that read different "
+                f"ones{sizes}",
             )
         return "; ".join(reasons)
 
@@ -560,21 +626,21 @@ class _Search:
             self.refuse(candidate, error)
         return error is None
 
-    def _cures(self, world_size: int, least: Ranked, device: int, host: int) -> Iterable[str]:
+    def _cures(self, least: Ranked, device: int, host: int) -> Iterable[str]:
         if device > 0:
             yield f"devices of {format_bytes(least.found.device_bytes)}"
         if host > 0:
             yield f"hosts of {format_bytes(least.found.host_bytes)}"
         for factor in MORE_RANKS:
-            bounded = self._bounded(self._on(world_size * factor, self.space))
+            bounded = self._bounded(self._on(self.world_size * factor, self.space))
             more = self._smallest([one for one in bounded if self._may_fit(one[1])], most=6)
             if more is not None and more.found.fits(self.limits):
-                yield f"{world_size * factor} ranks ({more.candidate})"
+                yield f"{more.candidate.world_size} ranks ({more.candidate})"
                 break
         tiers = [preset for preset in ON_HOST if preset not in self.space.presets]
         if tiers:
             space = replace(self.space, presets=tuple(tiers))
-            there = self._smallest(self._bounded(self._on(world_size, space)), most=6)
+            there = self._smallest(self._bounded(self._on(self.world_size, space)), most=6)
             if there is not None and there.found.fits(self.limits):
                 yield f"the host's memory ({there.candidate})"
         yield "smaller micro-batches, or a smaller model"
@@ -709,14 +775,7 @@ def why_not(found: Evaluated, best: Evaluated, limits: Limits) -> str:
 
 
 def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]]:
-    """Those that differ in something other than what is sent."""
-    if best.offload is not None:
-        yield "all on the device", replace(best, offload=None, disk=None)
-    yield from _other_presets(best)
-    for axis in ("tp", "pp", "sp"):
-        if axis in space.axes:
-            yield from _other_size(best, axis)
-    yield from _other_rows(best)
+    """Those on the same mesh that send the same, with the same micro-batches."""
     for policy in space.activations:
         if policy != best.policy:
             yield f"activations {policy}", replace(best, policy=policy)
@@ -729,46 +788,28 @@ def _neighbours(best: Candidate, space: Space) -> Iterable[tuple[str, Candidate]
                 yield f"schedule {schedule}", replace(best, schedule=schedule, chunks=chunks)
 
 
-def _other_presets(best: Candidate) -> Iterable[tuple[str, Candidate]]:
-    for preset in ON_DEVICE:
-        axes = PRESETS[preset].axes
-        takes_any = bool(best.wires) and len(axes) == 1  # of which those without wires have an axis of their own
-        if preset != best.preset and (takes_any or set(axes) <= set(dict(best.sizes))):
-            yield preset, replace(best, preset=preset)
+def _other_presets(best: Candidate, space: Space) -> Iterable[str]:
+    """All that update on the device, and of the others those that may be chosen."""
+    on_host = (preset for preset in space.presets if preset in ON_HOST and best.offload is None)
+    return (preset for preset in (*ON_DEVICE, *on_host) if preset != best.preset)
 
 
-def _other_size(best: Candidate, axis: str) -> Iterable[tuple[str, Candidate]]:
-    """Twice and half as many ranks along `axis`, and half and twice as many micro-batches elsewhere."""
-    data = next((name for name in ("dp", "node") if best.size(name) > 1 or name in dict(best.sizes)), None)
-    if data is None:
-        return
-    sizes = dict(best.sizes)
-    size, others = sizes.get(axis, 1), sizes[data]
-    for new, rest, accumulate in (
-        (2 * size, others / 2, 2 * best.accumulate),
-        (size // 2 if size % 2 == 0 else 0, 2 * others, best.accumulate / 2),
-    ):
-        if not new or rest != int(rest):
-            continue
-        rows = best.rows
-        if accumulate != int(accumulate):
-            if best.rows % 2:
-                continue
-            accumulate, rows = best.accumulate, best.rows // 2
-        changed = {**sizes, axis: new, data: int(rest)}
-        order = [name for name in ("pp", "dp", "node", "local", "ep", "sp", "tp") if name in changed]
-        order = [name for name in order if changed[name] > 1 or name in (data, "local")]
-        yield (
-            f"{axis} {new}",
-            replace(best, sizes=tuple((name, changed[name]) for name in order), accumulate=int(accumulate), rows=rows),
-        )
+def _other_sizes(best: Candidate, space: Space) -> Iterable[tuple[str, int]]:
+    """Twice and half as many ranks along each axis that may be varied."""
+    for axis in ("tp", "pp", "sp", "ep"):
+        size = best.size(axis)
+        if axis in space.axes:
+            yield axis, 2 * size
+        if axis in space.axes and size % 2 == 0:
+            yield axis, size // 2
 
 
-def _other_rows(best: Candidate) -> Iterable[tuple[str, Candidate]]:
+def _other_rows(best: Candidate) -> Iterable[int]:
+    """Twice and half as many samples of a micro-batch."""
     if best.accumulate % 2 == 0:
-        yield f"{2 * best.rows} rows", replace(best, rows=2 * best.rows, accumulate=best.accumulate // 2)
+        yield 2 * best.rows
     if best.rows % 2 == 0:
-        yield f"{best.rows // 2} rows", replace(best, rows=best.rows // 2, accumulate=2 * best.accumulate)
+        yield best.rows // 2
 
 
 def as_json(found: Found, plan_of: Callable[[Candidate], Plan]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
@@ -136,7 +136,8 @@ class Action:
         return f"{self.flat} {_TRANSFERS.get(made, made) if made is not None else ''}"
 
     def on(self, stream: Stream) -> Action:
-        return replace(self, stream=stream)
+        """The same on that stream. (`replace` takes several times as long.)"""
+        return Action(self.verb, self.flat, self.subject, self.over, self.dtype, self.sent_bytes, stream, self.codes)
 
     def cells(self) -> tuple[str, ...]:
         """Its words as the columns of a printed program."""

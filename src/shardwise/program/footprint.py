@@ -13,13 +13,12 @@ parameters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ProgramError
-from shardwise.plan.placement import Span, Tier
+from shardwise.plan.placement import Tier
 from shardwise.program.action import Moment, Program, actions_of
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
@@ -28,7 +27,6 @@ from shardwise.program.feedback import losses_bytes
 from shardwise.program.low_rank import factored_bytes
 from shardwise.program.sign_exchange import residual_bytes
 from shardwise.program.spec import FlatSpec, UnitSpec
-from shardwise.program.update import PlacedUpdate
 from shardwise.program.walk import Walk
 from shardwise.system.even_parts import round_up
 from shardwise.system.units import PAGE
@@ -276,10 +274,11 @@ def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark 
     """The mark of each block's moment."""
     if activations is None:
         return (None,) * len(micro_batch)
-    moments = [str(block.moment) for block in micro_batch]
-    marked = [str(mark.moment) for mark in activations.marks]
+    moments = [block.moment for block in micro_batch]
+    marked = [mark.moment for mark in activations.marks]
     if moments != marked:
-        raise ProgramError(f"The activations were rehearsed in another order: {marked} instead of {moments}.")
+        said, instead = (list(map(str, some)) for some in (marked, moments))
+        raise ProgramError(f"The activations were rehearsed in another order: {said} instead of {instead}.")
     return activations.marks
 
 
@@ -322,26 +321,4 @@ def updated_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[
     """What an update changes beside the parameters themselves: states, and master weights."""
     copies = (0 if flat.updates else states_per_param) + (0 if flat.master_is_param else 1)
     num_bytes = copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
-    return num_bytes + _state_bytes(flat, coordinate)
-
-
-def _ranges(placed: PlacedUpdate, numel: int) -> list[int]:
-    """The numbers of the ranges of `numel` elements that a parameter lies in; of those that it fills, as many as differ
-    in how its blocks lie in them."""
-    first, last = placed.span.start // numel, max(0, placed.span.stop - 1) // numel
-    block = placed.update.states.block
-    filled = min(last, first + 1 + block // math.gcd(block, numel))
-    return [first, *range(first + 1, filled), *([last] if last > first else [])]
-
-
-def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
-    """Bytes of states, by the updates of the parameters, for the range at `coordinate`; without one, for the range with
-    the most."""
-    shard = flat.table.optim.shard
-    mine = flat.layout.span(shard, coordinate or dict.fromkeys(flat.layout.order, 0))
-    kept: dict[int, int] = {}
-    for placed in flat.updates if flat.numel else ():
-        for number in _ranges(placed, mine.numel) if coordinate is None else (mine.start // mine.numel,):
-            span = placed.span.overlap(Span.nth(number, mine.numel)).within(placed.span)
-            kept[number] = kept.get(number, 0) + placed.update.states.num_bytes(span, flat.table.optim.dtype)
-    return max(kept.values(), default=0)
+    return num_bytes + flat.state_bytes(coordinate)

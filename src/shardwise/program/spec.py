@@ -230,6 +230,25 @@ class FlatSpec:
             return codes.num_bytes(self.num_elements(place.shard))
         return self.num_bytes(place.shard, place.dtype)
 
+    def state_bytes(self, coordinate: Mapping[str, int] | None) -> int:
+        """Bytes of states, by the updates of the parameters, for the range at `coordinate`; without one, for the range
+        with the most."""
+        return self._most_state_bytes if coordinate is None else self._bytes_of_states(coordinate)
+
+    @cached_property
+    def _most_state_bytes(self) -> int:
+        return self._bytes_of_states(None)
+
+    def _bytes_of_states(self, coordinate: Mapping[str, int] | None) -> int:
+        shard, dtype = self.table.optim.shard, self.table.optim.dtype
+        mine = self.layout.span(shard, coordinate or dict.fromkeys(self.layout.order, 0))
+        kept: dict[int, int] = {}
+        for placed in self.updates if self.numel else ():
+            for number in placed.ranges(mine.numel) if coordinate is None else (mine.start // mine.numel,):
+                span = placed.span.overlap(Span.nth(number, mine.numel)).within(placed.span)
+                kept[number] = kept.get(number, 0) + placed.update.states.num_bytes(span, dtype)
+        return max(kept.values(), default=0)
+
     @cached_property
     def grad_bytes(self) -> int:
         """Bytes of gradients on this rank while they wait for the step."""

@@ -119,6 +119,9 @@ def _overlap_gathers(program: Program) -> Program:
     blocks = []
     for block in program:
         actions = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
+        if not actions and not any(action.verb in ("gather", "fetch") for action in block.actions):
+            blocks.append(block)  # most blocks, of which nothing changes
+            continue
         for action in block.actions:
             if action.verb not in ("gather", "fetch"):
                 actions.append(action)

@@ -61,6 +61,14 @@ class PlacedUpdate:
     span: Span
     update: Update
 
+    def ranges(self, numel: int) -> list[int]:
+        """The numbers of the ranges of `numel` elements that the parameter lies in; of those that it fills, as many as
+        differ in how its blocks lie in them."""
+        first, last = self.span.start // numel, max(0, self.span.stop - 1) // numel
+        block = self.update.states.block
+        filled = min(last, first + 1 + block // math.gcd(block, numel))
+        return [first, *range(first + 1, filled), *([last] if last > first else [])]
+
 
 SMALL_NUMEL = 4096
 """Parameters with fewer elements keep their 8-bit states in the row's dtype, as in arXiv:2110.02861."""

@@ -13,7 +13,6 @@ between them, or reduce beside another pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from shardwise.program.action import END_OF_BACKWARD, Action, Block, Moment, Program
 from shardwise.program.build import (
@@ -43,9 +42,8 @@ def schedule_trace(row: Sequence[Op], passes: PassTraces) -> Trace:
     `passes`."""
     trace: list[Moment] = []
     for kind, micro_batch, stage in row:
-        trace += (replace(moment, micro_batch=micro_batch) for moment in passes.get((kind, stage), ()))
-        if kind != "F":
-            trace.append(replace(END_OF_BACKWARD, micro_batch=micro_batch))
+        of_op = (*passes.get((kind, stage), ()), *(() if kind == "F" else (END_OF_BACKWARD,)))
+        trace += (Moment(one.edge, one.phase, one.unit, micro_batch) for one in of_op)
     return tuple(trace)
 
 

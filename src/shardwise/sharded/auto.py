@@ -116,6 +116,8 @@ def _search(
     on_cpu = world.device.type == "cpu"
     machine = with_ranks_of(hardware_here(world), world)
     rows = rows_of(batch)
+    if rows < 1:
+        raise ConfigError("The batch for preset: auto has no samples. Give one of at least 1.")
     mesh = Mesh.of(base.mesh or {"dp": -1}, world.size)
     if mesh.island_axes:
         raise ConfigError(

@@ -81,7 +81,7 @@ def preset(name: str) -> Preset:
             "`shardwise plan` before a job. Name a preset: zero3, or any of `shardwise explain --list`."
         )
     if name not in PRESETS:
-        raise PlacementError(f"There is no preset {name!r}. {hint_for_preset(name, PRESETS)}")
+        raise PlacementError(f"There is no preset {name!r}. {hint_for_preset(name, (*PRESETS, 'auto'))}")
     return PRESETS[name]
 
 

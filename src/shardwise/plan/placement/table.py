@@ -116,7 +116,7 @@ class Table:
         several backwards.)"""
         return Place(partial=self.axes, dtype=self.grad_wire.dtype, varying=self.grad.varying)
 
-    @property
+    @cached_property
     def due(self) -> Place:
         """What the update needs: the gradient of the elements whose states are on this rank."""
         return replace(self.optim, tier=self.step, partial=self.grad.partial if self.summands else ())

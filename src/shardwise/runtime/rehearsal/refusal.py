@@ -12,6 +12,9 @@ from shardwise import errors
 from shardwise.errors import ModelError
 from shardwise.system.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
+WITHOUT_ONE = (
+    "leave the batch away, and activations will not be counted; or, where a plan is searched for, name a preset."
+)
 LIBRARY_FOLDERS = (Path(torch.__file__).parent, Path(errors.__file__).parent)
 
 
@@ -21,19 +24,19 @@ def refusal(error: Exception, model: nn.Module) -> ModelError:
     if isinstance(error, DataDependentOutputException):
         return ModelError(
             f"{name} cannot be rehearsed: {place} asks for the value of a tensor, and in a rehearsal tensors have "
-            f"shapes but no values. Decide there by shapes, or by a Python value that the model is given; or leave "
-            f"the batch away, and activations will not be counted."
+            f"shapes but no values. Decide there by shapes, or by a Python value that the model is given; or "
+            f"{WITHOUT_ONE}"
         )
     if isinstance(error, DynamicOutputShapeException):
         return ModelError(
             f"{name} cannot be rehearsed: at {place} the values of a tensor decide how large another one is "
             f"({error.func}), and in a rehearsal tensors have no values. Select by a mask or a fixed number of "
-            f"elements there; or leave the batch away, and activations will not be counted."
+            f"elements there; or {WITHOUT_ONE}"
         )
     return ModelError(
         f"{name} could not be rehearsed on this batch: at {place} {type(error).__name__}: {error}. In a rehearsal "
-        f"tensors have shapes but no values. See whether the model itself takes this batch; if it does, leave the "
-        f"batch away, and activations will not be counted."
+        f"tensors have shapes but no values. See whether the model itself takes this batch; if it does, "
+        f"{WITHOUT_ONE}"
     )
 
 
