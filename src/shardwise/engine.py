@@ -861,17 +861,20 @@ class Engine:
     # -- whole tensors ------------------------------------------------------------------------------------
 
     @takes_flags
-    def gathered(self, *names: str, write: bool = False) -> AbstractContextManager[None]:
+    def gathered(self, *names: str, write: bool = False, writer: int = 0) -> AbstractContextManager[None]:
         """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
 
-        With `write`, all ranks take over rank 0's edits on leaving. All ranks enter and leave. Raises `ModelError` for
-        an unknown name, and for parameters that `tp` or `ep` split.
+        With `write`, all ranks take over the edits of rank `writer` on leaving. All ranks enter and leave. Raises
+        `ModelError` for an unknown name, and for parameters that `tp` or `ep` split; `StateError` if there is no rank
+        `writer`.
         """
         self._require_open()
+        if writer not in range(self.world.size):
+            raise StateError(f"gathered(writer={writer}): there are ranks 0 to {self.world.size - 1}.")
         self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
         if write:
             self._before_change()
-        return self._sharded.parts.access.gathered(names, write=write)
+        return self._sharded.parts.access.gathered(names, write=write, writer=writer)
 
     def get(self, name: str, what: str = "param") -> torch.Tensor | None:
         """A whole tensor by the parameter's name, on every rank. All ranks call.

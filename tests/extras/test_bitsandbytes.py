@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes import optim
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 
 import shardwise as sw
+from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -86,3 +88,17 @@ def test_adapters_over_layers_in_four_bits_train_like_the_plain_model(preset: st
                 assert torch.equal(params[name].view(torch.uint8), value.view(torch.uint8)), name
             else:
                 torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("optim_bits", [8, 32])
+def test_optimizers_with_blocks_of_states_say_what_does_the_same(optim_bits: int) -> None:
+    """Trainer's `optim="adamw_bnb_8bit"` is called as torch's own is."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = optim.AdamW(model.parameters(), optim_bits=optim_bits)
+
+    def rank(world: sw.World) -> str:
+        with pytest.raises(ModelError, match="AdamW of bitsandbytes is not elementwise") as refused:
+            sw.shard(model, "zero3", optimizer=optimizer, world=world)
+        return str(refused.value)
+
+    assert "Use shardwise.optim.AdamW(state_dtype='int8')" in run_ranks(1, rank)[0]

@@ -297,6 +297,21 @@ def test_an_elastic_loop_begins_again_without_collectives_of_the_failed_one() ->
     assert on_ranks(2, work) == [[2, 2], [2, 2]]
 
 
+def test_samples_come_in_the_order_in_which_horovod_draws_them() -> None:
+    """A script that comes from there reads the same batches: Python's own shuffle, each rank every other sample."""
+
+    def work() -> tuple[list[int], list[int]]:
+        sampler = hvd.elastic.ElasticSampler(range(8), seed=3)
+        sampler.set_epoch(1)
+        first = list(sampler)
+        sampler.record_batch(0, 2)
+        sampler.load_state_dict(sampler.state_dict())
+        return first, list(sampler)
+
+    drawn = [1, 6, 5, 4, 7, 0, 2, 3]  # what `random.Random(4).shuffle` makes of 0 to 7
+    assert on_ranks(2, work) == [(drawn[rank::2], drawn[4 + rank :: 2]) for rank in range(2)]
+
+
 def test_gradients_of_a_failed_attempt_are_dropped() -> None:
     """The state does not contain the optimizer, whose gradients were in flight when the loop failed."""
     data = batches(1, 2)[0]

@@ -106,10 +106,18 @@ def test_results_of_other_stages_are_carried(kind: type[Decoder], schedule: str)
 
 
 class Twice(Decoder):
+    """Two layers for each block, as in ALBERT."""
+
+    is_reentrant: bool | None = None
+    """How blocks are checkpointed, if they are."""
+
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         hidden = self.tokens(x)
-        for block in self.blocks:
-            hidden = block(block(hidden))
+        for block in [one for one in self.blocks for _ in range(2)]:
+            if self.is_reentrant is None:
+                hidden = block(hidden)
+            else:
+                hidden = checkpoint(block, hidden, use_reentrant=self.is_reentrant)
         return logits_or_loss(self, hidden, y)
 
 
@@ -141,7 +149,6 @@ class AuxiliaryLosses(Decoder):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Twice, "more than once"),
         (AuxiliaryLosses, "blocks.0 keeps loss, a loss with gradients"),
     ],
 )
@@ -149,6 +156,25 @@ def test_forwards_that_use_other_stages_results_are_refused(kind: type[Decoder],
     """Each of these would train on zeros in place of the results of other stages."""
     with pytest.raises(ModelError, match=words):
         pipelined(kind(), {"pp": 2}, batches(1, 8), preset="zero1", pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("is_reentrant", [None, False])
+def test_a_block_that_is_called_several_times_has_all_calls_in_its_stage(
+    is_reentrant: bool | None, schedule: str
+) -> None:
+    model, data = Twice(), batches(2, 8)
+    model.is_reentrant = is_reentrant
+    runs = pipelined(model, {"pp": 2}, data, preset="zero3", pipeline={"schedule": schedule})
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+
+
+def test_calls_of_a_block_that_cannot_be_told_apart_are_refused() -> None:
+    """Reentrant checkpointing computes again with copies of what a block was called with."""
+    model = Twice()
+    model.is_reentrant = True
+    with pytest.raises(ModelError, match=r"is called several times in the forward.*use_reentrant=False"):
+        pipelined(model, {"pp": 2}, batches(1, 8), preset="zero1")
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

@@ -24,6 +24,7 @@ from shardwise.comm.transport.shm.arena import Arena
 from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.transport.shm.offers import NUM_OFFERS, TO_ALL, OfferTable, offer_table_bytes
+from shardwise.errors import StateError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
@@ -160,15 +161,18 @@ def test_pages_stay_while_ranks_generate(model: Transformer) -> None:
     assert all(pages > 0 and after == 0 for pages, after in engines(2, model, work))
 
 
-def test_rank_0_edits_for_all(model: Transformer) -> None:
+@pytest.mark.parametrize("writer", [0, 2])
+def test_one_rank_edits_for_all(model: Transformer, writer: int) -> None:
     def work(engine: sw.Engine) -> float:
-        with engine.gathered("head.weight", write=True):
+        with pytest.raises(StateError, match="there are ranks 0 to 2"):
+            engine.gathered(write=True, writer=3)
+        with engine.gathered("head.weight", write=True, writer=writer):
             engine.module.get_parameter("head.weight").data.fill_(0.5 + engine.world.rank)
         value = engine.get("head.weight")
         assert value is not None
         return float(value.mean())
 
-    assert engines(3, model, work) == [0.5] * 3
+    assert engines(3, model, work) == [0.5 + writer] * 3
 
 
 @pytest.mark.parametrize("plan", ["zero3", {"preset": "zero3", "precision": "bf16"}, {"preset": "hsdp", "mesh": MESH}])

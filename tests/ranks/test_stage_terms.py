@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,10 +28,12 @@ Term = Callable[[nn.Module], Any]
 PRESETS = ["zero1", "zero3"]
 
 
-def in_stages(preset: str, use: Callable[[nn.Module, Any], Any], before: Callable[[nn.Module], Any] = id) -> list[Any]:
+def in_stages(
+    preset: str, use: Callable[[nn.Module, Any], Any], before: Callable[[nn.Module], Any] = id, *, tied: bool = False
+) -> list[Any]:
     """What `use` returns of the model in two stages, after a backward, and of what was made of it before."""
     torch.manual_seed(0)
-    plain = Decoder()
+    plain = Decoder(tied=tied)
     models = [copy.deepcopy(plain) for _ in range(2)]
 
     def rank(world: sw.World) -> Any:
@@ -50,6 +55,13 @@ def added_in_place(terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
+def added_up(values: Iterable[float]) -> float:
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
 PARTIAL: dict[str, Term] = {
     "a root": lambda model: sum(p.square().sum() for p in model.parameters()).sqrt(),
     "of a sum in place": lambda model: torch.sqrt(added_in_place(p.square().sum() for p in model.parameters())),
@@ -63,6 +75,10 @@ PARTIAL: dict[str, Term] = {
     "a product": lambda model: sum(p.sum() for p in model.parameters()) * sum(p.norm() for p in model.parameters()),
     "a quotient": lambda model: 1 / sum(p.square().sum() for p in model.parameters()),
     "of gradients": lambda model: torch.sqrt(sum(p.grad.square().sum() for p in model.parameters())),
+    "values of each": lambda model: sum(p.norm().item() ** 2 for p in model.parameters()),
+    "the largest value": lambda model: max(p.detach().abs().max().item() for p in model.parameters()),
+    "values of gradients": lambda model: added_up(p.grad.data.norm(2).item() ** 2 for p in model.parameters()),
+    "a norm of norms of gradients": lambda model: torch.stack([p.grad.norm() for p in model.parameters()]).norm(),
     "of detached gradients": lambda model: torch.cat([p.grad.detach().flatten() for p in model.parameters()]).norm(),
 }
 
@@ -87,6 +103,9 @@ WHOLE: dict[str, Term] = {
     "a value of each": lambda model: {n: p.square().sum().item() ** 0.5 for n, p in model.named_parameters()},
     "of a difference": lambda model: {n: (p - 2 * p).abs().mean().item() for n, p in model.named_parameters()},
     "of a gradient": lambda model: {n: p.grad.square().sum().sqrt().item() for n, p in model.named_parameters()},
+    "a norm of a gradient": lambda model: {n: p.grad.norm().item() for n, p in model.named_parameters()},
+    "another norm": lambda model: {n: p.grad.data.norm(math.inf).item() for n, p in model.named_parameters()},
+    "computed with numbers": lambda model: {n: (1 + p.norm().item()) ** 0.5 / 2 for n, p in model.named_parameters()},
 }
 
 
@@ -100,6 +119,46 @@ def test_what_is_computed_of_one_parameter_is_whole(kind: str, preset: str) -> N
     for of_stage in in_stages(preset, lambda model, _: WHOLE[kind](model)):
         found |= of_stage
     assert found == pytest.approx(WHOLE[kind](plain), rel=1e-4, abs=1e-6)
+
+
+def test_norms_of_weights_that_stages_share_are_whole() -> None:
+    torch.manual_seed(0)
+    plain = Decoder(tied=True)
+    plain(*batches(1, 8)[0]).backward()
+    norms = "a norm of a gradient"
+    found = in_stages("zero1", lambda model, _: WHOLE[norms](model), tied=True)
+    assert {**found[0], **found[1]} == pytest.approx(WHOLE[norms](plain), rel=1e-4, abs=1e-6)
+    assert found[0]["tokens.weight"] == pytest.approx(found[1]["tokens.weight"], rel=1e-6)
+
+
+def test_a_count_of_all_parameters_says_that_it_is_of_some_stages(caplog: pytest.LogCaptureFixture) -> None:
+    def use(model: nn.Module, _: object) -> int:
+        return sum(sum(param.numel() for param in model.parameters()) for _ in range(2)) // 2
+
+    counts, whole = in_stages("zero3", use), sum(param.numel() for param in Decoder().parameters())
+    said = [record.getMessage() for record in caplog.records if "numel()" in record.getMessage()]
+    assert sorted(said) == sorted(
+        f"A sum of numel() over model.parameters() is of this rank's pipeline stages, which have {count:,} elements of "
+        f"the model's {whole:,}."
+        for count in counts
+    )
+    assert sum(counts) == whole
+
+
+def test_a_value_is_a_plain_number_to_others() -> None:
+    def use(model: nn.Module, _: object) -> None:
+        norms = [param.grad.norm() for param in model.parameters()]
+        value = norms[0].item()
+        assert json.loads(json.dumps({"norm": value})) == {"norm": value}
+        copied = pickle.loads(pickle.dumps(value))
+        assert type(copied) is type(copy.deepcopy(value)) is float
+        assert f"{norms[0]:.3f} {value:.3f}" == f"{copied:.3f} {copied:.3f}"
+        assert sorted([value, 0.0, 1e9]) == [0.0, copied, 1e9]
+        for whole in (torch.tensor, math.fsum):  # as Lightning's grad_norm
+            with pytest.raises(StateError, match=r"Take \.item\(\); engine\.gradient_norm"):
+                whole(norms)
+
+    in_stages("zero1", use)
 
 
 @pytest.mark.parametrize("kind", ["a root", "its value", "of a sum in place"])

@@ -35,16 +35,18 @@ ADVICE = {
     "AdaFactor": "Use shardwise.optim.Adafactor, which sums rows and columns over all ranks.",
     "LBFGS": "It evaluates the model several times in a step and looks at all parameters together; use AdamW or SGD.",
     "SparseAdam": "Make the embedding with sparse=False, and use Adam or AdamW.",
-    "Adam8bit": "Use shardwise.optim.AdamW(state_dtype='int8').",
-    "AdamW8bit": "Use shardwise.optim.AdamW(state_dtype='int8').",
 }
 """By the name of the class, whichever library it is from."""
+OF_BITSANDBYTES = (
+    "Use shardwise.optim.AdamW(state_dtype='int8'), which keeps its states in 8 bits too; with Trainer, "
+    "optimizers=(optimizer, None) in the place of optim='adamw_bnb_8bit' or another of bitsandbytes."
+)
 OTHERWISE = "Use an elementwise optimizer such as AdamW, SGD or Adagrad, or one of shardwise.optim."
 
 
 def tried(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update:
     """How `optimizer` updates parameters with the settings and the shapes of `group`: see `updates_of`."""
-    name = type(optimizer).__name__
+    name = _named(optimizer)
     inner = next((key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)), None)
     if inner is not None:
         raise ModelError(
@@ -63,37 +65,46 @@ def tried(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update:
     except FoundOperation as found:
         raise ModelError(
             f"{name} draws random numbers ({found.name}), which are others on each rank and for each piece of a "
-            f"parameter. {_advice(name)}"
+            f"parameter. {_advice(optimizer)}"
         ) from None
     except ModelError:
         raise
     except Exception as error:  # an optimizer that raises anything here cannot be used
         raise ModelError(
             f"{name} cannot take a step on a parameter and its gradient alone ({type(error).__name__}: {error}). "
-            f"{_advice(name)}"
+            f"{_advice(optimizer)}"
         ) from error
     if not all(map(_is_same, trial.values, again.values)):
-        raise ModelError(f"Two equal steps of {name} have different results, so ranks would part. {_advice(name)}")
+        raise ModelError(f"Two equal steps of {name} have different results, so ranks would part. {_advice(optimizer)}")
     if odd := trial.odd_state() or at_large.odd_state():
         raise ModelError(
             f"{name} keeps {odd}, and of optimizers the engine can gather, save and load tensors and numbers that "
-            f"belong to parameters. {_advice(name)}"
+            f"belong to parameters. {_advice(optimizer)}"
         )
     if all(map(_is_same, trial.values, trial.first)):
         raise ModelError(
             f"{name} does not update the parameters of its param_groups, to which the engine gives what it shards. If "
             f"it holds others, or another optimizer that does, give shard() that one."
         )
-    return Update(trial.states(), whole=f"{reason} {_advice(name)}" if reason else None)
+    return Update(trial.states(), whole=f"{reason} {_advice(optimizer)}" if reason else None)
 
 
-def _advice(name: str) -> str:
-    return ADVICE.get(name, OTHERWISE)
+def _named(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, with its library if torch has another one of that name."""
+    kind = type(optimizer)
+    library = kind.__module__.partition(".")[0]
+    is_ambiguous = library != "torch" and hasattr(torch.optim, kind.__name__)
+    return f"{kind.__name__} of {library}" if is_ambiguous else kind.__name__
+
+
+def _advice(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    return OF_BITSANDBYTES if kind.__module__.startswith("bitsandbytes.") else ADVICE.get(kind.__name__, OTHERWISE)
 
 
 def _looks_further(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
     """Why `optimizer` cannot be given pieces of parameters, as a sentence; `None` if it can."""
-    name = type(optimizer).__name__
+    name = _named(optimizer)
     try:
         small = Trial(optimizer, group, shapes_of(group, SMALL), watch=Watch())
         small.run(NUM_STEPS, turning_points(optimizer, group))
@@ -121,7 +132,7 @@ def _check_closure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> N
     """Raise `ModelError` for a step that needs more of a closure than that it was called once, before the step."""
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         return
-    name = type(optimizer).__name__
+    name = _named(optimizer)
     trials = [Trial(optimizer, group, shapes_of(group, SMALL)) for _ in range(2)]
     for step, (number, trial) in itertools.product(range(NUM_STEPS), enumerate(trials)):
         before, calls = [value.clone() for value in trial.values], []
@@ -134,10 +145,10 @@ def _check_closure(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> N
         if len(calls) > 1 or not all(calls):
             raise ModelError(
                 f"{name} evaluates its closure {'several times' if len(calls) > 1 else 'at other parameters'} within a "
-                f"step, and gradients are reduced once, before it. {_advice(name)}"
+                f"step, and gradients are reduced once, before it. {_advice(optimizer)}"
             )
     if not all(map(_is_same, trials[0].values, trials[1].values)):
-        raise ModelError(f"{name} reads the loss in its step, which is another on each rank. {_advice(name)}")
+        raise ModelError(f"{name} reads the loss in its step, which is another on each rank. {_advice(optimizer)}")
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -50,12 +50,13 @@ class Agreement:
             values = sum_small(values, self._collectives, self._groups[axis], flat.name) / len(self._groups[axis].ranks)
         return values
 
-    def broadcast(self, flat: Flat, values: Tensor, slot: Slot | None = None) -> None:
-        """Overwrite `values` (one-dimensional, contiguous) on all ranks with the first rank's, including the ranks with
-        copies of `slot`."""
+    def broadcast(self, flat: Flat, values: Tensor, slot: Slot | None = None, *, writer: int = 0) -> None:
+        """Overwrite `values` (one-dimensional, contiguous) on all ranks with those of rank `writer`, including
+        the ranks with copies of `slot`."""
+        place = flat.spec.mesh.coordinate(writer)
         for axis in (*flat.spec.table.axes, *self._copying(flat, slot)) if values.numel() else ():
             group = self._groups[axis]
-            self._collectives.broadcast(values, group.ranks[0], group, flat.name).wait()
+            self._collectives.broadcast(values, group.ranks[place[axis]], group, flat.name).wait()
 
     def gather(self, flat: Flat, whole: Tensor, shard: Axes) -> None:
         """Fill `whole`, as long as `flat`, on all ranks. Each rank has filled the part that `shard` gives it."""

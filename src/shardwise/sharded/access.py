@@ -266,10 +266,10 @@ class Access:
         return states
 
     @contextmanager
-    def gathered(self, names: Sequence[str], *, write: bool) -> Iterator[None]:
+    def gathered(self, names: Sequence[str], *, write: bool, writer: int) -> Iterator[None]:
         """Inside, the parameters `names` (or all) of the model are whole and may be read and, with `write`, edited.
 
-        On leaving, all ranks take over rank 0's edits. What was not edited keeps its full precision.
+        On leaving, all ranks take over the edits of rank `writer`. What was not edited keeps its full precision.
         """
         homes = [self._home(name) for name in names] or list(self._homes.values())
         for flat, index in homes:
@@ -281,7 +281,7 @@ class Access:
                 )
         if write and any(flat.anchor is not None for flat, _ in homes):
             raise ModelError(
-                "gathered(write=True) takes over rank 0's edits within its island. Use engine.set(name, value), on all "
+                "gathered(write=True) takes over a rank's edits within its island. Use engine.set(name, value), on all "
                 "ranks."
             )
         wanted = {self._home(name)[0].name for name in names}
@@ -292,14 +292,14 @@ class Access:
             if write:
                 self._runner.step.open_params()
                 for flat in chosen:
-                    self._take_over(flat)
+                    self._take_over(flat, writer)
         finally:
             self._runner.gathering.free_all()
         if write:
             self._runner.step.restore_params()
 
-    def _take_over(self, flat: Flat) -> None:
-        self._agreement.broadcast(flat, flat.full)
+    def _take_over(self, flat: Flat, writer: int) -> None:
+        self._agreement.broadcast(flat, flat.full, writer=writer)
         if flat.master is None:
             flat.land()
             flat.put(flat.param, flat.full[flat.param_span.as_slice])

@@ -3,6 +3,7 @@ optimizers to their pieces."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -392,6 +393,7 @@ class _Assembly:
         units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
         runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)
         gradients.is_of_stage = True
+        gradients.num_stages_with = {name: len(on) for name, on in sharding.staged.holders.items() if len(on) > 1}
         self._world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
         self._hooks.callback(pipeline.release)
         return pipeline
@@ -463,7 +465,10 @@ def _stage_names(sharding: Sharding) -> StageNames | None:
     pieces = sharding.staged.layout.pieces
     names = [slot.name for flat in sharding.flats for slot in flat.slots]
     within = {name: max((one for one in pieces if name.startswith(f"{one}.")), key=len, default="") for name in names}
-    return StageNames(within, sharding.stage_design.copies.other_than)
+    trained = frozenset(slot.name for flat in sharding.flats if flat.spec.trainable for slot in flat.slots)
+    shapes, every = sharding.staged.whole.shapes, sharding.staged.holders
+    own, whole = (sum(math.prod(shapes[name]) for name in some) for some in (names, every))
+    return StageNames(within, sharding.stage_design.copies.other_than, trained, own, whole)
 
 
 def _treat_activations(

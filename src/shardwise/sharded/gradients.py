@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -88,6 +88,8 @@ class Gradients:
         self._is_clipped_by_plan = False
         self.is_of_stage = False
         """Whether they are those of some pipeline stages, and others are elsewhere."""
+        self.num_stages_with: Mapping[str, int] = {}
+        """In stages: on how many pipeline ranks a parameter is, if it is on several."""
         self.is_taken = True
         """Whether the step may be taken: gradients are finite, or need not be."""
         self._num_dropped = 0
@@ -230,15 +232,22 @@ class Gradients:
 
     def norms(self, flat: Flat, index: int, norm_type: float) -> float:
         """The norm of one parameter's gradient. Those of all are computed together, in one message."""
-        if self.is_of_stage:
+        if self.is_of_stage and sum(len(flat.slots) for flat in self._flats) == 1:
             raise StateError(
-                "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of "
-                "norms, would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan. "
-                "To log the norm of one of any stage, take engine.get(name, 'grad').norm(), on all ranks."
+                "This rank's pipeline stages have one parameter that is trained, so its gradient's norm would look "
+                "like that of all, as in torch's clip_grad_norm_. Use engine.clip_grad_norm_(max_norm), or "
+                "clip_grad_norm in the plan; to log the norm of one of any stage, take "
+                "engine.get(name, 'grad').norm(), on all ranks."
             )
         self.prepare()
         if norm_type not in self._norms:
-            self._norms[norm_type] = norms_of(self._flats, norm_type, self._exchange_of_peers)
+            of_stage = norms_of(self._flats, norm_type, self._exchange_of_peers)
+            names = (slot.name for flat in self._flats for slot in flat.slots)
+            counted = [self.num_stages_with.get(name, 1) for name in names]  # each stage counts its share of the square
+            self._norms[norm_type] = [
+                norm * (1.0 if math.isinf(norm_type) else num ** (1 / norm_type))
+                for norm, num in zip(of_stage, counted, strict=True)
+            ]
         start = 0
         for other in self._flats:
             if other is flat:

@@ -87,8 +87,9 @@ def initialize(
         raise ConfigError("initialize() needs a model.")
     if mpu is not None or mesh_param is not None:
         raise ConfigError(
-            "mpu and mesh_param, which describe another library's model parallelism, are not supported. Set "
-            "tensor_parallel or sequence_parallel_size in the config instead."
+            "mpu and mesh_param, which describe another library's model parallelism, are not supported. Leave them "
+            "out, and set tensor_parallel or sequence_parallel_size in the config: neighbouring ranks share a batch "
+            "then, and engine.shardwise.data_ranks says which one."
         )
     source = asked = _config_of(args, config, config_params)
     if VARIABLE in os.environ:

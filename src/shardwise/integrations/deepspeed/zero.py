@@ -103,12 +103,12 @@ def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: b
 def GatheredParameters(  # noqa: N802
     params: OneOrSeveral, modifier_rank: int | None = None, fwd_module: object = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, `params` are whole on every rank. With `modifier_rank=0`, changes by rank 0 are kept. All ranks call.
+    """Inside, `params` are whole on every rank. With `modifier_rank`, changes by that rank are kept. All ranks call.
 
     They may be of several engines, such as a model and its moving average.
 
     Before `initialize`, changes to parameters that were built inside `Init` are recorded, and parameters that have
-    values are left alone: `initialize` gives every rank the values of rank 0.
+    values are left alone: `initialize` gives every rank the values of rank 0, so only those can be changed there.
     """
     with ExitStack() as stack:
         if enabled:
@@ -118,16 +118,17 @@ def GatheredParameters(  # noqa: N802
 
 def _gather(params: list[nn.Parameter], modifier_rank: int | None, stack: ExitStack) -> None:
     """Make `params` whole until `stack` is closed."""
-    if modifier_rank not in (None, 0):
-        raise StateError(
-            f"GatheredParameters(modifier_rank={modifier_rank}) is not supported: only changes by rank 0 can be kept. "
-            f"Use modifier_rank=0."
-        )
     found = engines_of(params)
     for engine, names in found:
-        stack.enter_context(engine.shardwise.gathered(*names, write=modifier_rank is not None))
+        write, writer = modifier_rank is not None, modifier_rank or 0
+        stack.enter_context(engine.shardwise.gathered(*names, write=write, writer=writer))
     if found:
         return
+    if modifier_rank not in (None, 0):
+        raise StateError(
+            f"GatheredParameters(modifier_rank={modifier_rank}) before initialize(): it gives every rank the values of "
+            f"rank 0, so changes by others would be lost. Use modifier_rank=0, or do this after initialize()."
+        )
     if any(param.is_meta for param in params):
         raise StateError(
             "GatheredParameters was used on parameters without values, on the meta device. Build the model inside "

@@ -278,7 +278,8 @@ def _found(model: nn.Module) -> list[str]:
         raise ModelError(
             f"{type(model).__name__} has no sequence of blocks (an nn.ModuleList or nn.Sequential of one class), so "
             f"it cannot be split into stages automatically. List the modules of each: "
-            f"pipeline: {{stages: [[...], [...]]}}."
+            f"pipeline: {{stages: [[...], [...]]}}. A block that it calls several times is in one of them, with all "
+            f"its calls."
         )
     largest = max(rows, key=lambda name: _numel(rows[name]))
     block = max(map(_numel, rows[largest].children()))

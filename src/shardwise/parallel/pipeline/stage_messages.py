@@ -137,6 +137,8 @@ class StageMessage:
     replaced: dict[int, tuple[ref[Tensor], Tensor]] = field(default_factory=dict)
     entry: int | None = None
     _leaves: list[Tensor] = field(default_factory=list)
+    _later: list[ref[Tensor]] = field(default_factory=list)
+    """The arguments of further calls of the first module in the forward, which are the stage's own."""
 
     def expecting_gradients(self) -> StageMessage:
         """This message, whose tensors get gradients where its layout says so, unless gradients are disabled."""
@@ -181,6 +183,21 @@ class StageMessage:
             return None
         given = [self._instead_of(leaf) for leaf in leaves]
         return None if all(new is leaf for new, leaf in zip(given, leaves, strict=True)) else rebuilt(given)
+
+    def note_later_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first module of the stage is called with these once more, as one block of several layers (ALBERT)."""
+        self._later += map(ref, argument_leaves(args, kwargs))
+
+    @property
+    def is_entered_once(self) -> bool:
+        """Whether the first module has had one call in the forward."""
+        return not self._later
+
+    def is_known_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the first module was called with these in the forward."""
+        leaves = argument_leaves(args, kwargs)
+        later = [leaf for one in self._later if (leaf := one()) is not None]
+        return any(self._instead_of(leaf) is not leaf or any(leaf is one for one in later) for leaf in leaves)
 
     def _instead_of(self, leaf: Any) -> Any:
         original, received = self.replaced.get(id(leaf), (None, None))

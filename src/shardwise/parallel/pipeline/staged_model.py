@@ -559,12 +559,17 @@ class StagedModel:
         if number != arrived.entry:
             return arrived.within(args, kwargs)
         if is_entered and now.is_in_forward:
-            raise ModelError(
-                f"The forward calls {self._names[number]}, with which pipeline stage {now.stage} begins, more than "
-                f"once, and each call there would get what the stage received. Begin the stage with another module: "
-                f"pipeline.stages."
-            )
-        return arrived.entering(args, kwargs, self._names[number])
+            arrived.note_later_call(args, kwargs)
+            return arrived.within(args, kwargs)
+        if arrived.is_entered_once:
+            return arrived.entering(args, kwargs, self._names[number])
+        if arrived.is_known_call(args, kwargs):  # it is computed again
+            return arrived.within(args, kwargs)
+        raise ModelError(
+            f"{self._names[number]}, with which pipeline stage {now.stage} begins, is called several times in the "
+            f"forward, and is computed again with other tensors than in any of these calls. Recompute it by "
+            f"`activations: recompute` in the plan, or by torch's checkpoint(..., use_reentrant=False)."
+        )
 
     def _is_at_home(self, number: int, now: _Running) -> bool:
         """Whether a module is called by the one that contains it, and not by itself."""

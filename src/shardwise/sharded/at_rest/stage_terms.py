@@ -4,13 +4,14 @@
 should: each rank adds its own terms, and gradients add up. What is no sum does not, such as its root, and neither does
 its value. So what is computed of parameters, or of their gradients, is marked with their names (`system/marked.py`),
 and what would need the terms of all stages is refused. Terms of one module are whole, and so is what is computed of
-them: a penalty for each block.
+them: a penalty for each block. So are their values, which are numbers with the same mark: two of them that are added or
+compared, as in a norm of all gradients or the largest of them, would be of this rank's stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
@@ -38,6 +39,8 @@ _SCALED = named(
     *("__mul__", "__rmul__", "__truediv__"),
 )
 """They scale terms, by what is none."""
+_VALUES = named("item", "tolist")
+"""They give a number."""
 _IN_PLACE = named("add_", "sub_", "mul_", "div_")
 """What `total += term` calls; the name gets the result."""
 
@@ -56,6 +59,16 @@ class Terms(NamedTuple):
     @property
     def are_partial(self) -> bool:
         return self.stage.are_of_several(self.names)
+
+    def refuse(self, doing: str) -> NoReturn:
+        """Raise `StateError`: `doing` something with terms of some stages."""
+        raise StateError(
+            f"{doing} what was computed of {len(self.names)} parameters ({', '.join(sorted(self.names)[:2])}, ...) "
+            f"that this rank's pipeline stages have; the model has more, on other ranks. Add a sum over them to the "
+            f"loss as it is, which trains all stages. Take norms and values of the whole model from "
+            f"engine.gradient_norm, engine.clip_grad_norm_ and engine.state_dict(), called by all ranks: the gradient "
+            f"of the root of a sum is that of sum / (2 * root), where root is a number."
+        )
 
 
 class TermOfStage(Marked):
@@ -77,7 +90,9 @@ class TermOfStage(Marked):
             terms = terms_of(args[1:])
             args = args if terms is None else (cls.of(args[0], terms._replace(names=frozenset())), *args[1:])
         if all(issubclass(cls, one) for one in types):
-            return super().__torch_function__(func, types, args, kwargs)
+            result = super().__torch_function__(func, types, args, kwargs)
+            is_value = type(result) is float and func in _VALUES and isinstance(args[0], cls)
+            return NumberOfStage.of(result, args[0].mark) if is_value else result
         plain = tree_map_only(cls, cls.plain, (args, dict(kwargs or {})))  # it is added to what knows more
         return func(*plain[0], **plain[1])
 
@@ -85,19 +100,20 @@ class TermOfStage(Marked):
     def _require_right(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         require_own_copies(func, args)
         terms = terms_of(tree_leaves((args, kwargs)))
+        if terms is not None and func is Tensor.__float__ and not terms.are_partial:
+            raise StateError(
+                f"float() is called on what was computed of {next(iter(terms.names))}. Code that makes one tensor of "
+                f"such numbers calls it too, as torch.tensor(norms).norm() does, and would get that of this rank's "
+                f"pipeline stages. Take .item(); engine.gradient_norm and engine.clip_grad_norm_ are of the whole "
+                f"model."
+            )
         if terms is None or not terms.are_partial or func in _ADDED or func in uses.METADATA:
             return
         if getattr(func, "__module__", "").startswith("torch.distributed"):  # a loop that adds up stages by itself
             return
         if func in _SCALED and isinstance(args[0], cls) and not any(isinstance(one, cls) for one in args[1:]):
             return
-        raise StateError(
-            f"{getattr(func, '__name__', func)} is called on what was computed of {len(terms.names)} parameters "
-            f"({', '.join(sorted(terms.names)[:2])}, ...) that this rank's pipeline stages have; the model has more, "
-            f"on other ranks. Add a sum over them to the loss as it is, which trains all stages. Take norms and values "
-            f"of the whole model from engine.gradient_norm, engine.clip_grad_norm_ and engine.state_dict(), called by "
-            f"all ranks: the gradient of the root of a sum is that of sum / (2 * root), where root is a number."
-        )
+        terms.refuse(f"{getattr(func, '__name__', func)} is called on")
 
     @classmethod
     def _completed(
@@ -115,9 +131,51 @@ class TermOfStage(Marked):
         return results, marks
 
 
+class NumberOfStage(float):
+    """The value of a term that is of one module, and so a whole one. It is a plain number in all else than with another
+    of these, and where it is copied or pickled."""
+
+    mark: Terms
+
+    @classmethod
+    def of(cls, value: float, mark: Terms) -> Self:
+        number = cls(value)
+        number.mark = mark
+        return number
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (float(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> float:
+        return float(self)
+
+
+def _of_numbers(name: str) -> Callable[..., Any]:
+    """The operator of `float`, for numbers that know of which parameters they are."""
+    plain = getattr(float, name)
+
+    def operator(self: NumberOfStage, *others: Any) -> Any:
+        terms = terms_of([self, *others])
+        if terms is None:
+            return plain(self, *others)
+        if terms.are_partial:
+            terms.refuse(f"{name.strip('_')} is called on")
+        result = plain(self, *others)
+        return NumberOfStage.of(result, terms) if type(result) is float else result
+
+    return operator
+
+
+for _name in (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+    *("__pow__", "__rpow__", "__neg__", "__pos__", "__abs__", "__lt__", "__le__", "__gt__", "__ge__"),
+):
+    setattr(NumberOfStage, _name, _of_numbers(_name))
+
+
 def terms_of(leaves: Iterable[Any]) -> Terms | None:
     """Of which parameters marked `leaves` were computed."""
-    found = [leaf.mark for leaf in leaves if isinstance(leaf, TermOfStage) and leaf.mark.names]
+    found = [leaf.mark for leaf in leaves if isinstance(leaf, TermOfStage | NumberOfStage) and leaf.mark.names]
     return found[0]._replace(names=frozenset().union(*(one.names for one in found))) if found else None
 
 

@@ -28,7 +28,7 @@ from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
 from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
-from shardwise.sharded.at_rest.stage_terms import TermOfStage, require_own_copies, terms_in
+from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, require_own_copies, terms_in
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -49,6 +49,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func is torch.autograd.grad:
         return _gradients(*args, **kwargs)
     if func in uses.METADATA:
+        if func in uses.COUNTS and isinstance(args[0], Resting):
+            _note_counted(args[0].home())
         return plainly(func, args, kwargs)
     leaves, form = tree_flatten((args, dict(kwargs)))
     handles = [leaf for leaf in leaves if isinstance(leaf, Resting | Whole)]
@@ -76,6 +78,11 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         if known is not None:
             return known
     return _run(func, leaves, form, handles)
+
+
+def _note_counted(home: Home) -> None:
+    if home.in_stage is not None and not home.is_computing:
+        home.in_stage.stage.note_counted(home.in_stage.name)
 
 
 def _computed(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], homes: Iterable[Home]) -> Any:
@@ -125,7 +132,8 @@ def _refuse_gradients(error: RuntimeError | None) -> NoReturn:
 def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """A norm, or a change by a number, for which each rank's own elements are enough; `None` for anything else."""
     if func in uses.NORMS:
-        return _norm(whole, *args, **kwargs)
+        norm, own = _norm(whole, *args, **kwargs), whole.source.in_stage
+        return norm if norm is None or own is None else TermOfStage.of(norm, Terms.of([own]))
     if func in uses.SCALINGS and _are_numbers((*args, *kwargs.values())) and whole.source.scale(func, args, kwargs):
         return whole
     return None

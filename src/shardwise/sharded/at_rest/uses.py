@@ -54,6 +54,8 @@ METADATA: frozenset[Function] = frozenset(
     }
 )
 """They use only what is known without the values, or use a parameter only as a leaf of a graph."""
+COUNTS: frozenset[Function] = frozenset({Tensor.numel, Tensor.nelement, torch.numel})
+"""Those of them that loops add up over all parameters."""
 
 ALIKE: frozenset[Function] = frozenset(
     {torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}

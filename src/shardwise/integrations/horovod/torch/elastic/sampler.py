@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -64,12 +65,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Divide the unprocessed samples among the current ranks."""
-        order = torch.arange(len(self.dataset), device="cpu")
+        order = list(range(len(self.dataset)))
         if self.shuffle:
-            order = torch.randperm(
-                len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch), device="cpu"
-            )
-        remaining = [index for index in order.tolist() if index not in self.processed_indices]
+            random.Random(self.seed + self.epoch).shuffle(order)  # Horovod's, so that a script reads the same batches
+        remaining = [index for index in order if index not in self.processed_indices]
         self.num_replicas, self.rank = size(), rank()
         self.remaining_indices = remaining
         self.num_samples = -(-len(remaining) // self.num_replicas)
