@@ -482,7 +482,7 @@ def test_what_is_exported_is_what_islands_have_in_common(tmp_path: Path) -> None
             assert not torch.equal(common["0.weight"], own["0.weight"])
             streamed = dict(engine.weights(names="module"))
             engine.save_pretrained(tmp_path / "model")
-            with pytest.raises(ModelError, match="takes over rank 0's edits within its island"):
+            with pytest.raises(ModelError, match="takes over a rank's edits within its island"):
                 engine.gathered("0.weight", write=True).__enter__()
             engine.set("0.weight", torch.full((WIDTH, WIDTH), 0.5, dtype=torch.float64))
             engine.load_state_dict({"2.weight": torch.full((WIDTH, WIDTH), 0.25, dtype=torch.float64)}, strict=False)

@@ -27,7 +27,7 @@ from tests.ranks.test_lost_ranks import (
     loss_of,
     race,
 )
-from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
+from tests.ranks.threads_as_members import ThreadMembership, run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -85,36 +85,45 @@ def test_a_rank_that_computes_wrong_gradients_leaves(
     assert [(error.ranks, error.row, error.step) for error in wrong] == [((2,), "gradient", 4)]
 
 
+BEFORE_UPDATE, IN_UPDATE = "all_reduce of verdict", "broadcast of buffers"
+
+
 @sampled
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("in_live", [False, True])
-def test_a_bit_flips_in_what_ranks_recover_from(in_live: bool, name: str, tmp_path: Path) -> None:
-    """In the copy of member 2's state, or also in that itself, before member 1 dies: the copy is made again, or member
-    2 leaves too. What only it had is lost then."""
+@pytest.mark.parametrize(("in_live", "point"), [(False, BEFORE_UPDATE), (False, IN_UPDATE), (True, BEFORE_UPDATE)])
+def test_a_bit_flips_in_what_ranks_recover_from(in_live: bool, point: str, name: str, tmp_path: Path) -> None:
+    """In the copy of member 2's state, or also in that itself, before member 1 dies: the copy is made again, or, where
+    nothing else is left of that state, member 2 leaves too. What only it had is lost then."""
     flipped: list[str] = []
+    dies = DiesBefore(1, 3, point)
 
-    def flips_and_dies(engine: sw.Engine, member: int) -> None:
-        def fault(_: int, step: int, what: str) -> bool:
-            if (member, step) == (2, 3) and not flipped:
-                flip_a_bit(engine, in_live=in_live, in_image=True)
-                flipped.append(what)
-            if member == 1 and flipped:
-                raise Killed
-            return False
+    def flips_or_dies(engine: sw.Engine, member: int) -> None:
+        dies(engine, member)
+        if member == 2:
+            membership = engine.world.membership
+            assert isinstance(membership, ThreadMembership)
+            membership.plant(partial(plant, flips))
+            engines.append(engine)
 
-        membership = engine.world.membership
-        assert isinstance(membership, ThreadMembership)
-        membership.plant(partial(plant, fault))
+    engines: list[sw.Engine] = []
+
+    def flips(_: int, step: int, what: str) -> bool:
+        if (step, what) == (3, "exchange of any_rank") and not flipped:
+            flip_a_bit(engines[0], in_live=in_live, in_image=True)
+            flipped.append(what)
+        return False
 
     plan = {**PLANS[name], "verify": 1}
-    if not in_live:
-        assert race(plan, flips_and_dies, tmp_path).keys() == {0, 2, 3}
+    if not in_live and point == BEFORE_UPDATE:
+        assert race(plan, flips_or_dies, tmp_path).keys() == {0, 2, 3}
     elif name == "ddp":
-        assert race(plan, flips_and_dies, tmp_path, dies_of=CorruptionError).keys() == {0, 3}
+        assert race(plan, flips_or_dies, tmp_path, dies_of=CorruptionError).keys() == {0, 3}
     else:
         with pytest.raises(StateError, match="no whole state is left"):
-            race(plan, flips_and_dies, tmp_path, dies_of=CorruptionError)
+            race(plan, flips_or_dies, tmp_path, dies_of=CorruptionError)
+    assert flipped
+    assert dies.is_dead
 
 
 def test_the_last_rank_goes_on_without_anybody_to_compute_again(tmp_path: Path) -> None:

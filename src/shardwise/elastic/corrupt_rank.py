@@ -10,9 +10,10 @@ Wrong *gradients* (`verify: {gradients}`) are another matter: that rank computes
 nothing tells that what it has at rest is wrong. All ranks have computed with it, and a checkpoint would have the same.
 
 [Note: a copy that is read] When a rank is lost, the others lay their state out anew, from their shadows, which nothing
-compares with others before a step. So before that each compares its own with the sums of the end of the last step. If
-only the shadow has changed, it is copied again. If the live region has, too, it may be that code between the steps has
-written there, but then on all ranks: one whose state has changed, while that of most has not, leaves.
+compares with others before a step. So before that each compares its own with the sums of the end of the step that made
+it. If only the shadow has changed, it is copied again. If the live region has, too, or is being updated, it may be that
+code between the steps has written there, but then on all ranks: one whose state has changed, while that of most has
+not, leaves.
 """
 
 from __future__ import annotations
@@ -58,20 +59,23 @@ def fault_for_others(
 
 
 def changed_at_rest(verification: Verification, survival: Survival, num_steps: Mapping[int, int]) -> str:
-    """What of this rank's state has changed since the end of the step that made it, in words; empty if nothing has.
+    """What of this rank's state has changed since the end of the step that made it, in words; empty if nothing has, or
+    only a copy. That one is torn then: the state is copied again, or, if an update has been made since, is gone.
     `num_steps`: those taken, by version.
 
     See [Note: a copy that is read]. After a fault, before ranks report what they have.
     """
     image = survival.image
-    version = image.shadow_version
-    if version == TORN or verification.first_changed(survival.at_rest(is_live=False), num_steps.get(version, -1)):
-        version = image.live_version
-        if version == TORN:
+    told = ""
+    if image.shadow_version != TORN:
+        told = verification.first_changed(survival.at_rest(is_live=False), num_steps.get(image.shadow_version, -1))
+        if not told:
             return ""
-        if told := verification.first_changed(survival.at_rest(is_live=True), num_steps.get(version, -1)):
-            return told
-        survival.copy_again()
+    if image.live_version == TORN:  # by an update that was not made on all ranks
+        return told
+    if in_live := verification.first_changed(survival.at_rest(is_live=True), num_steps.get(image.live_version, -1)):
+        return in_live
+    image.shadow_version = TORN
     return ""
 
 

@@ -460,6 +460,7 @@ class Recovery:
 
     def _regroup(self, *, lets_in: bool) -> list[Report | None]:
         """Enter the next world. Returns the report of each of its ranks, `None` for those that have joined."""
+        self._told_changed = self._changed_at_rest()
         layouts = [one for one in (self._former, self._layout) if one is not None]
         versions = {
             one.label: sorted(set().union(*(image.versions for image in one.survival.images)))
@@ -469,7 +470,6 @@ class Recovery:
         own = self.iterations
         begun, results = own.begun + own.is_prepared, self.between_steps.results
         choice = None if self._choice is None else list(map(dict, self._choice))
-        self._told_changed = self._changed_at_rest()
         facts = (self._complete_label, versions, results, self._num_layouts, self._told_changed, choice)
         report = Report(begun, own.ended, own.made, *facts)
         regrouped = self._membership.regroup(self.world, report.message(), lets_in=lets_in)

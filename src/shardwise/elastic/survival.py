@@ -151,10 +151,6 @@ class Survival:
         outside = {(cell.name, cell.kind): tensor for tensor, cell in self._outside_live}
         return found | outside if is_live else found
 
-    def copy_again(self) -> None:
-        """The copy that was made is not like the live region, which is right."""
-        self._copy(self.image.live_version)
-
     @property
     def image_bytes(self) -> int:
         """Memory of this rank's images: states updated in place, which would be elsewhere otherwise, and a copy."""

@@ -92,6 +92,8 @@ class Verification:
         """The sums at the end of the last step, of rows that nothing is known to have written since."""
         self._noted_after = -1
         """The number of that step."""
+        self._before_update: tuple[int, dict[Row, Sums]] = -1, {}
+        """Both as they were before the last update, which leaves the state before it in copies alone."""
         self._wrong: frozenset[Where] = frozenset()
         """What was found wrong here that had not changed since it was summed before."""
         self._good: int | None = None
@@ -126,25 +128,29 @@ class Verification:
     def are_as_noted(self, copies: Mapping[tuple[str, str], Tensor]) -> bool:
         """Whether copies of all that this rank updates, made since the end of the last step, have the sums that were
         taken then. They are given by a parameter's name and `param`, or the key of the state."""
-        are_right = not any(where in self._wrong for where, _ in self._sums_at_rest())  # else not to be relied on
-        return are_right and self._first_changed(copies) is None and self._are_noted()
+        noted = self._noted
+        are_right = not any(where in self._wrong for where, _ in self._sums_at_rest(noted))  # else not to be relied on
+        return are_right and self._first_changed(copies, noted) is None and self._are_noted()
 
     def first_changed(self, copies: Mapping[tuple[str, str], Tensor], num_steps: int) -> str:
         """The first of these copies, given likewise, that has another sum than was taken at the end of step
-        `num_steps`, in words; empty if all have those, or none of that step are known."""
-        found = self._first_changed(copies) if num_steps == self._noted_after else None
+        `num_steps`, in words; empty if all have those, or none of that step are known. An update may have begun since,
+        or been made."""
+        before, noted = self._before_update
+        noted = (noted if num_steps == before else {}) | (self._noted if num_steps == self._noted_after else {})
+        found = self._first_changed(copies, noted)
         return "" if found is None else f"{_WORDS.get(found.row, f'state {found.row} of')} {found.tensor}"
 
-    def _first_changed(self, copies: Mapping[tuple[str, str], Tensor]) -> Where | None:
-        for where, value in self._sums_at_rest():
+    def _first_changed(self, copies: Mapping[tuple[str, str], Tensor], noted: Mapping[Row, Sums]) -> Where | None:
+        for where, value in self._sums_at_rest(noted):
             copy = copies.get((where.tensor, "param" if where.row == "master" else where.row))
             if copy is not None and int(checksum(copy)) != value:
                 return where
         return None
 
-    def _sums_at_rest(self) -> Iterator[tuple[Where, int]]:
-        """What is noted of tensors that only an update writes."""
-        for (flat, row), sums in self._noted.items():
+    def _sums_at_rest(self, noted: Mapping[Row, Sums]) -> Iterator[tuple[Where, int]]:
+        """What is `noted` of tensors that only an update writes."""
+        for (flat, row), sums in noted.items():
             spec = self._flats[flat].spec
             if row == "param" and spec.trainable and not rests_as_master(spec):
                 continue
@@ -161,7 +167,11 @@ class Verification:
         self._gathered = {}
 
     def forget(self, *, is_update: bool) -> None:
-        """Tensors are about to be written: by an update all but frozen ones, otherwise any."""
+        """Tensors are about to be written: by an update all but frozen ones, otherwise any, and then in copies, too."""
+        if not is_update:
+            self._before_update = -1, {}
+        elif self._before_update[0] != self._noted_after:  # else another optimizer's update of the same step
+            self._before_update = self._noted_after, self._noted
         kept = (row for row in self._noted if is_update and not self._flats[row[0]].spec.trainable)
         self._noted = {row: self._noted[row] for row in kept}
 
