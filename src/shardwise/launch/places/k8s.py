@@ -87,8 +87,8 @@ class K8sPlan:
         """A selector for the pods of the job."""
         if self.is_elastic:
             return f"{_INSTANCE}={self.request.name}"
-        labels = {"job": "batch.kubernetes.io/job-name", "jobset": "jobset.sigs.k8s.io/jobset-name"}
-        return f"{labels.get(self.request.kind, 'jobset.sigs.k8s.io/jobset-name')}={self.request.name}"
+        label = "batch.kubernetes.io/job-name" if self.request.kind == "job" else "jobset.sigs.k8s.io/jobset-name"
+        return f"{label}={self.request.name}"
 
     @property
     def decides(self) -> Manifest:

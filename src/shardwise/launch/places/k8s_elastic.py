@@ -82,7 +82,7 @@ def ranks_container(address: str, port: int) -> Manifest:
 
 
 def elastic_parts(
-    job: Job, nodes: int, script: list[str], address: str, secret: str, target: str, topology: str = ""
+    job: Job, nodes: int, script: list[str], address: str, secret: str, target: str, topology: str
 ) -> tuple[Part, Part]:
     """The launcher's and that of pods with ranks. `script` is as Kubernetes takes it, `target` is `job/NAME`."""
     parts = (

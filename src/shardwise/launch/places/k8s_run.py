@@ -21,6 +21,15 @@ _WATCH_SECONDS = 300
 _PAUSE_SECONDS = 1.0
 _LAST_LINES_SECONDS = 30
 _PLURALS = {"JobSet": "jobsets", "TrainJob": "trainjobs", "Job": "jobs"}
+_OF_THE_CLIENT = {
+    "Service": "service",
+    "Secret": "secret",
+    "ServiceAccount": "service_account",
+    "Role": "role",
+    "RoleBinding": "role_binding",
+    "Job": "job",
+}
+"""Kinds that the Kubernetes client has methods for, and how it calls them there."""
 _WELL = {"Complete", "Completed", "SuccessCriteriaMet"}
 _GONE = 410
 _NOT_THERE = 404
@@ -122,40 +131,24 @@ class _Submitted:
     # -- objects ----------------------------------------------------------------------------------------
 
     def _make(self, manifest: Manifest) -> None:
-        match manifest["kind"]:
-            case "Service":
-                self._core.create_namespaced_service(self._namespace, manifest)
-            case "Secret":
-                self._core.create_namespaced_secret(self._namespace, manifest)
-            case "ServiceAccount":
-                self._core.create_namespaced_service_account(self._namespace, manifest)
-            case "Role":
-                self._rights.create_namespaced_role(self._namespace, manifest)
-            case "RoleBinding":
-                self._rights.create_namespaced_role_binding(self._namespace, manifest)
-            case "Job":
-                self._batch.create_namespaced_job(self._namespace, manifest)
-            case kind:
-                group, _, version = manifest["apiVersion"].partition("/")
-                self._custom.create_namespaced_custom_object(group, version, self._namespace, _PLURALS[kind], manifest)
+        kind = manifest["kind"]
+        if kind in _OF_THE_CLIENT:
+            self._call("create", kind)(self._namespace, manifest)
+            return
+        group, _, version = manifest["apiVersion"].partition("/")
+        self._custom.create_namespaced_custom_object(group, version, self._namespace, _PLURALS[kind], manifest)
 
     def _unmake(self, manifest: Manifest) -> None:
         """Of the kinds that are made before others."""
-        name = manifest["metadata"]["name"]
+        more = {"propagation_policy": "Background"} if manifest["kind"] == "Job" else {}
         with contextlib.suppress(self._library.client.ApiException, self._library.unanswered):
-            match manifest["kind"]:
-                case "Service":
-                    self._core.delete_namespaced_service(name, self._namespace)
-                case "Secret":
-                    self._core.delete_namespaced_secret(name, self._namespace)
-                case "ServiceAccount":
-                    self._core.delete_namespaced_service_account(name, self._namespace)
-                case "Role":
-                    self._rights.delete_namespaced_role(name, self._namespace)
-                case "RoleBinding":
-                    self._rights.delete_namespaced_role_binding(name, self._namespace)
-                case "Job":
-                    self._batch.delete_namespaced_job(name, self._namespace, propagation_policy="Background")
+            self._call("delete", manifest["kind"])(manifest["metadata"]["name"], self._namespace, **more)
+
+    def _call(self, verb: str, kind: str) -> Callable[..., Any]:
+        """The client's method for objects of this kind, such as `delete_namespaced_role`."""
+        api = {"Job": self._batch, "Role": self._rights, "RoleBinding": self._rights}.get(kind, self._core)
+        method: Callable[..., Any] = getattr(api, f"{verb}_namespaced_{_OF_THE_CLIENT[kind]}")
+        return method
 
     # -- what becomes of them ---------------------------------------------------------------------------
 
