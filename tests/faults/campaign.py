@@ -21,8 +21,10 @@ from tests.processes.launching import end
 
 SCRIPT = Path(__file__).with_name("campaign_rank.py")
 NUM_RANKS = 4
-SITUATIONS = {"anywhere": 6, "rank 0": 3, "recovering": 4, "stopped": 1, "joining": 4, "saving": 3}
-"""What kills are drawn from, and how often. `recovering` and `stopped` take two ranks."""
+SITUATIONS = {"anywhere": 6, "rank 0": 3, "recovering": 4, "stopped": 1, "paused": 2, "joining": 4, "saving": 3}
+"""What kills are drawn from, and how often. `recovering` and `stopped` take two ranks. `paused`: another rank stands
+still while the others recover, goes on, and has been taken for lost by then or not."""
+_TAKE_TWO = ("recovering", "stopped", "paused")
 ONE_AT_A_TIME = {"anywhere": 6, "rank 0": 3, "joining": 4, "saving": 3}
 _MANY_STEPS = 3
 _QUIET_SECONDS = 60
@@ -112,6 +114,10 @@ class Campaign:
         newest = max((generation for generation, _ in found.values()), default=-1)
         return {member: rank for member, (generation, rank) in found.items() if generation == newest}
 
+    def newest(self) -> int:
+        """The newest generation in which any member has been about to take a step."""
+        return max((int(path.read_text().split()[1]) for path in self.out.glob("rank-*")), default=-1)
+
     # -- what is done to it -----------------------------------------------------------------------------
 
     def allow(self, step: int) -> None:
@@ -125,9 +131,9 @@ class Campaign:
     def kill_in_some_situation(self, step: int) -> None:
         """One or two kills, when `step` steps have been taken and others would go on."""
         situation = self.draw.choices(list(self.drawn_from), list(self.drawn_from.values()))[0]
-        if situation in ("recovering", "stopped") and self.num_kills - len(self.dead) < 2:
+        if situation in _TAKE_TWO and self.num_kills - len(self.dead) < 2:
             situation = "anywhere"
-        least = {"recovering": 3, "stopped": 3}.get(situation, self.draw.choice([2, 2, 3, 4]))
+        least = 3 if situation in _TAKE_TWO else self.draw.choice([2, 2, 3, 4])
         self.allow(step)
         self.await_or_hang(lambda: self.step() >= step - 1 and len(self.ranks()) >= least)
         if self.job.poll() is not None:
@@ -146,11 +152,27 @@ class Campaign:
         if situation == "stopped" and len(ranks) >= 3:
             stopped = self.draw.choice([one for one in sorted(ranks) if one != victim])
             self.kill(stopped, signal.SIGSTOP, situation)
+        paused = [one for one in sorted(ranks) if one != victim] if situation == "paused" else []
         self.kill(victim, signal.SIGKILL, situation)
+        if len(paused) >= 2:
+            self.pause(self.draw.choice(paused))
         if situation == "recovering":
             time.sleep(self.draw.uniform(0.0, 0.25))
             if len(left := sorted(set(ranks) & set(self.pids()))) >= 2:
                 self.kill(self.draw.choice(left), signal.SIGKILL, situation)
+
+    def pause(self, member: int) -> None:
+        """Stop it for as long as the launcher waits for it, or a little less or more."""
+        path, before = self.out / f"pid-{member}", self.newest()
+        try:
+            os.kill(pid := int(path.read_text()), signal.SIGSTOP)
+            time.sleep(self.draw.uniform(0.0, 1.5))
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
+        self.await_or_hang(lambda: not is_alive(path) or (self.newest() > before and member in self.ranks()))
+        if not is_alive(path):
+            self.note_dead(member, "SIGSTOP and SIGCONT", "paused")
 
     def kill_who_comes(self) -> bool:
         """Whether a member was killed that was about to join."""
@@ -189,12 +211,13 @@ class Campaign:
             os.kill(int(path.read_text()), number)
         except ProcessLookupError:
             return  # it has ended by itself: another one is killed instead
+        self.note_dead(member, number.name, situation)
+
+    def note_dead(self, member: int, by: str, situation: str) -> None:
         self.dead.add(member)
         self.situations[situation] += 1
         with (self.out / "kills").open("a") as stream:
-            stream.write(
-                f"{time.time():.3f} {situation}: member {member} {number.name} after {self.step() + 1} steps\n"
-            )
+            stream.write(f"{time.time():.3f} {situation}: member {member} {by} after {self.step() + 1} steps\n")
         (self.out / f"saving-{member}").unlink(missing_ok=True)
 
     def await_or_hang(self, holds: Callable[[], bool]) -> None:

@@ -78,12 +78,12 @@ class Trained:
 
     def take(self, batch: dict[str, Tensor]) -> None:
         engine, before, void = self.engine, self.engine.num_steps, self.engine.num_void
+        place, num = engine.data_ranks  # among whom the batch was divided: one may be lost in the update, and it counts
         loss = self.stepped(batch)
         if engine.num_steps == before or engine.num_void > void:  # one that was a spare is where the others are
             return
         samples = batch["index"].tolist()
         line: dict[str, Any] = {"step": before, "generation": engine.world.generation, "samples": samples, "loss": loss}
-        place, num = engine.data_ranks
         self.note({**line, "place": place, "ranks": num})
         self.publish("taken", str(before))
         self.note({"step": before, "mean": engine.mean(loss)})

@@ -28,10 +28,9 @@ def refuse_elastic_job(library: str) -> None:
     """Raise `ConfigError` in a rank of `shardwise launch --elastic`, also the only one, which others would join."""
     if "SHARDWISE_MEMBER" in os.environ:
         raise ConfigError(
-            f"{library} makes a process group and divides the samples for one number of ranks, so in a job of "
-            f"--elastic its script could not go on without a lost rank, nor let one join. Start it with --max-restarts "
-            f"N instead of --elastic: then all ranks restart when one is lost, and the script goes on from its last "
-            f"checkpoint."
+            f"{library} makes a process group and divides the samples for one number of ranks, so its script could not "
+            f"go on without a lost rank, nor let one join. Start it with --max-restarts N instead of --elastic: when a "
+            f"rank is lost, all restart, and the script goes on from its last checkpoint."
         )
 
 
