@@ -330,7 +330,7 @@ IN_STAGES = {"preset": "zero1", "mesh": {"pp": 2}}
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("prompt", "zero3"), ("prefix", "zero3"), ("adalora", "zero3"), ("vera", "zero3"), ("vera", IN_STAGES)],
+    [*((kind, "zero3") for kind in ("prompt", "prefix", "adalora", "vera", "vblora")), ("vera", IN_STAGES)],
     ids=str,
 )
 def test_adapters_that_are_computed_while_they_are_saved(kind: str, plan: Any, tmp_path: Path) -> None:

@@ -405,6 +405,8 @@ def prompted(plan: Any, folder: str, kind: str) -> dict[str, Any]:
         config = peft.AdaLoraConfig(
             init_r=4, target_r=2, tinit=1, tfinal=1, total_step=6, target_modules=["q_proj", "v_proj"], **causal
         )  # fmt: skip
+    elif kind == "vblora":
+        config = peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, target_modules=["q_proj"], **causal)
     elif kind == "vera":
         config = peft.VeraConfig(r=4, target_modules=["q_proj"], **causal)
     else:

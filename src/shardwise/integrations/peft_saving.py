@@ -26,10 +26,14 @@ def adapter_state_dict(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]
             found = get_peft_model_state_dict(whole, state_dict=dict(marks), adapter_name=adapter)
         chosen |= {id(value) for value in found.values()}
     params = dict(whole.named_parameters(remove_duplicate=False))
+    # of a parameter of several modules, as VB-LoRA's vectors are, the engine knows the first name
+    first: dict[int, str] = {}
+    for name, param in params.items():
+        first.setdefault(id(param), name)
     wanted = [name for name in names if id(marks[name]) in chosen]
     kept = _buffers(model, engine, [name for name in wanted if name not in params])
     for name in wanted:
-        value = engine.get(name) if name in params else None
+        value = engine.get(first[id(params[name])]) if name in params else None
         if value is not None:
             kept[name] = value.cpu()
     return kept
