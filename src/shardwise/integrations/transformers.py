@@ -49,6 +49,7 @@ class ShardwiseTrainerMixin(_Base):
     its device, by the first `train()`, `evaluate()` or `predict()`.
     """
 
+    model: Any
     optimizer: Any
     lr_scheduler: Any
     gather_function: Any
@@ -271,16 +272,17 @@ class ShardwiseTrainerMixin(_Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_whole(self, engine: sw.Engine, folder: Path) -> None:
-        """Let the class write the model in its own way, as sentence-transformers does, from a plain copy of it."""
+        """Let the class write the model in its own way, as sentence-transformers does, from a plain copy of it. What
+        else refers to the model may compute with it meanwhile, on the rank that saves alone, as for a model card."""
         state = engine.state_dict(rank_0_only=not self.args.save_on_each_node)
-        if not (self.args.should_save and state):
-            return
-        state = self.accelerator.in_dtypes_before(self.model, state)
-        sharded, self.model = self.model, copied_with(self.model, state)
-        try:
-            self._save(str(folder), state_dict=state)
-        finally:
-            self.model = sharded
+        with engine.inference():
+            if self.args.should_save and state:
+                state = self.accelerator.in_dtypes_before(self.model, state)
+                sharded, self.model = self.model, copied_with(self.model, state)
+                try:
+                    self._save(str(folder), state_dict=state)
+                finally:
+                    self.model = sharded
 
     def _save_extras(self, folder: Path) -> None:
         """Save the tokenizer and arguments, as Trainer does next to weights."""
