@@ -93,12 +93,14 @@ def test_adapters_over_layers_in_four_bits_train_like_the_plain_model(preset: st
 @pytest.mark.parametrize("optim_bits", [8, 32])
 def test_optimizers_with_blocks_of_states_say_what_does_the_same(optim_bits: int) -> None:
     """Trainer's `optim="adamw_bnb_8bit"` is called as torch's own is."""
-    model = nn.Linear(WIDTH, WIDTH)
-    optimizer = optim.AdamW(model.parameters(), optim_bits=optim_bits)
+    models = [nn.Linear(WIDTH, WIDTH) for _ in range(NUM_RANKS)]
 
     def rank(world: sw.World) -> str:
+        model = models[world.rank]
+        optimizer = optim.AdamW(model.parameters(), optim_bits=optim_bits)
         with pytest.raises(ModelError, match="AdamW of bitsandbytes is not elementwise") as refused:
             sw.shard(model, "zero3", optimizer=optimizer, world=world)
         return str(refused.value)
 
-    assert "Use shardwise.optim.AdamW(state_dtype='int8')" in run_ranks(1, rank)[0]
+    for said in run_ranks(NUM_RANKS, rank):
+        assert "Use shardwise.optim.AdamW(state_dtype='int8')" in said

@@ -325,10 +325,17 @@ def test_adapters(plan: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(files[1][name], value, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["prompt", "prefix", "adalora"])
-def test_adapters_that_are_computed_while_they_are_saved(kind: str, tmp_path: Path) -> None:
-    plain = begin(2, jobs.prompted, None, str(tmp_path / "plain"), kind)
-    ours = on_ranks(2, jobs.prompted, "zero3", str(tmp_path / "ours"), kind)[0]
+IN_STAGES = {"preset": "zero1", "mesh": {"pp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [*((kind, "zero3") for kind in ("prompt", "prefix", "adalora", "vera", "vblora")), ("vera", IN_STAGES)],
+    ids=str,
+)
+def test_adapters_that_are_computed_while_they_are_saved(kind: str, plan: Any, tmp_path: Path) -> None:
+    plain = begin(2 if isinstance(plan, str) else 1, jobs.prompted, None, str(tmp_path / "plain"), kind)
+    ours = on_ranks(2, jobs.prompted, plan, str(tmp_path / "ours"), kind)[0]
     expected = plain()[0]
     for name in ("losses", "norms"):
         torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(expected[name]), **CLOSE)
@@ -337,6 +344,19 @@ def test_adapters_that_are_computed_while_they_are_saved(kind: str, tmp_path: Pa
         assert files[0].keys() == files[1].keys()
         for name, value in files[0].items():
             torch.testing.assert_close(files[1][name], value, **CLOSE)
+
+
+@pytest.mark.parametrize("plan", ["zero3", {"preset": "zero2", "mesh": {"dp": 1, "tp": 2}}], ids=str)
+def test_a_trainer_may_write_models_in_its_own_way(plan: Any, tmp_path: Path) -> None:
+    plain = begin(2 if isinstance(plan, str) else 1, jobs.written_in_its_own_way, None, str(tmp_path / "plain"))
+    on_ranks(2, jobs.written_in_its_own_way, plan, str(tmp_path / "ours"))
+    plain()
+    for folder in ("final", "checkpoint-2"):
+        theirs, ours = (torch.load(tmp_path / who / folder / "own.pt") for who in ("plain", "ours"))
+        assert theirs.keys() == ours.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, **CLOSE)
+    assert not list((tmp_path / "ours").glob("**/model.safetensors"))
 
 
 def test_generation_in_evaluation() -> None:

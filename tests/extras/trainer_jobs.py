@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -395,7 +396,7 @@ def tuned(plan: Any, folder: str, is_resumed: bool = False) -> dict[str, Any]:
 
 
 def prompted(plan: Any, folder: str, kind: str) -> dict[str, Any]:
-    """Adapters that `peft` computes or truncates while it saves them."""
+    """Adapters that `peft` computes or truncates while it saves them, or of which it saves buffers."""
     import peft
 
     causal = {"task_type": "CAUSAL_LM"}
@@ -404,6 +405,10 @@ def prompted(plan: Any, folder: str, kind: str) -> dict[str, Any]:
         config = peft.AdaLoraConfig(
             init_r=4, target_r=2, tinit=1, tfinal=1, total_step=6, target_modules=["q_proj", "v_proj"], **causal
         )  # fmt: skip
+    elif kind == "vblora":
+        config = peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, target_modules=["q_proj"], **causal)
+    elif kind == "vera":
+        config = peft.VeraConfig(r=4, target_modules=["q_proj"], **causal)
     else:
         config = {"prefix": peft.PrefixTuningConfig, "prompt": peft.PromptTuningConfig}[kind](
             num_virtual_tokens=4, **causal
@@ -576,3 +581,22 @@ def _skipped(plan: Any, model: nn.Module, columns: dict[str, torch.Tensor], call
     trainer = transformers.Trainer(model, **given) if plan is None else Trainer(model, shardwise=plan, **given)
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None))
+
+
+class OwnFiles(transformers.Trainer):
+    """Writes the model that it has, in a layout of its own, as the trainer of sentence-transformers does."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({name: value.clone() for name, value in self.model.state_dict().items()}, folder / "own.pt")
+
+
+def written_in_its_own_way(plan: Any, folder: str) -> None:
+    from shardwise.integrations.transformers import sharded
+
+    arguments = TrainingArguments(folder, **{**DEFAULTS, "max_steps": 4, "save_strategy": "steps", "save_steps": 2})
+    given, trainer = ({}, OwnFiles) if plan is None else ({"shardwise": plan}, sharded(OwnFiles))
+    made = trainer(gpt2(), args=arguments, train_dataset=rows(64), **given)
+    made.train()
+    made.save_model(f"{folder}/final")

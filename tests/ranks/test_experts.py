@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,23 @@ def test_muon_updates_the_matrices_beside_experts(preset: str) -> None:
         )
 
     race(mixture(), preset, {"dp": 2, "ep": 2}, make_optimizer=muon)
+
+
+def test_ranks_with_one_expert_more_plan_the_order_of_the_others() -> None:
+    """What ranks along `ep` gather together, they gather in one order, whatever their experts take; also where only
+    some of it stays whole in inference."""
+    model, data = mixture(num_experts=7), batches(3, 8)
+    model.blocks[0].norm1.requires_grad_(False)
+
+    def after(engine: sw.Engine) -> str:
+        for keep_bytes in range(10_000, 100_000, 10_000):
+            with torch.no_grad(), engine.inference(keep_bytes):
+                engine.module(*(tensor[:2] for tensor in data[0]))
+        return re.sub(r" +\d* B?", " ", str(engine.program()))
+
+    run = dealt_run(model, data, "zero3", {"dp": 2, "ep": 2}, after=after)
+    assert len(set(run.extra)) == 1
+    assert_alike(run, whole_run(model, data), 1e-5)
 
 
 def test_bytes_are_as_promised() -> None:

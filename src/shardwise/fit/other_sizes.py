@@ -84,7 +84,7 @@ def _is_of(flat: FlatSpec, table: Table, mesh: Mesh) -> bool:
 def _flat_on(flat: FlatSpec, mesh: Mesh, table: Table) -> FlatSpec:
     unit = mesh.num_replicas * table.align
     used = max((placed.span.stop for placed in flat.updates), default=flat.numel)
-    return replace(flat, mesh=mesh, table=table.on(mesh), numel=round_up(used, unit))
+    return replace(flat, mesh=mesh, table=table.on(mesh), numel=round_up(used, unit), even_numel=None)
 
 
 def _scaled(work: Work, share: float) -> Sequence[Worked]:

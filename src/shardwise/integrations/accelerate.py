@@ -181,6 +181,15 @@ class Accelerator(BatchSharingAccelerator):
         """`bf16` or `fp16` if the model had that dtype before `prepare`: its files are written in it."""
         return self._dtypes.get(model)
 
+    def in_dtypes_before(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """The `state` of a model, each parameter in the dtype that it had before `prepare`. What is one tensor under
+        two names stays one."""
+        dtypes = self._param_dtypes.get(model, {})
+        given = {
+            id(one): one.to(dtypes.get(name, one.dtype)) for name, one in reversed(state.items()) if name in dtypes
+        }
+        return {name: given.get(id(one), one) for name, one in state.items()}
+
     # -- prepare ----------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

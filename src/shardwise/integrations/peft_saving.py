@@ -13,7 +13,8 @@ from shardwise.parallel.pipeline.saved_adapters import with_all_modules
 
 
 def adapter_state_dict(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
-    """The whole tensors that peft saves, of all pipeline stages: adapters, and fully trained modules. Collective."""
+    """The whole tensors that peft saves, of all pipeline stages: adapters, fully trained modules, and their buffers, as
+    the projections of VeRA are. Collective."""
     from peft import get_peft_model_state_dict
 
     whole = with_all_modules(model)
@@ -24,13 +25,27 @@ def adapter_state_dict(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]
         with _without_rank_pattern(config):
             found = get_peft_model_state_dict(whole, state_dict=dict(marks), adapter_name=adapter)
         chosen |= {id(value) for value in found.values()}
-    kept = {}
-    for name in names:
-        if id(marks[name]) in chosen:
-            value = engine.get(name)
-            if value is not None:
-                kept[name] = value.cpu()
+    params = dict(whole.named_parameters(remove_duplicate=False))
+    # of a parameter of several modules, as VB-LoRA's vectors are, the engine knows the first name
+    first: dict[int, str] = {}
+    for name, param in params.items():
+        first.setdefault(id(param), name)
+    wanted = [name for name in names if id(marks[name]) in chosen]
+    kept = _buffers(model, engine, [name for name in wanted if name not in params])
+    for name in wanted:
+        value = engine.get(first[id(params[name])]) if name in params else None
+        if value is not None:
+            kept[name] = value.cpu()
     return kept
+
+
+def _buffers(model: Any, engine: sw.Engine, names: list[str]) -> dict[str, torch.Tensor]:
+    """The buffers `names`. Ranks have all of them whole, but those of other pipeline stages."""
+    if not names:
+        return {}
+    own = model.state_dict(keep_vars=True)
+    state = engine.state_dict() if engine.any_rank(any(name not in own for name in names)) else own
+    return {name: state[name].detach().cpu() for name in names}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ import transformers.trainer
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.formats.merged_adapters import copied_with
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
@@ -34,6 +36,8 @@ from shardwise.system.printable import printable
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
+_SAVE = transformers.trainer.Trainer._save
+_log = logging.getLogger("shardwise")
 _REPORT_TO = "Trainer logs to the trackers set by report_to of TrainingArguments"
 
 
@@ -45,6 +49,7 @@ class ShardwiseTrainerMixin(_Base):
     its device, by the first `train()`, `evaluate()` or `predict()`.
     """
 
+    model: Any
     optimizer: Any
     lr_scheduler: Any
     gather_function: Any
@@ -250,13 +255,34 @@ class ShardwiseTrainerMixin(_Base):
             with prompts_precomputed(self.model):
                 if self.args.should_save:
                     self._save(str(folder), state_dict=adapters)
+        elif type(self)._save is not _SAVE and not has_stages(self.plan):
+            self._save_whole(engine, folder)
         else:
+            if type(self)._save is not _SAVE and engine.world.rank == 0:
+                _log.warning(
+                    "%s writes models by a _save() of its own, for which a rank needs all pipeline stages: %s has "
+                    "weights and configuration as transformers writes them instead.",
+                    *(type(self).__name__, folder),
+                )
             with staged(folder, engine) as draft:
                 engine.save_pretrained(draft, dtype=self.accelerator.dtype_before(self.model))
             if self.args.should_save:
                 self._save_extras(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_whole(self, engine: sw.Engine, folder: Path) -> None:
+        """Let the class write the model in its own way, as sentence-transformers does, from a plain copy of it. What
+        else refers to the model may compute with it meanwhile, on the rank that saves alone, as for a model card."""
+        state = engine.state_dict(rank_0_only=not self.args.save_on_each_node)
+        with engine.inference():
+            if self.args.should_save and state:
+                state = self.accelerator.in_dtypes_before(self.model, state)
+                sharded, self.model = self.model, copied_with(self.model, state)
+                try:
+                    self._save(str(folder), state_dict=state)
+                finally:
+                    self.model = sharded
 
     def _save_extras(self, folder: Path) -> None:
         """Save the tokenizer and arguments, as Trainer does next to weights."""

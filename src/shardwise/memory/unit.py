@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -136,9 +137,11 @@ def _unit_spec(
         may_keep = on_cpu and kind.trainable and stays_whole and waits_here and is_widest
         overlaps = all(map(overlaps_compute, table.optim.shard))
         factored = _factored(slots, table) if kind.trainable else ()
-        flats.append(
-            FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, may_keep, overlaps, factored)
-        )
+        spec = FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, may_keep, overlaps, factored)
+        num_parts = math.prod(mesh.size(axis) for axis in spec.split_axes)
+        if num_parts > 1:
+            spec = replace(spec, even_numel=sum(math.prod(slot.whole_shape) for slot in slots) // num_parts)
+        flats.append(spec)
     return UnitSpec(choice.name, tuple(flats), choice.spans_model)
 
 

@@ -49,6 +49,10 @@ class FlatSpec:
     keeps_grad_buffer: bool = False
     overlaps_compute: bool = False
     factored: tuple[FactoredMatrix, ...] = ()
+    even_numel: int | None = None
+    """An even share, the same on all ranks, where those along an axis have parts of different sizes: seven experts on
+    two ranks. What is planned by sizes, such as how far ahead gathers run, is planned by it, because ranks along that
+    axis gather their other parameters together, in one order."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -257,6 +261,10 @@ class FlatSpec:
     @cached_property
     def full_bytes(self) -> int:
         return self.num_bytes((), self.table.compute)
+
+    def evenly(self, num_bytes: int) -> int:
+        """What the `num_bytes` that this rank has would be with an even share."""
+        return num_bytes if self.even_numel is None else num_bytes * self.even_numel // self.numel
 
 
 @dataclass(frozen=True)

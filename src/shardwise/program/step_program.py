@@ -129,15 +129,15 @@ def plan_step(
     the next unit is always being gathered. `training` and `reduces` are those of `build_pass`, `buffers_bytes` that of
     `build_step`. Raises `ProgramError` if the program does not pass its check.
     """
-    full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
-    largest = max((sum(flat.full_bytes for flat in unit.flats) for unit in units), default=0)
+    full_bytes = {flat.name: flat.evenly(flat.full_bytes) for unit in units for flat in unit.flats}
+    largest = max((sum(full_bytes[flat.name] for flat in unit.flats) for unit in units), default=0)
     budget = largest if prefetch_bytes is None else prefetch_bytes
     over_schedule = is_over_schedule(trace)
     if over_schedule:
         built = build_schedule(units, trace, reduces=reduces)
     else:
         built = build_pass(units, trace, training=training, reduces=reduces)
-    grad_bytes = {flat.name: flat.grad_bytes for unit in units for flat in unit.flats}
+    grad_bytes = {flat.name: flat.evenly(flat.grad_bytes) for unit in units for flat in unit.flats}
     micro_batch = overlap(prefetch(built, full_bytes, budget), grad_bytes)
     check(micro_batch, units, reduces=reduces)
     step = awaited_later(pipelined_step(build_step(units, buffers_bytes=buffers_bytes)), units)

@@ -337,7 +337,7 @@ def _kept(units: Sequence[Unit], keep_bytes: int | None) -> set[str]:
     for unit in units:
         if keep_bytes is None and _streams(unit):
             continue
-        needed = _bytes_to_keep(unit)
+        needed = sum(flat.spec.evenly(flat.spec.full_bytes) for flat in unit.flats if not flat.spec.resident)
         if left is None or needed <= left:
             kept.add(unit.name)
             left = None if left is None else left - needed
