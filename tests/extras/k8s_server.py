@@ -79,6 +79,8 @@ class Cluster(ThreadingHTTPServer):
         self.jobs: dict[str, Job] = {}
         self.refuses = ""
         self.is_down = False
+        self.num_refused = 0
+        """How often somebody has asked for the state of objects while it was down."""
         self.cuts_logs_after = 0
         """Every log's connection ends after so many lines that were not sent before."""
         self.admits: int | None = None
@@ -395,6 +397,7 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         asked = {name: values[0] for name, values in parse_qs(query).items()}
         if self.server.is_down:
+            self.server.num_refused += not path.endswith("/log")
             self.answer({"kind": "Status", "message": "the server is starting"}, 503)
         elif path.endswith("/log"):
             self._log(path.rsplit("/", 2)[1], asked)

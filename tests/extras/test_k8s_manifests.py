@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardwise.launch.job import Elastic, Job
 from shardwise.launch.places.k8s import K8sPlan, PodRequest, plan_k8s
 from shardwise.launch.places.k8s_run import run_k8s
 from tests.extras.k8s_server import Cluster, interrupt_soon
+from tests.patience import wait_until
 
 VERSIONS = ("1.29", "1.37")
 
@@ -119,18 +120,39 @@ def test_logs_whose_connection_ends_go_on_where_they_were(cluster: Cluster, caps
     assert shown == [f"line {number}" for number in range(7)]
 
 
-def test_an_api_server_that_is_away_for_a_while(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    threading.Timer(0.5, setattr, (cluster, "is_down", True)).start()
-    threading.Timer(1.5, setattr, (cluster, "is_down", False)).start()
-    assert run_k8s(saying(plan("job"), f"{TWO_LINES}; sleep 2"), 0.05) == 0
+def runs(cluster: Cluster) -> bool:
+    return "train" in cluster.jobs and bool(cluster.pods("train"))
+
+
+def test_an_api_server_that_is_away_for_a_while(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def is_away() -> None:
+        wait_until(lambda: runs(cluster))
+        cluster.is_down = True
+        wait_until(lambda: cluster.num_refused)
+        cluster.is_down = False
+        (tmp_path / "back").touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        away = pool.submit(is_away)
+        assert (
+            run_k8s(saying(plan("job"), f"{TWO_LINES}; until [ -e {tmp_path}/back ]; do sleep 0.05; done"), 0.05) == 0
+        )
+        away.result()
     said = capsys.readouterr().err
     assert said.count("the state of the job is unknown: the server is starting. It is asked again.") >= 1
 
 
 def test_a_deleted_job(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    path = "/apis/batch/v1/namespaces/default/jobs/train"
-    threading.Timer(0.7, cluster.delete, (path,)).start()
-    assert run_k8s(saying(plan("job"), "exec sleep 60"), 0.05) == 1
+    def delete() -> None:
+        wait_until(lambda: runs(cluster))
+        cluster.delete("/apis/batch/v1/namespaces/default/jobs/train")
+
+    with ThreadPoolExecutor(1) as pool:
+        deleted = pool.submit(delete)
+        assert run_k8s(saying(plan("job"), "exec sleep 60"), 0.05) == 1
+        deleted.result()
     assert "the Job train was deleted." in capsys.readouterr().err
 
 

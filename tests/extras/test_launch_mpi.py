@@ -35,7 +35,7 @@ WAITS = """
     import os, pathlib, time
     from shardwise.launch import StopRequest
     with StopRequest() as stop:
-        print("ready", flush=True)
+        os.write(1, b"ready\\n")  # in one piece: MPICH passes on what comes, of both ranks
         while not stop.requested:
             time.sleep(0.01)
         time.sleep(1)
