@@ -245,7 +245,7 @@ def test_experts_train_like_one_process(preset: str, mesh: dict[str, int], share
 
     Two steps: where weights of one process are changed in their last bit, losses of `tensorwise` move by 1e-6 in the
     second step, but by 7e-5 in the third, and norms by 1e-3, because a code that is another one changes what a router
-    chooses."""
+    chooses. On some processors one is so in the second step already (`blockwise`, 2e-5 on an Intel Xeon without AMX)."""
     model, data = mixture_for(recipe), batches(2, rows=12)
     settings = asked(recipe, *EXPERTS_ALONE)
     run = sharded_run(model, data, preset, math.prod(mesh.values()), mesh, fp8=settings, after=report)
@@ -253,7 +253,8 @@ def test_experts_train_like_one_process(preset: str, mesh: dict[str, int], share
     assert f"linear layers that multiply in fp8, {recipe}: blocks.0.moe.experts and 1 more" in run.extra["lines"]
     twin = plain_run(in_fp8(model, recipe, EXPERTS_ALONE), data, shares=shares)
     same_within(run, twin)
-    assert run.losses == pytest.approx(twin.losses, rel=1e-5)
+    assert run.losses[0] == pytest.approx(twin.losses[0], rel=1e-5)
+    assert run.losses == pytest.approx(twin.losses, rel=1e-4)
 
 
 def transformers_experts(kind: str) -> nn.Module:
