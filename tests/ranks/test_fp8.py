@@ -245,7 +245,7 @@ def test_experts_train_like_one_process(preset: str, mesh: dict[str, int], share
 
     Two steps: where weights of one process are changed in their last bit, losses of `tensorwise` move by 1e-6 in the
     second step, but by 7e-5 in the third, and norms by 1e-3, because a code that is another one changes what a router
-    chooses. On some processors one is so in the second step already (`blockwise`, 2e-5 on an Intel Xeon without AMX)."""
+    chooses. On some processors one is so in the second step already (`blockwise`: 2e-5 on a Xeon without AMX)."""
     model, data = mixture_for(recipe), batches(2, rows=12)
     settings = asked(recipe, *EXPERTS_ALONE)
     run = sharded_run(model, data, preset, math.prod(mesh.values()), mesh, fp8=settings, after=report)
