@@ -137,8 +137,9 @@ def test_the_best_checkpoint_is_loaded_and_others_resumed(mesh: str, then: tuple
     ours = on_ranks(ranks, jobs.saved, {"preset": "zero2", "mesh": axes}, str(tmp_path / "ours"))
     expected = plain()[0]
     for run in ours:
-        # Trainer's AdamW has a small `eps`: where a gradient is nearly zero, rounding decides how long an update is.
-        assert_same(run, expected, further=1e-4)
+        # Trainer's AdamW has a small `eps`: where a gradient is nearly zero, rounding decides how long an update is. So
+        # norms are up to 1.2e-4 apart in the sixth step (on a Xeon without AMX), where losses are 2e-6.
+        assert_same(run, expected, further=3e-4)
         assert run["bests_loss"] == pytest.approx(expected["bests_loss"], abs=1e-5)
     num_ranks, others = then
     rows = {"per_device_train_batch_size": 2 * peers // others.get("dp", 1)}
