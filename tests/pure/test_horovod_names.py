@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import sys
@@ -43,6 +44,7 @@ def arguments(node: ast.FunctionDef) -> set[str]:
     return {one.arg for one in (*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs)}
 
 
+@functools.cache  # our modules import each other's names one by one
 def read(module: str) -> dict[str, set[str]]:
     """The public names of one of our modules, with the arguments of its functions and classes, without importing it."""
     tree = ast.parse((SOURCE / f"{module.replace('.', '/')}.py").read_text())
