@@ -138,13 +138,13 @@ def test_the_best_checkpoint_is_loaded_and_others_resumed(mesh: str, then: tuple
     expected = plain()[0]
     for run in ours:
         # Trainer's AdamW has a small `eps`: where a gradient is nearly zero, rounding decides how long an update is. So
-        # norms are up to 1.2e-4 apart in the sixth step (on a Xeon without AMX), where losses are 2e-6.
-        assert_same(run, expected, further=3e-4)
-        assert run["bests_loss"] == pytest.approx(expected["bests_loss"], abs=1e-5)
+        # norms are up to 1.2e-4 apart in the sixth step, and losses 1.1e-5 (on a Xeon without AMX).
+        assert_same(run, expected, within=5e-5, further=3e-4)
+        assert run["bests_loss"] == pytest.approx(expected["bests_loss"], abs=5e-5)
     num_ranks, others = then
     rows = {"per_device_train_batch_size": 2 * peers // others.get("dp", 1)}
     resumed = on_ranks(num_ranks, jobs.resumed, {"preset": "zero3", "mesh": others}, str(tmp_path / "ours"), **rows)
-    assert resumed[0]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert resumed[0]["losses"] == pytest.approx(expected["losses"], abs=5e-5)
 
 
 def test_an_encoder_decoder_of_lightning(tmp_path: Path) -> None:
