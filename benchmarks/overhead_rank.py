@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.bare import Bare
+from benchmarks.calls import calls_during
 from benchmarks.echo import EchoTransport
 from benchmarks.figures import write_figures
 from benchmarks.overhead import DTYPES, WORLD_SIZE
@@ -123,7 +122,7 @@ def measure(engine: str, dtype: str, num_blocks: int, steps: int) -> dict[str, f
     return {
         "passes_seconds": median(passes for passes, _ in timed),
         "update_seconds": median(update for _, update in timed),
-        "calls": _calls(parts.passes) + _calls(parts.update),
+        "calls": calls_during(parts.passes) + calls_during(parts.update),
     }
 
 
@@ -147,21 +146,6 @@ def _seconds(call: Callable[[], None]) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
-
-
-def _calls(work: Callable[[], object]) -> int:
-    num_calls = 0
-
-    def note(frame: FrameType, event: str, _: object) -> None:  # noqa: ARG001
-        nonlocal num_calls
-        num_calls += event == "call"
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return num_calls
 
 
 def main() -> None:

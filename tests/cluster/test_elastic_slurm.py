@@ -23,7 +23,7 @@ from tests.thorough import soak
 
 pytestmark = [pytest.mark.skipif(bool(slurm_obstacle()), reason=slurm_obstacle()), pytest.mark.timeout(500)]
 
-SAVES = """
+BEGINS = """
     import time, torch, shardwise as sw
     from shardwise.launch import StopRequest
     model = torch.nn.Linear(4, 4)
@@ -31,25 +31,23 @@ SAVES = """
     loaded = engine.resume("checkpoints")
     world, begun = engine.world, engine.num_steps
     print("rank", world.rank, "of", world.size, "begins after step", begun, flush=True)
-    with StopRequest() as stop:
-        while not engine.any_rank(stop.requested) and not (loaded and engine.num_steps > begun + 2):
-            engine.train_step(torch.ones(2, 4), torch.zeros(2, 4), loss_fn=torch.nn.functional.mse_loss)
-            time.sleep(0.05)
-    if not loaded:
-        engine.save("checkpoints")
-    print("rank", world.rank, "is done" if loaded else f"saved step {engine.num_steps}", flush=True)
-    engine.close()
-"""
-SAVES_OFTEN = """
-    import time, torch, shardwise as sw
-    model = torch.nn.Linear(4, 4)
-    engine = sw.shard(model, "zero2", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    loaded = engine.resume("checkpoints")
-    world, begun = engine.world, engine.num_steps
-    print("rank", world.rank, "of", world.size, "begins after step", begun, flush=True)
-    while not (loaded and engine.num_steps > begun + 2):
+
+    def take_a_step():
         engine.train_step(torch.ones(2, 4), torch.zeros(2, 4), loss_fn=torch.nn.functional.mse_loss)
         time.sleep(0.05)
+"""
+SAVES = f"""{BEGINS}
+    with StopRequest() as stop:
+        while not engine.any_rank(stop.requested) and not (loaded and engine.num_steps > begun + 2):
+            take_a_step()
+    if not loaded:
+        engine.save("checkpoints")
+    print("rank", world.rank, "is done" if loaded else f"saved step {{engine.num_steps}}", flush=True)
+    engine.close()
+"""
+SAVES_ONCE = f"""{BEGINS}
+    while not (loaded and engine.num_steps > begun + 2):
+        take_a_step()
         if engine.num_steps == 10:
             engine.save("checkpoints")
             print("rank", world.rank, "saved", flush=True)
@@ -127,7 +125,7 @@ def test_a_signal_to_the_steps_ends_a_job_that_needs_all_its_nodes_and_it_saves(
 @soak("kills processes at any moment")
 def test_a_launcher_that_is_killed_is_started_again_by_its_batch_script(slurm: Slurm, tmp_path: Path) -> None:
     """In the same allocation: nothing waits in the queue, and nothing of before is in the way."""
-    log = submitted(slurm, tmp_path / "run", SAVES_OFTEN, AGAIN)
+    log = submitted(slurm, tmp_path / "run", SAVES_ONCE, AGAIN)
     wait_for(log, "rank 0 saved", "rank 1 saved")
     number = slurm.command("squeue", "--noheader", "--format=%i")
     (launcher,) = processes_with("--elastic", tmp_path / "run")
@@ -142,7 +140,7 @@ def test_a_launcher_that_is_killed_is_started_again_by_its_batch_script(slurm: S
 @soak("a node is lost at any moment")
 def test_the_node_of_a_batch_script_is_lost_and_a_job_that_depends_on_it_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     """Slurm ends the job then, in spite of --no-kill, and does not put it into the queue, in spite of --requeue."""
-    log = submitted(slurm, tmp_path / "run", SAVES_OFTEN, AGAIN, "--dependency=afternotok:1")
+    log = submitted(slurm, tmp_path / "run", SAVES_ONCE, AGAIN, "--dependency=afternotok:1")
     wait_for(log, "rank 0 saved", "rank 1 saved")
     slurm.command("scontrol", "update", "nodename=n1", "state=down", "reason=lost")  # it comes back by itself
     text = wait_for(log, "rank 0 is done", "rank 1 is done")

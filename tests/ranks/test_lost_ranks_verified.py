@@ -99,20 +99,17 @@ def test_a_bit_flips_in_what_ranks_recover_from(in_live: bool, point: str, name:
     dies = DiesBefore(1, 3, point)
 
     def flips_or_dies(engine: sw.Engine, member: int) -> None:
+        def flip(_: int, step: int, what: str) -> bool:
+            if (step, what) == (3, "exchange of any_rank") and not flipped:
+                flip_a_bit(engine, in_live=in_live, in_image=True)
+                flipped.append(what)
+            return False
+
         dies(engine, member)
         if member == 2:
             membership = engine.world.membership
             assert isinstance(membership, ThreadMembership)
-            membership.plant(partial(plant, flips))
-            engines.append(engine)
-
-    engines: list[sw.Engine] = []
-
-    def flips(_: int, step: int, what: str) -> bool:
-        if (step, what) == (3, "exchange of any_rank") and not flipped:
-            flip_a_bit(engines[0], in_live=in_live, in_image=True)
-            flipped.append(what)
-        return False
+            membership.plant(partial(plant, flip))
 
     plan = {**PLANS[name], "verify": 1}
     if not in_live and (point == BEFORE_UPDATE or name == "ddp"):  # under ddp that step counts, and is copied

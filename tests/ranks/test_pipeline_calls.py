@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from pipelined import batches
 from twins import adamw
 
 import shardwise as sw
+from benchmarks.calls import calls_during
 from shardwise.testing import run_ranks
 from tests.models import Decoder
 
@@ -43,22 +40,6 @@ def calls_of_a_step(num_blocks: int, num_micro_batches: int) -> list[int]:
             [(x, y)] = batches(1, 2 * num_micro_batches)
             for _ in range(2):
                 engine.train_step((x, y))
-            return calls_during(lambda: engine.forward_backward((x, y)))
+            return calls_during(lambda: engine.forward_backward((x, y)), within=PACKAGE)
 
     return run_ranks(2, rank)
-
-
-def calls_during(work: Callable[[], Any]) -> int:
-    """How often `work` calls a Python function of this library on this thread."""
-    num_calls = 0
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal num_calls
-        num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return num_calls

@@ -27,8 +27,7 @@ from shardwise.errors import ProgramError
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.operations import COPYING, Work, Worked, flops_of, work_of_blocks
 from shardwise.fit.prices import Cost, Prices
-from shardwise.plan.mesh import STAGE_AXIS as PIPELINE
-from shardwise.plan.mesh import Mesh
+from shardwise.plan.mesh import STAGE_AXIS, Mesh
 from shardwise.program import Action, Block, Moment, Program, StepProgram
 from shardwise.program.effects import Effect
 from shardwise.program.places import SPANS
@@ -108,7 +107,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of the ranks' time that they wait for other stages of a pipeline."""
-        return self.exposed.get(PIPELINE, 0.0) / self.step_seconds if len(self.ranks) > 1 else 0.0
+        return self.exposed.get(STAGE_AXIS, 0.0) / self.step_seconds if len(self.ranks) > 1 else 0.0
 
     @property
     def mfu(self) -> float:
@@ -501,8 +500,8 @@ class _Rank:
         self._streams.sleep_until(arrived)
         waited = self._streams.now - begun
         if waited > 0:
-            self._exposed[PIPELINE] = self._exposed.get(PIPELINE, 0.0) + waited
-            self._note(STAGES, text, begun, PIPELINE)
+            self._exposed[STAGE_AXIS] = self._exposed.get(STAGE_AXIS, 0.0) + waited
+            self._note(STAGES, text, begun, STAGE_AXIS)
 
     def _send(self, op: Op) -> None:
         kind, batch, stage = op
@@ -525,7 +524,7 @@ class _Rank:
     def _add_up(self, moment: str) -> _Asked:
         """Each rank sends its gradient to all others that have the parameter, and adds up what comes: see [Note: shared
         parameters] in `parallel/pipeline/tied_gradients.py`."""
-        line = self._prices.ranks_along(PIPELINE) if self.program.holders else ()
+        line = self._prices.ranks_along(STAGE_AXIS) if self.program.holders else ()
         sums = []
         for unit, holders in self.program.holders.items():
             num_bytes = self._prices.due_bytes(self._by_unit[unit].flats)
@@ -540,7 +539,7 @@ class _Rank:
                 else:
                     pair = tuple(sorted((self.number, line[place])))
                     seconds = self.hardware.collective_seconds("send", num_bytes, pair)
-                    cost = Cost(seconds, self.hardware.links_of(pair), PIPELINE)
+                    cost = Cost(seconds, self.hardware.links_of(pair), STAGE_AXIS)
                     self._communicate(f"exchange gradients {unit}", cost, moment)
             sums.append(
                 (unit, [(self._number, unit, own, place) for place in others], (3 * len(others) + 2) * num_bytes)
@@ -649,7 +648,7 @@ class _Rank:
             elif action.stream != COMPUTE or action.subject == "states":
                 self._compute(cost.computing, self._text(action), moment)
                 self._issue(action, effect, cost, moment)
-            elif action.over == PIPELINE and self._num_ranks > 1:
+            elif action.over == STAGE_AXIS and self._num_ranks > 1:
                 yield from self._meet(action, cost, moment)
             else:
                 self._compute(cost.computing, self._text(action), moment)
@@ -704,7 +703,7 @@ class _Rank:
         self._streams.sleep_until(met)
         waited = self._streams.now - begun
         self._streams.compute(cost.seconds, cost.links or ("",))
-        self._exposed[PIPELINE] = self._exposed.get(PIPELINE, 0.0) + self._streams.now - begun
+        self._exposed[STAGE_AXIS] = self._exposed.get(STAGE_AXIS, 0.0) + self._streams.now - begun
         if self._keeps_events:
             self._events.append(
                 Event(
@@ -712,7 +711,7 @@ class _Rank:
                     str(action),
                     begun + waited - self._start,
                     self._streams.now - self._start,
-                    PIPELINE,
+                    STAGE_AXIS,
                     moment,
                     "other stages" if waited else "",
                     waited,

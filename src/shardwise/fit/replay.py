@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ProgramError
-from shardwise.plan.mesh import MODEL_AXES, Mesh
-from shardwise.plan.mesh import STAGE_AXIS as PIPELINE
+from shardwise.plan.mesh import MODEL_AXES, STAGE_AXIS, Mesh
 from shardwise.program import Action, Program, StepProgram
 from shardwise.program.places import MOVES, OPTIMIZER, place_before
 from shardwise.program.schedule import Op, Schedule
@@ -46,12 +45,12 @@ class Event:
 
 
 Script = tuple[Event, ...]
-MEET_STAGES = Event("meet", axis=PIPELINE)
+MEET_STAGES = Event("meet", axis=STAGE_AXIS)
 
 
 def script_of(step: StepProgram, mesh: Mesh, num_micro_batches: int = 1) -> Script:
     """What each rank does in a step, without a pipeline."""
-    inside = [axis for axis in mesh.axes if axis in MODEL_AXES and axis != PIPELINE and mesh.size(axis) > 1]
+    inside = [axis for axis in mesh.axes if axis in MODEL_AXES and axis != STAGE_AXIS and mesh.size(axis) > 1]
     events: list[Event] = []
     for _ in range(min(max(1, num_micro_batches), MOST_MICRO_BATCHES)):
         events.append(Event("work", LOADER))
@@ -62,7 +61,7 @@ def script_of(step: StepProgram, mesh: Mesh, num_micro_batches: int = 1) -> Scri
 
 def scripts_of(schedule: Schedule, mesh: Mesh) -> tuple[Script, ...]:
     """What the ranks of each place along `pp` do in a step: their ops, then a meeting of all, and the update."""
-    inside = [axis for axis in mesh.axes if axis in MODEL_AXES and axis != PIPELINE and mesh.size(axis) > 1]
+    inside = [axis for axis in mesh.axes if axis in MODEL_AXES and axis != STAGE_AXIS and mesh.size(axis) > 1]
     scripts = []
     for row in schedule.rows:
         events = [Event("work", LOADER)]
@@ -72,7 +71,7 @@ def scripts_of(schedule: Schedule, mesh: Mesh) -> tuple[Script, ...]:
             events.append(Event("work", {"F": "forward", "W": "weights"}.get(op.kind, "backward")))
             events += [Event("meet", axis=axis) for axis in inside]
             events += [Event("send", made)] if made else []
-        events += [Event("meet", axis=axis) for axis in mesh.axes if axis != PIPELINE and mesh.size(axis) > 1]
+        events += [Event("meet", axis=axis) for axis in mesh.axes if axis != STAGE_AXIS and mesh.size(axis) > 1]
         events += [MEET_STAGES, Event("work", OPTIMIZER)]
         scripts.append(tuple(events))
     return tuple(scripts)
@@ -118,7 +117,7 @@ class Replay:
 
     def __init__(self, scripts: Sequence[Script], mesh: Mesh) -> None:
         """One script for all ranks, or one for each place along `pp`. Raises `ProgramError` for another number."""
-        num_places = mesh.degree(PIPELINE)
+        num_places = mesh.degree(STAGE_AXIS)
         if len(scripts) not in (1, num_places):
             raise ProgramError(f"A mesh with {num_places} pipeline ranks takes as many scripts, not {len(scripts)}.")
         self.mesh = mesh
@@ -150,14 +149,14 @@ class Replay:
 
     @property
     def _axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.mesh.axes if not (self.has_stages and axis == PIPELINE))
+        return tuple(axis for axis in self.mesh.axes if not (self.has_stages and axis == STAGE_AXIS))
 
     def _at(self, place: int, values: Seconds) -> Seconds:
         """Of `[steps, ranks]` those at `place` along `pp`, `[steps, *sizes of the other axes]`."""
         by_axis = np.asarray(values, dtype=np.float64).reshape(len(values), *self.mesh.sizes)
         if not self.has_stages:
             return by_axis
-        return np.asarray(by_axis.take(place, axis=1 + self.mesh.axes.index(PIPELINE)))
+        return np.asarray(by_axis.take(place, axis=1 + self.mesh.axes.index(STAGE_AXIS)))
 
 
 class _Ranks:
