@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+
+import shardwise as sw
+
+OWN = str(Path(sw.__file__).parent)
+"""Where this library's own files lie."""
 
 
 def calls_during(work: Callable[[], object], within: str = "") -> int:

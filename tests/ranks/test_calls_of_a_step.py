@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from test_pipeline_calls import calls_during
 from torch import nn
 
 import shardwise as sw
+from benchmarks.calls import OWN, calls_during
 from shardwise.testing import run_ranks
 
 FEW, MANY = 4, 24
@@ -38,7 +38,7 @@ def calls_of_a_step(num_params: int) -> int:
 
             for _ in range(3):
                 step()
-            return calls_during(step)
+            return calls_during(step, within=OWN)
 
     return max(run_ranks(2, rank))
 

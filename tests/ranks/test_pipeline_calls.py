@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipelined import batches
 from twins import adamw
 
 import shardwise as sw
-from benchmarks.calls import calls_during
+from benchmarks.calls import OWN, calls_during
 from shardwise.testing import run_ranks
 from tests.models import Decoder
 
-PACKAGE = str(Path(sw.__file__).parent)
 MICRO_BATCHES, MORE_BLOCKS = 4, 2
 MOST_FOR_A_BLOCK, MOST_FOR_A_MICRO_BATCH = 66, 310
 """Of these, 22 take in the gradients of a block's eleven parameters. They were 169 and 463 before each event of a unit
@@ -40,6 +37,6 @@ def calls_of_a_step(num_blocks: int, num_micro_batches: int) -> list[int]:
             [(x, y)] = batches(1, 2 * num_micro_batches)
             for _ in range(2):
                 engine.train_step((x, y))
-            return calls_during(lambda: engine.forward_backward((x, y)), within=PACKAGE)
+            return calls_during(lambda: engine.forward_backward((x, y)), within=OWN)
 
     return run_ranks(2, rank)
