@@ -28,12 +28,12 @@ def drawn(usually: int, exhaustively: int) -> int:
 
 
 sampled = pytest.mark.sampled
-"""For modules or tests that have many cases. `make test` runs one of each test's, and one more for each eighty that it
+"""For modules or tests that have many cases. `make test` runs one of each test's, and one more for each 160 that it
 has, so chosen that those of one file have as many different values, and pairs of values, as they can. `make thorough`
 runs those that add every value of each parameter of each test, and `make exhaustive` all others."""
 each_value = pytest.mark.sampled(each_value=True)
 """The same, for the few tests on which all others rest: of these `make test` runs every value of each parameter."""
-_CASES_PER_ONE_MORE = 80
+_CASES_PER_ONE_MORE = 160
 
 
 def varies(test: Test) -> Test:

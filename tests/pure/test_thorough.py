@@ -35,7 +35,7 @@ def names(items: list[Any]) -> list[str]:
 
 
 def test_every_case_runs_somewhere_once_and_one_of_each_test_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (1, 2, 5, 6, 60, 170)
+    sizes = (1, 2, 5, 6, 60, 330)
     items = [case(f"test_{size}", place=place) for size in sizes for place in range(size)]
     items.append(case("test_alone"))
     shares = {share: run_as(share, items, monkeypatch) for share in ("test", "thorough", "exhaustive")}

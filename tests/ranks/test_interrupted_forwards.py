@@ -15,6 +15,7 @@ from shardwise.system.torch_private import dispatch_modes
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Block
+from tests.thorough import sampled
 
 Tensor = torch.Tensor
 WIDTH, STEPS = 32, 6
@@ -90,6 +91,7 @@ def trained(how: str, when: int | None, world: sw.World | None, plan: Any) -> li
     return losses
 
 
+@sampled
 @pytest.mark.parametrize("plan", ["ddp", "zero3", {"preset": "zero3", "activations": "recompute"}, "zero3-offload"])
 @pytest.mark.parametrize("how", ["as a whole", "evaluated", "one by one"])
 def test_a_cell_that_is_run_again_trains_as_if_it_had_not_been_interrupted(how: str, plan: Any) -> None:
