@@ -1214,7 +1214,11 @@ class Engine:
         """See [Note: unfrozen later] in `sharded/unfreezing.py`. All ranks call."""
         sharded = self._sharded
         if self._is_open and sharded.parts.unfreezing.can_plan:
-            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
+            sharded.refuse_stages(
+                "memory for what was frozen, or in no group of the optimizer, in shard()",
+                "Have trained there, and in a group, whatever will be, and freeze it afterwards: requires_grad_(False) "
+                "and set_adapter() then do what they do in a plain loop.",
+            )
             sharded.parts.unfreezing.check(sharded.peers)
             dropped, others = sharded.parts.unfreezing.used_gradients()
             kept = gradients_aside(sharded, others)
