@@ -881,7 +881,8 @@ class Engine:
 
         `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the optimizer such as
         `exp_avg`; with islands these are of this rank's island, and `outer.anchor` and `outer.momentum` of all. The
-        result is in the dtype in which it is kept; `None` if there is none. Raises `ModelError` for an unknown name.
+        result is in the dtype in which it is kept; `None` if there is none. A tied parameter has each of its names.
+        Raises `ModelError` for an unknown one.
         """
         self._require_open()
 
@@ -910,8 +911,11 @@ class Engine:
             self._sharded.parts.gradients.prepare()
         self._before_change()
         self._sharded.settle_islands()
-        if self._sharded.parts.pipeline is None or self._sharded.parts.pipeline.across.takes(name, value, what):
-            self._sharded.parts.access.write(name, value, what)
+        pipeline, access = self._sharded.parts.pipeline, self._sharded.parts.access
+        if pipeline is None:
+            access.write(name, value, what)
+        elif pipeline.across.takes(name, value, what):
+            access.write(pipeline.across.first_name(name), value, what)
         if what == "grad":
             self._sharded.parts.gradients.changed()  # on all ranks and stages: the norm is one of all
 
@@ -1214,7 +1218,11 @@ class Engine:
         """See [Note: unfrozen later] in `sharded/unfreezing.py`. All ranks call."""
         sharded = self._sharded
         if self._is_open and sharded.parts.unfreezing.can_plan:
-            sharded.refuse_stages("memory for what was frozen in shard()", "Unfreeze it, and add groups, before.")
+            sharded.refuse_stages(
+                "memory for what was frozen, or in no group of the optimizer, in shard()",
+                "Have trained there, and in a group, whatever will be, and freeze it afterwards: requires_grad_(False) "
+                "and set_adapter() then do what they do in a plain loop.",
+            )
             sharded.parts.unfreezing.check(sharded.peers)
             dropped, others = sharded.parts.unfreezing.used_gradients()
             kept = gradients_aside(sharded, others)

@@ -151,6 +151,18 @@ def test_gathered_parameters_can_be_edited(case: tuple[str, int, Any], precision
             assert torch.allclose(value, after[name].float(), rtol=2**-7, atol=1e-6), name
 
 
+@pytest.mark.parametrize("plan", [{"preset": "zero3"}, {"preset": "zero1", "mesh": {"pp": 2}}], ids=["data", "stages"])
+def test_tied_weights_have_both_names(plan: dict[str, Any]) -> None:
+    def work(engine: sw.Engine) -> None:
+        engine.train_step(batches(1, rows=8)[0])
+        engine.set("head.weight", 2 * engine.get("head.weight"))
+        for what in ("param", "exp_avg"):
+            assert torch.equal(engine.get("head.weight", what), engine.get("tokens.weight", what))
+        assert torch.equal(engine.get("head.weight"), engine.state_dict()["tokens.weight"])
+
+    work_on_ranks(2, work, plan, lambda: Transformer(num_blocks=4, tied=True))
+
+
 def test_what_is_not_there_is_named() -> None:
     def work(engine: sw.Engine) -> None:
         with pytest.raises(ModelError, match=r"Did you mean 'blocks\.1\.up\.weight'"):

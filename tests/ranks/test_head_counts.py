@@ -280,6 +280,18 @@ def halves(_: Any, y: Tensor) -> Tensor:
     return torch.cat([gate.sigmoid() * other, other], -1)
 
 
+def quarters(_: Any, y: Tensor) -> Tensor:
+    one, two, *others = y.split(18, -1)
+    assert len(others) == 2
+    return torch.cat([one.sigmoid(), two, *others], -1)
+
+
+def asserted(_: Any, y: Tensor) -> Tensor:
+    doubled = 2 * y
+    assert y.shape[-1] == 72, "72 features"
+    return doubled
+
+
 OF_ALL_FEATURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "mean": (
         lambda _, y: y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt(),
@@ -288,6 +300,8 @@ OF_ALL_FEATURES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "softmax": (lambda _, y: y * y.softmax(-1), r"blocks.0 computes softmax over \[72\]"),
     "norm": (lambda _, y: functional.normalize(y, dim=-1), r"blocks.0 computes normalize over \[72\]"),
     "halves": (halves, r"blocks.0 takes 36 of 72 features, .* Declare fused matrices of equal size with parts"),
+    "quarters": (quarters, r"blocks.0 takes 18 of 72 features, .* Declare fused matrices of equal size with parts"),
+    "an assertion": (asserted, r"The forward of blocks.0 fails on the part of the features, .*: 72 features"),
     "a slice": (
         lambda _, y: torch.cat([y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :].neg()], -1),
         r"blocks.0 takes 36 of 72 features",

@@ -310,6 +310,32 @@ def test_a_live_engine_is_asked_and_stays_as_it_is(preset: str, kind: type[Trans
     assert asked == run_ranks(2, lambda world: trained(world, asks=False))
 
 
+@pytest.mark.parametrize(
+    "plan", [{"preset": "zero3"}, {"preset": "zero1", "mesh": {"pp": 2}}], ids=lambda one: one["preset"]
+)
+def test_a_network_may_keep_its_optimizer_and_scheduler(plan: dict[str, Any]) -> None:
+    """As those of reinforcement learning do; in stages a call of the model rehearses it."""
+    torch.manual_seed(0)
+    plain, data = Transformer(num_blocks=4), batches(3, rows=8)
+
+    def trained(world: sw.World, *, keeps: bool) -> tuple[int, list[float]]:
+        model = copy.deepcopy(plain)
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        if keeps:
+            model.optimizer, model.schedulers = optimizer, [scheduler]
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            total, losses = engine.rehearse(data[0]).total, []
+            for batch in data:
+                losses.append(engine_step(engine, optimizer, batch).item())
+                scheduler.step()
+            return total, losses
+
+    assert run_ranks(2, lambda world: trained(world, keeps=True)) == run_ranks(
+        2, lambda world: trained(world, keeps=False)
+    )
+
+
 @pytest.mark.parametrize("kind", [Transformer, Checkpointed, CheckpointedReentrant])
 def test_moments_come_in_the_order_in_which_they_come_in_training(kind: type[Transformer]) -> None:
     model, batch = kind(), batches(1)[0]

@@ -167,3 +167,28 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ModelError, match=r"not one of the model's|another engine's already"):
         sw.shard(other, "zero3", optimizer=adam)
     engine.close()
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["other", "sharded", "frozen"])
+def test_parameters_of_no_engine_that_a_loss_trains_are_named(
+    kind: str, preset: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module of the loss, such as a temperature; not one that is frozen or has an engine, nor tensors of a loop."""
+
+    def rank(world: sw.World) -> None:
+        model, other = nn.Linear(4, 4), nn.Linear(4, 2).requires_grad_(kind != "frozen")
+        modules = [model, other] if kind == "sharded" else [model]
+        engines = [
+            sw.shard(one, preset, optimizer=torch.optim.SGD(one.parameters(), lr=0.1), world=world) for one in modules
+        ]
+        for _ in range(2):
+            engines[0].backward(other(model(torch.ones(2, 4, requires_grad=True))).square().sum())
+            engines[0].step()
+        for engine in engines:
+            engine.close()
+
+    run_ranks(2, rank)
+    said = [one.getMessage() for one in caplog.records if "no engine has" in one.getMessage()]
+    assert len(said) == (2 if kind == "other" else 0)
+    assert all("trains 2 parameters that no engine has, of shapes [2, 4], [2]" in one for one in said)

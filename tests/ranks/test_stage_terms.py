@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pipelined import batches
@@ -68,6 +69,7 @@ PARTIAL: dict[str, Term] = {
     "a power": lambda model: sum(p.norm() ** 2 for p in model.parameters()) ** 0.5,
     "a norm of norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).norm(),
     "of one vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).norm(),
+    "of one tensor": lambda model: torch.cat([p.flatten() for p in model.parameters()]).std(),
     "a mean": lambda model: torch.stack([p.abs().sum() for p in model.parameters()]).mean(),
     "its value": lambda model: sum(p.square().sum() for p in model.parameters()).item(),
     "a number": lambda model: float(sum(p.abs().sum() for n, p in model.named_parameters() if "norm" in n)),
@@ -138,11 +140,71 @@ def test_a_count_of_all_parameters_says_that_it_is_of_some_stages(caplog: pytest
     counts, whole = in_stages("zero3", use), sum(param.numel() for param in Decoder().parameters())
     said = [record.getMessage() for record in caplog.records if "numel()" in record.getMessage()]
     assert sorted(said) == sorted(
-        f"A sum of numel() over model.parameters() is of this rank's pipeline stages, which have {count:,} elements of "
-        f"the model's {whole:,}."
+        f"A sum of numel() over model.parameters() is of what this rank has, {count:,} elements of the model's "
+        f"{whole:,}."
         for count in counts
     )
     assert sum(counts) == whole
+
+
+TAKEN: dict[str, Term] = {
+    "one tensor of numbers": lambda model: torch.tensor([p.norm().item() for p in model.parameters()]).norm(),
+    "one array of numbers": lambda model: np.array([p.grad.norm().item() for p in model.parameters()]).mean(),
+    "an exact sum": lambda model: math.fsum(p.norm().item() for p in model.parameters()),
+    "one array of arrays": lambda model: np.concatenate([p.detach().numpy().ravel() for p in model.parameters()]).std(),
+    "sums of lists": lambda model: sum(sum(p.detach().flatten().tolist()) for p in model.parameters()),
+    "a count": lambda model: sum((p == 0).sum().item() for p in model.parameters()),
+    "a count of those that count": lambda model: sum(torch.count_nonzero(p).item() for p in model.parameters()),
+    "a file": lambda model: pickle.dumps({n: p.detach().cpu() for n, p in model.named_parameters()}),
+    "one of `.data`": lambda model: pickle.dumps([p.data for p in model.parameters()]),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kind", TAKEN)
+def test_values_of_all_parameters_say_that_they_are_of_some_stages(
+    kind: str, preset: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody is asked when they are combined."""
+
+    def use(model: nn.Module, _: object) -> int:
+        for _ in range(2):
+            TAKEN[kind](model)
+        return sum(p.numel() for n, p in model.named_parameters() if n)
+
+    counts, whole = in_stages(preset, use), sum(param.numel() for param in Decoder().parameters())
+    said = [record.getMessage() for record in caplog.records if "Values were taken" in record.getMessage()]
+    assert len(said) == 2
+    for count in counts:
+        assert any(f"has, {count:,} elements of the model's {whole:,}. So a mean" in one for one in said)
+
+
+def test_a_count_of_split_parameters_says_that_it_is_of_parts(caplog: pytest.LogCaptureFixture) -> None:
+    models = [Decoder() for _ in range(2)]
+    full = {"preset": "zero3", "mesh": {"tp": 2}, "tensor": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}}
+
+    def rank(world: sw.World) -> int:
+        model = models[world.rank]
+        with sw.shard(model, full, optimizer=adamw(model), world=world):
+            return sum(param.numel() for param in model.parameters())
+
+    whole = sum(param.numel() for param in models[0].parameters())
+    counts = run_ranks(2, rank)
+    said = [record.getMessage() for record in caplog.records if "numel()" in record.getMessage()]
+    assert len(said) == 2
+    assert all(f"{count:,} elements of the model's {whole:,}." in one for count, one in zip(counts, said, strict=True))
+
+
+def test_values_of_some_parameters_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def use(model: nn.Module, _: object) -> None:
+        for name, param in model.named_parameters():
+            if "norm" in name:
+                assert param.norm().item() > -1
+            assert [param.shape, param.dtype, param.requires_grad, param.dim()]
+            param.data.mul_(1.0)
+
+    in_stages("zero3", use)
+    assert not [record for record in caplog.records if "Values were taken" in record.getMessage()]
 
 
 def test_a_value_is_a_plain_number_to_others() -> None:
@@ -351,6 +413,36 @@ def test_gradients_of_split_parameters_are_known_as_parts() -> None:
     train(plain, adamw(plain))
     for state in run_ranks(2, rank):
         torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+OF_A_PART: dict[str, Callable[[Tensor], Any]] = {
+    "an array": lambda values: values.numpy(),
+    "a list": lambda values: values.tolist(),
+    "elements that are chosen": lambda values: values[values > 0],
+    "how many there are": lambda values: len(values.unique()),
+    "a comparison": lambda values: torch.equal(values, values + 0),
+    "a comparison of products": lambda values: torch.allclose(values * 2, values + values),
+    "a file": lambda values: pickle.dumps(values.cpu().clone()),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kind", OF_A_PART)
+def test_values_of_a_part_are_not_taken_for_the_whole(kind: str, preset: str) -> None:
+    models = [Decoder() for _ in range(2)]
+    full = {"preset": preset, "mesh": {"tp": 2}, "tensor": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}}
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, full, optimizer=adamw(model), world=world):
+            for values in (model.blocks[1].up.weight.detach(), model.blocks[1].up.weight.data.clone()):
+                with pytest.raises(StateError, match=r"this rank has .* would compute with that part alone"):
+                    OF_A_PART[kind](values)
+            OF_A_PART[kind](model.head.weight.detach())  # which is whole
+            assert values.cpu().mul(2).shape == values.shape
+            assert not torch.equal(values, torch.zeros(values.shape))  # somebody knows that it is a part
+
+    run_ranks(2, rank)
 
 
 def require_numbers(_: nn.Module, args: tuple[Tensor, ...]) -> None:

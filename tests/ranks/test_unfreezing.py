@@ -669,7 +669,7 @@ def test_a_pipeline() -> None:
             engine.train_step(batch(0), loss_fn=lambda output: output.square().mean())
             model.requires_grad_(True)
             with pytest.raises(
-                StateError, match=r"into pipeline stages has no memory .* Unfreeze it, and add groups, befor"
+                StateError, match=r"into pipeline stages has no memory .* whatever will be, and freeze it afterwards"
             ):
                 engine.train_step(batch(1), loss_fn=lambda output: output.square().mean())
 

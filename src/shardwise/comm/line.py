@@ -105,8 +105,12 @@ class Line:
 
     def all_same(self, word: bytes) -> bool:
         """Whether all ranks have passed the same `word`, of a few bytes."""
+        return len(set(self.words(word))) == 1
+
+    def words(self, word: bytes) -> list[bytes]:
+        """Every rank's `word`, of a few bytes, in its order."""
         self._note("exchange", SHORT_MESSAGE_BYTES)
-        return len(set(self.exchange(word))) == 1
+        return self.exchange(word)
 
     @property
     def overlaps_compute(self) -> bool:

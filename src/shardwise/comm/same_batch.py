@@ -37,11 +37,16 @@ class BatchCheck:
         """Whether the line sends nothing, so that no batch can be compared, nor counts."""
         return self._line.is_silent
 
-    def see(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the next batch. All ranks of the line call; see `require_same_batch`."""
+    def see(self, tensors: Mapping[str, Tensor], told: bytes = b"") -> list[bytes]:
+        """Take the next batch. All ranks of the line call; see `require_same_batch`. Returns what each has `told`, a
+        few bytes that go with the word of the batch; nothing if that is not compared."""
         word = self.word_of(tensors)
-        if word is not None and not self._line.all_same(word):
+        if word is None:
+            return []
+        words = self._line.words(word + told)
+        if any(one[: len(word)] != word for one in words):
             require_same_batch(tensors, self._line)
+        return [one[len(word) :] for one in words]
 
     def word_of(self, tensors: Mapping[str, Tensor]) -> bytes | None:
         """Four bytes that are equal for equal batches, of the next batch; `None` if it is not compared."""

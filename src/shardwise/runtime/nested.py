@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
@@ -21,26 +22,36 @@ def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects."""
+    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects. An optimizer's are its own."""
     if isinstance(value, Tensor):
         yield value
         return
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
-        return
-    inner: object
-    if isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        inner = value
-    elif is_dataclass(value):
-        inner = [getattr(value, one.name) for one in fields(value)]
-    else:
-        inner = list(getattr(value, "__dict__", {}).values())
-    for item in inner:
+    for item in _items_of(value) if depth else ():
         if isinstance(item, Tensor):  # most are, and need no generator of their own
             yield item
         else:
             yield from tensors_in(item, depth - 1)
+
+
+def optimizers_in(value: object, depth: int = 4) -> Iterator[Optimizer]:
+    """Every optimizer in such a nest: networks of reinforcement learning keep theirs in an attribute."""
+    if isinstance(value, Optimizer):
+        yield value
+        return
+    for item in _items_of(value) if depth else ():
+        yield from optimizers_in(item, depth - 1)
+
+
+def _items_of(value: object) -> Iterable[object]:
+    if value is None or isinstance(value, str | bytes | int | float | nn.Module | Optimizer):
+        return ()
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set):
+        return value
+    if is_dataclass(value):
+        return [getattr(value, one.name) for one in fields(value)]
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def with_others(value: object, other: Callable[[Tensor], Tensor], depth: int = 4) -> object:
@@ -48,7 +59,7 @@ def with_others(value: object, other: Callable[[Tensor], Tensor], depth: int = 4
     same ones, and are changed."""
     if isinstance(value, Tensor):
         return other(value)
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module | Optimizer):
         return value
     if isinstance(value, list):
         value[:] = [with_others(item, other, depth - 1) for item in value]

@@ -315,9 +315,18 @@ class Access:
         return tuple(value.shape) if home is None else home[0].slots[home[1]].whole_shape
 
     def _home(self, name: str) -> tuple[Flat, int]:
-        if name not in self._homes:
+        home = self._homes.get(name) or self._home_of_tied(name)
+        if home is None:
             raise ModelError(f"The model has no parameter {name!r}. {nearest(name, self._homes)}")
-        return self._homes[name]
+        return home
+
+    def _home_of_tied(self, name: str) -> tuple[Flat, int] | None:
+        """That of a parameter which has another name before this one, as a head's that is the embedding's."""
+        try:
+            param = self._model.get_parameter(name)
+        except AttributeError:
+            return None
+        return next((home for home in self._homes.values() if home[0].params[home[1]] is param), None)
 
     def _piece(self, flat: Flat, index: int, what: str) -> Tensor | None:
         """This rank's elements, in live memory; `None` if there are none of this kind."""

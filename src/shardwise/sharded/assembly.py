@@ -35,7 +35,14 @@ from shardwise.runtime.activations import (
     Treatments,
 )
 from shardwise.sharded.access import Access
-from shardwise.sharded.at_rest import Owner, StageNames, Structure, give_values_to_torch, use_unsplit_states
+from shardwise.sharded.at_rest import (
+    Owner,
+    OwnShare,
+    StageNames,
+    Structure,
+    give_values_to_torch,
+    use_unsplit_states,
+)
 from shardwise.sharded.gradients import Gradients
 from shardwise.sharded.sharding import Sharding
 from shardwise.sharded.unfreezing import Unfreezing
@@ -195,6 +202,7 @@ class _Assembly:
         runner = self._runner(executor)
         gradients = self._gradients(executor, runner, verdict)
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
+        share = _own_share(sharding)
         owner = Owner(
             sharding.units,
             runner,
@@ -203,8 +211,9 @@ class _Assembly:
             gradients,
             self._steps.before_change,
             sharding.weights_outside,
-            _stage_names(sharding),
+            None if share is None else _stage_names(sharding, share),
         )
+        owner.share = share
         self._hooks.callback(owner.close)
         self._hooks.callback(use_unsplit_states(self._model, owner.split_home_of))
         self._hooks.callback(give_values_to_torch(self._model))
@@ -458,17 +467,25 @@ def _around(sequence: SequenceParallel | None) -> Callable[[nn.Module], Abstract
     return around
 
 
-def _stage_names(sharding: Sharding) -> StageNames | None:
+def _own_share(sharding: Sharding) -> OwnShare | None:
+    """What this rank's parameters are of the model's, where stages or model axes leave it a part."""
+    slots = [slot for flat in sharding.flats for slot in flat.slots]
+    shapes = [slot.whole_shape for slot in slots]
+    if sharding.staged is not None:
+        shapes = [sharding.staged.whole.shapes[name] for name in sharding.staged.holders]
+    own, whole = sum(math.prod(slot.shape) for slot in slots), sum(map(math.prod, shapes))
+    trained = frozenset(slot.name for flat in sharding.flats if flat.spec.trainable for slot in flat.slots)
+    return OwnShare(trained, own, whole) if own != whole else None
+
+
+def _stage_names(sharding: Sharding, share: OwnShare) -> StageNames | None:
     """The parameters of this rank's stages by name, if there is a pipeline."""
     if sharding.staged is None or sharding.stage_design is None or sharding.stage_design.copies is None:
         return None
     pieces = sharding.staged.layout.pieces
     names = [slot.name for flat in sharding.flats for slot in flat.slots]
     within = {name: max((one for one in pieces if name.startswith(f"{one}.")), key=len, default="") for name in names}
-    trained = frozenset(slot.name for flat in sharding.flats if flat.spec.trainable for slot in flat.slots)
-    shapes, every = sharding.staged.whole.shapes, sharding.staged.holders
-    own, whole = (sum(math.prod(shapes[name]) for name in some) for some in (names, every))
-    return StageNames(within, sharding.stage_design.copies.other_than, trained, own, whole)
+    return StageNames(within, sharding.stage_design.copies.other_than, share)
 
 
 def _treat_activations(

@@ -31,6 +31,7 @@ from shardwise.runtime.activations import Treatments
 from shardwise.runtime.dropped_layers import refuse_dropped_layers
 from shardwise.runtime.micro_batches import MicroSteps
 from shardwise.sharded.assembly import Parts, assemble, treated
+from shardwise.sharded.other_parameters import tell_of_others
 from shardwise.sharded.sharding import Sharding
 
 _log = logging.getLogger("shardwise")
@@ -49,6 +50,8 @@ class Progress:
     micro_steps: MicroSteps = field(default_factory=MicroSteps)
     whole_outputs: WholeOutputs = field(default_factory=WholeOutputs)
     split_batches: SplitBatches = field(default_factory=SplitBatches)
+    has_seen_loss: bool = False
+    """Whether a loss has been sent back, which was asked for what else it trains."""
     num_void: int = 0
     """How many steps were made void; their batches are to come again."""
     replan: Callable[[], object] = lambda: None
@@ -217,6 +220,10 @@ class ShardedModel(NotCopied):
         if self._weighs_losses:
             loss = self._weighed(loss, self.progress.weighing.current if weight is None else weight)
         self._has_begun = True
+        if not self.progress.has_seen_loss:
+            self.progress.has_seen_loss = True
+            if self.mesh.data_place(self.world.rank)[1] > 1:
+                tell_of_others(loss)
         self.scale(loss).backward()
 
     def weigh(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -25,13 +26,16 @@ from shardwise.program.schedule import Op
 from shardwise.runtime import named_tensors, tensors_in
 from shardwise.runtime.dropped_layers import refuse_dropped_layers
 from shardwise.runtime.micro_batches import LossFunction, MicroBatch, side_inputs
+from shardwise.system.checksum import crc32
 from shardwise.system.telemetry import STAGES, Timeline
+from shardwise.system.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.survey import Surveyor
 
 Tensor = torch.Tensor
 _NOTHING = nullcontext()
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 class Trainer(Protocol):
@@ -128,6 +132,10 @@ class Pipeline:
         self._collectives = world.collectives(device)
         self._device = device
         self._batches = BatchCheck(self.line, device)
+        self._params: list[nn.Parameter] = []
+        self._trained: list[bytes] = []
+        """By pipeline rank: a word that is equal as long as the same of its parameters are trained. Loops freeze and
+        unfreeze, which decides for which of its outputs a stage gets gradients."""
         from shardwise.parallel.pipeline.auxiliary_losses import LossesAside  # only ranks with a pipeline load them
         from shardwise.parallel.pipeline.on_every_stage import OnEveryStage
 
@@ -475,7 +483,8 @@ class Pipeline:
 
     def kind_of(self, part: MicroBatch) -> Hashable:
         """A key that is equal for micro-batches of which a stage's outputs have one layout; see [Note: layouts]."""
-        return self.staged.model.training, torch.is_grad_enabled(), _looks_of(part), part.form
+        trained = tuple(self._trained) if torch.is_grad_enabled() else ()
+        return self.staged.model.training, torch.is_grad_enabled(), trained, _looks_of(part), part.form
 
     def require_whole(self) -> None:
         if self.staged.gathers_in_calls:
@@ -485,13 +494,17 @@ class Pipeline:
             )
 
     def check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
-        """Raise unless all ranks of the pipeline were given the same batch."""
+        """Raise unless all ranks of the pipeline were given the same batch; and learn which parameters each trains."""
         named = {
             f"micro-batch {number}, {name}": tensor
             for number, part in enumerate(parts)
             for name, tensor in named_tensors(part.args, part.kwargs).items()
         }
-        self._batches.see(named)
+        if not self._params:
+            self._params = list(self.staged.model.parameters())
+        with DisableTorchFunctionSubclass():
+            flags = bytes(map(_IS_TRAINED, self._params))
+        self._trained = self._batches.see(named, crc32(flags).to_bytes(4, "little")) or self._trained
 
     # -- the end of a step ------------------------------------------------------------------------------
 

@@ -32,6 +32,10 @@ class AcrossStages:
         self._collectives = world.collectives(device)
         self._device = device
 
+    def first_name(self, name: str) -> str:
+        """That of a parameter which may have several, because weights are tied."""
+        return self._staged.whole.ties.get(name, name)
+
     def holds(self, name: str) -> bool:
         """Whether this rank has a parameter of the whole model, given by its first name."""
         holders = self._staged.holders
@@ -42,6 +46,7 @@ class AcrossStages:
     def read(self, name: str, what: str, own: Own) -> Tensor | None:
         """The whole tensor, on every rank; `None` if no rank has one. For a parameter on several stages, the first
         one's."""
+        name = self.first_name(name)
         self.holds(name)
         pp_rank = self._staged.holders[name][0]
         mine = own.read(name, what) if self._staged.pp_rank == pp_rank else None
@@ -53,6 +58,7 @@ class AcrossStages:
 
     def takes(self, name: str, value: Tensor, what: str) -> bool:
         """Whether this rank has to write `value`. Raises on all ranks if its shape does not fit."""
+        name = self.first_name(name)
         shape = self._staged.whole.shapes.get(name)
         if self.holds(name) or shape is None:
             return True

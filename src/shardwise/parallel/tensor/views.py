@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,6 +122,8 @@ class Mixing:
     num_tokens: int
 
 
+_FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)
+"""What a forward raises where shapes do not fit."""
 Step = View | Reduction | Cut | ForeignWeight | Mixing
 
 
@@ -146,12 +148,12 @@ class ViewCheck:
             if unsplit is None:
                 return
             unsplit.train(module.training)
-            problem = ""
+            problem, expected = "", []
             try:
                 expected = _steps(unsplit, (), args, kwargs, device, compute)
                 problem = difference(expected, _steps(module, units, args, kwargs, device, compute), self._parts)
             except _FailedError as failed:
-                problem = str(failed)
+                problem = failed.reason(expected, self._parts)
             except ModelError:  # the model reads values, so it cannot be checked
                 pass
             problems = [message.decode() for message in line.exchange(problem.encode())]
@@ -205,14 +207,14 @@ class StageViews:
             with _Record(found, stack, self._model) as record:
                 try:
                     yield
-                except (RuntimeError, ValueError, IndexError) as error:
-                    where = record.failed_at
-                    is_own = where is not None and _is_in(where, pieces)
-                    if is_own and self._expected(called, pieces, given) is not None:
-                        raise ModelError(str(_failed(where or "", error))) from error
-                    raise
+                except _FAILURES as error:
+                    failed = _FailedError(record.path, error, _of(pieces, found))  # before the unsplit ones come in
+                    expected = self._expected(called, pieces, given) if _is_in(record.path, pieces) else None
+                    if expected is None:
+                        raise
+                    raise ModelError(failed.reason(expected, self._parts)) from error
         expected = self._expected(called, pieces, given)
-        problem = difference(expected or [], [step for step in found if _is_in(step.path, pieces)], self._parts)
+        problem = difference(expected or [], _of(pieces, found), self._parts)
         problems = [message.decode() for message in self._line.exchange(problem.encode())]
         if any(problems):
             raise ModelError(next(filter(None, problems)))
@@ -233,7 +235,11 @@ class StageViews:
             return None
         prefix = f"{above}." if above else ""
         steps = [replace(step, path=f"{prefix}{step.path}" if step.path else above) for step in steps]
-        return [step for step in steps if _is_in(step.path, pieces)]
+        return _of(pieces, steps)
+
+
+def _of(pieces: Sequence[str], steps: Iterable[Step]) -> list[Step]:
+    return [step for step in steps if _is_in(step.path, pieces)]
 
 
 def difference(expected: Sequence[Step], found: Sequence[Step], parts: Collection[int]) -> str:
@@ -348,9 +354,9 @@ def _steps(
                 twin.model(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 raise  # a rehearsal has no values to read, however many features there are
-            except (RuntimeError, ValueError, IndexError) as error:
-                if units and record.failed_at is not None:
-                    raise _failed(record.failed_at, error) from error
+            except _FAILURES as error:
+                if units:
+                    raise _FailedError(record.path, error, found) from error
                 raise
 
     rehearse_forward(run, model, units, MicroBatch(args, kwargs), device=device, compute=compute)
@@ -360,15 +366,21 @@ def _steps(
 class _FailedError(ModelError):
     """The forward of the split model fails where that of the unsplit one does not."""
 
+    def __init__(self, path: str, error: Exception, found: Sequence[Step]) -> None:
+        """`path` is the module in which it fails, after the steps `found`."""
+        super().__init__(
+            f"The forward of {path or 'the model'} fails on the part of the features, or with tensor.sequence of the "
+            f"tokens, that tensor.plan leaves on a rank along {AXIS}: {str(error).rstrip('.')}. What it combines with "
+            f"split features has to be split as they are: by a pattern of its own in tensor.plan, by an attribute in "
+            f"tensor.divide, or, for a parameter of one number per feature or head, a slice; or leave the module out "
+            f"of tensor.plan."
+        )
+        self._found = found
 
-def _failed(path: str, error: Exception) -> _FailedError:
-    return _FailedError(
-        f"The forward of {path or 'the model'} fails on the part of the features, or with tensor.sequence of the "
-        f"tokens, that tensor.plan leaves on a rank along {AXIS}: {str(error).rstrip('.')}. What it combines with "
-        f"split features has to be split as they are: by a pattern of its own in tensor.plan, by an attribute in "
-        f"tensor.divide, or, for a parameter of one number per feature or head, a slice; or leave the module out of "
-        f"tensor.plan."
-    )
+    def reason(self, expected: Sequence[Step], parts: Collection[int]) -> str:
+        """The first step before that is not as `expected`, as `q, k, v = x.split(...)` takes too few parts; or the
+        error itself."""
+        return difference(expected[: len(self._found)], self._found, parts) or str(self)
 
 
 def _followed(model: nn.Module, hooks: ExitStack) -> list[str]:
@@ -400,8 +412,8 @@ class _Record(TorchFunctionMode):
         self._stack = stack
         self._names = {param: name for name, param in model.named_parameters()}
         self._modules = dict(model.named_modules())
-        self.failed_at: str | None = None
-        """Where a function of torch has raised."""
+        self.path = ""
+        """The module in which the last function of torch was called."""
 
     def __torch_function__(
         self,
@@ -410,11 +422,9 @@ class _Record(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        try:
-            result = func(*args, **(kwargs or {}))
-        except Exception:
-            self.failed_at = self._stack[-1] if self._stack else ""
-            raise
+        if self._stack:
+            self.path = self._stack[-1]
+        result = func(*args, **(kwargs or {}))
         if func in _WATCHED:
             self._found += self._steps(func, args, kwargs or {}, result)
         return result
@@ -422,7 +432,7 @@ class _Record(TorchFunctionMode):
     def _steps(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> Iterator[Step]:
-        path = self._stack[-1] if self._stack else ""
+        path = self.path
         given = args[0] if args else None
         if func in PRODUCTS_OF_TWO and not any(one in self._names for one in tree_leaves(args) if _is_tensor(one)):
             yield Reduction(path, func.__name__, _sizes_added_up(func, args, kwargs))

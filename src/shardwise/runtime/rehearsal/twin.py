@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.comm.line import LEDGER_OF_COPIES
 from shardwise.errors import ModelError
 from shardwise.memory import Flat, FlatGradients, FullState, Unit, place, torch_dtype
-from shardwise.runtime.nested import tensors_in
+from shardwise.runtime.nested import optimizers_in, tensors_in
 from shardwise.runtime.rehearsal.integers import like
 from shardwise.runtime.rehearsal.rebound import rebind
 from shardwise.system.own_hooks import is_own
@@ -94,6 +94,8 @@ class Twin:
             for tensor in tensors_in(vars(module)):
                 if id(tensor) not in self._memo:
                     self._memo[id(tensor)] = like(tensor, self._device)
+            for optimizer in optimizers_in(vars(module)):  # a forward may read a learning rate, and takes no step
+                self._memo[id(optimizer)] = optimizer
             for hooks in _hooks_of(module):
                 theirs = [(key, hook) for key, hook in hooks.items() if not is_own(hook)]
                 self._memo[id(hooks)] = OrderedDict(theirs)

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.errors import CommError, StateError
 from shardwise.memory import AtRest
+from shardwise.sharded.at_rest.own_share import OwnShare
 from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.system.torch_private import tree_leaves
 
@@ -89,6 +90,11 @@ class Home(Source, Protocol):
     @property
     def is_computing(self) -> bool:
         """Whether the model's forward or a backward is running."""
+        ...
+
+    @property
+    def share(self) -> OwnShare | None:
+        """What this rank has of the model, unless that is all of it."""
         ...
 
     @property

@@ -17,6 +17,7 @@ from shardwise.runtime import Agreement, Runner, changed_inside
 from shardwise.sharded.access import Access
 from shardwise.sharded.at_rest.assigned import Present
 from shardwise.sharded.at_rest.handles import Home, Resting, Step, Whole
+from shardwise.sharded.at_rest.own_share import OwnShare
 from shardwise.sharded.at_rest.stage_names import InStage, StageNames
 from shardwise.sharded.at_rest.unsplit import UnsplitSource
 from shardwise.sharded.at_rest.use import plainly, use
@@ -50,6 +51,8 @@ class Owner:
         once; see [Note: terms outside of the model] in `use.py`. `stage`: the parameters, if others are on other
         stages."""
         self.stage = stage
+        self.share: OwnShare | None = None
+        """What they are of the model's, if not all."""
         self.weights_outside = weights_outside
         self.runner = runner
         self.agreement = agreement
@@ -182,6 +185,11 @@ class ParamHome:
     def in_stage(self) -> InStage | None:
         owner = self._owner_ref()
         return None if owner is None or owner.stage is None else InStage(owner.stage, self.name)
+
+    @property
+    def share(self) -> OwnShare | None:
+        owner = self._owner_ref()
+        return None if owner is None else owner.share
 
     @property
     def weight_outside(self) -> float:

@@ -20,9 +20,14 @@ from shardwise.sharded.at_rest.handles import Resting, Source, Whole, source_of
 from shardwise.sharded.at_rest.stage_names import InStage
 from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms
 from shardwise.system.marked import Marked
+from shardwise.system.torch_functions import named
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_leaves, tree_unflatten
 
 Tensor = torch.Tensor
+_NUMBERS = named("equal", "allclose", "item", "__bool__", "__float__", "__int__", "is_nonzero")
+"""They give a number or a truth value of all elements."""
+_MOVES = named("cpu", "cuda", "to", "pin_memory")
+"""They do not change the shape, and a tensor without values cannot be moved."""
 
 
 class PartOf(NamedTuple):
@@ -42,6 +47,13 @@ class Part(Marked):
     mark: PartOf
 
     @classmethod
+    def _require_right(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves = tree_leaves((args, kwargs))
+        part = next(one for one in leaves if isinstance(one, cls))
+        if func in _NUMBERS and not _is_given_own(leaves, _shape(part)):
+            raise _of_part_alone(func, _shape(part), part.mark)
+
+    @classmethod
     def _explain(
         cls, error: RuntimeError, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
@@ -53,6 +65,9 @@ class Part(Marked):
     ) -> tuple[Sequence[Any], Sequence[PartOf | None]]:
         leaves, form = tree_flatten((tuple(args), dict(kwargs)))
         return completed(results, func, leaves, form)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _of_part_alone("pickle", _shape(self), self.mark)
 
 
 class _AddedUp(torch.autograd.Function):
@@ -78,14 +93,22 @@ def completed(
     if not splits:
         return results, nothing
     part, of = next((one for one in splits if one[1].added_up is not None), splits[0])
+    if func in uses.COPIED:
+        raise _of_part_alone(func, part, of)
     try:
         with torch.no_grad(), DisableTorchFunctionSubclass():
             args, kwargs = tree_unflatten([_unsplit(leaf) for leaf in leaves], form)
-            expected = [one.shape if isinstance(one, Tensor) else None for one in tree_leaves(func(*args, **kwargs))]
-    except NotImplementedError:
-        return results, nothing  # its result depends on values
+            made = args[0] if func in _MOVES else func(*args, **kwargs)
+            expected = [one.shape if isinstance(one, Tensor) else None for one in tree_leaves(made)]
+    except NotImplementedError:  # its result depends on values
+        given = set(map(id, leaves))
+        is_value = any(isinstance(one, Tensor | bool | int | float) and id(one) not in given for one in results)
+        if is_value and not _is_given_own(leaves, part):
+            raise _of_part_alone(func, part, of) from None
+        return results, nothing
     except (RuntimeError, ValueError, TypeError, IndexError):  # it is given other parts too
         is_mixing = any(isinstance(one, Tensor) and one.shape.numel() < math.prod(part) for one in results)
+        is_mixing |= any(isinstance(one, bool | int | float) for one in results) and not _is_given_own(leaves, part)
         expected = []
     else:
         pairs = zip(results, expected, strict=False)
@@ -96,13 +119,7 @@ def completed(
             whole = _AddedUp.apply(results[0], of.added_up)  # type: ignore[no-untyped-call]  # torch's own
         return [whole if of.in_stage is None else TermOfStage.of(whole, Terms.of([of.in_stage]))], nothing
     if is_mixing or (_has_gradient(results) and _has_gradient([one for one in leaves if _part_of(one) is None])):
-        raise StateError(
-            f"{of.name} is split along a model axis: this rank has {list(part)} of {list(of.unsplit_shape)}, and "
-            f"{getattr(func, '__name__', func)} would compute with that part alone. engine.get(name), or "
-            f"engine.get(name, 'grad'), called by all ranks, gives the whole tensor, and engine.set(name, value) "
-            f"changes it; engine.clip_grad_norm_ and engine.gradient_norm are of the whole model. In a loss, take a "
-            f"sum of the parameter alone, which is the whole one's, as in param.pow(2).sum().sqrt()."
-        )
+        raise _of_part_alone(func, part, of)
     if len(expected) != len(results):
         return results, nothing
     return results, [
@@ -111,6 +128,17 @@ def completed(
         else None
         for one, whole in zip(results, expected, strict=True)
     ]
+
+
+def _of_part_alone(func: Callable[..., Any] | str, part: Sequence[int], of: PartOf) -> StateError:
+    name = func if isinstance(func, str) else getattr(func, "__name__", func)
+    return StateError(
+        f"{of.name} is split along a model axis: this rank has {list(part)} of {list(of.unsplit_shape)}, and {name} "
+        f"would compute with that part alone. engine.get(name), or engine.get(name, 'grad'), called by all ranks, "
+        f"gives the whole tensor, and engine.set(name, value) changes it; engine.clip_grad_norm_ and "
+        f"engine.gradient_norm are of the whole model. In a loss, take a sum of the parameter alone, which is the "
+        f"whole one's, as in param.pow(2).sum().sqrt()."
+    )
 
 
 def part_of_gradient(gradient: Tensor, source: Source) -> Tensor:
@@ -164,6 +192,12 @@ def _unsplit(leaf: Any) -> Any:
         return torch.empty(_shape(leaf), dtype=leaf.dtype, device="meta")
     whole = torch.empty(shape, dtype=leaf.dtype, device="meta")
     return leaf.seen_in(whole) if isinstance(leaf, Whole) else whole
+
+
+def _is_given_own(leaves: Sequence[Any], part: Sequence[int]) -> bool:
+    """Whether there is another tensor of the shape of the `part`: who made it, knows that it is one."""
+    others = (one for one in leaves if isinstance(one, Tensor) and _part_of(one) is None)
+    return any(_shape(one) == tuple(part) for one in others)
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

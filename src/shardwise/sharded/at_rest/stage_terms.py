@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
+import numpy as np
 import torch
 
 from shardwise.errors import StateError
@@ -41,6 +42,7 @@ _SCALED = named(
 """They scale terms, by what is none."""
 _VALUES = named("item", "tolist")
 """They give a number."""
+_VALUE = bool | int | float | np.ndarray | Tensor
 _IN_PLACE = named("add_", "sub_", "mul_", "div_")
 """What `total += term` calls; the name gets the result."""
 
@@ -91,8 +93,12 @@ class TermOfStage(Marked):
             args = args if terms is None else (cls.of(args[0], terms._replace(names=frozenset())), *args[1:])
         if all(issubclass(cls, one) for one in types):
             result = super().__torch_function__(func, types, args, kwargs)
+            if (terms := terms_of(tree_leaves((args, kwargs)))) is not None and func not in uses.METADATA:
+                note_taken(terms, result)
             is_value = type(result) is float and func in _VALUES and isinstance(args[0], cls)
             return NumberOfStage.of(result, args[0].mark) if is_value else result
+        if all(issubclass(one, cls | Resting | Whole) for one in types):
+            return NotImplemented  # parameters know terms, too, and mark what comes of both
         plain = tree_map_only(cls, cls.plain, (args, dict(kwargs or {})))  # it is added to what knows more
         return func(*plain[0], **plain[1])
 
@@ -129,6 +135,17 @@ class TermOfStage(Marked):
             if isinstance(one, cls) and mark is not None:  # changed in place
                 one.mark = mark
         return results, marks
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.mark.stage.share.note_taken(self.mark.names)
+        return super().__reduce_ex__(protocol)
+
+
+def note_taken(terms: Terms, result: Any) -> None:
+    """Note that a `result` of `terms` carries no mark: a number, an array, a tensor of integers or of truth values."""
+    found = (one for one in tree_leaves(result) if not isinstance(one, TermOfStage | Resting | Whole))
+    if any(isinstance(one, _VALUE) and not (isinstance(one, Tensor) and one.is_floating_point()) for one in found):
+        terms.stage.share.note_taken(terms.names)
 
 
 class NumberOfStage(float):

@@ -28,7 +28,7 @@ from shardwise.errors import CommError, StateError
 from shardwise.sharded.at_rest import uses
 from shardwise.sharded.at_rest.handles import Home, Resting, Source, Whole, source_of, uncounted
 from shardwise.sharded.at_rest.parts import Part, completed, part_of_gradient, refuse_wholes
-from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, require_own_copies, terms_in
+from shardwise.sharded.at_rest.stage_terms import TermOfStage, Terms, note_taken, require_own_copies, terms_in
 from shardwise.system.torch_functions import is_called_by, is_called_by_torch
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
@@ -81,8 +81,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _note_counted(home: Home) -> None:
-    if home.in_stage is not None and not home.is_computing:
-        home.in_stage.stage.note_counted(home.in_stage.name)
+    if home.share is not None and not home.is_computing:
+        home.share.note_counted(home.name)
 
 
 def _computed(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], homes: Iterable[Home]) -> Any:
@@ -209,6 +209,7 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             each = [[one] for one in own] if len(own) == len(results) else [own] * len(results)
             terms = [terms_in(one, leaves, of) for one, of in zip(results, each, strict=True)]
             results = TermOfStage.each_marked(results, terms, leaves)
+            note_taken(Terms.of(own), results)
         return tree_unflatten(results, result_form)
 
 

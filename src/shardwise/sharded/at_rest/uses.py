@@ -54,7 +54,7 @@ METADATA: frozenset[Function] = frozenset(
     }
 )
 """They use only what is known without the values, or use a parameter only as a leaf of a graph."""
-COUNTS: frozenset[Function] = frozenset({Tensor.numel, Tensor.nelement, torch.numel})
+COUNTS: frozenset[Function] = frozenset({Tensor.numel, Tensor.nelement, torch.numel, *_getters("nbytes")})
 """Those of them that loops add up over all parameters."""
 
 ALIKE: frozenset[Function] = frozenset(
