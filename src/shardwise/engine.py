@@ -519,7 +519,7 @@ class Engine:
 
         If ranks have different numbers of samples (`weigh`), it is the mean over all samples of the last batch.
         """
-        weighing = self._sharded.progress.weighing
+        weighing, value = self._sharded.progress.weighing, self._plain(value)
         return self._session.asking(
             lambda: self.world.mean(value, weighing.reported if weighing.is_used else None), alone=lambda: value
         )
@@ -554,7 +554,11 @@ class Engine:
             self._run_log = _open_log(self._sharded.plan, self.world, always=True)
             assert self._run_log is not None
             self._run_log.follow(self._sharded)
-        return self._run_log.log(values, kind, tokens, samples, self._session, mean=mean)
+        return self._run_log.log(self._plain(values), kind, tokens, samples, self._session, mean=mean)
+
+    def _plain(self, given: Any) -> Any:
+        """What we compute with, of what a loop gives, which may be a part of a split sequence."""
+        return given if self._session.sequence is None else self._session.sequence.plain(given)
 
     # -- generation and evaluation ------------------------------------------------------------------------
 
@@ -1055,6 +1059,7 @@ class Engine:
         stage. If no token counts on any rank, the result is nan, as a plain mean of nothing is.
         """
         self._require_open()
+        values, counted = self._plain((values, counted))
         here = torch.tensor(values.numel(), device=values.device)
         if counted is not None:
             values, here = values.masked_fill(~counted, 0.0), counted.sum()

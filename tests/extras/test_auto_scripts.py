@@ -46,9 +46,14 @@ def test_an_unmodified_script_is_trained_by_a_plan_that_is_searched_for(tmp_path
 @pytest.mark.parametrize("method", ["sft", "dpo", "sft-lora"])
 def test_trainers_of_trl_are_trained_by_a_plan_that_is_searched_for(tmp_path: Path, method: str) -> None:
     """They replace the forward of the model by one that calls the former."""
-    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
-    waited = begin(2, plain, [str(theirs), method], str(ALIGNMENT))
-    done = command("shardwise", "launch", "--nproc", "2", "--shardwise", "auto", str(ALIGNMENT), str(ours), method)
+    race_of_trl(tmp_path, method, 2, "auto")
+
+
+def race_of_trl(folder: Path, method: str, num_plain: int, plan: str) -> None:
+    """TRL's trainer under `plan`, and on as many processes without."""
+    ours, theirs = folder / "ours.json", folder / "theirs.json"
+    waited = begin(num_plain, plain, [str(theirs), method], str(ALIGNMENT))
+    done = command("shardwise", "launch", "--nproc", "2", "--shardwise", plan, str(ALIGNMENT), str(ours), method)
     assert done.returncode == 0, done.stderr[-3000:]
     waited()
     told, expected = json.loads(ours.read_text()), json.loads(theirs.read_text())
@@ -336,12 +341,4 @@ def test_a_loop_of_fabric_in_stages_is_chosen_for_by_its_loader() -> None:
 @sampled
 @pytest.mark.parametrize("method", ["sft-lora", "dpo"])
 def test_trainers_of_trl_in_stages_are_trained_by_a_plan_that_is_searched_for(tmp_path: Path, method: str) -> None:
-    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
-    waited = begin(1, plain, [str(theirs), method], str(ALIGNMENT))
-    words = ["shardwise", "launch", "--nproc", "2", "--shardwise", json.dumps(IN_STAGES)]
-    done = command(*words, str(ALIGNMENT), str(ours), method)
-    assert done.returncode == 0, done.stderr[-3000:]
-    waited()
-    told, expected = json.loads(ours.read_text()), json.loads(theirs.read_text())
-    assert told["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    assert told["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-5)
+    race_of_trl(tmp_path, method, 1, json.dumps(IN_STAGES))

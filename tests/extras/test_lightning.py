@@ -98,18 +98,17 @@ def test_ranks_that_have_stages(tmp_path: Path) -> None:
     same(found, beside, "losses", "state", "rate")
 
 
-def test_models_in_a_module_are_called_in_stages(tmp_path: Path) -> None:
-    wait = begin(1, jobs.shared, "pp", None, str(tmp_path))
-    found = on_ranks(2, jobs.shared, "pp", {"preset": "zero1", "mesh": {"pp": 2}}, str(tmp_path))
-    alone = wait()[0]
-    assert len(alone["losses"]) == 6
-    for run in found:
-        same(run, alone, "losses", "state")
-
-
-def test_ranks_that_share_in_tokens(tmp_path: Path) -> None:
-    wait = begin(1, jobs.shared, "sp", None, str(tmp_path))
-    found = on_ranks(2, jobs.shared, "sp", {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, str(tmp_path))
+@pytest.mark.parametrize(
+    ("axis", "plan"),
+    [
+        ("pp", {"preset": "zero1", "mesh": {"pp": 2}}),
+        ("sp", {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}),
+    ],
+)
+def test_ranks_that_share_in_a_sample(axis: str, plan: dict[str, Any], tmp_path: Path) -> None:
+    """Models in a module are called in stages; or each has a part of the tokens."""
+    wait = begin(1, jobs.shared, axis, None, str(tmp_path))
+    found = on_ranks(2, jobs.shared, axis, plan, str(tmp_path))
     alone = wait()[0]
     assert len(alone["losses"]) == 6
     for run in found:

@@ -62,17 +62,11 @@ def assert_same(run: dict[str, Any], plain: dict[str, Any], within: float = 1e-5
         torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=within, atol=further)
 
 
-@sampled
-@pytest.mark.parametrize(
-    ("script", "mesh"),
-    [(script, mesh) for script in SCRIPTS for mesh in MESHES],
-)
-def test_a_script_trains_as_without_stages(script: str, mesh: str, tmp_path: Path) -> None:
-    job, settings = SCRIPTS[script]
-    ranks, peers, axes = MESHES[mesh]
+def race(job: Any, ranks: int, peers: int, axes: dict[str, int], folder: Path, **settings: Any) -> None:
+    """A script in stages on `ranks`, and without on the `peers` of DDP."""
     folders: list[dict[str, Any]] = [{}, {}]
     if job is jobs.preferred:
-        folders = [{"folder": str(tmp_path / name)} for name in ("theirs", "ours")]
+        folders = [{"folder": str(folder / name)} for name in ("theirs", "ours")]
         for one in folders:
             jobs.keep_preferences(one["folder"])
     plain = begin(peers, job, None, **settings, **folders[0])
@@ -83,6 +77,14 @@ def test_a_script_trains_as_without_stages(script: str, mesh: str, tmp_path: Pat
         assert_same(run, expected)
         if expected.get("reference"):
             assert run["reference"] < expected["reference"]  # in stages too
+
+
+@sampled
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_trains_as_without_stages(script: str, mesh: str, tmp_path: Path) -> None:
+    job, settings = SCRIPTS[script]
+    race(job, *MESHES[mesh], tmp_path, **settings)
 
 
 NO_LOSS_OF_ROUTERS = {"router_aux_loss_coef": 0.0}
@@ -101,18 +103,8 @@ OF_EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_mixture_of_experts(script: str, mesh: str, tmp_path: Path) -> None:
     job, settings = OF_EXPERTS[script]
     ranks, peers, axes = WITH_EXPERTS[mesh]
-    rows = {"per_device_train_batch_size": 4 // peers, "per_device_eval_batch_size": 4 // peers, **settings}
-    folders: list[dict[str, Any]] = [{}, {}]
-    if job is jobs.preferred:
-        folders = [{"folder": str(tmp_path / name)} for name in ("theirs", "ours")]
-        for one in folders:
-            jobs.keep_preferences(one["folder"])
-    plain = begin(peers, job, None, **rows, **folders[0])
-    ours = on_ranks(ranks, job, {"preset": "zero1", "mesh": axes}, **rows, **folders[1])
-    expected = plain()[0]
-    assert len(expected["losses"]) == 4
-    for run in ours:
-        assert_same(run, expected)
+    rows = {"per_device_train_batch_size": 4 // peers, "per_device_eval_batch_size": 4 // peers}
+    race(job, ranks, peers, axes, tmp_path, **rows, **settings)
 
 
 @sampled

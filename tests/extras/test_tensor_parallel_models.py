@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,28 +265,35 @@ def test_adapters_of_peft_are_split_with_their_layers(what: str, preset: str, tp
             assert torch.allclose(found[name], param, rtol=1e-4, atol=1e-5), name
 
 
-def test_adapters_that_look_at_whole_weights_are_refused() -> None:
-    config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-    models = [get_peft_model(built("llama", {}), config) for _ in range(2)]
+def assert_refused(build: Callable[[], nn.Module], words: str) -> None:
+    models = [build() for _ in range(2)]
     plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj has a variant of LoRA .* needs whole weights"):
+    with pytest.raises(ModelError, match=words):
         run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
-def test_adapters_of_other_kinds_are_refused_by_their_class() -> None:
-    """Which has the name of torch's."""
-    models = [get_peft_model(built("llama", {}), LoHaConfig(r=4, target_modules=["q_proj"])) for _ in range(2)]
-    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"self_attn.q_proj is a peft.tuners.loha.layer.Linear, but the style column"):
-        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+            r"layers.0.self_attn.q_proj has a variant of LoRA .* needs whole weights",
+        ),
+        (
+            LoHaConfig(r=4, target_modules=["q_proj"]),
+            r"self_attn.q_proj is a peft.tuners.loha.layer.Linear, but the style column",
+        ),
+    ],
+    ids=["dora", "loha"],
+)
+def test_adapters_that_look_at_whole_weights_are_refused(config: Any, words: str) -> None:
+    """Those of other kinds by their class, which has the name of torch's."""
+    assert_refused(lambda: get_peft_model(built("llama", {}), config), words)
 
 
 @pytest.mark.parametrize("sizes", [{"alibi": True}, {"alibi": False, "multi_query": True}])
 def test_a_falcon_that_cannot_be_split_is_refused(sizes: dict[str, Any]) -> None:
-    models = [built("falcon", sizes) for _ in range(2)]
-    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
-    with pytest.raises(ModelError, match=r"This Falcon has (ALiBi|one key and value head)"):
-        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
+    assert_refused(lambda: built("falcon", sizes), r"This Falcon has (ALiBi|one key and value head)")
 
 
 def test_experts_with_parameters_that_the_plan_does_not_name_are_refused() -> None:

@@ -84,6 +84,11 @@ FULL = Gpu("L4", 9, 1)
     ],
 )
 def test_a_check_and_its_cure(check: Check, status: str, found: str) -> None:
+    assert_cured(check, status, found)
+
+
+def assert_cured(check: Check, status: str, found: str) -> None:
+    """It has this status and finding; and a cure, unless all is well."""
     assert check.status == status
     assert found in check.found
     assert check.cure or check.status == "ok"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 Tensor = torch.Tensor
 VOCABULARY, LENGTH = 40, 12
@@ -56,11 +57,25 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
+        x = self.through_blocks(self.embed(tokens) + self.positions.weight[: tokens.shape[1]])
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def through_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Recomputing(Transformer):
+    """Its blocks are computed again in the backward."""
+
+    reentrant = False
+
+    def through_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
 
 
 TENSOR: dict[str, Any] = {

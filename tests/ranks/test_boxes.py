@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.checkpoint.index_schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
+from tests.ranks.twins import assert_same_bits
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -45,12 +46,6 @@ def states_of(engine: sw.Engine) -> dict[str, Tensor]:
     for number, entry in engine.optimizer_state_dict()["state"].items():
         found |= {f"{names[number]} {key}": value for key, value in entry.items()}
     return found
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 def trained(folder: Path, preset: str, mesh: dict[str, int]) -> dict[str, Tensor]:
@@ -88,7 +83,7 @@ def test_checkpoints_move_between_products(source: tuple[str, dict[str, int]], t
                 return found
 
         for found in run_ranks(num_ranks, rank):
-            assert_same(found, expected)
+            assert_same_bits(found, expected)
 
 
 def test_the_index_lists_boxes_and_others_read_whole_tensors(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from twins import work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
+from tests.ranks.twins import batches
 from tests.thorough import sampled, varies
 
 Tensor = torch.Tensor
@@ -238,9 +239,7 @@ class Own(nn.Module):
 
 
 def drawn(num_steps: int = 3, words: int = 67, length: int = 10) -> list[tuple[Tensor, Tensor]]:
-    numbers = torch.Generator().manual_seed(5)
-    tokens = [torch.randint(0, words, (8, length + 1), generator=numbers) for _ in range(num_steps)]
-    return [(one[:, :-1], one[:, 1:]) for one in tokens]
+    return batches(num_steps, seed=5, words=words, length=length)
 
 
 def damped(model: nn.Module) -> torch.optim.Optimizer:

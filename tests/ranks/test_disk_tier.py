@@ -19,6 +19,7 @@ import shardwise as sw
 from shardwise.memory import disk_rows
 from shardwise.testing import run_ranks
 from tests.models import Transformer
+from tests.ranks.twins import assert_same_bits
 from tests.thorough import sampled, thorough_only
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}
@@ -130,12 +131,6 @@ def everything(engine: sw.Engine) -> dict[str, Any]:
     }
 
 
-def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        assert torch.equal(value, other[key]), key
-
-
 def go_through_it(engine: sw.Engine, folder: Path, others: tuple[Any, Any]) -> list[dict[str, Any]]:
     """Train, and read and write states in every way; returns what was read, in order."""
     data = batches(6, rows=12)
@@ -195,7 +190,7 @@ def test_everything_that_reads_and_writes_states(
 
         found[name] = run_ranks(2, rank)
     for on_host, on_disk in zip(found["host"][1], found["disk"][1], strict=True):
-        assert_equal(on_disk, on_host)
+        assert_same_bits(on_disk, on_host)
     assert not list((tmp_path / "scratch").iterdir())
 
 

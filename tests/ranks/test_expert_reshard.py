@@ -16,6 +16,7 @@ from twins import Batch, Run, assert_alike, batches, chunked, whole_grads, work_
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.parallel.experts import update_biases
+from tests.ranks.twins import assert_same_bits, moments_of
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -42,19 +43,6 @@ CUT: list[dict[str, Any]] = [
 ]
 
 
-def everything(engine: sw.Engine) -> dict[tuple[str, str], Tensor | None]:
-    """Every parameter and both of its moments."""
-    names = [name for name, _ in engine.module.named_parameters()]
-    return {(name, what): engine.get(name, what) for name in names for what in ("param", "exp_avg", "exp_avg_sq")}
-
-
-def assert_same_bits(one: dict[tuple[str, str], Tensor | None], other: dict[tuple[str, str], Tensor | None]) -> None:
-    for key, value in one.items():
-        again = other[key]
-        assert (value is None) == (again is None), key
-        assert value is None or again is None or torch.equal(value, again), key
-
-
 def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *, shares_memory: bool) -> Run:
     """Train two steps with each plan; each change of plan must keep all tensors bit by bit."""
 
@@ -63,9 +51,9 @@ def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *,
         run = Run()
         for step, batch in enumerate(data):
             if step and step % 2 == 0:
-                before = everything(engine)
+                before = moments_of(engine)
                 engine.reshard(plans[step // 2])
-                assert_same_bits(before, everything(engine))
+                assert_same_bits(before, moments_of(engine))
             share, num_shares = engine.data_ranks
             loss = engine(*chunked(batch, num_shares)[share])
             engine.backward(loss)
@@ -136,7 +124,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     def work(engine: sw.Engine) -> tuple[float, float]:
         engine.backward(engine(x, y))
         engine.step()
-        loss, before = engine(x, y).item(), everything(engine)
+        loss, before = engine(x, y).item(), moments_of(engine)
         for plan, error, said in [
             ({"mesh": {"ep": 4}}, ModelError, "has 3 experts for 4 ranks along ep"),
             ({"mesh": {"dp": 2, "tp": 2}}, ConfigError, "keeps how a model is split"),
@@ -145,7 +133,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         ]:
             with pytest.raises(error, match=said):
                 engine.reshard(plan)
-        assert_same_bits(before, everything(engine))
+        assert_same_bits(before, moments_of(engine))
         return loss, engine(x, y).item()
 
     for loss, again in work_on_ranks(4, work, {"preset": "zero3", "mesh": {"dp": 2, "ep": 2}}, model, muon):

@@ -12,6 +12,7 @@ from twins import PRESETS_2, PRESETS_2X2, Batch, adamw, assert_same, batches, pl
 
 import shardwise as sw
 from tests.models import Transformer
+from tests.ranks.twins import warmed
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -242,19 +243,6 @@ def test_any_elementwise_optimizer(name: str, model: Transformer) -> None:
 
 def test_an_optimizer_that_has_taken_steps_already(model: Transformer) -> None:
     """Its states are sharded like the parameters."""
-    import copy
-
-    start = copy.deepcopy(model)
     data = batches(6)
-    warm = data[:3]
-
-    def warmed(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = adamw(model)
-        for x, y in warm:
-            optimizer.zero_grad()
-            model(x, y).backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        return optimizer
-
-    assert_same(sharded_run(start, data[3:], "zero2", 2, None, warmed), plain_run(start, data[3:], warmed))
+    make = warmed(adamw, data[:3])
+    assert_same(sharded_run(model, data[3:], "zero2", 2, None, make), plain_run(model, data[3:], make))

@@ -221,6 +221,26 @@ def test_what_was_begun_is_not_mixed_with_whole_steps() -> None:
 COUNTS = [(1, 5), (0, 4), (3, 3)]
 
 
+def race_of_means(
+    num_ranks: int, preset: str, loss_of: Callable[[sw.Engine], Tensor], twins: Callable[[Any], Tensor]
+) -> None:
+    """Each rank's loss is a mean over the tokens of all, `twins` that of the plain model."""
+
+    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor | None]]:
+        loss = loss_of(engine)
+        engine.backward(loss)
+        names = [name for name, _ in engine.module.named_parameters()]
+        return engine.mean(loss.item()), {name: engine.get(name, "grad") for name in names}
+
+    twin = model()
+    expected = twins(twin)
+    expected.backward()
+    for loss, grads in work_on_ranks(num_ranks, work, preset, model, sgd):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for name, param in twin.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
+
+
 @sampled
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("counts", COUNTS)
@@ -233,21 +253,12 @@ def test_means_over_tokens_are_those_of_all_ranks(preset: str, counts: tuple[int
     for row, number in enumerate((*counts, 2)[:num_ranks]):
         counted[row, :number] = True
 
-    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor | None]]:
-        mine = engine.module
+    def loss_of(engine: sw.Engine) -> Tensor:
         own = engine.world.rank
         losses = F.cross_entropy(engine(x[own]), y[own], reduction="none")
-        loss = engine.mean_over_tokens(losses, counted[own])
-        engine.backward(loss)
-        return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+        return engine.mean_over_tokens(losses, counted[own])
 
-    twin = model()
-    expected = F.cross_entropy(twin(x[counted]), y[counted])
-    expected.backward()
-    for loss, grads in work_on_ranks(num_ranks, work, preset, model, sgd):
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
-        for name, param in twin.named_parameters():
-            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
+    race_of_means(num_ranks, preset, loss_of, lambda twin: F.cross_entropy(twin(x[counted]), y[counted]))
 
 
 def test_means_over_tokens_where_ranks_have_other_numbers_of_samples() -> None:
@@ -256,21 +267,12 @@ def test_means_over_tokens_where_ranks_have_other_numbers_of_samples() -> None:
     x, y = torch.randn(4, 6, generator=numbers), torch.randint(0, 4, (4,), generator=numbers)
     shares = [slice(0, 1), slice(1, 4)]
 
-    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor | None]]:
-        mine = engine.module
+    def loss_of(engine: sw.Engine) -> Tensor:
         own = shares[engine.world.rank]
         engine.weigh(own.stop - own.start, of=4)
-        loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
-        engine.backward(loss)
-        return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+        return engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
 
-    twin = model()
-    expected = F.cross_entropy(twin(x), y)
-    expected.backward()
-    for loss, grads in work_on_ranks(2, work, "zero2", model, sgd):
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
-        for name, param in twin.named_parameters():
-            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
+    race_of_means(2, "zero2", loss_of, lambda twin: F.cross_entropy(twin(x), y))
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
@@ -278,21 +280,12 @@ def test_means_over_tokens_beside_a_rank_without_samples(preset: str) -> None:
     """Its row stands in for none, and so do its tokens."""
     x, y = batches(1)[0][0], torch.tensor([1, 2])
 
-    def work(engine: sw.Engine) -> tuple[float, dict[str, Tensor | None]]:
-        mine = engine.module
+    def loss_of(engine: sw.Engine) -> Tensor:
         own = slice(engine.world.rank, engine.world.rank + 1)
         engine.weigh(engine.world.rank, of=1)
-        loss = engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
-        engine.backward(loss)
-        return engine.mean(loss.item()), {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+        return engine.mean_over_tokens(F.cross_entropy(engine(x[own]), y[own], reduction="none"))
 
-    twin = model()
-    expected = F.cross_entropy(twin(x[1:]), y[1:])
-    expected.backward()
-    for loss, grads in work_on_ranks(2, work, preset, model, sgd):
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
-        for name, param in twin.named_parameters():
-            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-7)
+    race_of_means(2, preset, loss_of, lambda twin: F.cross_entropy(twin(x[1:]), y[1:]))
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.models import Hidden, Transformer
+from tests.ranks.twins import assert_alike, ranks_run, sgd
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -259,26 +260,10 @@ def test_a_model_without_blocks(preset: str) -> None:
             return F.linear(x, self.weight, self.bias).square().mean()
 
     torch.manual_seed(0)
-    start = Bare()
-    numbers = torch.randn(4, 6, 5)
-    twin = copy.deepcopy(start)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for x in numbers:
-        optimizer.zero_grad()
-        twin(x).backward()
-        optimizer.step()
-    replicas = [copy.deepcopy(start) for _ in range(3)]
-
-    def rank(world: sw.World) -> dict[str, Tensor]:
-        model = replicas[world.rank]
-        engine = sw.shard(model, preset, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
-        for x in numbers:
-            engine.backward(engine(x[2 * world.rank : 2 * world.rank + 2]))
-            engine.step()
-        return full_params(engine)
-
-    for params in run_ranks(3, rank):
-        assert torch.allclose(params["weight"], twin.weight, atol=1e-6)
+    model, data = Bare(), [(x,) for x in torch.randn(4, 6, 5)]
+    twin = plain_run(model, data, sgd)
+    for run in ranks_run(model, data, {"preset": preset, "mesh": {"dp": 3}}, sgd):
+        assert_alike(run, twin)
 
 
 @thorough_only("slow; smaller tests beside it cover the same code")

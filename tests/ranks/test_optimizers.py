@@ -37,6 +37,7 @@ from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
+from tests.ranks.twins import warmed
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -297,20 +298,11 @@ def test_states_by_name_can_be_read_and_written(model: Transformer) -> None:
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_steps_taken_before_sharding_count(model: Transformer) -> None:
     for name in ("muon", "adamw-int8", "lamb", "adafactor"):
-
-        def warmed(plain: nn.Module, make: MakeOptimizer = OURS[name]) -> torch.optim.Optimizer:
-            optimizer = make(plain)
-            for x, y in batches(2, rows=12):
-                optimizer.zero_grad()
-                plain(x, y).backward()
-                optimizer.step()
-            optimizer.zero_grad()
-            return optimizer
-
         data = batches(4, rows=12)[2:]
-        run = sharded_run(model, data, "zero3", 2, None, warmed)
+        make = warmed(OURS[name], batches(2, rows=12))
+        run = sharded_run(model, data, "zero3", 2, None, make)
         tolerance = PARAM_TOLERANCE.get(name, 1e-5)
-        assert_same(run, plain_run(model, data, warmed), loss=max(1e-6, tolerance), param=tolerance, norm=1e-2)
+        assert_same(run, plain_run(model, data, make), loss=max(1e-6, tolerance), param=tolerance, norm=1e-2)
 
 
 def test_a_matrix_that_nobody_used_is_left_alone() -> None:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,19 @@ def params_of(engine: sw.Engine) -> list[Tensor]:
     return [engine.get(name).clone() for name, _ in engine.module.named_parameters()]
 
 
+def fed_from(factors: dict[str, Tensor]) -> Callable[[sw.Engine], list[Tensor]]:
+    """Seven steps that begin with these factors."""
+
+    def work(engine: sw.Engine) -> list[Tensor]:
+        for flat in inside.flats(engine):
+            for name, (_, factor) in flat.kept_factors().items():
+                factor.copy_(factors[name])
+        fed(engine, range(7))
+        return params_of(engine)
+
+    return work
+
+
 class Paper:
     """The gradients of N ranks at once, as the paper sums them."""
 
@@ -127,14 +140,7 @@ def test_trains_like_the_paper_on_ranks(num_ranks: int) -> None:
     start = {name: torch.randn(size, 2) for name, size in (("up.weight", 20), ("down.weight", 30))}
     start = {name: orthonormal(matrix) for name, matrix in start.items()}
 
-    def work(engine: sw.Engine) -> list[Tensor]:
-        for flat in inside.flats(engine):
-            for name, (_, factor) in flat.kept_factors().items():
-                factor.copy_(start[name])
-        fed(engine, range(7))
-        return params_of(engine)
-
-    every = work_on_ranks(num_ranks, work, plan_of(), Small, sgd)
+    every = work_on_ranks(num_ranks, fed_from(start), plan_of(), Small, sgd)
     twin = Small()
     paper, optimizer = Paper(twin, num_ranks, 2, dict(start)), sgd(twin)
     for x in data(7):
@@ -354,12 +360,7 @@ def test_trains_like_torchs_hook(tmp_path: Path) -> None:
     assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [0, 0]
     theirs = torch.load(tmp_path / "out0")
 
-    def work(engine: sw.Engine) -> list[Tensor]:
-        for flat in inside.flats(engine):
-            for name, (_, factor) in flat.kept_factors().items():
-                factor.copy_(orthonormal(theirs["factors"][name]))
-        fed(engine, range(7))
-        return params_of(engine)
-
-    for mine, hooked in zip(work_on_ranks(2, work, plan_of(), Small, sgd)[0], theirs["params"], strict=True):
+    factors = {name: orthonormal(factor) for name, factor in theirs["factors"].items()}
+    ours = work_on_ranks(2, fed_from(factors), plan_of(), Small, sgd)[0]
+    for mine, hooked in zip(ours, theirs["params"], strict=True):
         torch.testing.assert_close(mine, hooked, rtol=1e-4, atol=1e-5)

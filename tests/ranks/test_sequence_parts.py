@@ -187,6 +187,10 @@ def test_own_means_are_refused_if_other_numbers_of_tokens_count_on_the_ranks(att
         words = part["labels"].masked_fill(part["labels"] == -100, 0)
         losses = token_losses(engine(part["input_ids"], part["position_ids"]), words)
         assert engine.mean_over_tokens(losses, part["labels"] != -100).isfinite()
+        counted = (part["labels"] != -100).sum()
+        expected = (uneven != -100).sum().item() / 2
+        assert engine.mean(counted) == expected  # for a log, of which the engine knows that it is of all ranks
+        assert engine.log({"tokens": counted})["tokens"] == expected
 
     on_two(work, sequence={"attention": attention})
 

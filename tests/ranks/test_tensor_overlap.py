@@ -22,7 +22,6 @@ from test_tensor_parallel import (
 )
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from twins import work_on_ranks
 
 import shardwise as sw
@@ -31,6 +30,7 @@ from shardwise.errors import CommError
 from shardwise.parallel.tensor import column_products
 from shardwise.testing import InjectedError, run_ranks
 from tests import inside
+from tests.ranks.split_models import Recomputing
 from tests.thorough import sampled, thorough_only
 
 pytestmark = sampled
@@ -282,15 +282,8 @@ def twice() -> nn.Module:
     return model
 
 
-class Checkpointed(Apart):
-    reentrant = False
-
-    def forward(self, batch: Tensor) -> Tensor:
-        x = self.embed(batch) + self.positions.weight[: batch.shape[1]]
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+class Checkpointed(Apart, Recomputing):
+    """With separate projections."""
 
 
 class Reentrant(Checkpointed):

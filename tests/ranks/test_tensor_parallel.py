@@ -24,6 +24,7 @@ from shardwise.parallel.tensor import draws
 from shardwise.plan.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests import inside
+from tests.ranks.split_models import Recomputing
 from tests.thorough import THOROUGH, sampled, thorough_only, varies
 
 pytestmark = sampled
@@ -397,14 +398,6 @@ def test_a_rehearsal_and_an_evaluation() -> None:
 
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_recomputed_blocks() -> None:
-    class Recomputing(Transformer):
-        def forward(self, batch: Tensor) -> Tensor:
-            x = self.embed(batch) + self.positions.weight[: batch.shape[1]]
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            logits = self.head(self.norm(x))
-            return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-
     assert_equal(sharded(Recomputing, "zero3", TENSOR), plain(seeded(Recomputing), 2))
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.testing import run_ranks
-from tests.models import LENGTH, VOCAB, Transformer
+from tests.models import LENGTH, Transformer
+from tests.ranks.twins import batches
 from tests.thorough import sampled
 
 pytestmark = sampled
@@ -42,9 +43,7 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def rows_of(rank: int) -> list[tuple[Tensor, Tensor]]:
-    numbers = torch.Generator().manual_seed(rank)
-    tokens = [torch.randint(0, VOCAB, (4, LENGTH + 1), generator=numbers) for _ in range(NUM_STEPS)]
-    return [(one[:, :-1], one[:, 1:]) for one in tokens]
+    return batches(NUM_STEPS, rows=4, seed=rank)
 
 
 def as_tuple(engine: sw.Engine, x: Tensor, y: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ def muon_groups(model: nn.Module, **of_others: Any) -> list[dict[str, Any]]:
     return [{"params": hidden}, {"params": others, "use_muon": False, **of_others}]
 
 
-def batches(num_steps: int, rows: int = 8, seed: int = 1) -> list[Batch]:
+def batches(num_steps: int, rows: int = 8, seed: int = 1, *, words: int = VOCAB, length: int = LENGTH) -> list[Batch]:
     numbers = torch.Generator().manual_seed(seed)
-    draw = [torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=numbers) for _ in range(num_steps)]
+    draw = [torch.randint(0, words, (rows, length + 1), generator=numbers) for _ in range(num_steps)]
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in draw]
 
 
@@ -409,6 +409,34 @@ def _packed(engine: sw.Engine) -> bytes:
 
 def _unpacked(message: bytes) -> list[tuple[str, int, Tensor]]:
     return torch.load(io.BytesIO(message), weights_only=True)
+
+
+def moments_of(engine: sw.Engine) -> dict[tuple[str, str], Tensor | None]:
+    """Every parameter and both of its moments. All ranks call."""
+    names = [name for name, _ in engine.module.named_parameters()]
+    return {(name, what): engine.get(name, what) for name in names for what in ("param", "exp_avg", "exp_avg_sq")}
+
+
+def assert_same_bits(one: Mapping[Any, Tensor | None], other: Mapping[Any, Tensor | None]) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        again = other[key]
+        assert value is again if value is None or again is None else torch.equal(value, again), key
+
+
+def warmed(make: MakeOptimizer, data: Sequence[Batch]) -> MakeOptimizer:
+    """Makes an optimizer that has taken a step on each of `data`."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(model)
+        for x, y in data:
+            optimizer.zero_grad()
+            model(x, y).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    return made
 
 
 def assert_same(run: Run, twin: Run, *, loss: float = 1e-6, param: float = 1e-5, norm: float = 1e-5) -> None:

@@ -15,6 +15,8 @@ from shardwise.comm.weighing import Weighing
 from shardwise.errors import ConfigError, ModelError
 from shardwise.runtime.nested import argument_tensors, tensors_in
 from shardwise.system.even_parts import even_bounds, even_sizes
+from shardwise.system.marked import Marked
+from shardwise.system.torch_private import tree_map_only
 
 Tensor = torch.Tensor
 LossFunction = Callable[..., Tensor]
@@ -84,6 +86,7 @@ class MicroBatch:
         hides nothing, and whether positions start anew within a row, as those of packed documents do."""
         found = []
         given = {**dict(zip(self.names, self.args, strict=False)), **self.kwargs}
+        given = tree_map_only(Marked, Marked.plain, given)
         for inner in [one for one in given.values() if isinstance(one, Mapping)]:  # a batch in one argument
             given |= {name: value for name, value in inner.items() if isinstance(name, str)}
         for name, value in sorted(given.items()):

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import shardwise.errors
-
 Function = Callable[..., Any]
-_TORCH, _OURS = (f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, shardwise.errors))
+_TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
 
 
 def named(*names: str) -> set[Function]:
@@ -64,21 +62,6 @@ def _added_up_by_einsum(args: Sequence[Any]) -> list[tuple[torch.Tensor, list[in
         places |= {letter: operand.dim() - len(after) + place for place, letter in enumerate(after)}
         found.append((operand, [place for letter, place in places.items() if letter not in output]))
     return found
-
-
-def is_called_by_us() -> bool:
-    """Whether the call that a mode's `__torch_function__` is handling is this library's, maybe through torch's own.
-    Other modes, through which it came, do not count. For tensors in a loop's hands, on which torch calls
-    `__torch_function__` wherever they are; what we compute inside of a forward is `unwatched` instead, because there
-    torch's frames may lie between us and the model's own calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__torch_function__":
-        frame = frame.f_back
-    while frame is not None and (
-        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_TORCH)
-    ):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_OURS)
 
 
 def is_called_by(name: str) -> bool:

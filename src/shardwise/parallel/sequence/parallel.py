@@ -60,7 +60,7 @@ class SequenceParallel:
         whole_outputs: WholeOutputs,
         batches: SplitBatches,
         *,
-        ends_here: Callable[[], bool] | None = None,
+        ends_here: Callable[[], bool] | None,
     ) -> None:
         """`batches` are those that were split before, under another plan or in another world. In pipeline stages a
         forward of `model` is that of one of them, and `ends_here()` tells in it whether its output is the model's."""
@@ -191,6 +191,10 @@ class SequenceParallel:
         """A context in which attention of a rehearsed copy of the model has this rank's shapes and sends nothing;
         `ledger` counts what it would send."""
         return rehearsed(twin, Line(None, self.line.group, ledger), is_ring=self.attention.is_ring)
+
+    def plain(self, given: Any) -> Any:
+        """What a loop has of split sequences, for computations of our own: see [Note: parts of a sequence]."""
+        return unmarked(given)
 
     def splits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the model, called with these, takes this rank's part of them by itself."""

@@ -5,7 +5,8 @@ rank, or pairs wrong ones; one that pools, or sums by sample, has those of a par
 marked (`system/marked.py`) as long as their dimension 1 is the rank's tokens, and functions that mix those are refused,
 as in a model: [Note: along tokens] in `mixing.py`. A mean of losses is one over the rank's own tokens, which is right
 if as many count on each: labels and masks are known of all ranks, so that others are refused, also those that a loop
-takes by itself: `losses[mask].mean()`, `(losses * mask).sum() / mask.sum()`.
+takes by itself: `losses[mask].mean()`, `(losses * mask).sum() / mask.sum()`. The engine computes with plain tensors
+(`unmarked`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.parallel.sequence.token_layout import Layout
 from shardwise.system.marked import Marked
-from shardwise.system.torch_functions import is_called_by_us, named
+from shardwise.system.torch_functions import named
 from shardwise.system.torch_private import (
     TENSOR_ATTRIBUTES,
     tree_flatten,
@@ -121,7 +122,7 @@ class PartOfSequence(Marked):
             return  # a loop puts the parts of several ranks together by itself
         has_tokens = {key for key, mark in marks.items() if mark.dim == known.dim}
         shape = mixes(func, args, kwargs, known.num_local, lambda one: id(one) in has_tokens, known.dim or 0)
-        if shape is not None and not is_called_by_us():
+        if shape is not None:
             raise ModelError(
                 f"{getattr(func, '__name__', func)} is called on a tensor of shape {list(shape)} and mixes its tokens, "
                 f"of which each rank of a split sequence has a part. {CURE} Average losses by engine.mean_over_tokens."
@@ -280,7 +281,7 @@ def _require_even_counts(func: Callable[..., Any], args: Sequence[Any], kwargs: 
     if not (averages or func in _DIVISIONS | _DIVIDES_BY_FIRST | _NUMBERS):
         return
     count = _count_of(by)
-    if count is None or count.is_even or count.are_entries != averages or is_called_by_us():
+    if count is None or count.is_even or count.are_entries != averages:
         return
     raise ModelError(
         f"{getattr(func, '__name__', func)} takes the number of tokens of this rank that count, and on the ranks along "

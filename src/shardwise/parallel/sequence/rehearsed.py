@@ -36,7 +36,7 @@ class RehearsedAttention(Attention):
 
 
 def rehearsed_by(
-    model: nn.Module, plan: Plan, mesh: Mesh, ledger: Ledger | None = None
+    model: nn.Module, plan: Plan, mesh: Mesh, ledger: Ledger | None
 ) -> Callable[[nn.Module], AbstractContextManager[None]]:
     """`rehearsed` for copies of `model`, as a plan splits its sequences; `ledger` counts what attention would send.
     Raises the same errors as sharding would."""
