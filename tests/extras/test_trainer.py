@@ -359,6 +359,15 @@ def test_a_trainer_may_write_models_in_its_own_way(plan: Any, tmp_path: Path) ->
     assert not list((tmp_path / "ours").glob("**/model.safetensors"))
 
 
+def test_a_loss_may_have_parameters_that_are_in_the_model() -> None:
+    """DDP reduces no gradients of what its forward does not call, so one process with the rows of both is the twin."""
+    plain = begin(1, jobs.with_a_head_of_the_loss, None, in_model=True, rows_of_a_rank=4)
+    ours = on_ranks(2, jobs.with_a_head_of_the_loss, "zero3", in_model=True)[0]
+    assert_same(ours, plain()[0])
+    with pytest.raises(RuntimeError, match=r"and of other modules.* model\.loss_head = loss\.head"):
+        on_ranks(2, jobs.with_a_head_of_the_loss, "zero3", in_model=False)
+
+
 def test_generation_in_evaluation() -> None:
     plain = begin(2, jobs.generated, None)
     ours = on_ranks(2, jobs.generated, "zero3")[0]

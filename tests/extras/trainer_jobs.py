@@ -600,3 +600,34 @@ def written_in_its_own_way(plan: Any, folder: str) -> None:
     made = trainer(gpt2(), args=arguments, train_dataset=rows(64), **given)
     made.train()
     made.save_model(f"{folder}/final")
+
+
+class OwnedHead(transformers.Trainer):
+    """Its loss has parameters, which its optimizer gets with the model's, as the trainer of sentence-transformers
+    does."""
+
+    head: nn.Module
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        trained = dict.fromkeys([*self.model.parameters(), *self.head.parameters()])
+        self.optimizer = torch.optim.AdamW(list(trained), lr=self.args.learning_rate, eps=1e-4)
+        return self.optimizer
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *_: object, **__: object) -> torch.Tensor:
+        features = model(input_ids=inputs["input_ids"]).logits.mean(1)
+        return nn.functional.cross_entropy(self.head(features), inputs["input_ids"][:, 0] % 3)
+
+
+def with_a_head_of_the_loss(plan: Any, *, in_model: bool, rows_of_a_rank: int = 2) -> dict[str, Any]:
+    from shardwise.integrations.transformers import sharded
+
+    model, head = gpt2(), nn.Linear(VOCABULARY, 3)
+    if in_model:
+        model.loss_head = head
+    settings = {"max_steps": 6, "per_device_train_batch_size": rows_of_a_rank, "max_grad_norm": 0.5}
+    arguments = TrainingArguments(tempfile.mkdtemp(), **DEFAULTS | settings)
+    given, trainer = ({}, OwnedHead) if plan is None else ({"shardwise": plan}, sharded(OwnedHead))
+    made = trainer(model, args=arguments, train_dataset=rows(64), **given)
+    made.head = head
+    made.train()
+    return told(made, getattr(made, "engine", None))

@@ -573,5 +573,6 @@ def _refuse_shared_optimizers(model: nn.Module, optimizers: Iterable[torch.optim
         if not param_ids(one) <= own:
             raise ConfigError(
                 f"{type(one).__name__} has parameters of {type(model).__name__} and of other modules. Create one "
-                f"optimizer per model, or put the modules into one before prepare()."
+                f"optimizer per model, or put the modules into one before prepare(). Where a Trainer makes the "
+                f"optimizer for a loss that has parameters, make them the model's before: model.loss_head = loss.head."
             )

@@ -93,7 +93,7 @@ class TermOfStage(Marked):
             args = args if terms is None else (cls.of(args[0], terms._replace(names=frozenset())), *args[1:])
         if all(issubclass(cls, one) for one in types):
             result = super().__torch_function__(func, types, args, kwargs)
-            if (terms := terms_of(tree_leaves((args, kwargs)))) is not None and func not in uses.METADATA:
+            if func not in uses.METADATA and (terms := terms_of(tree_leaves((args, kwargs)))) is not None:
                 note_taken(terms, result)
             is_value = type(result) is float and func in _VALUES and isinstance(args[0], cls)
             return NumberOfStage.of(result, args[0].mark) if is_value else result
