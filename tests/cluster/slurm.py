@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.cluster.namespaces import UNTIL_WE_END, Cluster, obstacle
+from tests.cluster.namespaces import UNTIL_WE_END, Cluster, cluster, obstacle
 from tests.free_port import free_port
 from tests.patience import wait_until
 
@@ -48,6 +50,22 @@ def slurm_obstacle() -> str:
         if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None:
             return f"needs {tool} (make test-cluster installs it)"
     return obstacle()
+
+
+@contextmanager
+def slurm_on_two_nodes(folder: Path) -> Iterator[Slurm]:
+    """Slurm on `n1` and `n2`, which have no sshd, with all its files in `folder`."""
+    for name in ("keys", "slurm"):
+        (folder / name).mkdir()
+    with cluster(folder / "keys") as hosts:
+        for name in ("n1", "n2"):
+            hosts.add(name, has_sshd=False)
+        made = Slurm(hosts, ["n1", "n2"], folder / "slurm")
+        try:
+            made.open()
+            yield made
+        finally:
+            made.close()
 
 
 class Slurm:

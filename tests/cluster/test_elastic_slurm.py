@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from tests.cluster.namespaces import cluster, processes_with
-from tests.cluster.slurm import Slurm, slurm_obstacle
+from tests.cluster.namespaces import processes_with
+from tests.cluster.slurm import Slurm, slurm_obstacle, slurm_on_two_nodes
 from tests.cluster.test_elastic_hosts import SCRIPT, Job, kill
 from tests.cluster.test_launch_slurm import wait_for
 from tests.patience import wait_until
@@ -78,17 +78,9 @@ wait $!
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
-    for name in ("keys", "slurm", "run"):
-        (tmp_path / name).mkdir()
-    with cluster(tmp_path / "keys") as hosts:
-        for name in ("n1", "n2"):
-            hosts.add(name, has_sshd=False)
-        made = Slurm(hosts, ["n1", "n2"], tmp_path / "slurm")
-        try:
-            made.open()
-            yield made
-        finally:
-            made.close()
+    (tmp_path / "run").mkdir()
+    with slurm_on_two_nodes(tmp_path) as made:
+        yield made
 
 
 def submitted(slurm: Slurm, folder: Path, script: str = SAVES, batch: str = BATCH, *more: str, **settings: str) -> Path:

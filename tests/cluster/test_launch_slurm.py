@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 import shardwise
-from tests.cluster.namespaces import cluster
-from tests.cluster.slurm import Slurm, slurm_obstacle
+from tests.cluster.slurm import Slurm, slurm_obstacle, slurm_on_two_nodes
 from tests.cluster.training import TRAIN
 from tests.patience import wait_until
 
@@ -35,18 +34,8 @@ SAVES = """
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    base = tmp_path_factory.mktemp("slurm")
-    for name in ("keys", "slurm"):
-        (base / name).mkdir()
-    with cluster(base / "keys") as hosts:
-        for name in ("n1", "n2"):
-            hosts.add(name, has_sshd=False)
-        made = Slurm(hosts, ["n1", "n2"], base / "slurm")
-        try:
-            made.open()
-            yield made
-        finally:
-            made.close()
+    with slurm_on_two_nodes(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
 
 
 def launch(slurm: Slurm, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -883,8 +883,8 @@ TENSOR = _of(
     ),
     (
         "a rank has a target that is another rank's word",
-        "is_here = (targets >= own.start) & (targets < own.stop)",
-        "is_here = (targets >= own.start) & (targets <= own.stop)",
+        "is_here = (words >= own.start) & (words < own.stop)",
+        "is_here = (words >= own.start) & (words <= own.stop)",
         "tensor_parallel cut_logits",
     ),
     (

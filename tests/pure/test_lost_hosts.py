@@ -58,7 +58,7 @@ def test_a_host_lost_while_the_first_one_prepares_ends_the_job(
     )
     second: Any = FakeConnection(SHARES[1], arrivals, {})
     arrivals.put((second, {"kind": "lost"}))
-    plan = SshPlan(Job(("train.py",), 1), SHARES, SshSettings(directory=str(tmp_path)), {})
+    plan = SshPlan(Job(("train.py",), 1, grace_seconds=7), SHARES, SshSettings(directory=str(tmp_path)), {})
     statuses: list[int] = []
     with Folder(None) as folder:
         job = _HostsJob(plan, [first, second], arrivals, folder, SignalLog(), {first: 0.0, second: 0.0})
@@ -67,7 +67,9 @@ def test_a_host_lost_while_the_first_one_prepares_ends_the_job(
         thread.start()
         thread.join(PATIENCE)
     assert statuses == [1]
-    assert "b: the connection is lost (client_loop: send disconnect: Broken pipe)." in capsys.readouterr().err
+    why = "client_loop: send disconnect: Broken pipe"
+    told = f"b: the connection is lost ({why}). Its ranks end within a minute and 7 s."
+    assert told in capsys.readouterr().err
 
 
 def test_a_host_lost_after_its_answer_is_a_problem_of_the_next_question(arrivals: Any) -> None:

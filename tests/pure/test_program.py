@@ -237,7 +237,7 @@ def test_every_trace_of_every_table_passes_the_check(data: st.DataObject) -> Non
     mesh, table = data.draw(placed())
     units = data.draw(unit_lists(mesh, table))
     trace = data.draw(traces(units))
-    budget = data.draw(st.none() | st.integers(0, 3 * max(unit_bytes(units))))
+    budget = data.draw(st.just("auto") | st.integers(0, 3 * max(unit_bytes(units))))
     plan = plan_step(units, trace, prefetch_bytes=budget)  # checks
     assert [block.moment for block in plan.micro_batch] == [*trace, END_OF_BACKWARD]
     assert parse(render(plan.micro_batch)) == plan.micro_batch

@@ -146,7 +146,7 @@ class Blocks:
                 ranks[-1].step.footprint(num_micro_batches=plan.accumulate, activations=counted, states_per_param=2)
             )
         time_of = step_time(ranks, self.hardware, mesh, num_micro_batches=plan.accumulate)
-        host = max(0 if one.host is None else one.host.total for one in held)
+        host = max(one.host_total for one in held)
         return Evaluated(
             time_of.timeline.step_seconds,
             max(one.total for one in held),

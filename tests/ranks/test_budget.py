@@ -54,7 +54,7 @@ def held(engine: sw.Engine) -> dict[str, Any]:
         "on_disk": [unit.name for unit in units if unit.flats[0].spec.updates_from_disk],
         "below": [unit.name for unit in units if unit.flats[0].spec.rests_on_disk],
         "resting": [unit.name for unit in units if unit.flats[0].spec.tier_of("param") == "host"],
-        "on_host": 0 if foreseen.host is None else foreseen.host.total,
+        "on_host": foreseen.host_total,
         "said": str(engine),
     }
 

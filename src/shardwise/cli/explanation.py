@@ -509,8 +509,7 @@ def _planned(plan: Plan, mesh: Mesh, units: Sequence[UnitSpec], subject: Subject
         trace = schedule_trace(row, straight_passes(row, _by_stage(units, row, subject.stages_of_units)))
     else:
         trace = straight_trace(tuple(units))
-    prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
-    return plan_step(units, trace, prefetch_bytes=prefetch_bytes)
+    return plan_step(units, trace, prefetch_bytes=plan.prefetch_bytes)
 
 
 def _by_stage(

@@ -44,7 +44,7 @@ from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.replica_groups import Smaller, fastest, fastest_of_each_size, mesh_of, num_leaving
 from shardwise.program import UnitSpec
 from shardwise.runtime.activations import treatments_for
-from shardwise.system.machine import Cgroups, host_memory
+from shardwise.system.machine import memory_here
 from shardwise.system.units import format_bytes
 
 
@@ -124,7 +124,7 @@ def room_after_a_loss(
     found = host_bytes_on(model, there, on, ranks, updates, num_states)
     room, has = ranks.host_bytes, "it has"
     if room is None:
-        room, has = Cgroups().memory(host_memory()).total_bytes, "this machine has"
+        room, has = memory_here().total_bytes, "this machine has"
     needs = (
         f"with {size} ranks left, a host holds up to {format_bytes(found.held)}, with images and copies and without "
         f"activations, and {format_bytes(found.images)} more while ranks recover; {has} {format_bytes(room)}"

@@ -90,19 +90,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "sent per rank and step", Text("\n".join(_sent_lines(explained))), *beside)
     if explained.outer_steps:
         _section(console, "outer steps, between islands", Text(explained.outer_steps.rstrip()))
-    if explained.why_restarted:
-        text = f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}."
-        _section(console, "if a rank is lost", Text(text))
-    elif explained.subject.smaller and num_groups(explained.mesh) == 1:
-        left = explained.mesh.world_size - explained.num_leaving
-        mesh = mesh_of({}, explained.subject.smaller, left)
-        text = f"An elastic job goes on with {left} of {ranks}, on the mesh {mesh}, until enough others are there."
-        _section(console, "if a rank is lost", Text(text), *_smaller_times(explained))
-    elif explained.num_leaving > 1:
-        group = "island" if mesh.island_axes else "replica group"
-        leaving = f"{explained.num_leaving} of {ranks}"
-        text = f"An elastic job goes on without its {group}, {leaving}, until that is complete again."
-        _section(console, "if a rank is lost", Text(text), *_smaller_times(explained))
+    if lost := _lost_rank_lines(explained, ranks):
+        _section(console, "if a rank is lost", *lost)
     if explained.losses:
         more = filter(None, [explained.subject.room_after_a_loss, explained.begins_anew])
         lines = [*map(str, explained.losses), *more]
@@ -157,9 +146,22 @@ def _split_over(place: Place) -> Text:
     return Text(words, "green" if place.shard else "")
 
 
-def _smaller_times(explained: Explanation) -> list[Text]:
-    times = explained.subject.smaller_times
-    return [Text(f"If no replica group is whole, a step takes {times}.", "dim")] if times else []
+def _lost_rank_lines(explained: Explanation, ranks: str) -> list[Text]:
+    """How an elastic job of `ranks` goes on; nothing where it does so without that one rank alone."""
+    mesh, smaller, times = explained.mesh, explained.subject.smaller, explained.subject.smaller_times
+    if explained.why_restarted:
+        return [Text(f"An elastic job restarts from its last checkpoint, because {explained.why_restarted}.")]
+    if smaller and num_groups(mesh) == 1:
+        left = mesh.world_size - explained.num_leaving
+        on = mesh_of({}, smaller, left)
+        text = f"An elastic job goes on with {left} of {ranks}, on the mesh {on}, until enough others are there."
+    elif explained.num_leaving > 1:
+        group = "island" if mesh.island_axes else "replica group"
+        leaving = f"{explained.num_leaving} of {ranks}"
+        text = f"An elastic job goes on without its {group}, {leaving}, until that is complete again."
+    else:
+        return []
+    return [Text(text), *([Text(f"If no replica group is whole, a step takes {times}.", "dim")] if times else [])]
 
 
 def _section(console: Console, title: str, *below: object) -> None:
@@ -328,33 +330,30 @@ def _bytes_grid(explained: Explanation) -> Grid:
         cells = [Text(format_bytes(one), style) for one in (num_bytes, replicated[kind])]
         note = f"{num_bytes / max(1, replicated[kind]):.0%} of replicated" if kind == "total" else meanings[kind]
         grid.add_row(Text(kind, style or "cyan"), *cells, Text(note, "dim"))
-    on_host = explained.held.host.by_kind if explained.held.host is not None else {}
-    for kind, num_bytes in on_host.items():
-        grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
-    if explained.images is not None:
-        total = explained.images.total
-        note = f"a copy of its shards, to restore it; {format_bytes(total)} with states kept there, and "
-        note += f"{format_bytes(2 * total)} while ranks recover"
-        grid.add_row(Text("image on the host", "cyan"), format_bytes(explained.images.copy), "", Text(note, "dim"))
-        if explained.images.on_disk:
-            note = "what was there before the last update, to restore it"
-            grid.add_row(
-                Text("image on the disk", "cyan"), format_bytes(explained.images.on_disk), "", Text(note, "dim")
-            )
-    if explained.copies is not None:
-        note = f"{format_bytes(explained.copies.sent)} sent to another host, during each next step"
-        if explained.copies.sent_once:
-            note += f"; {format_bytes(explained.copies.sent_once)} once, for frozen parameters"
-        grid.add_row(Text("copies for other hosts", "cyan"), format_bytes(explained.copies.kept), "", Text(note, "dim"))
-        if explained.copies.kept_on_disk:
-            name = Text("copies for other hosts, on the disk", "cyan")
-            grid.add_row(
-                name, format_bytes(explained.copies.kept_on_disk), "", Text("of what they have on theirs", "dim")
-            )
-    if explained.held.disk is not None:
-        for kind, num_bytes in explained.held.disk.by_kind.items():
-            grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))
+    for name, num_bytes, note in _bytes_elsewhere(explained):
+        grid.add_row(Text(name, "cyan"), format_bytes(num_bytes), "", Text(note, "dim"))
     return grid
+
+
+def _bytes_elsewhere(explained: Explanation) -> Iterator[tuple[str, int, str]]:
+    """What is not on the device: its name, its bytes and what it is for."""
+    held, images, copies = explained.held, explained.images, explained.copies
+    if held.host is not None:
+        yield from ((f"{kind} on the host", num_bytes, ON_HOST[kind]) for kind, num_bytes in held.host.by_kind.items())
+    if images is not None:
+        with_states, recovering = format_bytes(images.total), format_bytes(2 * images.total)
+        note = f"a copy of its shards, to restore it; {with_states} with states kept there, and {recovering} while "
+        yield "image on the host", images.copy, f"{note}ranks recover"
+        if images.on_disk:
+            yield "image on the disk", images.on_disk, "what was there before the last update, to restore it"
+    if copies is not None:
+        once = f"; {format_bytes(copies.sent_once)} once, for frozen parameters" if copies.sent_once else ""
+        note = f"{format_bytes(copies.sent)} sent to another host, during each next step{once}"
+        yield "copies for other hosts", copies.kept, note
+        if copies.kept_on_disk:
+            yield "copies for other hosts, on the disk", copies.kept_on_disk, "of what they have on theirs"
+    if held.disk is not None:
+        yield from ((f"{kind} on the disk", num_bytes, ON_DISK[kind]) for kind, num_bytes in held.disk.by_kind.items())
 
 
 def _bytes_note(explained: Explanation) -> Text:

@@ -391,6 +391,11 @@ class World:
         self.close(error)
 
 
+def num_ranks_per_host(world: World) -> int:
+    """The ranks on each host of `world`; all of them where that is not known."""
+    return min(world.size, world.local_size or world.size)
+
+
 def _join_as_member(
     env: Mapping[str, str], shares_memory: bool, timeout_seconds: float, patience_seconds: float
 ) -> World:

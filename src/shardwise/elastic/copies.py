@@ -102,7 +102,7 @@ def _portions_of(num_bytes: int) -> Iterator[tuple[int, int]]:
 class KeptCopies:
     """The copies that this rank keeps of one other rank's state. What that has on a disk is copied to `disk`."""
 
-    def __init__(self, folder: Path | None, name: str, disk: DiskMemory | None = None) -> None:
+    def __init__(self, folder: Path | None, name: str, disk: DiskMemory | None) -> None:
         self._folder, self._name = folder, name
         self._disk = disk
         self._files: list[list[DiskFile]] = []

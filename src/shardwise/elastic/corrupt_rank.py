@@ -47,12 +47,12 @@ def fault_for_others(
     if is_wrong:
         survival.image.live_version = TORN
         if not is_whole:
-            _tear(survival.image)
+            survival.image.tear()
         raise error
     for rank in error.ranks:
         if are_whole[rank] == b"0":
             for image in _copies_of(rank, survival):
-                _tear(image)
+                image.tear()
     if world.rank == min(set(range(world.size)) - set(error.ranks)):
         _log.error("%s", str(error).partition("\n")[0])
     return FaultError(str(error), kind="corrupted", ranks=error.ranks, unit=error.unit)
@@ -81,7 +81,7 @@ def changed_at_rest(verification: Verification, survival: Survival, num_steps: M
 
 def leave(changed: str, survival: Survival, rank: int, num_steps: int) -> CorruptionError:
     """The error with which this rank ends, whose state has `changed`; nobody is to read that."""
-    _tear(survival.image)
+    survival.image.tear()
     return CorruptionError(
         f"Rank {rank} has wrong bits: {changed}, changed since the last update, as nothing of most others has. No "
         f"program has written that: memory or a processor has failed. It was found when ranks recovered after step "
@@ -95,7 +95,3 @@ def leave(changed: str, survival: Survival, rank: int, num_steps: int) -> Corrup
 def _copies_of(rank: int, survival: Survival) -> list[Image]:
     kept = survival.copies.kept.get(rank) if survival.copies is not None else None
     return [] if kept is None else kept.images
-
-
-def _tear(image: Image) -> None:
-    image.live_version = image.shadow_version = TORN

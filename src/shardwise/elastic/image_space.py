@@ -33,7 +33,7 @@ class NoSpaceError(StateError):
         )
 
 
-def make_images(world: World, make: Callable[[], object], *, lets_in: bool = False) -> None:
+def make_images(world: World, make: Callable[[], object], *, lets_in: bool) -> None:
     """Call `make`, which makes images. All ranks call, and all raise `StateError` if one has no space: otherwise the
     others would continue without it, as if it had died.
 

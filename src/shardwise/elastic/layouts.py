@@ -408,7 +408,7 @@ class Layout:
         for image in (one for of_rank in images.values() for one in of_rank):
             paths = [Path(path) for rows in image.directory.rows for path in rows.paths]
             if self.disk is not None and any(map(self.disk.is_silent, paths)):
-                image.live_version = image.shadow_version = TORN
+                image.tear()
 
     def _rows_of(self, image: Image, *, is_own: bool) -> list[DiskRows]:
         """What an image has on a disk. Raises `TierError` if the files of another rank cannot be opened."""

@@ -2,8 +2,8 @@
 
 [Note: chosen beforehand] Nobody is to wait for a choice when a rank is lost, and all must make the same. So rank 0
 rehearses the batch of its first forward on each mesh that the model can have (`parallel/outline.py`), before any step:
-of those of as many ranks the fastest is taken, such as `{pp: 2, tp: 1}` or `{pp: 1, tp: 2}`, and none than which one
-with fewer ranks is faster. Where nobody chooses, the largest is taken, and the first of as many ranks: where the
+of those of as many ranks the fastest is taken, such as `{pp: 2, tp: 1}` or `{pp: 1, tp: 2}`, and none that is slower
+than one with fewer ranks. Where nobody chooses, the largest is taken, and the first of as many ranks: where the
 hardware is not known (neither `shardwise calibrate` nor a profile of the device), or the model cannot be rehearsed.
 With a single smaller mesh there is nothing to choose.
 

@@ -123,7 +123,7 @@ class ElasticSession(Session):
     """Intercepts a loop's calls of model, engine and optimizers. `close()` it."""
 
     def __init__(
-        self, host: Host, sharded: ShardedModel, membership: Membership[World], arrival: Arrival | None = None
+        self, host: Host, sharded: ShardedModel, membership: Membership[World], arrival: Arrival | None
     ) -> None:
         """`arrival` is what a rank that joins has received from the others. They are in a recovery then, whose last
         exchange this call takes part in."""

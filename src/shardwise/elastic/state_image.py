@@ -298,6 +298,10 @@ class Image:
         """The versions of the state that it has."""
         return {self.live_version, self.shadow_version} - {TORN}
 
+    def tear(self) -> None:
+        """Nobody is to read it."""
+        self.live_version = self.shadow_version = TORN
+
     @property
     def extent(self) -> tuple[int, int]:
         """First and last address of the live region."""

@@ -224,7 +224,7 @@ class Survival:
         a copy, that is read instead."""
         if self.rows and self.copies is not None and self.copies.is_kept_elsewhere:
             for image in self.images:
-                image.live_version = image.shadow_version = TORN
+                image.tear()
 
     def close(self, *, removes: bool = True) -> None:
         self._copier.close()

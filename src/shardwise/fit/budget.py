@@ -102,7 +102,7 @@ def within_budget(
     plan: Plan,
     mesh: Mesh,
     ranks: Ranks,
-    updates: Mapping[nn.Parameter, Update] | None = None,
+    updates: Mapping[nn.Parameter, Update] | None,
     states_per_param: int = 0,
     *,
     is_live: bool = False,
@@ -133,7 +133,7 @@ def fit_on_fewer(
     plan: Plan,
     mesh: Mesh,
     ranks: Ranks,
-    updates: Mapping[nn.Parameter, Update] | None = None,
+    updates: Mapping[nn.Parameter, Update] | None,
     states_per_param: int = 0,
 ) -> Plan:
     """`within_budget` for a `mesh` of which each rank holds more than each of the `ranks` does now; on whichever hosts
@@ -171,8 +171,8 @@ def host_bytes_on(
     plan: Plan,
     mesh: Mesh,
     ranks: Ranks,
-    updates: Mapping[nn.Parameter, Update] | None = None,
-    states_per_param: int = 0,
+    updates: Mapping[nn.Parameter, Update] | None,
+    states_per_param: int,
 ) -> HostBytes:
     """On the host with the most, of an elastic job on `mesh`, whose `plan` has no budget any more."""
     search = _Search(model, plan, mesh, ranks.on_fewer(mesh), updates, states_per_param)
@@ -345,12 +345,11 @@ class _Search:
     def holds(self, offload: Offload) -> _Held:
         """The figures for the ranks of a host, which may have different stages."""
         if offload not in self._held:
-            prefetch_bytes = None if self._plan.prefetch_bytes == "auto" else self._plan.prefetch_bytes
             prints, times = [], []
             for pp_rank, units in enumerate(self._specs(offload)):
                 counted = None if self._activations is None else self._activations[pp_rank]
                 trace = self._trace(pp_rank, units) if counted is None else counted.trace
-                step = plan_step(units, trace, prefetch_bytes=prefetch_bytes)
+                step = plan_step(units, trace, prefetch_bytes=self._plan.prefetch_bytes)
                 prints.append(
                     step.footprint(
                         states_per_param=self._states_per_param,
@@ -360,8 +359,8 @@ class _Search:
                 )
                 times.append(self._time(step, prints[-1]))
             on_devices = self._of_host([one.total for one in prints])
-            on_host = self._of_host([one.host.total if one.host is not None else 0 for one in prints])
-            on_disk = self._of_host([one.disk.total if one.disk is not None else 0 for one in prints])
+            on_host = self._of_host([one.host_total for one in prints])
+            on_disk = self._of_host([one.disk_total for one in prints])
             longest = max((one for one in times if one is not None), key=lambda one: one.least_seconds, default=None)
             self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_devices, on_host, on_disk, longest)
         return self._held[offload]

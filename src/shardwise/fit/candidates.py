@@ -149,6 +149,11 @@ class Candidate:
         return math.prod(size for _, size in self.sizes)
 
     @property
+    def ranks_per_sample(self) -> int:
+        """Among how many ranks a sample's activations, and what is computed for it, are divided."""
+        return self.size("tp") * self.size("sp") * self.size("pp")
+
+    @property
     def least_waiting(self) -> float:
         """How long a rank waits in a step at least, as a share of the forward and backward of a micro-batch through its
         stages."""
@@ -370,8 +375,7 @@ class Bounds:
             self._apart[key] = apart
         if isinstance(apart, ShardwiseError):
             raise apart
-        spread = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
-        activations = size.row_bytes * candidate.rows * candidate.most_in_flight / spread
+        activations = size.row_bytes * candidate.rows * candidate.most_in_flight / candidate.ranks_per_sample
         communicating = candidate.accumulate * (apart.gathering + apart.reducing)
         return Bound(
             apart.resting + max(apart.grad, activations, apart.gathered),
@@ -420,16 +424,14 @@ class Bounds:
         )
 
     def _computing(self, candidate: Candidate, size: Size) -> float:
-        split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
-        rows = candidate.rows * candidate.accumulate
-        return size.flops_seconds * rows / split * (1 + candidate.least_waiting / candidate.accumulate)
+        seconds = size.flops_seconds * candidate.rows * candidate.accumulate / candidate.ranks_per_sample
+        return seconds * (1 + candidate.least_waiting / candidate.accumulate)
 
     def _copying(self, candidate: Candidate, size: Size) -> float:
         """Activations to the host: what they take on their link, while everything else may go on."""
         if not size.host_row_bytes or self.hardware.host is None:
             return 0.0
-        split = candidate.size("tp") * candidate.size("sp") * candidate.size("pp")
-        num_bytes = size.host_row_bytes * candidate.rows * candidate.accumulate / split
+        num_bytes = size.host_row_bytes * candidate.rows * candidate.accumulate / candidate.ranks_per_sample
         return self.hardware.host_copy_seconds(num_bytes)
 
     def _on_host(self, candidate: Candidate, table: Table, trained: float) -> float:

@@ -18,7 +18,7 @@ Gradients of parameters that several stages have are such messages too, before t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,10 +143,10 @@ class Timeline:
         write_trace(path, self.as_chrome_trace())
 
     def _mean(self, of: Callable[[RankTimeline], Mapping[str, float]]) -> dict[str, float]:
-        total: dict[str, float] = {}
+        total: defaultdict[str, float] = defaultdict(float)
         for one in self.ranks:
             for key, seconds in of(one).items():
-                total[key] = total.get(key, 0.0) + seconds / len(self.ranks)
+                total[key] += seconds / len(self.ranks)
         return total
 
 
@@ -371,6 +371,10 @@ class _Streams:
                 self.landed.append(head)
 
 
+_Sums = tuple[float, float, float, float, dict[str, float], dict[str, float]]
+"""Seconds computed and computed again, FLOPs and their least seconds, and seconds by axis and by stream."""
+
+
 class _Rank:
     """Runs one rank's program."""
 
@@ -416,11 +420,11 @@ class _Rank:
         self._start = self._streams.now
         self._streams.landed.clear()
         self._events: list[Event] = []
-        self._exposed: dict[str, float] = {}
+        self._exposed: defaultdict[str, float] = defaultdict(float)
         self._computed = self._recomputed = self._flops = self._least = self._updated = 0.0
         self._repeated: list[tuple[float, dict[str, float]]] = []
         self._num_repeated = 0
-        self._stream_seconds: dict[str, float] = {}
+        self._stream_seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self) -> _Asked:
         """Each step, of which the last counts."""
@@ -500,7 +504,7 @@ class _Rank:
         self._streams.sleep_until(arrived)
         waited = self._streams.now - begun
         if waited > 0:
-            self._exposed[STAGE_AXIS] = self._exposed.get(STAGE_AXIS, 0.0) + waited
+            self._exposed[STAGE_AXIS] += waited
             self._note(STAGES, text, begun, STAGE_AXIS)
 
     def _send(self, op: Op) -> None:
@@ -565,7 +569,7 @@ class _Rank:
             begun = self._streams.now
             self._streams.compute(seconds, links)
             if axis:
-                self._exposed[axis] = self._exposed.get(axis, 0.0) + self._streams.now - begun
+                self._exposed[axis] += self._streams.now - begun
             else:
                 self._computed += self._streams.now - begun
             if self._keeps_events:
@@ -583,7 +587,7 @@ class _Rank:
         """Issue copies of activations to or from another tier."""
         flights = [_Flight(verb, f"{verb} activations {cost.axis}", moment, cost) for cost in costs]
         for flight, cost in zip(flights, costs, strict=True):
-            self._stream_seconds[verb] = self._stream_seconds.get(verb, 0.0) + cost.seconds
+            self._stream_seconds[verb] += cost.seconds
             self._streams.issue(flight)
         return flights
 
@@ -614,20 +618,18 @@ class _Rank:
     def _time_alone(self, worked: Worked) -> _Alone:
         hardware, prices = self.hardware, self._prices
         computing = [one for one in worked.operations if not one.communicates and not one.copies]
-        by_axis: dict[str, float] = {}
-        beside: dict[str, float] = {}
+        by_axis: defaultdict[str, float] = defaultdict(float)
+        beside: defaultdict[str, float] = defaultdict(float)
         for one in worked.operations:
             if one.communicates:
                 sums, ranks = beside if one.overlaps else by_axis, prices.ranks_along(one.axis)
-                sums[one.axis] = sums.get(one.axis, 0.0) + one.kernels * hardware.collective_seconds(
-                    one.kind, one.num_bytes, ranks
-                )
+                sums[one.axis] += one.kernels * hardware.collective_seconds(one.kind, one.num_bytes, ranks)
         launched = sum(one.kernels for one in worked.operations if one.communicates)
         seconds = hardware.computing_seconds(computing, sum(by_axis.values()), launched)
         for axis, moved in beside.items():
             hidden = min(seconds, moved)
             seconds += hidden * (hardware.contention - 1)
-            by_axis[axis] = by_axis.get(axis, 0.0) + moved - hidden
+            by_axis[axis] += moved - hidden
         again = hardware.computing_seconds(
             [one for one in worked.recomputed if not one.communicates and not one.copies]
         )
@@ -664,25 +666,13 @@ class _Rank:
         self._streams.until(flight)
         waited = self._streams.now - begun
         if waited > 0:
-            self._exposed[flight.axis] = self._exposed.get(flight.axis, 0.0) + waited
-            if self._keeps_events:
-                self._events.append(
-                    Event(
-                        COMPUTE,
-                        text,
-                        begun - self._start,
-                        self._streams.now - self._start,
-                        flight.axis,
-                        moment,
-                        flight.text,
-                        waited,
-                    )
-                )
+            self._exposed[flight.axis] += waited
+            self._note(COMPUTE, text, begun, flight.axis, moment, flight.text, waited)
 
     def _issue(self, action: Action, effect: Effect, cost: Cost, moment: str) -> None:
         stream = action.stream if action.stream != COMPUTE else action.verb
         flight = _Flight(stream, self._text(action), moment, cost)
-        self._stream_seconds[stream] = self._stream_seconds.get(stream, 0.0) + cost.seconds
+        self._stream_seconds[stream] += cost.seconds
         self._streams.issue(flight)
         if effect.makes is not None:
             self._made[action.flat, effect.makes] = flight
@@ -694,7 +684,7 @@ class _Rank:
         if cost.seconds:
             begun = self._streams.now
             self._streams.compute(cost.seconds, cost.links or ("",))
-            self._exposed[cost.axis] = self._exposed.get(cost.axis, 0.0) + self._streams.now - begun
+            self._exposed[cost.axis] += self._streams.now - begun
             self._note(COMPUTE, text, begun, cost.axis, moment)
 
     def _meet(self, action: Action, cost: Cost, moment: str) -> _Asked:
@@ -703,20 +693,9 @@ class _Rank:
         self._streams.sleep_until(met)
         waited = self._streams.now - begun
         self._streams.compute(cost.seconds, cost.links or ("",))
-        self._exposed[STAGE_AXIS] = self._exposed.get(STAGE_AXIS, 0.0) + self._streams.now - begun
-        if self._keeps_events:
-            self._events.append(
-                Event(
-                    COMPUTE,
-                    str(action),
-                    begun + waited - self._start,
-                    self._streams.now - self._start,
-                    STAGE_AXIS,
-                    moment,
-                    "other stages" if waited else "",
-                    waited,
-                )
-            )
+        self._exposed[STAGE_AXIS] += self._streams.now - begun
+        others = "other stages" if waited else ""
+        self._note(COMPUTE, self._text(action), begun + waited, STAGE_AXIS, moment, others, waited)
 
     def _compute(self, seconds: float, text: str, moment: str) -> None:
         if seconds:
@@ -728,13 +707,24 @@ class _Rank:
     def _text(self, action: Action) -> str:
         return str(action) if self._keeps_events else ""
 
-    def _note(self, stream: str, text: str, begun: float, axis: str = "", moment: str = "") -> None:
+    def _note(
+        self,
+        stream: str,
+        text: str,
+        begun: float,
+        axis: str = "",
+        moment: str = "",
+        waited_for: str = "",
+        waited_seconds: float = 0.0,
+    ) -> None:
+        """Something on a stream that `begun` then and ends now."""
         if self._keeps_events:
-            self._events.append(Event(stream, text, begun - self._start, self._streams.now - self._start, axis, moment))
+            begin, end = begun - self._start, self._streams.now - self._start
+            self._events.append(Event(stream, text, begin, end, axis, moment, waited_for, waited_seconds))
 
     # -- sums -------------------------------------------------------------------------------------------
 
-    def _sums(self) -> tuple[float, float, float, float, dict[str, float], dict[str, float]]:
+    def _sums(self) -> _Sums:
         return (
             self._computed,
             self._recomputed,
@@ -744,9 +734,7 @@ class _Rank:
             dict(self._stream_seconds),
         )
 
-    def _repeat(
-        self, begun: float, before: tuple[float, float, float, float, dict[str, float], dict[str, float]]
-    ) -> None:
+    def _repeat(self, begun: float, before: _Sums) -> None:
         """Count the last micro-batch, which began at `begun` with the sums `before`, as often as it is repeated."""
         more = self._num_repeated
         computed, recomputed, flops, least, exposed, streams = before

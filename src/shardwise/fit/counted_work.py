@@ -104,7 +104,7 @@ class CountedWork:
     """A `Watch` of rehearsals: `worked` has what the last pass computed before each moment, messages included that
     `ledger` is told of. `num_ranks` are the sizes of mesh axes."""
 
-    def __init__(self, num_ranks: Mapping[str, int] | None = None) -> None:
+    def __init__(self, num_ranks: Mapping[str, int] | None) -> None:
         self.worked: list[Worked] = []
         self.ledger: Ledger = _CountingLedger(self._note_message)
         self._counting: CountedOperations | None = None

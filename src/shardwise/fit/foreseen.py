@@ -38,6 +38,7 @@ from shardwise.plan.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.plan.placement import WIDTH, Table, table_for
 from shardwise.program import Activations, StepProgram, Trace, UnitSpec, Update, plan_step, update_by
 from shardwise.program.schedule import Op
+from shardwise.program.step_program import PrefetchBytes
 from shardwise.runtime.activations import treatments_for
 from shardwise.runtime.rehearsal import Around, Watch, nothing_around, rehearse
 from shardwise.system.devices import TorchAccelerator
@@ -114,7 +115,7 @@ class RankUnits:
     stages_of_units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    _steps: dict[tuple[Trace, int | None], StepProgram] = field(default_factory=dict, compare=False, repr=False)
+    _steps: dict[tuple[Trace, PrefetchBytes], StepProgram] = field(default_factory=dict, compare=False, repr=False)
 
     def with_programs_of(self, other: RankUnits) -> RankUnits:
         """The same; if `other` has the same units, with the programs that are known of it, and will be."""
@@ -122,8 +123,7 @@ class RankUnits:
 
     def program(self, plan: Plan, counted: Counted) -> RankProgram:
         """What a clock needs of such a rank, with its work as `count_step` has counted it."""
-        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
-        trace = counted.activations.trace
+        trace, prefetch_bytes = counted.activations.trace, plan.prefetch_bytes
         step = self._steps.get((trace, prefetch_bytes))
         if step is None:
             step = self._steps[trace, prefetch_bytes] = plan_step(self.units, trace, prefetch_bytes=prefetch_bytes)

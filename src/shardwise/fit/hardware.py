@@ -17,6 +17,7 @@ import bisect
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -482,23 +483,20 @@ def _read(path: Path) -> Hardware:
 @lru_cache(maxsize=4096)
 def _spread_of_range(start: int, stop: int, step: int, ranks_per_node: int) -> tuple[int, int, int]:
     """As `_spread`; ranks in equal distances."""
-    num_ranks = len(range(start, stop, step))
-    if step >= ranks_per_node:
-        return num_ranks, 1, num_ranks
-    by_node: dict[int, int] = {}
-    for rank in range(start, stop, step):
-        by_node[rank // ranks_per_node] = by_node.get(rank // ranks_per_node, 0) + 1
-    return num_ranks, max(by_node.values()), len(by_node)
+    ranks = range(start, stop, step)
+    return (len(ranks), 1, len(ranks)) if step >= ranks_per_node else _spread_of_list(ranks, ranks_per_node)
+
+
+def _spread_of_list(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, int, int]:
+    by_node = Counter(rank // ranks_per_node for rank in ranks)
+    return len(ranks), max(by_node.values(), default=0), len(by_node)
 
 
 def _spread(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, int, int]:
     """How many ranks there are, the most of them on one node, and on how many nodes."""
     if isinstance(ranks, range):
         return _spread_of_range(ranks.start, ranks.stop, ranks.step, ranks_per_node)
-    by_node: dict[int, int] = {}
-    for rank in ranks:
-        by_node[rank // ranks_per_node] = by_node.get(rank // ranks_per_node, 0) + 1
-    return len(ranks), max(by_node.values(), default=0), len(by_node)
+    return _spread_of_list(ranks, ranks_per_node)
 
 
 def _log2(count: int) -> int:

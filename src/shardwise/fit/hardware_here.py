@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm import World
+from shardwise.comm.world import num_ranks_per_host
 from shardwise.fit.calibrate.speed import calibrated_hardware, this_machine
 from shardwise.fit.hardware import Hardware, hardware, profiles
 from shardwise.system.calibration import readable_calibration
@@ -46,9 +47,7 @@ def with_ranks_of(machine: Hardware, world: World) -> Hardware:
     started with: where others are lost, their cores are nobody's. A host beside accelerators may be a part of the one
     that a profile has: a virtual machine of 16 cores for one H200 of a DGX with 112."""
     on_cpu = world.device.type == "cpu"
-    here = machine.with_ranks(
-        min(world.size, world.local_size or world.size), torch.get_num_threads() if on_cpu else None
-    )
+    here = machine.with_ranks(num_ranks_per_host(world), torch.get_num_threads() if on_cpu else None)
     if on_cpu or here.host is None:
         return here
     return here.model_copy(update={"host": here.host.with_cores(num_cores())})

@@ -27,7 +27,7 @@ from shardwise.memory import in_own_precision
 from shardwise.plan import Budget, Plan, PolicyName, PrecisionName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import mesh_for
-from shardwise.program import END_OF_BACKWARD, Footprint, Mark, Update
+from shardwise.program import END_OF_BACKWARD, Mark, Update
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.program.schedule import Op, schedule_of, schedule_of_calls
 from shardwise.runtime.micro_batches import MicroBatch
@@ -101,9 +101,7 @@ class ModelSubject:
         plain = replace(candidate, rows=rows, accumulate=stages, policy="keep", wires=())
         if self.base.pipeline.stages == "auto":
             plain = replace(plain, schedule=SCHEDULE, chunks=1)
-        plan = plain.plan(self.base)
-        mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
-        self._ranks(plain, plan, mesh)
+        self._ranks(plain, *self._placed(plain))
         if candidate.size("sp") * candidate.size("ep") > 1:
             self._derived(plain)
 
@@ -166,8 +164,7 @@ class ModelSubject:
 
     def evaluate(self, candidate: Candidate) -> Evaluated:
         """From rehearsals of two sizes of micro-batches, without a pipeline: see [Note: derived counts]."""
-        plan = candidate.plan(self.base)
-        mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
+        plan, mesh = self._placed(candidate)
         ranks = self._ranks(candidate, plan, mesh)
         counted = self._derived_ranks(candidate, ranks)
         is_exact = len(ranks) == 1 and self._is_rehearsed(_of_model(candidate))
@@ -177,8 +174,7 @@ class ModelSubject:
         """With the least that a budget (`within_budget`) would put off the device, beside what activations take."""
         disk = self.disk if self.hardware.disk is not None and limits.host_bytes is not None else None
         budget = Budget(device=limits.device_bytes, host=limits.host_bytes, disk=disk)
-        plan = candidate.plan(self.base)
-        mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
+        plan, mesh = self._placed(candidate)
         counted = self._derived_ranks(candidate, self._ranks(candidate, plan, mesh))
         ranks = Ranks(self.on_cpu, min(candidate.world_size, self.hardware.ranks_per_node))
         fitted = within_budget(
@@ -196,10 +192,14 @@ class ModelSubject:
 
     def confirm(self, candidate: Candidate) -> Evaluated:
         """From a rehearsal of just this: the step that `shard` would plan."""
-        plan = candidate.plan(self.base)
-        mesh = mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
+        plan, mesh = self._placed(candidate)
         ranks = self._ranks(candidate, plan, mesh)
         return self._evaluated(candidate, plan, mesh, ranks, self._count(candidate), is_exact=True)
+
+    def _placed(self, candidate: Candidate) -> tuple[Plan, Mesh]:
+        """Its plan, on the mesh that `shard` would make."""
+        plan = candidate.plan(self.base)
+        return plan, mesh_for(plan, candidate.world_size, self.hardware.ranks_per_node)
 
     def _ranks(self, candidate: Candidate, plan: Plan, mesh: Mesh) -> list[RankUnits]:
         """Known for each plan but for its micro-batches, and for its activations unless stages depend on them. Of a
@@ -255,8 +255,8 @@ class ModelSubject:
         return Evaluated(
             seconds=time.timeline.step_seconds,
             device_bytes=max(one.total for one in held),
-            host_bytes=num_local * max(map(_on_host, held)),
-            disk_bytes=num_local * max(map(_on_disk, held)),
+            host_bytes=num_local * max(one.host_total for one in held),
+            disk_bytes=num_local * max(one.disk_total for one in held),
             parts=time.breakdown,
             mfu=time.timeline.mfu,
             is_exact=is_exact,
@@ -533,14 +533,6 @@ def _plain(base: Plan) -> Plan:
 def _is_block(name: str) -> bool:
     """Whether a unit is one of a list of blocks."""
     return any(word.isdigit() for word in name.split("."))
-
-
-def _on_host(held: Footprint) -> int:
-    return 0 if held.host is None else held.host.total
-
-
-def _on_disk(held: Footprint) -> int:
-    return 0 if held.disk is None else held.disk.total
 
 
 def rows_of(batch: object) -> int:

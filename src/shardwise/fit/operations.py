@@ -70,7 +70,7 @@ def product(m: int, n: int, k: int, dtype: str, width: int, batch: int = 1) -> O
     return Operation("product", (m, n, k) if batch == 1 else (m, n, k, batch), dtype, 2.0 * batch * m * n * k, moved)
 
 
-def memory_pass(num_bytes: float, kernels: int = 1) -> Operation:
+def memory_pass(num_bytes: float, kernels: int) -> Operation:
     """Whatever reads and writes `num_bytes` together."""
     return Operation("memory", num_bytes=num_bytes, kernels=kernels)
 

@@ -19,6 +19,7 @@ from shardwise.plan.placement import Table
 from shardwise.plan.replica_groups import group_size, mesh_over
 from shardwise.program import plan_step
 from shardwise.program.spec import FlatSpec
+from shardwise.program.step_program import PrefetchBytes
 from shardwise.system.even_parts import round_up
 
 
@@ -41,7 +42,7 @@ def seconds_by_size(
     sizes: Iterable[int],
     *,
     num_micro_batches: int,
-    prefetch_bytes: int | None = None,
+    prefetch_bytes: PrefetchBytes = "auto",
 ) -> dict[int, float]:
     """Seconds of a step by the number of ranks, for those of `sizes` that are whole replica groups.
 
@@ -64,7 +65,7 @@ def seconds_by_size(
     return found
 
 
-def _on(program: RankProgram, mesh: Mesh, table: Table, share: float, prefetch_bytes: int | None) -> RankProgram:
+def _on(program: RankProgram, mesh: Mesh, table: Table, share: float, prefetch_bytes: PrefetchBytes) -> RankProgram:
     units = tuple(
         replace(unit, flats=tuple(_flat_on(flat, mesh, table) for flat in unit.flats)) for unit in program.step.units
     )

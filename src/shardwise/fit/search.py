@@ -318,11 +318,11 @@ class _Search:
 
     def least(self, candidate: Candidate, bound: Bound) -> float:
         """What the objective is at least."""
-        return {
-            "time": bound.seconds,
-            "memory": bound.device_bytes,
-            "cost": bound.seconds * candidate.world_size,
-        }[self.objective]
+        return bound.device_bytes if self.objective == "memory" else self.spent(candidate, bound.seconds)
+
+    def spent(self, candidate: Candidate, seconds: float) -> float:
+        """Seconds, or device-seconds if these are the objective."""
+        return seconds * (candidate.world_size if self.objective == "cost" else 1)
 
     # -- evaluation -------------------------------------------------------------------------------------
 
@@ -404,8 +404,7 @@ class _Search:
         found, hardware = self.known.get(candidate), self.subject.hardware
         device_bytes = found.device_bytes if isinstance(found, Evaluated) else bound.device_bytes
         numel = max(0.0, device_bytes - self.limits.device_bytes) / MOST_BYTES
-        seconds = self.subject.least_seconds(candidate) + hardware.host_update_seconds(numel)
-        return seconds * (candidate.world_size if self.objective == "cost" else 1)
+        return self.spent(candidate, self.subject.least_seconds(candidate) + hardware.host_update_seconds(numel))
 
     def _known_best(self) -> list[Ranked]:
         climb = _Climb(self)
@@ -464,8 +463,7 @@ class _Search:
         within = candidate.size("tp") * candidate.size("sp")
         split = 1 + 0.04 * math.sqrt(within - 1) + 0.01 * math.sqrt(candidate.accumulate)
         brim = 1.5 if MARGIN * bound.device_bytes > self.limits.device_bytes else 1.0
-        factor = candidate.world_size if self.objective == "cost" else 1
-        return bound.seconds * split * brim * factor
+        return self.spent(candidate, bound.seconds * split * brim)
 
     # -- reasons ----------------------------------------------------------------------------------------
 
@@ -669,8 +667,7 @@ class _Climb:
             seconds = owner.subject.least_seconds(candidate)
         except REFUSALS:
             return False  # the reason is found when it is evaluated
-        factor = candidate.world_size if owner.objective == "cost" else 1
-        return factor * seconds >= self.best[than - 1].cost(owner.objective)
+        return owner.spent(candidate, seconds) >= self.best[than - 1].cost(owner.objective)
 
     def visit(self, candidate: Candidate, bound: Bound) -> None:
         """Evaluate it, unless that is known, or it cannot be among the best."""

@@ -100,9 +100,9 @@ def tier_time(
     held: Footprint,
     calibration: Calibration,
     *,
-    num_micro_batches: int = 1,
-    num_local: int = 1,
-    folder: str | None = None,
+    num_micro_batches: int,
+    num_local: int,
+    folder: str | None,
 ) -> TierTime | None:
     """What tiers cost a rank in one step; `None` where all is on the device. `folder` is that of rows on a disk.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import time
 
 from shardwise.errors import LaunchError
 from shardwise.launch.job import Job
@@ -14,6 +12,7 @@ from shardwise.launch.log_folder import Folder
 from shardwise.launch.signals import SignalLog
 from shardwise.launch.store import LauncherStore
 from shardwise.launch.torch_agent import Agent, Stopped
+from shardwise.system.job_token import new_run_id
 
 
 def supervise(job: Job, listener: socket.socket, on_cpu: bool, bound: list[dict[str, str]] | None = None) -> int:
@@ -25,7 +24,7 @@ def supervise(job: Job, listener: socket.socket, on_cpu: bool, bound: list[dict[
     from the main thread, which must live as long as the ranks. Closes `listener`.
     """
     _silence_elastic()
-    run_id = f"{os.getpid()}-{int(time.time())}"
+    run_id = new_run_id()
     with SignalLog() as signals, Folder(job.log_dir) as folder:
         agent = Agent(
             job,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwise.comm import World
+from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import CommError, ConfigError, TierError
 from shardwise.memory.disk_memory import DiskMemory
 from shardwise.plan import Plan
@@ -108,8 +109,7 @@ def require_room(disk: DiskMemory, world: World, num_bytes: int) -> None:
 
 def _on_a_host(world: World, wanted: Sequence[int]) -> int:
     """The bytes of as many ranks as share a host, assuming that those that want most do."""
-    num_local = min(world.size, world.local_size or world.size)
-    return sum(sorted(wanted)[-num_local:])
+    return sum(sorted(wanted)[-num_ranks_per_host(world) :])
 
 
 def _keeps_versions(plan: Plan, world: World) -> bool:

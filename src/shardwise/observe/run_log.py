@@ -357,7 +357,6 @@ class RunLog:
 
         sharded, (foreseen, num_micro_batches) = self._sharded, written
         axes = sharded.mesh.named_sizes
-        prefetch_bytes = sharded.plan.prefetch_bytes
         try:
             membership.predicted = seconds_by_size(
                 foreseen.programs[0],
@@ -366,7 +365,7 @@ class RunLog:
                 sharded.table,
                 sizes_up_to(membership.most, axes),
                 num_micro_batches=num_micro_batches,
-                prefetch_bytes=None if prefetch_bytes == "auto" else prefetch_bytes,
+                prefetch_bytes=sharded.plan.prefetch_bytes,
             )
         except Exception as error:  # never into a loop that would train without it
             _log.info("The time of a step with other numbers of ranks is not predicted: %s", error)

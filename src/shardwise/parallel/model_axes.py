@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 Boxes = Mapping[nn.Parameter, Box]
 
 
-def boxes_for(
-    model: nn.Module, mesh: Mesh, rank: int, split: ModelSplit | None, experts: ExpertSplit | None = None
-) -> Boxes:
+def boxes_for(model: nn.Module, mesh: Mesh, rank: int, split: ModelSplit | None, experts: ExpertSplit | None) -> Boxes:
     """The boxes of `rank` for the parameters of `model`; empty if no axis splits or replicates any."""
     size, number, own_experts = _own_experts(mesh, rank, experts)
     if not mesh.same_params_axes:

@@ -24,7 +24,7 @@ from shardwise.program.action import (
     update_moment,
 )
 from shardwise.program.effects import EFFECTS, Buffer, Subject, Verb
-from shardwise.program.low_rank import Factored
+from shardwise.program.low_rank import FACTORING, Factored
 from shardwise.program.matrix_exchange import MatrixExchange, at, matrix_exchanges
 from shardwise.program.sign_exchange import SignExchange, sign_exchanges
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec
@@ -97,7 +97,7 @@ class Gathered:
         return self.drop(action for unit in units for action in free_due(unit))
 
 
-def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
+def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int) -> Program:
     """The optimizer step: gradients to where the states are, the verdict, new parameters to where they rest.
 
     In between come the updates that are done unit by unit off the device, each followed by the way back of its
@@ -173,9 +173,7 @@ def slices_to_hold(flat: FlatSpec) -> Actions:
     return _actions_between(flat, "held", flat.table.full, flat.table.held)
 
 
-def drop_due(
-    unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: bool = True, is_last: bool = True
-) -> Actions:
+def drop_due(unit: UnitSpec, moment: Moment, *, training: bool, reduces: bool, is_last: bool = True) -> Actions:
     """The actions due once `unit` has computed: free its parameters, reduce its gradients. For `is_last` see
     `reductions_due`."""
     if moment.phase != "forward":
@@ -198,7 +196,7 @@ def drop_to_held(unit: UnitSpec) -> Actions:
     return tuple(due)
 
 
-def reductions_due(unit: UnitSpec, *, is_last: bool = True) -> Actions:
+def reductions_due(unit: UnitSpec, *, is_last: bool) -> Actions:
     """The reductions behind a backward of `unit`. In a pipeline that of the last micro-batch, if it `is_last`."""
     reduced = (flat for flat in unit.flats if flat.trainable and flat.reduces_in(is_last=is_last))
     return tuple(action for flat in reduced for action in reduce_due(flat))
@@ -214,8 +212,8 @@ def reduce_due(flat: FlatSpec) -> Actions:
 
 def _as_factors(flat: FlatSpec) -> Actions:
     """A sum of gradients of which matrices are sent as factors: see [Note: factors] in `low_rank.py`."""
-    by, dtype, verbs = Factored(flat), flat.table.grad.dtype, ("project", "restore")
-    return tuple(Action(verb, flat.name, "grad", by.axis, dtype, by.sent_bytes(verb)) for verb in verbs)  # type: ignore[arg-type]  # two of the verbs
+    by, dtype = Factored(flat), flat.table.grad.dtype
+    return tuple(Action(verb, flat.name, "grad", by.axis, dtype, by.sent_bytes(verb)) for verb in FACTORING)
 
 
 def fills_grad(flat: FlatSpec) -> bool:

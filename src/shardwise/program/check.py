@@ -70,7 +70,7 @@ def check(program: Program, units: Sequence[UnitSpec], *, reduces: bool = True) 
             _check_rest(states.values())
 
 
-def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> None:
+def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: int) -> None:
     """`check` for an optimizer step. Each block must do all that is demanded at its moment and leave nothing under way,
     except that what follows the update of a unit may come in a later block, and that gathers behind the step go on.
     `buffers_bytes` is that of `build_step`."""
@@ -84,7 +84,7 @@ def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: in
             _act(block, action, states)
         is_of_unit = block.moment.edge == "during" and bool(block.moment.unit)
         _add_wanted(left, demanded.pop(block.moment, Block(block.moment)))
-        _check_done(block, left, is_all=not is_of_unit and block.moment.edge != "during")
+        _check_done(block, left, is_all=block.moment.edge != "during")
         for state in states.values() if not is_of_unit else ():
             why = state.why_incomplete(block.moment)
             if why:

@@ -131,6 +131,14 @@ class Footprint:
     def total(self) -> int:
         return sum(self.by_kind.values())
 
+    @property
+    def host_total(self) -> int:
+        return 0 if self.host is None else self.host.total
+
+    @property
+    def disk_total(self) -> int:
+        return 0 if self.disk is None else self.disk.total
+
 
 def footprint(  # noqa: PLR0913  # a step, and what is known of who runs it
     units: Sequence[UnitSpec],

@@ -59,7 +59,7 @@ def rows_bytes(flats: Iterable[FlatSpec], states_per_param: int, coordinate: Map
     return sum(disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.lies_on_disk)
 
 
-def why_no_images(mesh: Mesh, smaller: Smaller = (), why_no_smaller: str = "") -> str:
+def why_no_images(mesh: Mesh, smaller: Smaller, why_no_smaller: str) -> str:
     """Why a lost rank cannot be restored from images, in words; empty if it can, as far as the plan says. If `mesh` is
     one replica group, the others need one of the `smaller` meshes; `why_no_smaller` is known where there is none."""
     axes = [axis for axis in mesh.axes if axis in MODEL_AXES and mesh.size(axis) > 1]

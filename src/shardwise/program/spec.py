@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.plan.mesh import STAGE_AXIS, Mesh
+from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import WIDTH, Axes, Dtype, Layout, Place, Span, Table, Tier, wider
 from shardwise.plan.replica_groups import is_lone, shrinking_axes
 from shardwise.program.action import Action, Moment
@@ -90,8 +90,7 @@ class FlatSpec:
         """What is there to be reduced: what one backward leaves, in the dtype that is sent, or the sum of what all
         micro-batches of a pipeline leave, in that in which gradients wait. So a sum is rounded once, on the wire."""
         place, waits = self.table.fresh, self.table.grad.dtype
-        in_stages = STAGE_AXIS in self.mesh.axes and self.mesh.size(STAGE_AXIS) > 1
-        are_added = in_stages and not self.reduces_each_time
+        are_added = self.mesh.has_stages and not self.reduces_each_time
         return replace(place, dtype=wider(place.dtype, waits)) if are_added else place
 
     @cached_property

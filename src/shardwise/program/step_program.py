@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.plan.mesh import Mesh
 from shardwise.program.action import Action, Program, actions_of
@@ -21,6 +21,11 @@ from shardwise.program.whole_schedule import build_schedule, is_over_schedule
 
 if TYPE_CHECKING:
     from shardwise.program.outer_step import OuterStep
+
+
+PrefetchBytes = int | Literal["auto"]
+"""How much may be gathered ahead of its use; `"auto"`: as much as the largest unit has, so that the next unit is always
+being gathered."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def plan_step(
     units: Sequence[UnitSpec],
     trace: Trace,
     *,
-    prefetch_bytes: int | None = None,
+    prefetch_bytes: PrefetchBytes = "auto",
     training: bool = True,
     reduces: bool = True,
     buffers_bytes: int = 0,
@@ -125,13 +130,12 @@ def plan_step(
     """Build, prefetch, overlap and check the program of one step: of a micro-batch, or of a pipeline's schedule if the
     trace is of one.
 
-    `prefetch_bytes` is how much may be gathered ahead of its use; `None` means as much as the largest unit has, so that
-    the next unit is always being gathered. `training` and `reduces` are those of `build_pass`, `buffers_bytes` that of
-    `build_step`. Raises `ProgramError` if the program does not pass its check.
+    `training` and `reduces` are those of `build_pass`, `buffers_bytes` that of `build_step`. Raises
+    `ProgramError` if the program does not pass its check.
     """
     full_bytes = {flat.name: flat.evenly(flat.full_bytes) for unit in units for flat in unit.flats}
     largest = max((sum(full_bytes[flat.name] for flat in unit.flats) for unit in units), default=0)
-    budget = largest if prefetch_bytes is None else prefetch_bytes
+    budget = largest if prefetch_bytes == "auto" else prefetch_bytes
     over_schedule = is_over_schedule(trace)
     if over_schedule:
         built = build_schedule(units, trace, reduces=reduces)

@@ -271,6 +271,5 @@ def _drained(chains: Sequence[_Chain]) -> list[Action]:
     taken: list[Action] = []
     for some in (*([chain] for chain in plain), together):
         while any(chain.started is not None or chain.steps for chain in some):
-            taken += [action for chain in some for action in chain.finish()]
-            taken += [action for chain in some for action in chain.start()]
+            taken += _advanced(some)
     return taken

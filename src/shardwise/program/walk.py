@@ -12,7 +12,7 @@ from shardwise.program.action import AFTER_STEP, Action, Block, Moment
 from shardwise.program.activations import Mark
 from shardwise.program.build import backward_makes, fills_grad
 from shardwise.program.effects import Buffer, Effect, adds_in_place
-from shardwise.program.low_rank import Factored
+from shardwise.program.low_rank import FACTORING, Factored
 from shardwise.program.matrix_exchange import at, matrix_exchanges
 from shardwise.program.sign_exchange import SignExchange
 from shardwise.program.spec import FlatSpec, UnitSpec
@@ -181,7 +181,7 @@ class Walk:
             self._hold(name, "next sum", Content(content.num_bytes, content.dtype, tier="host"))
             self._source[name, "sum"] = source
             return
-        if action.verb in ("project", "restore"):
+        if action.verb in FACTORING:
             self._hold(name, "staging", Content(Factored(flat).num_bytes(action.verb)))
         elif action.codes:
             way = SumOfCodes.parse(action.verb, action.codes)

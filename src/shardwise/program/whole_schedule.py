@@ -71,7 +71,7 @@ def is_over_schedule(trace: Iterable[Moment]) -> bool:
     return any(moment.micro_batch is not None for moment in trace)
 
 
-def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool = True) -> Program:
+def build_schedule(units: Sequence[UnitSpec], trace: Trace, *, reduces: bool) -> Program:
     """All micro-batches of a step, without look-ahead; see [Note: over the schedule].
 
     Without `reduces` gradients stay on the rank that made them (`no_sync`).

@@ -21,6 +21,7 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.program.schedule import Op
+from shardwise.program.step_program import PrefetchBytes
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.script import LONGEST_TRACE, Script
 
@@ -28,7 +29,7 @@ from shardwise.runtime.script import LONGEST_TRACE, Script
 class Programs:
     """Plans programs from recorded passes, and binds them to memory and collectives."""
 
-    def __init__(self, specs: Sequence[UnitSpec], executor: Executor, prefetch_bytes: int | None) -> None:
+    def __init__(self, specs: Sequence[UnitSpec], executor: Executor, prefetch_bytes: PrefetchBytes) -> None:
         self.specs = tuple(specs)
         self.num_recordings = 0
         self._executor = executor

@@ -23,6 +23,7 @@ from shardwise.errors import ModelError, StateError
 from shardwise.memory import Unit
 from shardwise.program import END_OF_BACKWARD, FlatSpec, Moment, UnitSpec
 from shardwise.program.schedule import Op
+from shardwise.program.step_program import PrefetchBytes
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.dropped_layers import dropped_layers
 from shardwise.runtime.executor import Executor
@@ -45,8 +46,7 @@ from shardwise.system.torch_private import computes_without_values, num_calls, o
 class Settings:
     """The part of a plan that concerns how programs run."""
 
-    prefetch_bytes: int | None
-    """Bytes that may be gathered ahead of their use; `None`: as many as the largest unit has."""
+    prefetch_bytes: PrefetchBytes
     compile_backend: str | None = None
     paths_differ: bool = False
     """Whether ranks call different modules; see [Note: different paths] in `paths.py`."""

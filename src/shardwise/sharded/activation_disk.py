@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import ConfigError, ModelError, TierError
 from shardwise.memory import require_room
 from shardwise.parallel.experts import EXPERT_LOAD
@@ -32,9 +33,9 @@ _log = logging.getLogger("shardwise")
 def check_room(sharded: ShardedModel, activations: Activations) -> None:
     """Raise `TierError` if this host's disk has too little room for the activations of its ranks. Asks nobody."""
     if activations.disk_bytes and sharded.disk is not None:
-        num_local = min(sharded.world.size, sharded.world.local_size or sharded.world.size)
+        wanted = num_ranks_per_host(sharded.world) * _missing(sharded, activations.disk_bytes)
         try:
-            sharded.disk.folder.check_room(num_local * _missing(sharded, activations.disk_bytes))
+            sharded.disk.folder.check_room(wanted)
         except TierError as error:
             raise _without_room(error) from error
 

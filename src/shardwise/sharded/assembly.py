@@ -358,9 +358,8 @@ class _Assembly:
 
     def _runner(self, executor: Executor) -> Runner:
         plan, sharding = self._plan, self._sharding
-        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
         to_say = sharding.if_forward_communicates
-        settings = Settings(prefetch_bytes, plan.compile, plan.paths == "by_rank", to_say)
+        settings = Settings(plan.prefetch_bytes, plan.compile, plan.paths == "by_rank", to_say)
         exchange = self._data_group.exchange
         is_short = sharding.budget.device is not None and on_host(sharding.device)
         heap = heap_to_keep_small() if is_short else None

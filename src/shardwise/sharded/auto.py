@@ -28,6 +28,7 @@ import yaml
 from torch import nn
 
 from shardwise.comm import World
+from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.candidates import ON_DEVICE, ON_HOST, Candidate, Space, precisions_of, wires_of
 from shardwise.fit.equal_blocks import without_values
@@ -46,8 +47,7 @@ from shardwise.plan import Budget, Plan, PolicyName
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.replica_groups import mesh_over
 from shardwise.runtime.micro_batches import called_with
-from shardwise.sharded.sharding import check_device, design, require_elementwise, require_units
-from shardwise.system.machine import Cgroups, host_memory
+from shardwise.sharded.sharding import check_device, design, least_memory, require_elementwise, require_units
 from shardwise.system.named_folder import folder_of
 from shardwise.system.units import format_bytes, format_seconds
 
@@ -226,13 +226,9 @@ def _fewest_ranks(world: World) -> int:
 
 def _limits(plan: Plan, world: World, device: torch.device) -> Limits:
     """What each device and host may hold, the smallest of all."""
-    num_local = min(world.size, world.local_size or world.size)
-    host = Cgroups().memory(host_memory()).total_bytes
-    own = {"host": host, "device": None if device.type == "cpu" else world.rank_device.memory_bytes}
-    told = [json.loads(message) for message in world.exchange(json.dumps(own).encode(), "memory")]
-    host_bytes = int(HOST_SHARE * min(one["host"] for one in told))
-    devices = [one["device"] for one in told if one["device"] is not None]
-    device_bytes = int(DEVICE_SHARE * min(devices)) if devices else host_bytes // num_local
+    host, least = least_memory(world, device)
+    host_bytes = int(HOST_SHARE * host)
+    device_bytes = host_bytes // num_ranks_per_host(world) if least is None else int(DEVICE_SHARE * least)
     budget: Budget = plan.budget
     device_bytes = device_bytes if budget.device is None else budget.device
     return Limits(device_bytes, host_bytes if budget.host is None else budget.host)

@@ -160,8 +160,8 @@ def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: 
     programs = sharded.parts.runner.programs
     is_known = specs == programs.specs or programs.program.is_over_schedule
     trace = programs.trace if is_known else straight_trace(specs)
-    prefetch_bytes = None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes
-    planned = plan_step(specs, trace if activations is None else activations.trace, prefetch_bytes=prefetch_bytes)
+    trace = trace if activations is None else activations.trace
+    planned = plan_step(specs, trace, prefetch_bytes=sharded.plan.prefetch_bytes)
     return planned.footprint(
         states_per_param=0,  # without an optimizer; otherwise each parameter's update determines its states
         coordinate=sharded.mesh.coordinate(sharded.world.rank),

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.hardware_here import hardware_here, with_ranks_of
@@ -124,7 +125,7 @@ def _rehearsed(
 ) -> dict[PolicyName, Evaluated]:
     """What this rank, and with it its host, would take, by policy."""
     world = sharded.world
-    num_local = min(world.size, world.local_size or world.size)
+    num_local = num_ranks_per_host(world)
     hardware = with_ranks_of(hardware_here(world), world)
     found: dict[PolicyName, Evaluated] = {}
     for policy, treatments in meant.items():
@@ -135,7 +136,7 @@ def _rehearsed(
         found[policy] = Evaluated(
             seconds=seconds,
             device_bytes=promise.total,
-            host_bytes=num_local * (0 if promise.host is None else promise.host.total),
+            host_bytes=num_local * promise.host_total,
             disk_bytes=num_local * (0 if promise.disk is None else promise.disk.activations),
             parts=parts,
         )

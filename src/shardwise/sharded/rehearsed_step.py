@@ -36,9 +36,8 @@ class RehearsedStep:
     def program(self, sharded: ShardedModel) -> RankProgram:
         """For a clock. A rank of a pipeline is timed by itself, as if it waited for no other stage."""
         plan, units = sharded.plan, sharded.parts.sharding.units
-        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
         trace = tuple(one.moment for one in self.worked if one.moment != END_OF_BACKWARD)
-        step = plan_step(tuple(unit.spec for unit in units), trace, prefetch_bytes=prefetch_bytes)
+        step = plan_step(tuple(unit.spec for unit in units), trace, prefetch_bytes=plan.prefetch_bytes)
         staged = sharded.parts.sharding.staged
         names = {unit.name: unit.flats[0].slots[0].name for unit in units if unit.trained_grads}
         holders = {} if staged is None else {unit: staged.holders[name] for unit, name in names.items()}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
+from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, within_budget
 from shardwise.init import (
@@ -66,7 +67,7 @@ from shardwise.program import Update
 from shardwise.runtime.activations import Treatments
 from shardwise.runtime.codec import codec_for
 from shardwise.system.calibration import readable_calibration
-from shardwise.system.machine import Cgroups, host_memory
+from shardwise.system.machine import memory_here
 from shardwise.system.telemetry import ByteMeter
 
 if TYPE_CHECKING:
@@ -542,17 +543,22 @@ def ranks_of(world: World, plan: Plan, device: torch.device, *, says_memory: boo
     also without a budget, if it `says_memory`. All ranks call."""
     host_bytes = device_bytes = None
     if says_memory or plan.budget.device is not None:
-        own = {
-            "host": Cgroups().memory(host_memory()).total_bytes,
-            "device": world.rank_device.memory_bytes if device.type in (world.device.type, "meta") else None,
-        }
-        told = [json.loads(message) for message in world.exchange(json.dumps(own).encode(), "memory")]
-        host_bytes = min(one["host"] for one in told)
-        device_bytes = min((one["device"] for one in told if one["device"] is not None), default=None)
-    num_local = min(world.size, world.local_size or world.size)
+        host_bytes, device_bytes = least_memory(world, device)
     says_it = plan.budget.device is not None and world.rank == 0
     calibration = readable_calibration() if says_it else None
-    return Ranks(world.device.type == "cpu", num_local, host_bytes, device_bytes, calibration)
+    return Ranks(world.device.type == "cpu", num_ranks_per_host(world), host_bytes, device_bytes, calibration)
+
+
+def least_memory(world: World, device: torch.device) -> tuple[int, int | None]:
+    """Bytes of the smallest host, and of the smallest accelerator; `None` for a `device` that is none, or if that is
+    unknown. All ranks call."""
+    own = {
+        "host": memory_here().total_bytes,
+        "device": world.rank_device.memory_bytes if device.type in (world.device.type, "meta") else None,
+    }
+    told = [json.loads(message) for message in world.exchange(json.dumps(own).encode(), "memory")]
+    devices = [one["device"] for one in told if one["device"] is not None]
+    return min(one["host"] for one in told), min(devices, default=None)
 
 
 def log_fitted(fitted: Fitted, world: World) -> None:

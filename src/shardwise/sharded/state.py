@@ -464,7 +464,7 @@ def _dealing(sharded: ShardedModel) -> str:
     """What says which units a fragment has: the settings of islands, and in a pipeline the cut into stages, each of
     which deals out its own units."""
     settings, mesh = sharded.plan.islands.model_dump_json(), sharded.mesh
-    if STAGE_AXIS not in mesh.axes or mesh.size(STAGE_AXIS) == 1:
+    if not mesh.has_stages:
         return settings
     return f"{settings} {mesh.size(STAGE_AXIS)} {sharded.plan.pipeline.model_dump_json()}"
 

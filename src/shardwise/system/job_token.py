@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import time
 from collections.abc import Mapping
 
 VARIABLE = "SHARDWISE_TOKEN"
@@ -18,6 +19,11 @@ _NUM_RANDOM_BYTES = 32
 
 class ForgedError(Exception):
     """The content was not written by a process that knows the token."""
+
+
+def new_run_id() -> str:
+    """Tells the jobs of a machine apart."""
+    return f"{os.getpid()}-{int(time.time())}"
 
 
 def new_token() -> str:

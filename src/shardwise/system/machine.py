@@ -113,6 +113,11 @@ def host_memory() -> Memory:
     return Memory(memory.total, memory.available)
 
 
+def memory_here() -> Memory:
+    """That of the host, narrowed to what our control groups leave."""
+    return Cgroups().memory(host_memory())
+
+
 def _reclaimable(stat: Path) -> int:
     """Bytes of cached files that the kernel drops before anything is killed."""
     figures = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)

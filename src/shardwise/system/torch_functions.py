@@ -36,6 +36,14 @@ def dims_of(
     return [one % given.dim() for one in several if isinstance(one, int) and not isinstance(one, bool) and given.dim()]
 
 
+def num_indexed(entry: Any) -> int:
+    """For how many dimensions an entry of an index is; `...` counts as none."""
+    if entry is None or entry is Ellipsis:
+        return 0
+    is_mask = isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8)
+    return entry.dim() if is_mask else 1
+
+
 def added_up(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, list[int]]]:
     """The operands of one of `PRODUCTS_OF_TWO`, each with its dimensions over which the product adds up."""
     if func is torch.einsum:

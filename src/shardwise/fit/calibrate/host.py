@@ -33,9 +33,7 @@ class HostRow:
         return ADAM_BYTES * self.adam_elements_per_second
 
 
-def measure_host(
-    threads: Sequence[int], numel: int = NUMEL, tell: Callable[[HostRow], None] = lambda _: None
-) -> list[HostRow]:
+def measure_host(threads: Sequence[int], numel: int, tell: Callable[[HostRow], None] = lambda _: None) -> list[HostRow]:
     """One row for each of `threads`; takes 30 bytes per element of memory meanwhile.
 
     Of `numel` elements, or of two slices for each thread: with fewer, some threads would have nothing to do (16 threads

@@ -16,7 +16,7 @@ from shardwise.fit.calibrate.speeds import Speeds
 from shardwise.fit.hardware import AttentionShare, Disk, FreshBlocks, Hardware, Host, Link, Products
 from shardwise.system.calibration import Calibration
 from shardwise.system.devices import RankDevice, TorchAccelerator
-from shardwise.system.machine import Cgroups, describe_machine, host_memory, num_cores
+from shardwise.system.machine import describe_machine, memory_here, num_cores
 
 COMMAND = "shardwise calibrate"
 PROCESSOR_CONTENTION = 2.0
@@ -75,7 +75,7 @@ def hardware_from(
     return Hardware(
         name=name,
         ranks_per_node=speeds.num_ranks,
-        memory_bytes=speeds.device_memory_bytes or _memory_bytes() // speeds.num_ranks,
+        memory_bytes=speeds.device_memory_bytes or memory_here().total_bytes // speeds.num_ranks,
         memory_bytes_per_second=speeds.copy_bytes_per_second,
         peak_flops=peaks,
         products=next(iter(products.values())),
@@ -175,10 +175,6 @@ def _rate(rows: Sequence[tuple[float, float]]) -> float:
     return sum(num_bytes for num_bytes, _ in rows) / sum(seconds for _, seconds in rows)
 
 
-def _memory_bytes() -> int:
-    return Cgroups().memory(host_memory()).total_bytes
-
-
 def _network(known: Calibration) -> Link:
     """One machine cannot measure its network: messages over loopback stand for it."""
     rate = known.links.messages_bytes_per_second if known.links is not None else 1e9
@@ -192,7 +188,7 @@ def _host(known: Calibration, *, on_processor: bool) -> Host | None:
     if not on_processor and known.links is not None and known.links.to_device_bytes_per_second:
         link = min(known.links.to_device_bytes_per_second, known.links.from_device_bytes_per_second)
     return Host(
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_here().total_bytes,
         memory_bytes_per_second=known.memory.copy_bytes_per_second,
         adam_elements_per_second=known.memory.adam_elements_per_second,
         link_bytes_per_second=link,

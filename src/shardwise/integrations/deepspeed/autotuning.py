@@ -33,7 +33,7 @@ from shardwise.fit.model_subject import ModelSubject
 from shardwise.fit.search import DEVICE_SHARE, HOST_SHARE, Evaluated, Limits
 from shardwise.integrations.deepspeed.config import TranslatedConfig, load_config, read_config
 from shardwise.integrations.deepspeed.fields import AUTOTUNING
-from shardwise.system.machine import Cgroups, host_memory
+from shardwise.system.machine import memory_here
 from shardwise.system.own_hooks import hook
 from shardwise.system.units import format_bytes, format_seconds
 
@@ -358,7 +358,7 @@ def _is_allowed(batch_size: int, settings: Settings) -> bool:
 
 
 def _limits(world: sw.World, num_local: int) -> Limits:
-    host = int(HOST_SHARE * Cgroups().memory(host_memory()).total_bytes)
+    host = int(HOST_SHARE * memory_here().total_bytes)
     device = world.rank_device.memory_bytes if world.device.type != "cpu" else None
     return Limits(host // num_local if device is None else int(DEVICE_SHARE * device), host)
 

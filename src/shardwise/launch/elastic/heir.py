@@ -16,17 +16,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
-
-from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.launch.elastic.budget import Budget
+from shardwise.errors import ShardwiseError
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import HostsState, Mirror
 from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.remote_workers import RemoteWorkers
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.elastic.supervise_elastic import run_attempts
+from shardwise.launch.elastic.supervise_elastic import listen_again, run_attempts, store_at
 from shardwise.launch.hosts.agreement import Kept
 from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
 from shardwise.launch.hosts.logs import Logs
@@ -34,7 +31,6 @@ from shardwise.launch.hosts.pod_server import PodCarrier, PodServer
 from shardwise.launch.job import Elastic
 from shardwise.launch.job_report import say
 from shardwise.launch.log_folder import Folder
-from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
 from shardwise.system.launcher_address import LauncherAddress
 
@@ -55,7 +51,7 @@ def take_over_hosts(kept: Kept, token: str, environment: Mapping[str, str], list
         address = str(listener.getsockname()[0])
         server = PodServer(listener, token, say)
         stack.callback(server.close)
-        store = _store_at(address, job.port)
+        store = store_at(listen_again(job.port, address))
         arrivals: Arrivals = queue.Queue(MAX_ARRIVALS)
         logs = Logs(folder, job.log_dir is not None)
         workers = RemoteWorkers(state.plan, [], arrivals, (address, store.port), logs, say)
@@ -71,11 +67,7 @@ def take_over_hosts(kept: Kept, token: str, environment: Mapping[str, str], list
             host.connection = Connection(host.share, ["host"], arrivals, host.numbers, carriers[label])
         workers.adopt(state.workers, hosts)
         mirror = Mirror(state, workers, elastic.launcher_timeout_seconds, lambda: time.monotonic() + ahead)
-        slots = Slots(
-            elastic.most,
-            Budget(elastic.retries, elastic.retry_seconds),
-            patience_seconds=elastic.retry_seconds,
-        )
+        slots = Slots.of(elastic)
         for share in wanted.values():
             slots.ready(share.host.name, share.num_ranks, mirror.now())
         context = Context(
@@ -102,15 +94,6 @@ def _size_stays(elastic: Elastic) -> str:
     if elastic.autoscale is None:
         return ""
     return " --autoscale ends here, as the list of hosts is on the machine where the job was started: the size stays."
-
-
-def _store_at(address: str, port: int | None) -> TCPStore:
-    try:
-        listener = listen(port, address)
-    except LaunchError:  # the port that the user has asked for is taken here
-        listener = listen(None, address)
-    here, number = listener.getsockname()[:2]
-    return TCPStore(here, number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def gather(

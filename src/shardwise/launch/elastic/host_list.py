@@ -42,7 +42,7 @@ class HostList:
         read: Callable[[], list[Host]],
         first: list[Host],
         say: Callable[[str], None],
-        every_seconds: float = EVERY_SECONDS,
+        every_seconds: float,
     ) -> None:
         """`read` raises `ConfigError` for an invalid list; the last valid one stays in effect."""
         self._read, self._known, self._say = read, first, say

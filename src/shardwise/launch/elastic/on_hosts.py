@@ -5,7 +5,6 @@ The store is on this machine. If that is lost, hosts agree on one of them that h
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from contextlib import ExitStack
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from shardwise.errors import LaunchError
-from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.code_copy import CodeCopy
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.host_list import EVERY_SECONDS, HostList
@@ -24,7 +22,7 @@ from shardwise.launch.elastic.remote_host import RemoteHost
 from shardwise.launch.elastic.remote_workers import RemoteWorkers
 from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.elastic.supervise_elastic import run_attempts
+from shardwise.launch.elastic.supervise_elastic import run_attempts, store_at
 from shardwise.launch.hosts.connection import MAX_ARRIVALS, Arrivals, Connection
 from shardwise.launch.hosts.facts import interface_of
 from shardwise.launch.hosts.gather import (
@@ -44,7 +42,7 @@ from shardwise.launch.places.hosts import Host
 from shardwise.launch.places.ssh import SshPlan
 from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
-from shardwise.system.job_token import new_token
+from shardwise.system.job_token import new_run_id, new_token
 from shardwise.system.listening import listen_at
 
 _LOOPBACK = ("127.0.0.1", "::1")
@@ -94,16 +92,12 @@ def run_on_hosts(
             scaling = scaling_of(elastic, place, plan.num_ranks, place.unit)
             stack.callback(scaling.close)
             stack.callback(place.close)
-        slots = Slots(
-            elastic.most,
-            Budget(elastic.retries, elastic.retry_seconds),
-            patience_seconds=elastic.retry_seconds,
-            can_add=read_hosts is not None,
-        )
+        slots = Slots.of(elastic, can_add=read_hosts is not None)
         for host in hosts:
             slots.ready(host.name, host.share.num_ranks, time.monotonic())
-        run_id, token = f"{os.getpid()}-{int(time.time())}", new_token()
-        context = Context(job, elastic, store, address, port, run_id, folder, workers, slots, signals, say, token)
+        context = Context(
+            job, elastic, store, address, port, new_run_id(), folder, workers, slots, signals, say, new_token()
+        )
         context.scaling = scaling
         if elastic.launcher_timeout_seconds and _outlives_its_launcher(plan):
             let_others_take_over(plan, workers, context)
@@ -134,16 +128,15 @@ def _prepare(plan: SshPlan, hosts: list[RemoteHost], answers: Answers) -> tuple[
     seen = [str(replies[connection]["launcher"]) for connection in connections]
     address = plan.settings.address or _own_address(seen)
     listener = listen_at(address, plan.job.port or 0) if plan.settings.address else listen(plan.job.port, address)
-    here, port = listener.getsockname()[:2]
-    store = TCPStore(here, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    require_reach(connections, "this machine", (address, port), plan.job.python, answers)
+    store = store_at(listener)
+    require_reach(connections, "this machine", (address, store.port), plan.job.python, answers)
     for host in hosts:
         assert host.connection is not None
         host.ahead_seconds, host.facts = looked[host.connection]
         host.seat = replies[host.connection]["address"], replies[host.connection]["port"]
         host.state, host.is_copied = "ready", True
         host.connection.heard = time.monotonic()
-    return address, port, store
+    return address, store.port, store
 
 
 def _own_address(seen: list[str]) -> str:

@@ -11,15 +11,11 @@ one, a launcher decides nothing that half of the pods do not have, and goes on f
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
-
-from shardwise.launch.elastic.budget import Budget
 from shardwise.launch.elastic.context import Context
 from shardwise.launch.elastic.main_loop import ElasticAgent
 from shardwise.launch.elastic.mirror import CutOffError, HostsState, Mirror, let_others_take_over
@@ -27,7 +23,7 @@ from shardwise.launch.elastic.place import Place
 from shardwise.launch.elastic.pod_workers import BACK_SECONDS, Pod, PodWorkers
 from shardwise.launch.elastic.scaling import scaling_of
 from shardwise.launch.elastic.slots import Slots
-from shardwise.launch.elastic.supervise_elastic import run_attempts
+from shardwise.launch.elastic.supervise_elastic import run_attempts, store_at
 from shardwise.launch.elastic.workers import HostLeaves, HostLost, HostReady
 from shardwise.launch.hosts.agreement import with_the_newest
 from shardwise.launch.hosts.logs import Logs
@@ -38,6 +34,7 @@ from shardwise.launch.places.k8s_scale import index_of
 from shardwise.launch.places.pods import PodsPlan
 from shardwise.launch.port import listen
 from shardwise.launch.signals import SignalLog
+from shardwise.system.job_token import new_run_id
 from shardwise.system.launcher_address import LauncherAddress
 
 BEGIN_AGAIN = 143
@@ -51,7 +48,7 @@ _TELL_SECONDS = 60.0
 _LOOK_MILLISECONDS = 100
 
 
-def run_on_pods(plan: PodsPlan, token: str, place: Place | None = None) -> int:
+def run_on_pods(plan: PodsPlan, token: str, place: Place | None) -> int:
     """Run the ranks of `plan` in the pods that connect with the `token`. The status is that of `supervise_elastic`.
     With `--autoscale`, more pods come from `place`.
 
@@ -60,23 +57,19 @@ def run_on_pods(plan: PodsPlan, token: str, place: Place | None = None) -> int:
     job, elastic, address = plan.job, plan.job.elastic, plan.settings.address
     assert elastic is not None
     with SignalLog() as signals, Folder(job.log_dir) as folder, ExitStack() as stack:
-        listener = listen(plan.port + 1, address)
-        store = TCPStore(
-            address, plan.port + 1, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = store_at(listen(plan.port + 1, address))
         server = PodServer(listen(plan.port, address), token, say)
         stack.callback(server.close)
         workers = PodWorkers(plan, server, (address, plan.port + 1), Logs(folder, job.log_dir is not None), say)
         stack.callback(workers.disconnect)
-        budget = Budget(elastic.retries, elastic.retry_seconds)
-        slots = Slots(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=True)
+        slots = Slots.of(elastic, can_add=True)
         say(f"waiting for pods at {address}, port {plan.port}: {plan.describe_need()}.")
         last = _gather(plan, workers, slots, signals)
         if signals.received:
             return report_stop([], 0, signals.received[0], None)
         slots.sort_hosts(lambda pod: index_of(pod) or 0)  # pods that are placed near each other follow each other
         location = (address, plan.port + 1)
-        run_id = f"{os.getpid()}-{int(time.time())}" if last is None else last.run_id
+        run_id = new_run_id() if last is None else last.run_id
         context = Context(job, elastic, store, *location, run_id, folder, workers, slots, signals, say, token)
         if place is not None:
             context.scaling = scaling_of(elastic, place, plan.num_ranks, plan.unit)

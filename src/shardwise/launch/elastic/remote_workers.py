@@ -101,7 +101,7 @@ class RemoteWorkers:
     def start(self, number: int, slot: Slot, attempt: Attempt, settings: dict[str, str]) -> None:
         host = self._hosts.get(slot.host)
         if host is None or host.connection is None:  # it was lost, and the event is not handled yet
-            outcome = self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="before it started")
+            outcome = self._outcomes[number] = _lost(number, "before it started")
             self._events.append(Ended(number, outcome))
             return
         if attempt.number != self._attempt or not self._num_started:
@@ -143,7 +143,7 @@ class RemoteWorkers:
     def outcome(self, number: int) -> Outcome:
         if number in self._outcomes:
             return self._outcomes[number]
-        return Outcome(number, 1, None, time.time(), lost_with="its host did not report how it ended")
+        return _lost(number, "its host did not report how it ended")
 
     def is_stopped(self, number: int, pid: int) -> bool:
         """As its host has last reported; it is asked periodically."""
@@ -183,7 +183,7 @@ class RemoteWorkers:
             self.wait_for_end(_KILL_SECONDS, lambda: False)
         for left in list(self._living):
             del self._living[left]
-            self._outcomes[left] = Outcome(left, 1, None, time.time(), lost_with="its host did not report its end")
+            self._outcomes[left] = _lost(left, "its host did not report its end")
         return number
 
     def leave(self, host: str) -> None:
@@ -306,7 +306,7 @@ class RemoteWorkers:
                 self._lose(host, "it was lost with the launcher")
         here = {share.host.name for share in memory.shares.values()}
         for number in [number for number, name in memory.living.items() if name not in here]:
-            self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with="its host was lost")
+            self._outcomes[number] = _lost(number, "its host was lost")
             self._events.append(Ended(number, self._outcomes[number]))
 
     def _adopted(self, host: RemoteHost, message: Message) -> None:
@@ -314,7 +314,7 @@ class RemoteWorkers:
         host.ahead_seconds = float(message["time"]) - time.time()
         for number in [number for number, where in self._living.items() if where is host]:
             if number not in message["members"]:
-                self._end(Outcome(number, 1, None, time.time(), lost_with="the launcher was lost before it started"))
+                self._end(_lost(number, "the launcher was lost before it started"))
 
     def _end(self, outcome: Outcome, *, ran_out: bool = False) -> None:
         if self._living.pop(outcome.rank, None) is not None:
@@ -412,7 +412,7 @@ class RemoteWorkers:
         numbers = tuple(number for number, where in self._living.items() if where is host)
         for number in numbers:
             del self._living[number]
-            self._outcomes[number] = Outcome(number, 1, None, time.time(), lost_with=why)
+            self._outcomes[number] = _lost(number, why)
         self._events.append(HostLost(host.name, numbers, why))
 
     def _follow(self, hosts: list[Host]) -> None:
@@ -470,6 +470,11 @@ class _RemoteNotes:
 
     def record(self, line: dict[str, object]) -> None:
         self._workers.tell_rank_0("record", line=line)
+
+
+def _lost(number: int, why: str) -> Outcome:
+    """That of a process of which nobody has told how it ended."""
+    return Outcome(number, 1, None, time.time(), lost_with=why)
 
 
 def _arrived(arrivals: Arrivals) -> tuple[Connection, Message] | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from shardwise.launch.elastic.budget import Budget
+from shardwise.launch.job import Elastic
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Slots:
         """Processes that are about to leave; their replacements may be started before they have left."""
         self._permitted: list[tuple[float, Slot | None]] = []
         self._waits_until = 0.0
+
+    @classmethod
+    def of(cls, elastic: Elastic, *, can_add: bool = False) -> Slots:
+        budget = Budget(elastic.retries, elastic.retry_seconds)
+        return cls(elastic.most, budget, patience_seconds=elastic.retry_seconds, can_add=can_add)
 
     # -- what happens -----------------------------------------------------------------------------------
 

@@ -25,9 +25,9 @@ from shardwise.launch.job import Job
 from shardwise.launch.job_report import failure_summary, first_status, report_stop, restart_line, say
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.orphans import forget_orphans
-from shardwise.launch.port import listen
+from shardwise.launch.port import ADDRESS, listen
 from shardwise.launch.signals import SignalLog
-from shardwise.system.job_token import new_token
+from shardwise.system.job_token import new_run_id, new_token
 from shardwise.system.launcher_address import LauncherAddress
 
 _LOOK_SECONDS = 0.1
@@ -46,12 +46,11 @@ def supervise(
     """
     assert job.elastic is not None
     with SignalLog() as signals, Images() as images, Folder(job.log_dir, images.folder) as folder:
-        run_id = f"{os.getpid()}-{int(time.time())}"
         shares = bound or [{} for _ in range(job.nproc)]
-        state = JobState(job, on_cpu, shares, run_id, new_token())
+        state = JobState(job, on_cpu, shares, new_run_id(), new_token())
         workers = LocalWorkers(job, folder, images, on_cpu=on_cpu, bound=shares)
         succession = Succession(images.folder, state, workers.memory, say, _starter(standby))
-        return _run_here(state, _store_at(listener), images, folder, workers, signals, succession)
+        return _run_here(state, store_at(listener), images, folder, workers, signals, succession)
 
 
 def take_over(place: Path, standby: str = "", *, since: float | None = None, standby_lock: int | None = None) -> int:
@@ -78,7 +77,7 @@ def take_over(place: Path, standby: str = "", *, since: float | None = None, sta
         succession.tend()
         if standby_lock is not None:
             os.close(standby_lock)
-        store = _store_at(_listen_again(job.port))
+        store = store_at(listen_again(job.port))
         forget_orphans(place)
         say(_taken_over(killed, num_ranks, None if since is None else time.monotonic() - since))
         status = _run_here(state, store, images, folder, workers, signals, succession)
@@ -98,17 +97,18 @@ def _taken_over(killed: int, num_ranks: int, seconds: float | None) -> str:
     return f"{killed_one} Process {me} has taken over{after}: {go_on}. `kill {me}` ends the job."
 
 
-def _store_at(listener: socket.socket) -> TCPStore:
+def store_at(listener: socket.socket) -> TCPStore:
+    """That of a job, in this process."""
     address, port = listener.getsockname()[:2]
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _listen_again(port: int | None) -> socket.socket:
-    """At the port that the user has asked for, if it can be had again."""
+def listen_again(port: int | None, address: str = ADDRESS) -> socket.socket:
+    """At the port that the user has asked for, if it can be had again, or here."""
     try:
-        return listen(port)
+        return listen(port, address)
     except LaunchError:
-        return listen(None)
+        return listen(None, address)
 
 
 def _run_here(

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch.cores import bindings
 from shardwise.launch.echo import Echo
 from shardwise.launch.environment import Attempt, RankPosition, environment_at
 from shardwise.launch.hosts import facts
@@ -18,7 +17,7 @@ from shardwise.launch.hosts.host_messages import Inbox, Message, Outbox, outcome
 from shardwise.launch.hosts.server import HostServer, Order
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.port import listen
-from shardwise.launch.ranks import RankFiles, Ranks
+from shardwise.launch.ranks import Ranks
 from shardwise.launch.signals import SignalLog
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ class HostAgent(HostServer):
     """One host's part of a job. `run` returns when the job is over or the connection is lost."""
 
     def __init__(self, inbox: Inbox, outbox: Outbox, folder: Folder, signals: SignalLog) -> None:
-        super().__init__(inbox, outbox, signals)
-        self._folder = folder
+        super().__init__(inbox, outbox, folder, signals)
         self._ranks: Ranks | None = None
         self._echo = Echo([])
         self._first_rank = 0
@@ -74,13 +72,7 @@ class HostAgent(HostServer):
         self._reported = {"failed": False, "ended": []}
         inherited = os.environ | self._network(int(position["num_hosts"])) | environment
         kind = facts.kind_by_files()
-        bound = bindings(
-            self._job.nproc,
-            inherited,
-            bound=self._job.seats(kind, inherited),
-            threads=self._job.threads,
-            kind=kind or "cuda" if self._job.shows_one_device else None,
-        )
+        bound = self._bindings(kind, inherited)
         files = [self._files(int(attempt["number"]), local) for local in range(self._job.nproc)]
         for local, paths in enumerate(files):
             rank = RankPosition(first_rank + local, local_rank=local, local_size=self._job.nproc, **position)
@@ -145,6 +137,3 @@ class HostAgent(HostServer):
             self._ranks.kill()
             self._ranks.kill_children()
             self._echo.close()
-
-    def _files(self, attempt: int, local: int) -> RankFiles:
-        return RankFiles.with_output(self._folder.files(attempt, local).error)

@@ -27,7 +27,7 @@ from shardwise.launch.hosts.sealed_lines import SealedSink
 from shardwise.launch.hosts.server import HostServer, Order
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.port import listen
-from shardwise.launch.ranks import RankFiles, Ranks
+from shardwise.launch.ranks import Ranks
 from shardwise.launch.signals import SignalLog
 from shardwise.system.job_folder import ENDING
 from shardwise.system.launcher_address import LauncherAddress
@@ -42,8 +42,8 @@ class MemberAgent(HostServer):
     """One host's processes, by number. They use the folder of `images`, which is removed when this process ends."""
 
     def __init__(self, inbox: Inbox, outbox: Outbox, folder: Folder, images: Images, signals: SignalLog) -> None:
-        super().__init__(inbox, outbox, signals)
-        self._folder, self._images = folder, images
+        super().__init__(inbox, outbox, folder, signals)
+        self._images = images
         self._notes = FolderNotes(images.folder)
         self._ranks = Ranks()
         self._order: dict[int, int] = {}
@@ -262,14 +262,5 @@ class MemberAgent(HostServer):
                 raise LaunchError(
                     f"its slot {local} was added later, and --bind {self._job.bind} has no cores left for it"
                 )
-            return bindings(local + 1, inherited, kind=kind or "cuda" if self._job.shows_one_device else None)[local]
-        return bindings(
-            self._job.nproc,
-            inherited,
-            bound=self._job.seats(kind, inherited),
-            threads=self._job.threads,
-            kind=kind or "cuda" if self._job.shows_one_device else None,
-        )[local]
-
-    def _files(self, attempt: int, number: int) -> RankFiles:
-        return RankFiles.with_output(self._folder.files(attempt, number).error)
+            return bindings(local + 1, inherited, kind=self._shown(kind))[local]
+        return self._bindings(kind, inherited)[local]

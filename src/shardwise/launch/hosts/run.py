@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import secrets
 import signal
 import time
 from contextlib import ExitStack
@@ -27,9 +26,9 @@ from shardwise.launch.job_report import report_failure, report_stop, restart_lin
 from shardwise.launch.log_folder import Folder
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.places.hosts import Share
-from shardwise.launch.places.ssh import ALIVE_SECONDS, LOST_AFTER, SshPlan
+from shardwise.launch.places.ssh import ALIVE_SECONDS, SshPlan
 from shardwise.launch.signals import SignalLog
-from shardwise.system.job_token import new_token
+from shardwise.system.job_token import new_run_id, new_token
 
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 5.0
@@ -92,7 +91,7 @@ class _HostsJob:
         self._logs = Logs(folder, keeps=plan.job.log_dir is not None)
 
     def run(self, address: str, port: int, answers: Answers) -> int:
-        run_id, token = secrets.token_hex(8), new_token()
+        run_id, token = new_run_id(), new_token()
         while True:
             self._start(Attempt(address, port, self._number, self._plan.job.max_restarts, run_id, token), answers)
             self._follow()
@@ -165,9 +164,9 @@ class _HostsJob:
             self._lose_connection(host)
 
     def _lose_connection(self, host: Connection) -> None:
-        grace = ALIVE_SECONDS * LOST_AFTER
+        grace = self._plan.job.grace_seconds
         why = host.complaints.strip().rpartition("\n")[2] or f"ssh ended with status {host.status}"
-        say(f"{host.name}: the connection is lost ({why.rstrip('.')}). Its ranks end within a minute and {grace} s.")
+        say(f"{host.name}: the connection is lost ({why.rstrip('.')}). Its ranks end within a minute and {grace:g} s.")
         self._lose(host)
 
     def _lose(self, host: Connection) -> None:

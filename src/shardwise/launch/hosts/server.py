@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.launch.cores import bindings
 from shardwise.launch.hosts import facts
 from shardwise.launch.hosts.host_messages import MAX_TEXT_CHARS, Inbox, Message, Outbox
 from shardwise.launch.job import Job
-from shardwise.launch.ranks import POLL_SECONDS
+from shardwise.launch.log_folder import Folder
+from shardwise.launch.ranks import POLL_SECONDS, RankFiles
 from shardwise.launch.signals import SignalLog
 
 SILENCE_SECONDS = 60.0
@@ -32,8 +34,8 @@ class HostServer:
 
     silence_seconds = SILENCE_SECONDS
 
-    def __init__(self, inbox: Inbox, outbox: Outbox, signals: SignalLog) -> None:
-        self._inbox, self._outbox, self._signals = inbox, outbox, signals
+    def __init__(self, inbox: Inbox, outbox: Outbox, folder: Folder, signals: SignalLog) -> None:
+        self._inbox, self._outbox, self._folder, self._signals = inbox, outbox, folder, signals
         self._job = Job(("",), 1)
         self._address = ""
         self._is_done = False
@@ -105,6 +107,20 @@ class HostServer:
         address = facts.own_address(os.environ) or self._address
         interface = facts.interface_of(address) if num_hosts > 1 else ""
         return {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+
+    def _bindings(self, kind: str | None, inherited: dict[str, str]) -> list[dict[str, str]]:
+        """For each rank that this host begins with, the variables for its cores and its device, which is of a `kind`.
+        `inherited` is the environment of the ranks."""
+        seats = self._job.seats(kind, inherited)
+        shown = self._shown(kind)
+        return bindings(self._job.nproc, inherited, bound=seats, threads=self._job.threads, kind=shown)
+
+    def _shown(self, kind: str | None) -> str | None:
+        """The kind of the one device that each rank sees; `None` if it sees all."""
+        return kind or "cuda" if self._job.shows_one_device else None
+
+    def _files(self, attempt: int, number: int) -> RankFiles:
+        return RankFiles.with_output(self._folder.files(attempt, number).error)
 
     def _screens(self, rank: int) -> tuple[_Screen, _Screen]:
         return _Screen(self._outbox, rank, is_error=False), _Screen(self._outbox, rank, is_error=True)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.job import Job
@@ -31,7 +31,6 @@ class MpiPlan:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     shares: tuple[Share, ...]
-    directory: str = field(default="")
 
     def text(self) -> str:
         """What a dry run prints. Values of variables are not shown: there may be secrets among them."""
@@ -67,7 +66,7 @@ def plan_mpi(
     options = _open_mpi(shares, environment, bind) if family == "openmpi" else _hydra(shares, environment, bind, family)
     place = ["-wdir", directory] if directory else []
     start = ["mpirun", "-np", number, *options, *place, *arguments]
-    return MpiPlan((*start, *job.script_command()), environment, tuple(shares), directory)
+    return MpiPlan((*start, *job.script_command()), environment, tuple(shares))
 
 
 def _open_mpi(shares: Sequence[Share], environment: Mapping[str, str], bind: str) -> list[str]:
@@ -128,9 +127,7 @@ def run_mpi(plan: MpiPlan) -> int:
     return run_and_pass_on(plan.command, os.environ | plan.environment, passed_as)
 
 
-def run_and_pass_on(
-    command: Sequence[str], environment: Mapping[str, str], passed_as: Sequence[signal.Signals] = ()
-) -> int:
+def run_and_pass_on(command: Sequence[str], environment: Mapping[str, str], passed_as: Sequence[signal.Signals]) -> int:
     """Run a command that starts ranks, pass signals on to it, and return its exit status: 128 + n after signal n.
 
     It gets the n-th signal as the n-th of `passed_as`, or as it came.

@@ -21,7 +21,7 @@ LEFT_OUT = ("--filter=:- .gitignore", "--exclude=.git", "--exclude=.venv*", "--e
 """What is not copied, as rsync takes it. It understands most of what .gitignore files contain, in every folder."""
 MEMBERS = "members"
 """The argument of the process on a host if the job is elastic."""
-LOST_AFTER = 3
+_LOST_AFTER = 3
 """So many messages without an answer, one every `ALIVE_SECONDS`, and ssh takes the connection for lost."""
 
 
@@ -108,7 +108,7 @@ class SshPlan:
             "ControlPath": "none",
             "ConnectTimeout": str(settings.connect_seconds),
             "ServerAliveInterval": str(ALIVE_SECONDS),
-            "ServerAliveCountMax": str(LOST_AFTER),
+            "ServerAliveCountMax": str(_LOST_AFTER),
         }
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         words += ["-p", str(settings.port)] if settings.port else []

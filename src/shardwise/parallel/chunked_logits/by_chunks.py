@@ -41,10 +41,10 @@ def over_logits(
     head: nn.Module | Tensor,
     rows: Tensor,
     compute: Compute,
-    per_row: Sequence[Tensor] = (),
+    per_row: Sequence[Tensor],
     *,
     bias: Tensor | None = None,
-    chunk_rows: int | None = None,
+    chunk_rows: int | None,
     around: Autocast | None = None,
 ) -> tuple[Tensor, ...]:
     """What `compute` gives for the logits of `rows` [N, H], which `enter` has returned, and for `per_row` [N, ...],

@@ -30,6 +30,7 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.parallel.chunked_logits.by_chunks import Autocast, enter, num_words, over_logits, rows_per_chunk
 from shardwise.parallel.chunked_logits.losses import shaped
+from shardwise.system.torch_functions import num_indexed
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, refuse_address, tree_leaves, tree_map
 from shardwise.system.units import format_bytes
 
@@ -251,7 +252,7 @@ def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(one, list | DeferredLogits) for one in index):
         return NotImplemented
-    taken = sum(_num_taken(one) for one in index)
+    taken = sum(num_indexed(one) for one in index)
     places = [place for place, one in enumerate(index) if one is Ellipsis]
     if places:
         filling = (slice(None),) * (logits.dim() - taken)
@@ -262,14 +263,6 @@ def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return NotImplemented
         index = index[:-1]
     return _with_rows(logits, logits._rows[index])
-
-
-def _num_taken(index: Any) -> int:
-    """How many dimensions a part of an index takes."""
-    if index is None or index is Ellipsis:
-        return 0
-    is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-    return index.dim() if is_mask else 1
 
 
 def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

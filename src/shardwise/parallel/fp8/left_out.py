@@ -22,7 +22,7 @@ _ADAPTERS = ("lora_A", "lora_B")
 _EXPERT_DIMS = 3
 
 
-def sorted_out(model: nn.Module, settings: Fp8, *, splits_experts: bool = False) -> dict[str, str]:
+def sorted_out(model: nn.Module, settings: Fp8, *, splits_experts: bool) -> dict[str, str]:
     """By path of every layer that multiplies with a weight: why it is left as it is, or "" for those that multiply in 8
     bits, in the model's order. `splits_experts`: along `tp` a rank has some features of transformers' experts.
 

@@ -58,7 +58,7 @@ class PlaceholderModule(nn.Module):
         original: nn.Module,
         owner: Owner,
         kept: set[Tensor],
-        guests: Collection[str] = (),
+        guests: Collection[str],
     ) -> None:
         """`guests` are the names of modules that are here although what contains them is not."""
         super().__init__()

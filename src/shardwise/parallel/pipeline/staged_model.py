@@ -162,7 +162,7 @@ class StagedModel:
         model: nn.Module,
         layout: StageLayout,
         pp_rank: int,
-        sequence_parts: Mapping[int, int] | None = None,
+        sequence_parts: Mapping[int, int] | None,
         *,
         keeps_others: bool = False,
     ) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.errors import ModelError
-from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named
+from shardwise.system.torch_functions import PRODUCTS_OF_TWO, added_up, dims_of, named, num_indexed
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -136,23 +136,16 @@ def _picks(index: Any, num_dims: int, num_tokens: int, of_tokens: int) -> bool:
     """Whether an index takes some of the entries of dimension `of_tokens`."""
     dim = 0
     index = index if isinstance(index, tuple) else (index,)
-    taken = sum(_num_taken(one) for one in index)
+    taken = sum(num_indexed(one) for one in index)
     for one in index:
         if dim == of_tokens and one is not None and one is not Ellipsis:
             if isinstance(one, slice):
                 return one.indices(num_tokens) != (0, num_tokens, 1)
             return True
-        dim += num_dims - taken if one is Ellipsis else _num_taken(one)
+        dim += num_dims - taken if one is Ellipsis else num_indexed(one)
         if dim > of_tokens:
             return False
     return False
-
-
-def _num_taken(one: Any) -> int:
-    """How many dimensions an entry of an index is for."""
-    if one is None or one is Ellipsis:
-        return 0
-    return one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
 
 
 def _added_up(

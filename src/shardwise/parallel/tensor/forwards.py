@@ -19,7 +19,7 @@ from torch.nn import functional
 from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.parallel.tensor.functions import apply as _apply
-from shardwise.parallel.tensor.functions import copy_to, gather_from, gather_to, reduce_from, scatter_to
+from shardwise.parallel.tensor.functions import copy_to, gather_from, gather_to, own_words, reduce_from, scatter_to
 from shardwise.parallel.tensor.regions import SEQUENCE_DIM, Regions
 from shardwise.plan.placement import Span
 from shardwise.runtime.compiled import own_forward
@@ -168,10 +168,9 @@ class VocabularyEmbedding(Forward):
         self.own = own
 
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        is_elsewhere = (tokens < self.own.start) | (tokens >= self.own.stop)
-        local = (tokens - self.own.start).masked_fill(is_elsewhere, 0)
+        local, is_here = own_words(tokens, self.own)
         made = self.original(local, *args, **kwargs)
-        return reduce_from(made.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.line)
+        return reduce_from(made.masked_fill(~is_here.unsqueeze(-1), 0), self.line)
 
 
 class EmbeddingColumn(Forward):

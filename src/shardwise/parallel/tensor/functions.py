@@ -13,8 +13,15 @@ from typing import Any
 import torch
 
 from shardwise.comm import Line
+from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor
+
+
+def own_words(words: Tensor, own: Span) -> tuple[Tensor, Tensor]:
+    """Where `words` are in this rank's part of the vocabulary, and which of them are there; others have the place 0."""
+    is_here = (words >= own.start) & (words < own.stop)
+    return (words - own.start).masked_fill(~is_here, 0), is_here
 
 
 def copy_to(tensor: Tensor, line: Line) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.comm import Line
+from shardwise.parallel.tensor.functions import own_words
 from shardwise.plan.placement import Span
 
 Tensor = torch.Tensor
@@ -66,8 +67,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, line: Line, own: Span, weight: Tensor | None) -> Any:
         largest = line.largest(logits.detach().amax(-1))
         shifted = logits.detach() - largest.unsqueeze(-1)
-        is_here = (targets >= own.start) & (targets < own.stop)
-        local = (targets - own.start).masked_fill(~is_here, 0)
+        local, is_here = own_words(targets, own)
         wanted = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
         weighted = [] if weight is None else [(shifted * weight).sum(-1)]
         exponentials = shifted.exp_()

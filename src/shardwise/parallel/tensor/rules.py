@@ -50,7 +50,7 @@ class SplitModule:
         return (self.wrapper or self.path).rpartition(".")[0]
 
 
-def targets_for(model: nn.Module, options: TensorParallel, excluded: Collection[str] = ()) -> list[SplitModule]:
+def targets_for(model: nn.Module, options: TensorParallel, excluded: Collection[str]) -> list[SplitModule]:
     """The modules of `model` to split, in its order. Its own plan is not applied to modules named in `excluded`.
 
     Raises `ConfigError` for a pattern that matches no module, and `ModelError` for a model without any plan.

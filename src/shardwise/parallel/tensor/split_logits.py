@@ -32,9 +32,10 @@ from torch.nn import functional
 
 from shardwise.comm import Line
 from shardwise.errors import ModelError
-from shardwise.parallel.tensor.functions import apply, gather_from, reduce_from, scatter_to
+from shardwise.parallel.tensor.functions import apply, gather_from, own_words, reduce_from, scatter_to
 from shardwise.parallel.tensor.loss_of_parts import cross_entropy_of_parts, require_words
 from shardwise.plan.placement import Span
+from shardwise.system.torch_functions import num_indexed
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, refuse_address, tree_leaves, tree_map
 from shardwise.system.units import format_bytes
 
@@ -75,6 +76,10 @@ class Cut:
     def own(self) -> int:
         """The size of this rank's part."""
         return self.sizes[self.line.index]
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + self.own)
 
     def at(self, dim: int) -> Cut:
         """The same parts along another dimension."""
@@ -122,7 +127,7 @@ class CutLogits(torch.Tensor):
         """Says which part this rank has; printing sends nothing, because often one rank prints."""
         cut = self._cut
         return (
-            f"CutLogits of {list(self.shape)}, of which this rank has {cut.start} to {cut.start + cut.own} along "
+            f"CutLogits of {list(self.shape)}, of which this rank has {cut.start} to {cut.span.stop} along "
             f"dimension {cut.dim}: {self._local!r}"
         )
 
@@ -562,7 +567,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(logits, CutLogits) or any(isinstance(one, CutLogits) for one in indices):
         return NotImplemented
     cut = logits._cut
-    taken = sum(1 if one is None else _num_taken(one) for one in indices)
+    taken = sum(1 if one is None else num_indexed(one) for one in indices)
     if cut.dim != logits.dim() - 1 or taken > cut.dim:
         return NotImplemented
     if not rest:
@@ -747,8 +752,7 @@ def cross_entropy_of_cut(logits: CutLogits, targets: Tensor, weight: Tensor | No
             f"and {list(targets.shape)} of {targets.dtype}. {_CURE}"
         )
     rows = part_of(logits).movedim(cut.dim, -1).flatten(0, -2) if logits.dim() > 1 else part_of(logits).unsqueeze(0)
-    own = Span(cut.start, cut.start + cut.own)
-    made = cross_entropy_of_parts(rows, targets.reshape(-1), cut.line, own, cut.size, weight=weight, **options)
+    made = cross_entropy_of_parts(rows, targets.reshape(-1), cut.line, cut.span, cut.size, weight=weight, **options)
     return made.view(targets.shape) if made.dim() else made
 
 
@@ -783,8 +787,7 @@ def pick(logits: CutLogits, index: Tensor) -> Tensor:
     """`logits.gather(-1, index)` along the vocabulary, which is the last dimension."""
     cut = logits._cut
     require_words(index, cut.size)
-    is_here = (index >= cut.start) & (index < cut.start + cut.own)
-    local = (index - cut.start).masked_fill(~is_here, 0)
+    local, is_here = own_words(index, cut.span)
     return reduce_from(part_of(logits).gather(-1, local).masked_fill(~is_here, 0), cut.line)
 
 
@@ -827,8 +830,7 @@ def _item(logits: Any, index: Any) -> Any:
     wanted = torch.as_tensor(words, device=logits.device)
     wanted = torch.where(wanted < 0, wanted + cut.size, wanted)
     require_words(wanted, cut.size)
-    is_here = (wanted >= cut.start) & (wanted < cut.start + cut.own)
-    local = (wanted - cut.start).masked_fill(~is_here, 0)
+    local, is_here = own_words(wanted, cut.span)
     found = reduce_from(part_of(logits)[(*rows, local)].masked_fill(~is_here, 0), cut.line)
     return apply(_AsView, found) if is_view and found.numel() else found
 
@@ -842,7 +844,7 @@ def _places(logits: Any, index: Any) -> list[Any] | None:
     given = [torch.as_tensor(one, device=logits.device) if isinstance(one, list | range) else one for one in given]
     if any(isinstance(one, CutLogits | bool) for one in given):
         return None
-    taken = sum(_num_taken(one) for one in given)
+    taken = sum(num_indexed(one) for one in given)
     rest = [slice(None)] * (logits.dim() - taken)
     at = next((at for at, one in enumerate(given) if one is Ellipsis), None)
     places = [*given, *rest] if at is None else [*given[:at], *rest, *given[at + 1 :]]
@@ -850,13 +852,6 @@ def _places(logits: Any, index: Any) -> list[Any] | None:
     is_range = isinstance(words, slice) and (words.step or 1) == 1
     is_word = isinstance(words, int) or (isinstance(words, Tensor) and words.dtype in (torch.int64, torch.int32))
     return places if is_range or is_word else None
-
-
-def _num_taken(one: Any) -> int:
-    """Of how many dimensions a part of an index speaks."""
-    if one is None or one is Ellipsis:
-        return 0
-    return one.dim() if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _set_item(logits: Any, index: Any, value: Any) -> Any:

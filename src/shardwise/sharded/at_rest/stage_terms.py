@@ -193,7 +193,11 @@ for _name in (
 def terms_of(leaves: Iterable[Any]) -> Terms | None:
     """Of which parameters marked `leaves` were computed."""
     found = [leaf.mark for leaf in leaves if isinstance(leaf, TermOfStage | NumberOfStage) and leaf.mark.names]
-    return found[0]._replace(names=frozenset().union(*(one.names for one in found))) if found else None
+    return _together(found) if found else None
+
+
+def _together(some: Sequence[Terms]) -> Terms:
+    return some[0]._replace(names=frozenset().union(*(one.names for one in some)))
 
 
 def terms_in(result: Any, leaves: Sequence[Any], own: Sequence[InStage] = ()) -> Terms | None:
@@ -204,7 +208,7 @@ def terms_in(result: Any, leaves: Sequence[Any], own: Sequence[InStage] = ()) ->
     found = [one for one in (Terms.of(own) if own else None, terms_of(leaves)) if one is not None]
     if not found or any(map(_has_another_gradient, leaves)):
         return None
-    return found[0]._replace(names=frozenset().union(*(one.names for one in found)))
+    return _together(found)
 
 
 def _has_another_gradient(leaf: Any) -> bool:

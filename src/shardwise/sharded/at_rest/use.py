@@ -236,18 +236,20 @@ def _requires_gradient(tensor: object) -> bool:
     return bool(plainly(uses.GET_REQUIRES_GRAD, [tensor], {}))
 
 
+def _storage_of(tensor: Tensor) -> int:
+    return storage_id(plainly(Tensor.untyped_storage, [tensor], {}))
+
+
 def _sources(given: Any) -> set[Source]:
     handles = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Resting | Whole))
-    return {handle.home() if isinstance(handle, Resting) else handle.source for handle in handles}
+    return set(map(source_of, handles))
 
 
 def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor] | None:
     """The values of all `handles`, each source opened once, in the order in which they appear. They are closed with
     `stack`, which is empty. `None` if ranks were lost and the others go on: the parameters have other homes then, or
     none, if one rank is left and they are plain again."""
-    sources: dict[Source, None] = {}
-    for handle in handles:
-        sources[handle.home() if isinstance(handle, Resting) else handle.source] = None
+    sources = dict.fromkeys(map(source_of, handles))
     try:
         return {source: stack.enter_context(source.opened()) for source in sources}
     except CommError as error:
@@ -267,7 +269,7 @@ def _given_back(
     opened: Mapping[Source, Tensor],
 ) -> Any:
     """`result` without references to memory that will be freed: handles in place of values, and views as `Whole`."""
-    storages = {storage_id(plainly(Tensor.untyped_storage, [values], {})) for values in opened.values()}
+    storages = {_storage_of(values) for values in opened.values()}
     results, result_form = tree_flatten(result)
 
     def kept(number: int, value: Any) -> Any:
@@ -278,7 +280,7 @@ def _given_back(
                 return handle
         if isinstance(value, Resting) or value.layout is not torch.strided:
             return value
-        if storage_id(plainly(Tensor.untyped_storage, [value], {})) not in storages:
+        if _storage_of(value) not in storages:
             return value
         if value.requires_grad:
             return plainly(Tensor.clone, [value], {})
@@ -288,11 +290,9 @@ def _given_back(
 
     def _view_of_several(value: Tensor) -> Tensor:
         """`kept.view_as(param)`, ...: which of them it views says the memory, and where, its strides."""
-        storage = storage_id(plainly(Tensor.untyped_storage, [value], {}))
+        storage = _storage_of(value)
         handle, base = next(
-            (handle, values)
-            for handle in handles
-            if storage_id(plainly(Tensor.untyped_storage, [values := _values_of(handle, opened)], {})) == storage
+            (handle, values) for handle in handles if _storage_of(values := _values_of(handle, opened)) == storage
         )
         if value.dtype != base.dtype:
             return plainly(Tensor.clone, [value], {})  # type: ignore[no-any-return]
@@ -325,7 +325,7 @@ def _as_whole(handle: Resting | Whole) -> Whole:
 
 
 def _values_of(handle: Resting | Whole, opened: Mapping[Source, Tensor]) -> Tensor:
-    return opened[handle.home() if isinstance(handle, Resting) else handle.source]
+    return opened[source_of(handle)]
 
 
 @contextmanager
@@ -337,9 +337,7 @@ def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | W
     `.data` do not count, as in plain PyTorch.
     """
     by_storage = {
-        storage_id(plainly(Tensor.untyped_storage, [values], {})): home
-        for source, values in opened.items()
-        if (home := source.gathers_again) is not None
+        _storage_of(values): home for source, values in opened.items() if (home := source.gathers_again) is not None
     }
     if not by_storage:
         yield
@@ -347,7 +345,7 @@ def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | W
     counts = not any(isinstance(handle, Whole) and uncounted in handle.steps for handle in handles)
 
     def pack(tensor: Tensor) -> Any:
-        home = by_storage.get(storage_id(plainly(Tensor.untyped_storage, [tensor], {})))
+        home = by_storage.get(_storage_of(tensor))
         if home is None:
             return tensor
         return home, home.param._version, tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -469,7 +467,7 @@ def _storage(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _refuse(handle: Resting | Whole, what: str) -> NoReturn:
-    (handle.home() if isinstance(handle, Resting) else handle.source).refuse(what)
+    source_of(handle).refuse(what)
 
 
 def _to_all(

@@ -26,18 +26,7 @@ def _getters(*names: str) -> set[Function]:
 METADATA: frozenset[Function] = frozenset(
     {
         *_getters(
-            *(
-                "shape",
-                "dtype",
-                "device",
-                "layout",
-                "ndim",
-                "itemsize",
-                "nbytes",
-                "requires_grad",
-                "is_leaf",
-                "grad_fn",
-            ),
+            *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf"),
             *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn"),
             *("is_xpu", "is_mps", "is_mtia", "is_vulkan", "is_maia", "is_ipu", "is_xla", "output_nr", "names", "name"),
             *("retains_grad", "volatile", "grad_dtype", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
