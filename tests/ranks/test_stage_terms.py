@@ -147,6 +147,13 @@ def test_a_count_of_all_parameters_says_that_it_is_of_some_stages(caplog: pytest
     assert sum(counts) == whole
 
 
+def put_into_one(params: Iterable[Tensor]) -> Tensor:
+    norms = torch.zeros(len(params := list(params)))
+    for place, param in enumerate(params):
+        norms[place] = param.norm() if place % 2 else param.detach().flatten()[0]
+    return norms.norm()
+
+
 TAKEN: dict[str, Term] = {
     "one tensor of numbers": lambda model: torch.tensor([p.norm().item() for p in model.parameters()]).norm(),
     "one array of numbers": lambda model: np.array([p.grad.norm().item() for p in model.parameters()]).mean(),
@@ -155,6 +162,7 @@ TAKEN: dict[str, Term] = {
     "sums of lists": lambda model: sum(sum(p.detach().flatten().tolist()) for p in model.parameters()),
     "a count": lambda model: sum((p == 0).sum().item() for p in model.parameters()),
     "a count of those that count": lambda model: sum(torch.count_nonzero(p).item() for p in model.parameters()),
+    "one tensor, one by one": lambda model: put_into_one(model.parameters()),
     "a file": lambda model: pickle.dumps({n: p.detach().cpu() for n, p in model.named_parameters()}),
     "one of `.data`": lambda model: pickle.dumps([p.data for p in model.parameters()]),
 }

@@ -94,7 +94,7 @@ class TermOfStage(Marked):
         if all(issubclass(cls, one) for one in types):
             result = super().__torch_function__(func, types, args, kwargs)
             if func not in uses.METADATA and (terms := terms_of(tree_leaves((args, kwargs)))) is not None:
-                note_taken(terms, result)
+                note_taken(terms, func, args, result)
             is_value = type(result) is float and func in _VALUES and isinstance(args[0], cls)
             return NumberOfStage.of(result, args[0].mark) if is_value else result
         if all(issubclass(one, cls | Resting | Whole) for one in types):
@@ -141,10 +141,17 @@ class TermOfStage(Marked):
         return super().__reduce_ex__(protocol)
 
 
-def note_taken(terms: Terms, result: Any) -> None:
-    """Note that a `result` of `terms` carries no mark: a number, an array, a tensor of integers or of truth values."""
-    found = (one for one in tree_leaves(result) if not isinstance(one, TermOfStage | Resting | Whole))
-    if any(isinstance(one, _VALUE) and not (isinstance(one, Tensor) and one.is_floating_point()) for one in found):
+_MARKED = TermOfStage | Resting | Whole
+
+
+def note_taken(terms: Terms, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+    """Note that a `result` of `terms` carries no mark (a number, an array, a tensor of integers or of truth values), or
+    that they were put into a tensor that has none (`norms[i] = param.norm()`)."""
+    found = [one for one in tree_leaves(result) if not isinstance(one, _MARKED)]
+    is_unmarked = any(
+        isinstance(one, _VALUE) and not (isinstance(one, Tensor) and one.is_floating_point()) for one in found
+    )
+    if is_unmarked or (func is Tensor.__setitem__ and not isinstance(args[0], _MARKED)):
         terms.stage.share.note_taken(terms.names)
 
 

@@ -201,6 +201,8 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             elif source in written:
                 source.take_over(uncounted(values))
         given_back = _given_back(result, func, leaves, form, handles, seen, opened)
+        if own:
+            note_taken(Terms.of(own), func, leaves, given_back)
         if not (any(marks) or own):
             return given_back
         results, result_form = tree_flatten(given_back)
@@ -209,7 +211,6 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
             each = [[one] for one in own] if len(own) == len(results) else [own] * len(results)
             terms = [terms_in(one, leaves, of) for one, of in zip(results, each, strict=True)]
             results = TermOfStage.each_marked(results, terms, leaves)
-            note_taken(Terms.of(own), results)
         return tree_unflatten(results, result_form)
 
 
