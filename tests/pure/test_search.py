@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.fit.candidates import Bounds, Candidate, Size, Space, candidates, divisors, wires_of
+from shardwise.fit.candidates import Bounds, Candidate, Size, Space, candidates, wires_of
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.hardware import Hardware, hardware
 from shardwise.fit.operations import Operation, UnitWork, product
@@ -30,6 +30,7 @@ from shardwise.program import (
 )
 from shardwise.program.in_flight import StageBytes, over_schedule
 from shardwise.program.schedule import SCHEDULES, schedule_of
+from shardwise.system.even_parts import divisors
 from tests.thorough import sampled, soak, thorough_only
 
 GIB = 2**30

@@ -18,6 +18,7 @@ from shardwise.plan import Activations, DtypeName, Offload, Pipeline, Plan, Poli
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.placement import BITS, PRESETS, WIDTH, Axes, Codes, Table, Tier, Wire, table_for
 from shardwise.program.schedule import SCHEDULES, chunks_of
+from shardwise.system.even_parts import divisors
 
 
 def _using(*tiers: Tier) -> tuple[str, ...]:
@@ -222,11 +223,6 @@ _SHARES = {
     "param": "of the parameters at rest on the host",
     "param_disk": "of the parameters at rest on a disk",
 }
-
-
-def divisors(number: int) -> list[int]:
-    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return sorted({*low, *(number // one for one in low)})
 
 
 def candidates(

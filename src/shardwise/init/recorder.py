@@ -37,6 +37,7 @@ from shardwise.init.tape import (
     set_origin,
     values_of,
 )
+from shardwise.system.torch_functions import bound, operator_name, written_by
 from shardwise.system.torch_private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
@@ -284,7 +285,7 @@ class _Operations(TorchDispatchMode):
         returned = _in_place_results(func, args, kwargs)
         result = returned if returned is not None else tree_map(without_memory, result)
         shown = {id(tensor): _ref(tensor) for tensor in written}
-        overwritten = tuple(ref.origin for ref in shown.values() if _name(func) in OVERWRITE and ref.covers_all)
+        overwritten = tuple(ref.origin for ref in shown.values() if operator_name(func) in OVERWRITE and ref.covers_all)
         recorded_args, recorded_kwargs = tree_map(_recorded, (args, kwargs))
         operation = Operation(
             func,
@@ -376,10 +377,6 @@ class _MemoryReads(TorchFunctionMode):
 # -- properties of a call ---------------------------------------------------------------------------------
 
 
-def _name(func: Function) -> str:
-    return func._schema.name.partition("::")[2]
-
-
 def _makes_tensors(func: Function) -> bool:
     return any("Tensor" in str(returned.type) for returned in func._schema.returns)
 
@@ -393,25 +390,14 @@ def _makes_plain_tensors(func: Function, kwargs: Mapping[str, Any]) -> bool:
 
 def _only_changes_view(func: Function) -> bool:
     """Whether a call only makes or changes a view, which needs no values."""
-    if torch.Tag.inplace_view in func.tags or _name(func) == "set_":
+    if torch.Tag.inplace_view in func.tags or operator_name(func) == "set_":
         return True
     seen = [returned.alias_info for returned in func._schema.returns]
     return bool(seen) and all(info is not None and not info.is_write for info in seen)
 
 
 def _written(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for argument, value in _bound(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
-    return found
-
-
-def _bound(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    arguments = func._schema.arguments
-    yield from zip(arguments, args, strict=False)
-    by_name = {argument.name: argument for argument in arguments}
-    yield from ((by_name[name], value) for name, value in kwargs.items())
+    return [leaf for leaf in written_by(func, args, kwargs) if isinstance(leaf, Tensor)]
 
 
 def _in_place_results(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -425,7 +411,7 @@ def _in_place_results(func: Function, args: tuple[Any, ...], kwargs: Mapping[str
         return None
     by_name = {
         label: value
-        for argument, value in _bound(func, args, kwargs)
+        for argument, value in bound(func, args, kwargs)
         if argument.alias_info is not None and argument.alias_info.is_write
         for label in argument.alias_info.before_set
     }
@@ -452,7 +438,7 @@ def _needed(
     func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], overwritten: Sequence[Origin]
 ) -> tuple[Ref, ...]:
     """The recorded arguments whose values, not only their shapes, the call reads."""
-    if _name(func).endswith("_like") or _name(func).startswith("new_"):
+    if operator_name(func).endswith("_like") or operator_name(func).startswith("new_"):
         return ()
     refs = (leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Ref))
     return tuple(ref for ref in refs if ref.origin not in overwritten)
@@ -487,7 +473,9 @@ def _real(value: Any, scratch: bool = False) -> Any:
 
 
 def _scratch(func: Function) -> bool:
-    return _name(func).endswith("_like") or (_name(func) in OVERWRITE and func._overloadname != "Tensor")
+    return operator_name(func).endswith("_like") or (
+        operator_name(func) in OVERWRITE and func._overloadname != "Tensor"
+    )
 
 
 def _on_meta(value: Any) -> Any:

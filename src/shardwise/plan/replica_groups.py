@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 from shardwise.plan.mesh import EXPERT_AXIS, ISLAND_AXIS, MODEL_AXES, Mesh, place_along
+from shardwise.system.even_parts import divisors
 
 
 @dataclass(frozen=True)
@@ -294,13 +295,9 @@ def with_fewer_ranks(mesh: Mesh) -> list[dict[str, int]]:
     if not axes:
         return []
     alone = dict.fromkeys(mesh.axes, 1)
-    sizes = itertools.product(*(_divisors(mesh.size(axis)) for axis in axes))
+    sizes = itertools.product(*(divisors(mesh.size(axis)) for axis in axes))
     found = [{**alone, **dict(zip(axes, some, strict=True))} for some in sizes]
     return sorted(found, key=lambda one: (math.prod(one.values()), *reversed(one.values())), reverse=True)
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def copy_axes(mesh: Mesh, shard: Collection[str]) -> tuple[str, ...]:

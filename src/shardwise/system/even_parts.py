@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 
@@ -19,6 +20,12 @@ def even_bounds(num_items: int, num_parts: int) -> list[int]:
 def even_sizes(num_items: int, num_parts: int) -> list[int]:
     """The number of items in each part."""
     return [stop - start for start, stop in pairwise(even_bounds(num_items, num_parts))]
+
+
+def divisors(number: int) -> list[int]:
+    """Into how many equal parts so many items can be divided."""
+    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*low, *(number // one for one in low)})
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -1,4 +1,5 @@
-"""Torch's functions by name, the dimensions along which a call works, and whose call it is."""
+"""Torch's functions by name, the dimensions along which a call works, what operators are given, and whose call
+it is."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
+from shardwise.system.torch_private import tree_leaves
 
 Function = Callable[..., Any]
 _TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
@@ -34,6 +37,26 @@ def dims_of(
     dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
     several = dims if isinstance(dims, list | tuple) else [dims]
     return [one % given.dim() for one in several if isinstance(one, int) and not isinstance(one, bool) and given.dim()]
+
+
+def operator_name(operator: Any) -> str:
+    """`add_` of `aten::add_.Tensor`."""
+    return str(operator._schema.name.partition("::")[2])
+
+
+def bound(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """What an operator is given, each value behind its argument in the schema."""
+    arguments = operator._schema.arguments
+    by_name = {argument.name: argument for argument in arguments}
+    return [*zip(arguments, args, strict=False), *((by_name[name], value) for name, value in kwargs.items())]
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What is in the arguments to which an operator writes."""
+    if not operator._schema.is_mutable:
+        return []
+    every = bound(operator, args, kwargs)
+    return tree_leaves([value for argument, value in every if argument.alias_info and argument.alias_info.is_write])
 
 
 def num_indexed(entry: Any) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
+from shardwise.system.even_parts import divisors
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
@@ -122,13 +123,8 @@ def _sharing(batch: int, sizes: Sequence[int], least: int, most: int) -> tuple[i
     found: set[int] = set()
     for size in sizes:
         if batch % size == 0:
-            found.update(_divisors(batch // size))
+            found.update(divisors(batch // size))
     return tuple(sorted(count for count in found if least <= count <= most))
-
-
-def _divisors(number: int) -> set[int]:
-    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return {*small, *(number // one for one in small)}
 
 
 def highly_composite(limit: int) -> list[int]:
@@ -138,18 +134,18 @@ def highly_composite(limit: int) -> list[int]:
     """
     found: list[tuple[int, int]] = []
 
-    def extend(index: int, number: int, most: int, divisors: int) -> None:
-        found.append((number, divisors))
+    def extend(index: int, number: int, most: int, num_divisors: int) -> None:
+        found.append((number, num_divisors))
         for exponent in range(1, most + 1):
             number *= _PRIMES[index]
             if number > limit or index + 1 == len(_PRIMES):
                 return
-            extend(index + 1, number, exponent, divisors * (exponent + 1))
+            extend(index + 1, number, exponent, num_divisors * (exponent + 1))
 
     extend(0, 1, max(1, limit.bit_length()), 1)
     records, most = [], 0
-    for number, divisors in sorted(found):
-        if divisors > most:
+    for number, num_divisors in sorted(found):
+        if num_divisors > most:
             records.append(number)
-            most = divisors
+            most = num_divisors
     return records

@@ -35,7 +35,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.tensor.functions import apply, gather_from, own_words, reduce_from, scatter_to
 from shardwise.parallel.tensor.loss_of_parts import cross_entropy_of_parts, require_words
 from shardwise.plan.placement import Span
-from shardwise.system.torch_functions import num_indexed
+from shardwise.system.torch_functions import bound, num_indexed, operator_name, written_by
 from shardwise.system.torch_private import DisableTorchFunctionSubclass, refuse_address, tree_leaves, tree_map
 from shardwise.system.units import format_bytes
 
@@ -161,7 +161,7 @@ class CutLogits(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        name = _name(func)
+        name = operator_name(func)
         found = _OPERATORS.get(name) or (_pointwise if _is_pointwise(name.removesuffix("_")) else None)
         has_out = any(argument.is_out for argument in func._schema.arguments)
         made = NotImplemented if found is None or has_out else found(func, args, given)
@@ -212,10 +212,10 @@ class GatheredView(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if any(isinstance(leaf, GatheredView) for leaf in _written(func, args, given)):
+        if any(isinstance(leaf, GatheredView) for leaf in written_by(func, args, given)):
             raise ModelError(
-                f"{_name(func)}() writes to a view of logits that are split by vocabulary over ranks. The view is a "
-                f"copy, as no rank has its words alone, so the logits would not change. {_CURE_OF_WORDS}"
+                f"{operator_name(func)}() writes to a view of logits that are split by vocabulary over ranks. The view "
+                f"is a copy, as no rank has its words alone, so the logits would not change. {_CURE_OF_WORDS}"
             )
         made = func(*tree_map(_values_of, args), **tree_map(_values_of, given))
         return tree_map(_as_view, made) if _is_view(func) else made
@@ -299,9 +299,9 @@ def _whole(logits: CutLogits) -> Tensor:
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operator: on whole logits."""
-    name = _name(func)
+    name = operator_name(func)
     logits = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CutLogits)]
-    if any(isinstance(leaf, CutLogits) for leaf in _written(func, args, kwargs)):
+    if any(isinstance(leaf, CutLogits) for leaf in written_by(func, args, kwargs)):
         raise ModelError(
             f"{name}() writes to logits that are split by vocabulary over ranks, which it cannot do in parts. {_CURE}"
         )
@@ -332,22 +332,10 @@ def _as_view(leaf: Any) -> Any:
     return GatheredView(leaf) if type(leaf) is Tensor and leaf.numel() else leaf
 
 
-def _name(func: Any) -> str:
-    return str(func._schema.name.partition("::")[2])
-
-
 @cache
 def _is_view(func: Any) -> bool:
     """Whether results share memory with an argument that is not written to."""
     return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What is in the arguments to which an operator writes."""
-    if not func._schema.is_mutable:
-        return []
-    bound = _bound(func, args, kwargs)
-    return tree_leaves([value for argument, value in bound if argument.alias_info and argument.alias_info.is_write])
 
 
 def _scaled(strides: Iterable[int], cut: Cut) -> list[int]:
@@ -371,12 +359,6 @@ def _without_values(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    arguments = func._schema.arguments
-    by_name = {argument.name: argument for argument in arguments}
-    return [*zip(arguments, args, strict=False), *((by_name[name], value) for name, value in kwargs.items())]
 
 
 # -- entry by entry ----------------------------------------------------------------------------------------
@@ -596,7 +578,7 @@ class _Reduced:
 
     @classmethod
     def asked(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reduced:
-        given = {argument.name: value for argument, value in _bound(func, args, kwargs)}
+        given = {argument.name: value for argument, value in bound(func, args, kwargs)}
         logits, named = args[0], given.get("dim")
         named = [named] if isinstance(named, int) else list(named or ())
         dims = [dim % logits.dim() for dim in named] or list(range(logits.dim()))
