@@ -21,11 +21,14 @@ def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects."""
+    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects, but for those whose class says
+    `refers_only = True`: their tensors are those of modules."""
     if isinstance(value, Tensor):
         yield value
         return
     if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+        return
+    if getattr(type(value), "refers_only", False):
         return
     inner: object
     if isinstance(value, dict):
