@@ -232,6 +232,7 @@ class Parts:
             parts = sequence_parts(split, self.mesh, layout)
             units = self.split(own, ledger, params)
             staged = StagedModel(own, layout, pp_rank, parts)
+            staged.take_from(())  # there is no optimizer; it forgets other stages' parameters, which would be copied
             present = set(own.modules())
             for unit in units:
                 unit.sites = [site for site in unit.sites if site in present]
