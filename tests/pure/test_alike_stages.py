@@ -86,15 +86,26 @@ CASES: dict[str, dict[str, Any]] = {
 def test_stages_that_do_the_same_are_rehearsed_twice(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is found is as if each had been rehearsed, to the byte, the operation and the name."""
     on_cpu, is_interleaved = case in ("zb-h1", "tp"), case == "interleaved"
-    inner = [[f"blocks.{place}"] for place in range(1, 9)]
-    stages = [["tokens", "blocks.0"], *inner, ["blocks.9", "norm", "head"]] if is_interleaved else STAGES
-    num_blocks = 10 if is_interleaved else NUM_BLOCKS
+    inner = [[f"blocks.{place}"] for place in range(2, 10)]
+    stages = [["tokens", "blocks.0", "blocks.1"], *inner, ["blocks.10", "norm", "head"]] if is_interleaved else STAGES
+    num_blocks = 11 if is_interleaved else NUM_BLOCKS
     values = {**CASES[case], "pipeline": {**CASES[case].get("pipeline", {}), "stages": stages}}
     few, rehearsed = counted(on_meta(Decoder, num_blocks), values, monkeypatch, of_few=True, on_cpu=on_cpu)
     every, all_stages = counted(on_meta(Decoder, num_blocks), values, monkeypatch, of_few=False, on_cpu=on_cpu)
     assert few == every
     assert all_stages == list(range(len(stages)))
     assert rehearsed == ([0, 1, 2, 4, 5, 6, 7, 9] if is_interleaved else [0, 1, 2, 4])
+
+
+def test_stages_are_rehearsed_until_two_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage has one stand-in less before it than the others, which a peak shows."""
+    inner = [[f"blocks.{place}"] for place in range(1, 5)]
+    stages = [["tokens", "blocks.0"], *inner, ["blocks.5", "norm", "head"]]
+    values = {"mesh": {"pp": 6}, "accumulate": 8, "pipeline": {"stages": stages}}
+    few, rehearsed = counted(on_meta(Decoder), values, monkeypatch, of_few=True, on_cpu=False)
+    every, _ = counted(on_meta(Decoder), values, monkeypatch, of_few=False, on_cpu=False)
+    assert few == every
+    assert rehearsed == [0, 1, 2, 3, 5]
 
 
 @pytest.mark.parametrize("build", [Uneven, Remembers])

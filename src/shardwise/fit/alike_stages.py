@@ -2,10 +2,11 @@
 
 [Note: alike stages] Most stages of a deep pipeline have nothing but as many equal blocks each, so that a rehearsal of
 every one finds the same again, with other names. A rehearsal takes longer the more modules a model has, on whichever
-stage they are, so that all of them took minutes for a Llama of 126 blocks in 16 stages. So two stages of each kind are
-rehearsed as they are. If they have done the same, all others of that kind do, whatever comes to them in the same
-layout. Where two do not (blocks that look at their number), or a stage reads results of other stages than the one
-before it, each is rehearsed.
+stage they are, so that all of them took minutes for a Llama of 126 blocks in 16 stages. So of each kind stages are
+rehearsed until two that follow each other have done the same (before the second stage of a model there may be fewer
+stand-ins, which a peak shows). Then all further ones of that kind do, if what comes to them has the same layout. Where
+no two do (blocks that look at their number), or a stage reads results of other stages than the one before it, each is
+rehearsed.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class FewStages:
     _found: dict[int, Found] = field(default_factory=dict)
     _records: dict[int, StageRecord] = field(default_factory=dict)
     _rehearsed: dict[Kind, list[int]] = field(default_factory=dict)
-    """The first two stages of each kind that were."""
+    """The last two stages of each kind that were."""
     _sources: dict[int, int] = field(default_factory=dict)
     """By stage that was not rehearsed: the one that has done the same."""
     _are_alike: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -134,9 +135,8 @@ class FewStages:
         self._records[stage] = rehearsal.record(stage)
         self._sent[stage] = dict(self.sent(pp_rank))
         if self._is_inner(pp_rank):
-            some = self._rehearsed.setdefault(self.kinds.kinds[stage], [])
-            if len(some) < 2 and stage not in some:
-                some.append(stage)
+            kind = self.kinds.kinds[stage]
+            self._rehearsed[kind] = [*self._rehearsed.get(kind, [])[-1:], stage]
         return found
 
     def _is_inner(self, pp_rank: int) -> bool:
