@@ -14,7 +14,8 @@ from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.candidates import Candidate, Space
-from shardwise.fit.equal_blocks import EqualBlocks, FewBlocks, equal_blocks, treats_alike, without_values
+from shardwise.fit.equal_blocks import EqualBlocks, equal_blocks, treats_alike, without_values
+from shardwise.fit.few_blocks import FewBlocks, count_alike
 from shardwise.fit.foreseen import Counted, count_step
 from shardwise.fit.hardware import Disk, hardware
 from shardwise.fit.model_subject import ModelSubject
@@ -105,6 +106,21 @@ def test_equal_blocks_are_counted_once(policy: str) -> None:
     assert min(rehearsed) >= 4, "for other treatments it is known that their number does not matter"
 
 
+def test_equal_blocks_behind_others_are_counted_once() -> None:
+    """As DeepSeek-V3's, of whose layers the first ones have no experts. A plan that names blocks is for all of them."""
+    model = on_meta(Decoder, num_blocks=11)
+    with torch.device("meta"):
+        model.blocks[0].up, model.blocks[0].down = nn.Linear(32, 96), nn.Linear(96, 32)
+    assert equal_blocks(model) == EqualBlocks("blocks", 10, 1)
+    plan = Plan(preset="zero3", precision="bf16")
+    named = Plan(preset="zero3", precision="bf16", units=tuple(f"blocks.{place}" for place in range(11)))
+    for given in (plan, named):
+        (whole,) = count_step(copy.deepcopy(model), tokens(), given, ONE, counts_work=True, on_cpu=False)
+        assert count_alike(copy.deepcopy(model), tokens(), given, ONE) == [whole]
+    whole = counted("keep")(copy.deepcopy(model))
+    assert FewBlocks.of(model).count(counted("keep")) == whole
+
+
 @thorough_only("slow; smaller tests beside it cover the same code")
 def test_blocks_that_are_not_alike_are_rehearsed_one_by_one() -> None:
     """Where a block differs in a number, a shape or a tensor that it shares, there are no equal ones. Where what they
@@ -127,6 +143,7 @@ def test_blocks_that_are_not_alike_are_rehearsed_one_by_one() -> None:
             block.place = place
 
     assert changed(numbered) == EqualBlocks("blocks", 8), "a place is not a difference"
+    assert changed(lambda blocks: setattr(blocks[1], "window", 7)) == EqualBlocks("blocks", 6, 2)
     assert equal_blocks(Stack(5)) is None, "too few to be worth it"
     for build in (Skips, Counts):
         of_few = FewBlocks.of(on_meta(build, num_blocks=8))
@@ -134,6 +151,7 @@ def test_blocks_that_are_not_alike_are_rehearsed_one_by_one() -> None:
         assert of_few.count(counted("keep")) is None, build
     assert treats_alike(Plan(tensor={"plan": {"blocks.*.up": "column"}}))  # type: ignore[arg-type]
     for more in (
+        {"units": ["tokens", "blocks.3"]},
         {"tensor": {"plan": {"blocks.3.up": "column"}}},
         {"activations": {"policy": "recompute", "every": 2}},
         {"rules": {"some": {"params": ["*3*"], "activations": {"policy": "recompute"}}}},

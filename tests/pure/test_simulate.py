@@ -354,6 +354,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["restarts"] == 0
     assert found["goodput"] + sum(found["losses"].values()) / found["job"]["seconds"] == pytest.approx(1)
     assert found["goodput"] == pytest.approx(fmean(found["goodput_by_run"]))
+    assert main([*words, "--recovery", "buddy", "--per-host", "64"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "from images on their host; if a host is lost, all ranks restart" in said, "there is no other"
     split = [*words, "--device", "cpu", "--set", "mesh={dp: 32, tp: 2}", "--json"]
     assert main(split) == 0
     told = json.loads(capsys.readouterr().out)

@@ -176,7 +176,7 @@ def test_skips_are_sent_once_to_where_they_are_read_and_priced(monkeypatch: pyte
             pipeline.staged, sharding.units, data[0][0], sharding.device, sharded.table.compute, lambda output: output
         )
         found.activations(pipeline.exchange)
-        return found.sent_bytes
+        return found.rank.sent_bytes
 
     foreseen = race(made(Net), data, loss_fn=loss_itself, pipeline={"stages": stages}, look=rehearsed)
     hidden = 2 * LENGTH * WIDTH * 4

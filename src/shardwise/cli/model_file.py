@@ -19,6 +19,7 @@ from shardwise.cli.explanation import UnitSize, describe_offload
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.fit.budget import Fitted, Ranks, fit_on_fewer, host_bytes_on, within_budget
 from shardwise.fit.clock import RankProgram
+from shardwise.fit.few_blocks import count_alike
 from shardwise.fit.fewer_groups import fewer_groups
 from shardwise.fit.foreseen import (
     Counted,
@@ -197,9 +198,7 @@ def activations_of(
         return Foreseen(count_step(model, batch, plan, mesh, expert_load=expert_load, converted=converted)[pp_rank])
     on_cpu = hardware.is_processor
     kinds = rank_units(model, plan, mesh, optimizer=optimizer, on_cpu=on_cpu)
-    counted = count_step(
-        model, batch, plan, mesh, expert_load=expert_load, converted=converted, counts_work=True, on_cpu=on_cpu
-    )
+    counted = count_alike(model, batch, plan, mesh, expert_load=expert_load, converted=converted, on_cpu=on_cpu)
     programs = (kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True))
     return Foreseen(counted[pp_rank], tuple(programs))
 

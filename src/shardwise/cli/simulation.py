@@ -301,6 +301,8 @@ def _recovery(args: argparse.Namespace, plan: Plan, mesh: Mesh, step: _Step) -> 
     """What `elastic` does with this plan; or what is asked for."""
     if args.recovery != "plan":
         recovery: Recovery = args.recovery
+        if recovery == "buddy" and args.world <= args.per_host:  # no other host has a copy
+            return "host", ""
         return recovery, "--recovery says so" if recovery == "restart" else ""
     if why := _why_restarted(plan, mesh, args.device, step):
         return "restart", why

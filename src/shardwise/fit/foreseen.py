@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Group, Line
+from shardwise.fit.alike_stages import FewStages, StageKinds
 from shardwise.fit.budget import choices_by_pp_rank, of_params
 from shardwise.fit.clock import RankProgram
 from shardwise.fit.counted_work import CountedWork
@@ -28,9 +29,7 @@ from shardwise.parallel.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.parallel.model_axes import boxes_for, rows_for, sequence_parts, split_of
 from shardwise.parallel.outline import outline
 from shardwise.parallel.pipeline import AXIS as PIPELINE
-from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLayout, stage_layout
-from shardwise.parallel.pipeline.staged_model import Carried
-from shardwise.parallel.pipeline.survey import Found
+from shardwise.parallel.pipeline import StagedModel, StageLayout, stage_layout
 from shardwise.parallel.sequence import rehearsed_by
 from shardwise.parallel.tensor import AXIS, Regions
 from shardwise.plan import Plan
@@ -220,11 +219,11 @@ class Parts:
     ) -> list[Counted]:
         """By pipeline rank: what a schedule holds with one micro-batch, or a loop that calls the model with it."""
         layout = stage_layout(model, self.plan, self.mesh)
-        rehearsals, ledgers = [], []
-        for pp_rank in range(layout.num_ranks):
+        ledgers: dict[int, Ledger] = {}
+
+        def made(pp_rank: int) -> StageRehearsal:
             watch = self.watching() if counts_work else None
-            ledger = Ledger() if watch is None else watch.ledger
-            ledgers.append(ledger)
+            ledger = ledgers[pp_rank] = Ledger() if watch is None else watch.ledger
             own = copy.deepcopy(model)
             treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
             treatments.check_stages(own, layout.pieces)
@@ -233,41 +232,34 @@ class Parts:
             parts = sequence_parts(split, self.mesh, layout)
             units = self.split(own, ledger, params)
             staged = StagedModel(own, layout, pp_rank, parts)
+            staged.take_from(())  # there is no optimizer; it forgets other stages' parameters, which would be copied
             present = set(own.modules())
             for unit in units:
                 unit.sites = [site for site in unit.sites if site in present]
-            left = treatments.within(own)
-            compute = self.table.compute
-            rehearsals.append(
-                StageRehearsal(
-                    staged,
-                    units,
-                    batch,
-                    self.device,
-                    compute,
-                    treatments=left,
-                    around=around,
-                    watch=watch,
-                    on_cpu=self.on_cpu,
-                    as_call=as_call,
-                )
+            return StageRehearsal(
+                staged,
+                units,
+                batch,
+                self.device,
+                self.table.compute,
+                treatments=treatments.within(own),
+                around=around,
+                watch=watch,
+                on_cpu=self.on_cpu,
+                as_call=as_call,
             )
-        sent_by: dict[int, dict[str, int]] = {}
-        """By stage."""
 
-        def rehearse(stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
-            pp_rank = layout.pp_rank_of(stage)
-            found = rehearsals[pp_rank].rehearse(stage, arrived, known)
-            sent_by[stage] = _by_axis(ledgers[pp_rank])
-            return found
-
-        rehearse_stages(layout, rehearse)
+        few = FewStages(layout, StageKinds.of(model, self.plan, layout), made, lambda rank: _by_axis(ledgers[rank]))
+        rehearse_stages(layout, few.rehearse)
         counted = []
-        for pp_rank, one in enumerate(rehearsals):
-            sent = Counter({PIPELINE: one.sent_bytes})
-            for stage in layout.at(pp_rank):
-                sent.update(sent_by[stage])
-            counted.append(Counted(one.together(), dict(sent), _tied_bytes(one), one.worked, one.message_bytes))
+        for pp_rank in range(layout.num_ranks):
+            record, alike, sent_by = few.rank(pp_rank)
+            sent = Counter({PIPELINE: record.sent_bytes})
+            for of_stage in sent_by.values():
+                sent.update(of_stage)
+            counted.append(
+                Counted(record.activations, dict(sent), _tied_bytes(alike), record.worked, record.message_bytes)
+            )
         return counted
 
     def watching(self) -> CountedWork:

@@ -17,7 +17,8 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.fit.budget import Ranks, within_budget
 from shardwise.fit.candidates import ON_DEVICE, SCHEDULE, SPLITTING, Candidate, Size
 from shardwise.fit.clock import RankProgram
-from shardwise.fit.equal_blocks import FewBlocks, treats_alike, without_values
+from shardwise.fit.equal_blocks import treats_alike, without_values
+from shardwise.fit.few_blocks import FewBlocks
 from shardwise.fit.foreseen import Counted, RankUnits, count_step, parts_of, rank_units
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.operations import Operation, Worked

@@ -612,7 +612,7 @@ def _attention(cells: _Cells, modern: bool, gpu: str, software: Software) -> Att
         return "fused"
     if "flash" in about or ((cells.is_gated or cells.is_mpt or modern) and gpu != "v100-32"):
         if software.flash1 or "flash_attentionv1" in about:
-            return "flash1"
+            return "flash1_of_3" if modern else "flash1"
         return "flash2" if software.flash2 and modern else "flash"
     return "fused"
 

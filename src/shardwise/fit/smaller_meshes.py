@@ -12,7 +12,8 @@ from torch import nn
 
 from shardwise.fit.clock import RankProgram, time_ranks
 from shardwise.fit.equal_blocks import without_values
-from shardwise.fit.foreseen import count_step, rank_units
+from shardwise.fit.few_blocks import count_alike
+from shardwise.fit.foreseen import rank_units
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.model_subject import rows_of, with_rows
 from shardwise.parallel.conversions import Converted
@@ -71,7 +72,7 @@ class PlainModel:
         """
         kinds = rank_units(self.model, plan, mesh, updates=self.updates, on_cpu=on_cpu)
         bare, known = without_values(self.model), self.converted
-        counted = count_step(bare, part, plan, mesh, converted=known, counts_work=True, on_cpu=on_cpu)
+        counted = count_alike(bare, part, plan, mesh, converted=known, on_cpu=on_cpu)
         return [kind.program(plan, its) for kind, its in zip(kinds, counted, strict=True)]
 
 

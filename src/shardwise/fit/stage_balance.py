@@ -16,6 +16,7 @@ from itertools import chain, pairwise
 
 from torch import nn
 
+from shardwise.fit.few_blocks import FewBlocks, tells_of_all
 from shardwise.fit.foreseen import Counted, parts_of
 from shardwise.fit.hardware import Hardware
 from shardwise.fit.measured_work import CalledOperators, OperatorClock
@@ -120,15 +121,24 @@ def _by_module(
     """Seconds, and bytes saved for the backward, by module."""
     axes = {axis: mesh.size(axis) for axis in mesh.axes if axis != AXIS} or {"dp": 1}
     alone = Mesh(tuple(axes), tuple(axes.values()))
-    each = plan.model_copy(update={"mesh": axes, "units": tuple(pieces), "pipeline": type(plan.pipeline)()})
-    split = copy.deepcopy(model)
-    parts = parts_of(split, each, alone, converted=converted, on_cpu=on.is_processor)
+    plain = plan.model_copy(update={"mesh": axes, "units": "auto", "pipeline": type(plan.pipeline)()})
+
+    def count(split: nn.Module, called: CalledOperators | None = None) -> Counted:
+        """Of a model that may have few of its equal blocks."""
+        present = dict(split.named_modules())
+        each = plain.model_copy(update={"units": tuple(name for name in pieces if name in present)})
+        parts = parts_of(split, each, alone, converted=converted, on_cpu=on.is_processor)
+        return parts.of_model(split, batch, called or parts.watching())
+
     if isinstance(on, Hardware):
-        counted = parts.of_model(split, batch, parts.watching())
+        counted = None
+        if not (converted is not None and converted.modules) and tells_of_all(plain, on_cpu=on.is_processor):
+            counted = FewBlocks.of(model).count(count)
+        counted = counted or count(copy.deepcopy(model))
         taken = _foreseen(counted, on)
     else:
         called = CalledOperators()
-        counted = parts.of_model(split, batch, called)
+        counted = count(copy.deepcopy(model), called)
         taken = _measured(called, on)
     seconds, saved = Counter[str](dict.fromkeys(pieces, 0)), Counter[str](dict.fromkeys(pieces, 0))
     at = pieces[0]

@@ -9,7 +9,7 @@ forward of each stage in turn. This is also a survey of what stages read of earl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline import StagedModel, StageLayout, StageMessageLa
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing
 from shardwise.parallel.pipeline.survey import Exchange, Found, carried, empty
 from shardwise.plan.placement import Dtype
-from shardwise.program import Activations
+from shardwise.program import Activations, Moment
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
 from shardwise.program.schedule import Schedule, schedule_of_calls
 from shardwise.runtime.activations import BEHIND_BYTES, Treatments
@@ -65,6 +65,102 @@ def rehearse_stages(layout: StageLayout, rehearse: RehearseStage) -> None:
             arrived = rehearse(stage, arrived, known).handed_over
 
 
+@dataclass(frozen=True)
+class StageRecord:
+    """What a rehearsal has found of one micro-batch in one stage; bytes, but for the first two."""
+
+    activations: Activations
+    worked: tuple[Worked, ...]
+    """What it computes, if that was counted."""
+    after_forward: int
+    """Held until the backward."""
+    aside: int
+    """Kept by the first half of a backward for the second."""
+    halved: frozenset[str]
+    """The units some of whose gradients come in the second half."""
+    messages: int
+    """In flight meanwhile."""
+    handed_over: int
+    """Sent to the next stage, and `sent_back` to the one before."""
+    sent_back: int
+
+    def renamed(self, rename: Callable[[str], str]) -> StageRecord:
+        """The same with other names of units."""
+
+        def moved(moment: Moment) -> Moment:
+            return replace(moment, unit=rename(moment.unit))
+
+        marks = tuple(replace(mark, moment=moved(mark.moment)) for mark in self.activations.marks)
+        worked = tuple(replace(one, moment=moved(one.moment)) for one in self.worked)
+        halved = frozenset(map(rename, self.halved))
+        return replace(self, activations=replace(self.activations, marks=marks), worked=worked, halved=halved)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What rehearsals have found of all stages of one rank, which follows its row of the `schedule`."""
+
+    schedule: Schedule
+    pp_rank: int
+    stages: Mapping[int, StageRecord]
+
+    @property
+    def activations(self) -> Activations:
+        """The activations of all micro-batches of a step, in the order of this rank's schedule."""
+        stages = {
+            stage: StageBytes(one.activations, one.after_forward, one.aside) for stage, one in self.stages.items()
+        }
+        halved = frozenset().union(*(one.halved for one in self.stages.values()))
+        sent = sum(one.messages for one in self.stages.values())
+        found = over_schedule(self.schedule.rows[self.pp_rank], stages, halved, sent)
+        of_units = self._beside(lambda one: one.unit_bytes)
+        return replace(
+            found,
+            host_bytes=self._beside(lambda one: one.host_bytes),
+            host_heap_bytes=self._beside(lambda one: one.host_heap_bytes),
+            disk_bytes=self._beside(lambda one: one.disk_bytes),
+            staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + of_units),
+            unit_bytes=max((one.activations.unit_bytes for one in self.stages.values()), default=0),
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of one micro-batch's activations and gradients that this rank sends to neighbouring stages."""
+        return sum(one.handed_over + one.sent_back for one in self.stages.values())
+
+    @property
+    def message_bytes(self) -> dict[int, int]:
+        """By stage, bytes of the activations that it hands over: those that this rank's stages send, and the gradients
+        that they send back to the stages before them."""
+        last, found = self.schedule.num_stages - 1, dict[int, int]()
+        for stage, one in self.stages.items():
+            if stage < last:
+                found[stage] = one.handed_over
+            if one.sent_back:
+                found[stage - 1] = one.sent_back
+        return found
+
+    @property
+    def worked(self) -> tuple[Worked, ...]:
+        """What one micro-batch computes in all stages of this rank: forwards in order, then backwards in the opposite
+        order."""
+        stages = sorted(self.stages.items())
+        forwards = [one for _, record in stages for one in record.worked if _is_forward(one)]
+        backwards = [one for _, record in reversed(stages) for one in record.worked if not _is_forward(one)]
+        return (*forwards, *backwards)
+
+    def _beside(self, there: Callable[[Activations], int]) -> int:
+        """The most bytes that forwards of all stages keep on a lower tier at once."""
+        held = {stage: there(one.activations) for stage, one in self.stages.items()}
+        beside = held_beside(self.schedule, self.pp_rank, held, held)
+        return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
+
+    def _most_behind(self) -> int:
+        """The most bytes that may wait to be written to a disk, which micro-batches in flight share. Of each of them
+        one unit may be read ahead meanwhile: where one ends, that of another comes next."""
+        return max(BEHIND_BYTES, *(one.activations.unit_bytes for one in self.stages.values()))
+
+
 @dataclass
 class StageRehearsal:
     """Rehearses the stages of one rank with one micro-batch, or with what a loop calls the model with."""
@@ -90,7 +186,7 @@ class StageRehearsal:
     _found: dict[int, _Held] = field(default_factory=dict)
 
     def activations(self, exchange: Exchange) -> Activations:
-        """As `together`, after rehearsing all stages of this rank.
+        """What this rank holds in a step, after rehearsing all its stages.
 
         All ranks of the pipeline must call; if one cannot rehearse a stage, all raise `ModelError`.
         """
@@ -111,7 +207,7 @@ class StageRehearsal:
             return found
 
         rehearse_stages(self.staged.layout, rehearse)
-        return self.together()
+        return self.rank.activations
 
     def rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
         """Rehearse one stage: what it hands over and reads. `arrived` is the layout of its input; without `known`, what
@@ -177,35 +273,35 @@ class StageRehearsal:
             held.handed_over = None if is_last else staged.handed_over
         del args, kwargs
         held.after_forward = max(0, living.live_bytes - before)
-        held.sent = 0 if held.handed_over is None else held.handed_over.num_bytes
         held.sent_back = 0 if arrived is None else arrived.gradient_bytes
-        held.sent += held.sent_back
         held.messages = _message_bytes(self.schedule, arrived, held.handed_over)
         with_grads = [one for one in outputs if one.requires_grad]
         if with_grads:
             with staged.running(stage, given, is_backward=True):
                 torch.autograd.backward(with_grads, [torch.empty_like(one) for one in with_grads])
 
-    def together(self) -> Activations:
-        """The activations of all micro-batches of a step, in the order of this rank's schedule."""
+    def record(self, stage: int) -> StageRecord:
+        """What was found of a stage that was rehearsed."""
         row = self.schedule.rows[self.staged.pp_rank]
         linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
         halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
-        stages = {
-            stage: StageBytes(counted, self._found[stage].after_forward, self._aside(stage, halved, linear))
-            for stage, counted in self._counted.items()
-        }
-        sent = sum(held.messages for held in self._found.values())
-        found = over_schedule(row, stages, {unit.name for unit in halved}, sent)
-        of_units = self._beside(lambda one: one.unit_bytes)
-        return replace(
-            found,
-            host_bytes=self._beside(lambda one: one.host_bytes),
-            host_heap_bytes=self._beside(lambda one: one.host_heap_bytes),
-            disk_bytes=self._beside(lambda one: one.disk_bytes),
-            staging_bytes=min(self._beside(lambda one: one.staging_bytes), self._most_behind() + of_units),
-            unit_bytes=max((one.unit_bytes for one in self._counted.values()), default=0),
+        own, found = self.staged.params_of(stage), self._found[stage]
+        return StageRecord(
+            self._counted[stage],
+            self._worked.get(stage, ()),
+            found.after_forward,
+            self._aside(stage, halved, linear),
+            frozenset(unit.name for unit in halved if any(param in own for param in unit.params)),
+            found.messages,
+            0 if found.handed_over is None else found.handed_over.num_bytes,
+            found.sent_back,
         )
+
+    @property
+    def rank(self) -> RankRecord:
+        """What was found of this rank, after all its stages were rehearsed."""
+        records = {stage: self.record(stage) for stage in self._counted}
+        return RankRecord(self.schedule, self.staged.pp_rank, records)
 
     @property
     def schedule(self) -> Schedule:
@@ -215,50 +311,12 @@ class StageRehearsal:
         num_calls = min(2, layout.schedule.num_micro_batches)  # from the second on there are gradients meanwhile
         return schedule_of_calls(layout.num_ranks, layout.num_stages, num_calls)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of one micro-batch's activations and gradients that this rank sends to neighbouring stages."""
-        return sum(held.sent for held in self._found.values())
-
-    @property
-    def message_bytes(self) -> dict[int, int]:
-        """By stage, bytes of the activations that it hands over: those that this rank's stages send, and the gradients
-        that they send back to the stages before them."""
-        found: dict[int, int] = {}
-        for stage, held in self._found.items():
-            if held.handed_over is not None:
-                found[stage] = held.handed_over.num_bytes
-            if held.sent_back:
-                found[stage - 1] = held.sent_back
-        return found
-
-    @property
-    def worked(self) -> tuple[Worked, ...]:
-        """What one micro-batch computes in all stages of this rank: forwards in order, then backwards in the opposite
-        order."""
-        forwards = [one for _, some in sorted(self._worked.items()) for one in some if _is_forward(one)]
-        backwards = [
-            one for _, some in sorted(self._worked.items(), reverse=True) for one in some if not _is_forward(one)
-        ]
-        return (*forwards, *backwards)
-
     def _aside(self, stage: int, halved: Sequence[Unit], linear: set[nn.Parameter]) -> int:
         """Bytes that a first half of a backward keeps: inputs and output gradients of linear layers, and the gradients
         of other parameters in their units."""
         own = self.staged.params_of(stage)
         others = (param for unit in halved for param in unit.params if param in own and param not in linear)
         return self._found[stage].aside + sum(param.nbytes for param in others if param.requires_grad)
-
-    def _beside(self, there: Callable[[Activations], int]) -> int:
-        """The most bytes that forwards of all stages keep on a lower tier at once."""
-        held = {stage: there(one) for stage, one in self._counted.items()}
-        beside = held_beside(self.schedule, self.staged.pp_rank, held, held)
-        return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
-
-    def _most_behind(self) -> int:
-        """The most bytes that may wait to be written to a disk, which micro-batches in flight share. Of each of them
-        one unit may be read ahead meanwhile: where one ends, that of another comes next."""
-        return max(BEHIND_BYTES, *(one.unit_bytes for one in self._counted.values()))
 
 
 def _is_forward(worked: Worked) -> bool:
@@ -271,9 +329,8 @@ class _Held:
 
     after_forward: int = 0
     """Held until the backward: what autograd saves, the received input, and the output that is sent."""
-    sent: int = 0
-    """Sent to the next stage, and back to the previous one."""
     sent_back: int = 0
+    """Sent to the previous stage."""
     messages: int = 0
     """Messages in flight meanwhile: the next ones from either side, and copies of those sent to both."""
     handed_over: StageMessageLayout | None = None

@@ -17,12 +17,13 @@ from shardwise.fit.operations import Operation, Operations, UnitWork, memory_pas
 from shardwise.plan.placement import WIDTH, Dtype
 
 Recompute = Literal["none", "selective", "full"]
-Attention = Literal["plain", "fused", "flash1", "flash2", "flash"]
+Attention = Literal["plain", "fused", "flash1", "flash1_of_3", "flash2", "flash"]
 
 
-SLOWER = {"flash1": 1.7, "flash2": 1.5}
+SLOWER = {"flash1": 1.7, "flash2": 1.5, "flash1_of_3": 1.7 * 1.5}
 """How many times as long earlier versions of FlashAttention take as the one for the device: the first beside the second
-(arXiv:2307.08691, section 4.1), the second beside the third on Hopper, 1.5 to 2 times (arXiv:2407.08608)."""
+(arXiv:2307.08691, section 4.1), the second beside the third on Hopper, 1.5 to 2 times (arXiv:2407.08608), and so the
+first beside the third."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Execution:
     """How one micro-batch of `micro_batch` sequences is computed on one rank.
 
     - `attention`: `plain` keeps the scores and has a kernel for each of its steps, `fused` has one kernel for scaling,
-      masking and softmax; `flash1`, `flash2` and `flash` keep no scores (arXiv:2205.14135; see `SLOWER`).
+      masking and softmax; `flash` keeps no scores (arXiv:2205.14135), nor do its earlier versions (see `SLOWER`).
     - `passes`: how many times as often element-wise operations go over memory as where chains of them are one kernel;
       `fused_norm`: whether a norm is one kernel; `dropout`: whether there is dropout, whose masks are kept.
     - `product_dtype`: that of matrix products where it is narrower (fp8); `casts_weights`: the share of micro-batches

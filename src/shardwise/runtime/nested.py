@@ -22,7 +22,8 @@ def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects. An optimizer's are its own."""
+    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects, but for those whose class says
+    `refers_only = True`: their tensors are those of modules. An optimizer's are its own."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -44,6 +45,8 @@ def optimizers_in(value: object, depth: int = 4) -> Iterator[Optimizer]:
 
 def _items_of(value: object) -> Iterable[object]:
     if value is None or isinstance(value, str | bytes | int | float | nn.Module | Optimizer):
+        return ()
+    if getattr(type(value), "refers_only", False):
         return ()
     if isinstance(value, dict):
         return list(value.values())

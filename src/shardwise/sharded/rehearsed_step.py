@@ -88,7 +88,7 @@ def rehearse_step(
                 watch,
                 as_call=as_call,
             )
-            return RehearsedStep(stages.activations(sharded.parts.pipeline.exchange), stages.worked)
+            return RehearsedStep(stages.activations(sharded.parts.pipeline.exchange), stages.rank.worked)
         activations = rehearse(
             sharded.model,
             sharding.units,

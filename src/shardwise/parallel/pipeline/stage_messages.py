@@ -16,6 +16,7 @@ reads one adds to its gradient. What arrives as an argument and as a result is s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -123,7 +124,7 @@ class StageMessageLayout:
 
 
 def bytes_of(tensors: Iterable[Layout]) -> int:
-    return sum(torch.empty(one.shape, dtype=one.dtype, device="meta").nbytes for one in tensors)
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors)  # a tensor would be counted in a rehearsal
 
 
 @dataclass

@@ -157,6 +157,10 @@ class StagedModel:
     `keeps_others` the removed modules are kept, so that `undo` can put them back; `free_others` frees their memory.
     """
 
+    refers_only = True
+    """For `tensors_in`, which a rehearsal asks of every module: each that stands for another stage's refers to this,
+    with all parameters of the rank and the names of the whole model, which took most of a rehearsal's time."""
+
     def __init__(
         self,
         model: nn.Module,

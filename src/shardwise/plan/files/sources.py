@@ -68,9 +68,10 @@ def _missing(path: Path, what: str) -> str:
     if not folder.is_dir():
         return f"There is no folder {str(folder)!r} for the {what} {path.name!r}; the current folder is {Path.cwd()}."
     names = {file.name for file in folder.iterdir() if file.suffix.lower() in _READERS} - _NO_PLANS
-    close = difflib.get_close_matches(path.name, sorted(names), n=1, cutoff=0.5)
+    by_stem = {Path(name).stem: name for name in sorted(names)}
+    close = difflib.get_close_matches(path.stem, by_stem, n=1, cutoff=0.5)  # suffixes make any two names alike
     if close:
-        hint = f"Did you mean {close[0]!r}?"
+        hint = f"Did you mean {by_stem[close[0]]!r}?"
     elif names and what == "plan":
         hint = "To use a preset, give its name without a suffix, such as zero3."
     elif names:

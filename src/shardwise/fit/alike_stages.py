@@ -1,0 +1,176 @@
+"""The stages of a pipeline, of which few are rehearsed if many do the same.
+
+[Note: alike stages] Most stages of a deep pipeline have nothing but as many equal blocks each, so that a rehearsal of
+every one finds the same again, with other names. A rehearsal takes longer the more modules a model has, on whichever
+stage they are, so that all of them took minutes for a Llama of 126 blocks in 16 stages. So of each kind stages are
+rehearsed until two that follow each other have done the same (before the second stage of a model there may be fewer
+stand-ins, which a peak shows). Then all further ones of that kind do, if what comes to them has the same layout. Where
+no two do (blocks that look at their number), or a stage reads results of other stages than the one before it, each is
+rehearsed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from shardwise.fit.equal_blocks import EqualBlocks, equal_blocks, treats_alike
+from shardwise.fit.stage_rehearsal import RankRecord, StageRecord, StageRehearsal
+from shardwise.memory import choose_units
+from shardwise.parallel.pipeline import StageLayout, StageMessageLayout
+from shardwise.parallel.pipeline.staged_model import Carried
+from shardwise.parallel.pipeline.survey import Found
+from shardwise.plan import Plan
+
+Kind = frozenset[tuple[str, tuple[str, ...]]]
+"""Of a stage: its units, with their parameters, all named as if its first block were the first of all."""
+
+
+@dataclass(frozen=True)
+class StageKinds:
+    """Which stages may do the same: `kinds` and `firsts` have those that consist of some of the `blocks`, with the
+    number of the first one."""
+
+    blocks: EqualBlocks | None = None
+    kinds: Mapping[int, Kind] = field(default_factory=dict)
+    firsts: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan, layout: StageLayout) -> StageKinds:
+        """Of a `model` that is whole. The last stage computes the loss as well, so it is of no kind."""
+        blocks = equal_blocks(model) if treats_alike(plan) else None
+        if blocks is None:
+            return cls()
+        choices = choose_units(model, plan)
+        by_stage = layout.params_by_stage(model)
+        kinds, firsts = {}, {}
+        for stage in range(1, layout.num_stages - 1):
+            places = [blocks.block_of(name) for name in layout.stages[stage]]
+            first = places[0]
+            if first is None or places != list(range(first, first + len(places))):
+                continue
+            own = by_stage[stage]
+            firsts[stage] = first
+            kinds[stage] = frozenset(
+                (
+                    blocks.renamed(choice.name, -first),
+                    tuple(blocks.renamed(name, -first) for name, param in choice.params.items() if param in own),
+                )
+                for choice in choices
+                if not own.isdisjoint(choice.params.values())
+            )
+        return cls(blocks, kinds, firsts)
+
+    def record(self, record: StageRecord, stage: int, source: int) -> StageRecord:
+        """The `record` of stage `source` as that of `stage`."""
+        assert self.blocks is not None
+        blocks, by = self.blocks, self.firsts[stage] - self.firsts[source]
+        return record.renamed(lambda unit: blocks.renamed(unit, by))
+
+    def returned(self, layout: StageMessageLayout, before: StageMessageLayout, by: int) -> dict[str, Sequence[object]]:
+        """What the modules of a stage have returned that was given `before` and hands over `layout`, by their names in
+        the stage whose blocks are `by` further on."""
+        assert self.blocks is not None
+        new = {name: calls for name, calls in layout.returned.items() if name not in before.returned}
+        return {self.blocks.renamed(name, by): calls for name, calls in new.items()}
+
+
+@dataclass
+class FewStages:
+    """Rehearses the stages of all ranks of a pipeline: see [Note: alike stages]. `made` makes the rehearsal of a rank
+    when it is first needed, and `sent` says what a rank's last rehearsal has sent within its layers."""
+
+    layout: StageLayout
+    kinds: StageKinds
+    made: Callable[[int], StageRehearsal]
+    sent: Callable[[int], Mapping[str, int]]
+    _ranks: dict[int, StageRehearsal] = field(default_factory=dict)
+    _sent: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    """By stage."""
+    _arrived: dict[int, StageMessageLayout | None] = field(default_factory=dict)
+    _found: dict[int, Found] = field(default_factory=dict)
+    _records: dict[int, StageRecord] = field(default_factory=dict)
+    _rehearsed: dict[Kind, list[int]] = field(default_factory=dict)
+    """The last two stages of each kind that were."""
+    _sources: dict[int, int] = field(default_factory=dict)
+    """By stage that was not rehearsed: the one that has done the same."""
+    _are_alike: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+    def rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
+        """As `StageRehearsal.rehearse`, of the rank that has the stage."""
+        pp_rank = self.layout.pp_rank_of(stage)
+        self._arrived[stage] = arrived
+        source = self._source_of(stage) if known is None and pp_rank not in self._ranks else None
+        if source is not None:
+            self._sources[stage] = source
+            self._found[stage] = self._taken_over(stage, source)
+            return self._found[stage]
+        for earlier in self.layout.at(pp_rank):
+            if earlier < stage and earlier in self._sources:
+                self._rehearse(earlier, self._arrived[earlier], known)
+        return self._rehearse(stage, arrived, known)
+
+    def rank(self, pp_rank: int) -> tuple[RankRecord, StageRehearsal, Mapping[int, Mapping[str, int]]]:
+        """What is known of a rank after all stages have been rehearsed; the rehearsal of one that has the same; and
+        what it sends within its layers, by stage."""
+        stages = self.layout.at(pp_rank)
+        sources = {stage: self._sources.get(stage, stage) for stage in stages}
+        records = {stage: self._records[source] for stage, source in sources.items()}
+        for stage, source in self._sources.items():
+            if stage in records:
+                records[stage] = self.kinds.record(records[stage], stage, source)
+        alike = self._ranks[self.layout.pp_rank_of(sources[stages[0]])]
+        sent = {stage: self._sent[source] for stage, source in sources.items()}
+        return RankRecord(alike.schedule, pp_rank, records), alike, sent
+
+    def _rehearse(self, stage: int, arrived: StageMessageLayout | None, known: Carried | None) -> Found:
+        pp_rank = self.layout.pp_rank_of(stage)
+        if pp_rank not in self._ranks:
+            self._ranks[pp_rank] = self.made(pp_rank)
+        rehearsal = self._ranks[pp_rank]
+        self._sources.pop(stage, None)
+        found = self._found[stage] = rehearsal.rehearse(stage, arrived, known)
+        self._records[stage] = rehearsal.record(stage)
+        self._sent[stage] = dict(self.sent(pp_rank))
+        if self._is_inner(pp_rank):
+            kind = self.kinds.kinds[stage]
+            self._rehearsed[kind] = [*self._rehearsed.get(kind, [])[-1:], stage]
+        return found
+
+    def _is_inner(self, pp_rank: int) -> bool:
+        """Whether all stages of a rank are of some kind."""
+        return all(stage in self.kinds.kinds for stage in self.layout.at(pp_rank))
+
+    def _source_of(self, stage: int) -> int | None:
+        """A stage that has been rehearsed and does the same, if one is known."""
+        if not self._is_inner(self.layout.pp_rank_of(stage)):
+            return None
+        some = self._rehearsed.get(self.kinds.kinds[stage], [])
+        if len(some) < 2 or self._arrived[stage] != self._arrived[some[0]]:
+            return None
+        one, other = some
+        if (one, other) not in self._are_alike:
+            self._are_alike[one, other] = self._compared(one, other)
+        return one if self._are_alike[one, other] else None
+
+    def _compared(self, one: int, other: int) -> bool:
+        """Whether two stages of a kind have done the same, on the same, and have read nothing of others."""
+        wanted = self._found[one].wanted | self._found[other].wanted
+        same = (self._arrived[one], self._found[one].handed_over, self._sent[one])
+        return (
+            not wanted
+            and same == (self._arrived[other], self._found[other].handed_over, self._sent[other])
+            and self.kinds.record(self._records[one], other, one) == self._records[other]
+        )
+
+    def _taken_over(self, stage: int, source: int) -> Found:
+        """What `stage` hands over. Later stages are told what the modules of all have returned, by name."""
+        found, arrived, before = self._found[source], self._arrived[stage], self._arrived[source]
+        assert found.handed_over is not None
+        assert arrived is not None
+        assert before is not None
+        by = self.kinds.firsts[stage] - self.kinds.firsts[source]
+        returned = {**arrived.returned, **self.kinds.returned(found.handed_over, before, by)}
+        return replace(found, handed_over=replace(found.handed_over, returned=returned))
