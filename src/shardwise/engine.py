@@ -868,7 +868,8 @@ class Engine:
     def gathered(self, *names: str, write: bool = False, writer: int = 0) -> AbstractContextManager[None]:
         """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
 
-        With `write`, all ranks take over the edits of rank `writer` on leaving. All ranks enter and leave. Raises
+        With `write`, all ranks take over the edits of rank `writer` on leaving, except where `set` has no effect
+        either. All ranks enter and leave. Raises
         `ModelError` for an unknown name, and for parameters that `tp` or `ep` split; `StateError` if there is no rank
         `writer`.
         """
@@ -876,6 +877,8 @@ class Engine:
         if writer not in range(self.world.size):
             raise StateError(f"gathered(writer={writer}): there are ranks 0 to {self.world.size - 1}.")
         self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
+        if write and self._session.leaves_out("engine.gathered(write=True)"):
+            return self._sharded.parts.access.gathered(names, write=False, writer=writer, puts_back=True)
         if write:
             self._before_change()
         return self._sharded.parts.access.gathered(names, write=write, writer=writer)
@@ -885,22 +888,32 @@ class Engine:
 
         `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the optimizer such as
         `exp_avg`; with islands these are of this rank's island, and `outer.anchor` and `outer.momentum` of all. The
-        result is in the dtype in which it is kept; `None` if there is none. A tied parameter has each of its names.
-        Raises `ModelError` for an unknown one.
+        result is in the dtype in which it is kept; `None` if there is none. In an iteration in which a rank was lost,
+        which is repeated, gradients are zero. A tied parameter has each of its names. Raises `ModelError` for an unknown
+        one.
         """
         self._require_open()
 
         def read() -> torch.Tensor | None:
             sharded = self._sharded
+            if what == "grad":
+                sharded.parts.gradients.prepare()
             if sharded.parts.pipeline is not None:
                 return sharded.parts.pipeline.across.read(name, what, sharded.parts.access)
             return sharded.parts.access.read(name, what)
 
-        if what == "grad" and not self._session.is_arriving:
-            self._sharded.parts.gradients.prepare()
-        return self._session.asking(
-            read, alone=lambda: self._sharded.parts.access.read_here(name, what), is_small=False
-        )
+        def void() -> torch.Tensor | None:
+            pipeline = self._sharded.parts.pipeline
+            if pipeline is not None and not pipeline.across.holds(name):
+                return pipeline.across.zeros(name)
+            return self._sharded.parts.access.zeros(name, what)
+
+        def alone() -> torch.Tensor:
+            return self._sharded.parts.access.read_here(name, what)
+
+        if what == "grad":
+            return self._session.in_iteration(read, void=void, alone=alone, is_small=False)
+        return self._session.asking(read, alone=alone, is_small=False)
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
         """Replace what `get` returns. All ranks call, with the same value, of the whole tensor's shape.
@@ -911,17 +924,26 @@ class Engine:
         self._require_open()
         if self._session.leaves_out(f"engine.set({name!r})"):
             return
-        if what == "grad":
+
+        def write() -> None:
+            self._sharded.settle_islands()
+            pipeline, access = self._sharded.parts.pipeline, self._sharded.parts.access
+            if pipeline is None:
+                access.write(name, value, what)
+            elif pipeline.across.takes(name, value, what):
+                access.write(pipeline.across.first_name(name), value, what)
+
+        def write_gradient() -> None:
             self._sharded.parts.gradients.prepare()
-        self._before_change()
-        self._sharded.settle_islands()
-        pipeline, access = self._sharded.parts.pipeline, self._sharded.parts.access
-        if pipeline is None:
-            access.write(name, value, what)
-        elif pipeline.across.takes(name, value, what):
-            access.write(pipeline.across.first_name(name), value, what)
-        if what == "grad":
+            write()
             self._sharded.parts.gradients.changed()  # on all ranks and stages: the norm is one of all
+
+        if what == "grad":  # of this iteration alone: nothing that ranks go on from changes
+            self._session.in_iteration(write_gradient, void=lambda: None, alone=self._before_change)
+        else:
+            self._before_change()
+            with self._session.changing():
+                write()
 
     @takes_flags
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -956,10 +978,11 @@ class Engine:
         if self._session.leaves_out("engine.load_state_dict()"):
             return
         self._before_change()
-        self._sharded.settle_islands()
-        if self._sharded.parts.pipeline is not None:
-            state = self._sharded.parts.pipeline.across.own_part(state, strict=strict)
-        self._sharded.parts.access.load_state_dict(state, strict=strict)
+        with self._session.changing():
+            self._sharded.settle_islands()
+            if self._sharded.parts.pipeline is not None:
+                state = self._sharded.parts.pipeline.across.own_part(state, strict=strict)
+            self._sharded.parts.access.load_state_dict(state, strict=strict)
 
     @takes_flags
     def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
@@ -1069,7 +1092,7 @@ class Engine:
         mine = torch.stack([here.double(), here.new_tensor(weight, dtype=torch.float64)])
         group = self._sharded.data_group
         of_one = torch.stack([mine[0], mine[1] * group.size])
-        all_of_them = self._session.adding_up(lambda: group.sum(mine), alone=lambda: of_one)
+        all_of_them = self._session.in_iteration(lambda: group.sum(mine), void=lambda: of_one)
         share = all_of_them[1] / all_of_them[0]  # by weights: of a step's micro-batches each counts as its samples do
         if weight not in (0.0, 1.0):  # gradients and `mean` are weighed by samples, which tokens replace here
             share = share / weight

@@ -108,6 +108,7 @@ def test_stages_are_rehearsed_until_two_do_the_same(monkeypatch: pytest.MonkeyPa
     assert rehearsed == [0, 1, 2, 3, 5]
 
 
+@sampled
 @pytest.mark.parametrize("build", [Uneven, Remembers])
 def test_stages_that_do_other_things_are_each_rehearsed(build: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Though their modules are equal."""

@@ -605,12 +605,12 @@ def race_of(
         plant(engine, member)
         found: dict[int, float] = {}
         sizes: dict[int, int] = {}
-        here = 0, 0
+        here = -1, -1
         while engine.num_steps < NUM_STEPS:
-            step, void = engine.num_steps, engine.num_void
+            step, void, began_in = engine.num_steps, engine.num_void, engine.world.generation
             loss = task.take_step(loop, engine, optimizer, step, *engine.data_ranks)
             if engine.num_steps > step and engine.num_void == void:
-                before, here = here, (engine.world.size, engine.num_void)
+                before, here = here, (began_in, engine.world.generation)  # they differ where one dies in the commit
                 if engine.num_steps == NUM_STEPS and here == before:
                     assert_memory_as_promised(engine)
                 found[step] = engine.mean(loss.item())

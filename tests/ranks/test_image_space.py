@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import logging
 import threading
@@ -17,7 +18,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.elastic import copies, image_space, survival
+from shardwise.elastic import copies, image_space, recovery, survival
 from shardwise.elastic.state_image import Directory, Image
 from shardwise.errors import StateError
 from tests.ranks.threads_as_members import Killed, run_members
@@ -45,19 +46,36 @@ def trains(steps: int, dies_at: int = -1, **plan: str) -> Callable[[World, int],
     return work
 
 
+WIDTH, ROOM, ROOM_OF_HOST = 128, 575_000, 700_000
+"""Of a model, and bytes for 1.4 images of each of three ranks that have it by `zero3`, and for 1.6 of each of four
+ranks that are on two hosts, with copies of the other host's."""
+
+
+def size_of(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):  # deleted by its rank meanwhile
+        return path.stat().st_size
+    return 0
+
+
 def has_no_space(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path], bool]) -> None:
     create = Image.create
 
     def and_fail(path: Path | None, directory: Directory) -> Image:
-        assert path is not None
-        if fails(path):
+        if path is not None and fails(path):
             raise OSError(errno.ENOSPC, "No space left on device")
         return create(path, directory)
 
     monkeypatch.setattr(survival.Image, "create", and_fail)
 
 
+@pytest.fixture
+def has_no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images cannot wait for space."""
+    monkeypatch.setattr(recovery, "memory_to_wait_in", lambda _world: 0)
+
+
 @sampled
+@pytest.mark.usefixtures("has_no_other_memory")
 @pytest.mark.parametrize("moment", ["at the start", "in the first step", "in recovery"])
 def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space for one rank's image is refused, while the others have got space for theirs."""
@@ -87,8 +105,56 @@ def test_all_ranks_raise_where_one_has_no_space(moment: str, tmp_path: Path, mon
     assert "/dev/shm has no space for the state that must outlive a rank" in said
     assert "--shm-size" in said
     assert "survive: checkpoint" in said
+    assert ("All ranks start again from the last checkpoint." in said) == (moment == "in recovery")
 
 
+@pytest.mark.parametrize("hosts", ["", "aabb"])
+def test_images_wait_for_the_space_of_old_ones(hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a host has room for its images once and a half. Member 1 dies, another comes in its place, and member 2
+    dies, when all images have moved to where others can read them."""
+    create, lock, waited = Image.create, threading.Lock(), list[Directory]()
+
+    def in_little_memory(path: Path | None, directory: Directory) -> Image:
+        with lock:
+            image = create(path, directory)
+            if path is None:
+                waited.append(directory)
+                return image
+            if sum(map(size_of, path.parent.glob("*.image"))) <= (ROOM_OF_HOST if hosts else ROOM):
+                return image
+        path.unlink()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(survival.Image, "create", in_little_memory)
+
+    def work(world: World, member: int) -> torch.Tensor:
+        model = models[member]
+        optimizer = torch.optim.Adam(model.parameters())
+        engine = sw.shard(model, "zero3", optimizer=optimizer, world=world)
+        while engine.num_steps < 12:
+            if engine.num_steps == {1: 2, 2: 8}.get(member):
+                raise Killed
+            engine.backward(engine(torch.ones(2, WIDTH)).mean())
+            engine.step()
+        return engine.get("weight")
+
+    num_ranks = len(hosts) or 3
+    plain = nn.Linear(WIDTH, WIDTH)
+    models = [copy.deepcopy(plain) for _ in range(num_ranks + 1)]
+    folder_hosts = hosts + "b" if hosts else ""
+    results = run_members(num_ranks, work, tmp_path, num_newcomers=1, hosts=folder_hosts)
+    assert waited
+    assert len(results) == num_ranks - 1
+    optimizer = torch.optim.Adam(plain.parameters())
+    for _ in range(12):
+        optimizer.zero_grad()
+        plain(torch.ones(2, WIDTH)).mean().backward()
+        optimizer.step()
+    for weight in results.values():
+        torch.testing.assert_close(weight, plain.weight.detach())
+
+
+@pytest.mark.usefixtures("has_no_other_memory")
 @pytest.mark.parametrize("who", ["the one that joins", "one of the others"])
 def test_others_go_on_where_there_is_no_space_for_one_that_joins(
     who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,13 +221,8 @@ def test_memory_that_has_no_room_to_recover_in_is_warned_of(
         newest, others = (sum(map(size_of, folder.glob(f"*-{number}.image"))) for number in (1, 0))
         return int((factor - 1) * newest) - others
 
-    def size_of(path: Path) -> int:
-        with contextlib.suppress(FileNotFoundError):  # deleted by its rank meanwhile
-            return path.stat().st_size
-        return 0
-
     monkeypatch.setattr(image_space, "_free_bytes", free_bytes)
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         assert set(run_members(3, trains(2), tmp_path).values()) == {""}
-    said = [one.getMessage() for one in caplog.records if "too little space to survive" in one.getMessage()]
+    said = [one.getMessage() for one in caplog.records if "too little space for old and new" in one.getMessage()]
     assert len(said) == (1 if factor < 2 else 0)

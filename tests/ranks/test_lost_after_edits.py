@@ -14,8 +14,9 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.errors import LostStateError
+from shardwise.errors import FaultError, LostStateError
 from tests.patience import PATIENCE
+from tests.ranks.lost_groups import DiesBefore
 from tests.ranks.test_lost_ranks import DISKS, ROWS, TIERS, adamw, assert_same_values, batches, loss_of, net, update
 from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
 from tests.thorough import sampled
@@ -54,10 +55,35 @@ def trained_alone(model: torch.nn.Module, edited: Tensor, num_steps: int) -> tor
 
 
 @sampled
-@pytest.mark.parametrize("has_edited", [True, False])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("change", ["set", "load_state_dict"])
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "ddp"])
+def test_all_restart_where_a_rank_is_lost_while_others_set_values(name: str, change: str, tmp_path: Path) -> None:
+    """They wait for it in that call, and have changed some of what they had."""
+    images, plan = tmp_path / "images", PLANS[name]
+    images.mkdir()
+    plan = {**plan, "disk": str(tmp_path / "disk")} if name == "disk" else plan
+    model = net()
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> bool:
+        own, membership = models[member], world.membership
+        assert isinstance(membership, ThreadMembership)
+        engine = sw.shard(own, plan, optimizer=(optimizer := adamw(own)), world=world)
+        train(engine, optimizer, EDITED_AFTER)
+        state = engine.state_dict()
+        if member == VICTIM:
+            raise Killed
+        with pytest.raises(FaultError, match="Rank 1 raised Killed"):
+            engine.set("d.weight", state["d.weight"]) if change == "set" else engine.load_state_dict(state)
+        return membership.has_given_up
+
+    assert run_members(NUM_RANKS, work, images) == {0: True, 2: True}
+
+
+@sampled
+@pytest.mark.parametrize(("name", "has_edited"), [*((name, True) for name in PLANS), ("ddp", False)])
 def test_values_from_before_are_not_mixed_with_those_set_by_hand(name: str, has_edited: bool, tmp_path: Path) -> None:
-    """Whether the lost rank had set them, too. Where others have all that it had, they go on."""
+    """Where others have all that the lost rank had, they go on, whether it had set them, too: nothing is sent there."""
     images, plan = tmp_path / "images", PLANS[name]
     images.mkdir()
     plan = {**plan, "disk": str(tmp_path / "disk")} if name == "disk" else plan
@@ -93,6 +119,62 @@ def test_values_from_before_are_not_mixed_with_those_set_by_hand(name: str, has_
             assert_same_values(state, trained_alone(model, edited, EDITED_AFTER + 2), 2e-6)
 
 
+def dies_at(place: str, victim: int, step: int) -> Callable[[str, sw.Engine, int], None]:
+    def check(at: str, engine: sw.Engine, member: int) -> None:
+        if (at, member, engine.num_steps) == (place, victim, step):
+            raise Killed
+
+    return check
+
+
+@sampled
+@pytest.mark.parametrize("place", ["forward", "backward", "read", "set", "verdict", "update", "commit"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+def test_a_loop_that_sets_gradients_takes_the_step_again(name: str, place: str, tmp_path: Path) -> None:
+    """A rank is lost before one of its calls, or in its step. Gradients are of one iteration: nothing that ranks go on
+    from has changed. In the void iteration they are zero."""
+    model = net()
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+    check = dies_at(place, VICTIM, 2)
+    points = {"verdict": "all_reduce of verdict", "update": "broadcast of buffers", "commit": "exchange of commit"}
+
+    def work(world: World, member: int) -> dict[str, Tensor]:
+        own = models[member]
+        engine = sw.shard(own, name, optimizer=adamw(own), world=world)
+        if place in points and member == VICTIM:
+            DiesBefore(VICTIM, 2, points[place])(engine, member)
+        while engine.num_steps < 4:
+            rank, num = engine.data_ranks
+            x, y = (whole.tensor_split(num)[rank] for whole in batches()[engine.num_steps])
+            engine.weigh(len(x), ROWS)
+            check("forward", engine, member)
+            loss = loss_of(engine(x), y)
+            check("backward", engine, member)
+            engine.backward(loss)
+            check("read", engine, member)
+            grad = engine.get("d.weight", "grad")
+            assert grad is not None
+            check("set", engine, member)
+            engine.set("d.weight", grad * 0.5, "grad")
+            engine.step()
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    for x, y in batches()[:4]:
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        assert plain.d.weight.grad is not None
+        plain.d.weight.grad *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    results = run_members(NUM_RANKS, work, tmp_path)
+    assert results.keys() == {0, 2}
+    for state in results.values():
+        assert_same_values(state, plain, 2e-6)
+
+
 def by_set(engine: sw.Engine) -> None:
     value = engine.get("d.weight")
     assert value is not None
@@ -104,8 +186,22 @@ def by_loading(engine: sw.Engine) -> None:
     engine.load_state_dict({**state, "d.weight": state["d.weight"] * 0.9})
 
 
+def by_writing(engine: sw.Engine) -> None:
+    with torch.no_grad():
+        engine.module.d.weight.mul_(0.9)
+
+
+def by_writing_data(engine: sw.Engine) -> None:
+    engine.module.d.weight.data.mul_(0.9)
+
+
+def by_gathering(engine: sw.Engine) -> None:
+    with engine.gathered("d.weight", write=True), torch.no_grad():
+        engine.module.d.weight.mul_(0.9)
+
+
 @sampled
-@pytest.mark.parametrize("change", [by_set, by_loading])
+@pytest.mark.parametrize("change", [by_set, by_loading, by_writing, by_writing_data, by_gathering])
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_a_loop_that_changes_weights_in_each_iteration_changes_them_once(

@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.errors import CorruptionError, StateError
+from shardwise.errors import CorruptionError, LostStateError, StateError
 from shardwise.testing import plant
 from tests.ranks.lost_groups import DiesBefore
 from tests.ranks.test_lost_ranks import (
@@ -27,7 +27,7 @@ from tests.ranks.test_lost_ranks import (
     loss_of,
     race,
 )
-from tests.ranks.threads_as_members import ThreadMembership, run_members
+from tests.ranks.threads_as_members import Killed, ThreadMembership, run_members
 from tests.thorough import sampled, thorough_only
 
 Tensor = torch.Tensor
@@ -121,6 +121,35 @@ def test_a_bit_flips_in_what_ranks_recover_from(in_live: bool, point: str, name:
             race(plan, flips_or_dies, tmp_path, dies_of=CorruptionError)
     assert flipped
     assert dies.is_dead
+
+
+@sampled
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb"])
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@pytest.mark.parametrize("in_live", [False, True])
+def test_a_bit_flips_in_what_a_lost_rank_has_left(in_live: bool, name: str, hosts: str, tmp_path: Path) -> None:
+    """In the copy of its state, or also in that itself. What has other sums than it had noted is not used: the one or
+    the other is, or what others have under `zero1`, or another host's copy, or all restart."""
+
+    def flips_and_dies(engine: sw.Engine, member: int) -> None:
+        def flip(_: int, step: int, what: str) -> bool:
+            if (step, what) == (3, BEFORE_UPDATE):
+                flip_a_bit(engine, in_live=in_live, in_image=True)
+                raise Killed
+            return False
+
+        if member == 1:
+            membership = engine.world.membership
+            assert isinstance(membership, ThreadMembership)
+            membership.plant(partial(plant, flip))
+
+    plan = {**PLANS[name], "verify": 1}
+    if "b" in hosts or not in_live or name == "zero1":
+        assert race(plan, flips_and_dies, tmp_path, hosts=hosts).keys() == {0, 2, 3}
+    else:
+        with pytest.raises(LostStateError, match="no whole state is left"):
+            race(plan, flips_and_dies, tmp_path, hosts=hosts)
 
 
 def test_the_last_rank_goes_on_without_anybody_to_compute_again(tmp_path: Path) -> None:

@@ -100,11 +100,13 @@ def _portions_of(num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class KeptCopies:
-    """The copies that this rank keeps of one other rank's state. What that has on a disk is copied to `disk`."""
+    """The copies that this rank keeps of one other rank's state. What that has on a disk is copied to `disk`. One of at
+    most `waiting_bytes` that finds no space in the `folder` waits in other memory: see [Note: twice the images] in
+    `image_space.py`."""
 
-    def __init__(self, folder: Path | None, name: str, disk: DiskMemory | None) -> None:
+    def __init__(self, folder: Path | None, name: str, disk: DiskMemory | None, *, waiting_bytes: int = 0) -> None:
         self._folder, self._name = folder, name
-        self._disk = disk
+        self._disk, self._waiting_bytes = disk, waiting_bytes
         self._files: list[list[DiskFile]] = []
         self._former_files: list[list[DiskFile]] = []
         self._num_images = 0
@@ -124,12 +126,31 @@ class KeptCopies:
 
     def renew(self, directory: Directory) -> None:
         """Prepare for an image with other cells. The copy before stays until `complete`."""
-        path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
         self._num_images += 1
         files = [[self._file(rows.num_bytes) for _ in rows.paths] for rows in directory.rows]
         paths = [[str(file.path) for file in own] for own in files]
-        self._former, self.image = self.image, Image.create(path, directory.of_copy(paths))
+        self._former, self.image = self.image, self._placed(directory.of_copy(paths))
         self._former_files, self._files = self._files, files
+
+    @property
+    def _path(self) -> Path | None:
+        """Of the newest image."""
+        return self._folder / f"{self._name}-{self._num_images - 1}.image" if self._folder is not None else None
+
+    def _placed(self, directory: Directory) -> Image:
+        try:
+            return Image.create(self._path, directory)
+        except OSError:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            if directory.num_bytes > self._waiting_bytes:
+                raise
+            return Image.create(None, directory)
+
+    @property
+    def waiting(self) -> list[Image]:
+        """Those that wait for space: only this rank can read them."""
+        return [image for image in self.images if image.path is None and self._folder is not None]
 
     def begin(self, num_bytes: int) -> Tensor:
         """Where to write `num_bytes`: over the older of the two copies."""
@@ -170,6 +191,11 @@ class KeptCopies:
             former.remove()
             _close(self._former_files)
             self._former_files = []
+        if self.waiting and self._path is not None:
+            try:
+                self.image = self.require_image().moved_to(self._path)
+            except OSError:  # it goes on waiting
+                self._path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         for image in self.images:
@@ -201,14 +227,18 @@ class Copies:
         names: Sequence[str],
         meter: CopyMeter,
         disk: DiskMemory | None = None,
+        *,
+        waiting_bytes: int = 0,
     ) -> None:
         """`names` are the file names, by rank; without a `folder`, copies are in this process's own memory. What ranks
-        have on disks is copied to `disk`."""
+        have on disks is copied to `disk`. `waiting_bytes`: see `KeptCopies`."""
         self._channel = SideChannel(world.transport, world.everybody, world.journal)
         self._keepers = keepers
         self._keeper = keepers[world.rank]
         self.kept = {
-            rank: KeptCopies(folder, names[rank], disk) for rank, one in enumerate(keepers) if one == world.rank
+            rank: KeptCopies(folder, names[rank], disk, waiting_bytes=waiting_bytes)
+            for rank, one in enumerate(keepers)
+            if one == world.rank
         }
         self._sent_number = -1
         """Number of the image whose cells the keeper knows."""

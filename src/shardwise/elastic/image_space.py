@@ -1,7 +1,10 @@
 """Memory for images: all ranks have it, or all raise the same error.
 
 [Note: twice the images] Recovery makes the images of the new layout before it deletes those of the old one, to which
-the ranks return if another one is lost meanwhile. So it needs twice the memory of the images.
+the ranks return if another one is lost meanwhile. So it needs twice the memory of the images. A file system in memory
+is often a small part of a host's memory (64 MiB in a container of Docker). So an image that finds no space there waits
+in memory of its process, and moves when a rank begins an iteration and the old ones are gone. Until then, its state is
+lost with its process.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.comm import World
+from shardwise.comm.world import num_ranks_per_host
 from shardwise.errors import CommError, StateError, TierError
+from shardwise.system.machine import memory_here
 from shardwise.system.units import format_bytes
 
 _NUMBER = re.compile(r"-(\d+)\.image$")
@@ -29,8 +34,14 @@ class NoSpaceError(StateError):
         super().__init__(
             f"/dev/shm has no space for the state that must outlive a rank: {format_bytes(num_bytes)} are needed by "
             f"one rank, and {format_bytes(_free_bytes(folder))} are free there. While ranks recover, new images are "
-            f"made before the old ones are deleted. {_CURE}"
+            f"made before the old ones are deleted, in other memory of the host if there is enough. {_CURE}"
         )
+
+
+def memory_to_wait_in(world: World) -> int:
+    """Bytes that an image of each rank, and a copy of another one's, may take of the host's other memory: see [Note:
+    twice the images]."""
+    return memory_here().available_bytes // (2 * num_ranks_per_host(world))
 
 
 def make_images(world: World, make: Callable[[], object], *, lets_in: bool) -> None:
@@ -93,8 +104,10 @@ def warn_if_scarce(folder: Path | None, world: World) -> None:
     free = _free_bytes(folder) + total - needed
     if free < needed:
         _log.warning(
-            "/dev/shm has too little space to survive the loss of a rank: images take %s on this host, recovery needs "
-            "as much again, and %s are free. %s",
+            "/dev/shm has too little space for old and new images while ranks recover: images take %s on this host, "
+            "and %s are free. New ones wait in other memory of the host until the old ones are deleted. If another "
+            "rank is lost meanwhile, or there is not enough of that either, all ranks start again from the last "
+            "checkpoint. %s",
             format_bytes(needed),
             format_bytes(free),
             _CURE,

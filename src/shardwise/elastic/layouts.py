@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.regroup_reports import IMAGES, Report
 from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuffers, StageBuffers
-from shardwise.elastic.state_image import AT, BLOCK, PARAM, TORN, Image, RestingCodes
+from shardwise.elastic.state_image import AT, BLOCK, PARAM, SUMS, TORN, Cell, Image, RestingCodes, first_changed
 from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, LostStateError, StateError
 from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, torch_dtype
@@ -40,6 +41,7 @@ from shardwise.sharded.sharded_model import ShardedModel
 from shardwise.system.disk import Removals, remove_files_beside
 
 Tensor = torch.Tensor
+_log = logging.getLogger("shardwise")
 _COPY = "copy-"
 """Prefix of the file names of copies kept for other hosts."""
 
@@ -112,8 +114,11 @@ class Layout:
         meter: CopyMeter,
         removals: Removals,
         kept: KeptByRank = (),
+        *,
+        waiting_bytes: int = 0,
     ) -> Layout:
-        """The layout of a sharded model, with images, which are empty before `survival.begin`."""
+        """The layout of a sharded model, with images, which are empty before `survival.begin`. `waiting_bytes` is what
+        an image may take of other memory while it finds no space in the `folder`."""
         flats, world = sharded.parts.flats, sharded.world
         specs = [(flat.spec, flat.slots) for flat in flats]
         lone = is_lone(sharded.mesh)
@@ -126,9 +131,17 @@ class Layout:
         copies = None
         if any(keeper is not None for keeper in kept_by):
             names = [f"{_COPY}{_file_name(label, rank)}" for rank in range(world.size)]
-            copies = Copies(world, kept_by, own, names, meter, sharded.disk)
-        name, buffers = _file_name(label, world.rank), StageBuffers.of(sharded)
-        survival = Survival(flats, sharded.parts.optimizer, own, name, copies, is_lone=lone, buffers=buffers)
+            copies = Copies(world, kept_by, own, names, meter, sharded.disk, waiting_bytes=waiting_bytes)
+        survival = Survival(
+            flats,
+            sharded.parts.optimizer,
+            None if own is None else own / _file_name(label, world.rank),
+            copies,
+            is_lone=lone,
+            buffers=StageBuffers.of(sharded),
+            waiting_bytes=waiting_bytes,
+            is_verified=sharded.parts.verification is not None,
+        )
         if sharded.disk is not None:
             sharded.disk.outlives_rank, sharded.disk.on_failure = True, survival.give_up
         still = {
@@ -155,22 +168,53 @@ class Layout:
     def images_of(self, rank: int) -> list[Image]:
         """What this rank can read of a lost one: its files and copies, which no process writes to any more."""
         copies = self.survival.copies if self.survival is not None else None
+        kept = copies.kept.get(rank) if copies is not None else None
         if self.folder is None:
-            kept = copies.kept.get(rank) if copies is not None else None
             return list(kept.images) if kept is not None else []
-        found = []
+        found = list(kept.waiting) if kept is not None else []
         for path in self._files_of(rank):
             # its writer died before it was complete, or was stopped, goes on, and has a newer one
             with contextlib.suppress(StateError, FileNotFoundError):
                 found.append(Image.open(path))
         return found
 
-    def sources(self) -> dict[int, list[Source]]:
-        """What this rank can read of the lost ones."""
+    def sources(self, me: int, *, compares: bool) -> dict[int, list[Source]]:
+        """What this rank, `me` in the present world, can read of the lost ones. `compares`: not what has other
+        checksums than they have noted."""
         if self.survival is None:
             return {}
         sees_update = self._sees_update()
-        return {rank: [Source.of(image, sees_update) for image in self.images_of(rank)] for rank in self.gone}
+        found = {rank: self.images_of(rank) for rank in self.gone}
+        compared = found if compares else {}
+        changed = {rank for rank in compared if self._has_changed(me, rank, found[rank], sees_update=sees_update)}
+        return {
+            rank: [Source.of(image, sees_update and rank not in changed) for image in images]
+            for rank, images in found.items()
+        }
+
+    def _has_changed(self, me: int, rank: int, images: Sequence[Image], *, sees_update: bool) -> bool:
+        """Mark what has other checksums than the lost `rank` has noted. Returns whether that is so of what it had
+        outside its live region, if this rank, `me` in the present world, has that."""
+        sees_rest = sees_update and self._has_same_part(me, rank) and self._sees_rest(me, rank)
+        has_changed = False
+        for image in images:
+            changed = image.tear_what_has_changed()
+            parts = self._outside_live(rank, image) if sees_rest else ()
+            outside = first_changed(image.noted_sums(is_live=True) or {}, parts)
+            has_changed = has_changed or bool(outside)
+            if changed or outside:
+                _log.error("What rank %d has left is not used, as it has wrong bits: %s.", rank, changed or outside)
+        return has_changed
+
+    def _outside_live(self, rank: int, image: Image) -> Iterator[tuple[Cell, Tensor]]:
+        """What a lost rank had outside its live region, of parameters that this rank has whole."""
+        homes = {slot.name: (flat, slot) for flat in self.flats for slot in flat.slots}
+        for cell in image.directory.cells:
+            if cell.is_live or cell.is_still or cell.kind != PARAM:
+                continue
+            flat, slot = homes[cell.name]
+            span, start = kept_span(flat.spec, slot, flat.spec.mesh.coordinate(rank)), slot.span.start
+            yield cell, flat.full[start + span.start : start + span.stop]
 
     def _sees_update(self) -> bool:
         """Whether all gathers that were under way when a rank was lost have brought the whole update."""
@@ -353,16 +397,10 @@ class Layout:
             return
         able = [image for image in images if image.live_version == version]
         image = max(able, key=lambda image: image.directory.is_live_whole)
-        homes = {slot.name: (flat, slot) for flat in self.flats for slot in flat.slots}
         image.shadow_version = TORN
         image.copy_live()
-        for cell in image.directory.cells:
-            if cell.is_live or cell.is_still or cell.kind != PARAM:
-                continue
-            flat, slot = homes[cell.name]
-            span = kept_span(flat.spec, slot, flat.spec.mesh.coordinate(rank))
-            start = slot.span.start
-            image.shadow(cell).copy_(flat.full[start + span.start : start + span.stop])
+        for cell, part in self._outside_live(rank, image):
+            image.shadow(cell).copy_(part)
         image.shadow_version = version
 
     def stands_for(self, readers: Mapping[int, int]) -> list[list[int]]:
@@ -430,15 +468,16 @@ def kept_by_rank(sharded: ShardedModel) -> KeptByRank:
 
 
 def choose(
-    layouts: Sequence[Layout], reports: Sequence[Report | None], world: World
+    layouts: Sequence[Layout], reports: Sequence[Report | None], world: World, *, compares: bool
 ) -> tuple[Layout, int, dict[int, int]]:
     """The newest layout that is complete on all ranks, its newest whole state, and the reader of each lost rank.
 
-    `reports` has one entry per rank of `world`, `None` for a rank that has joined. All ranks call.
+    `reports` has one entry per rank of `world`, `None` for a rank that has joined. `compares`: see `Layout.sources`.
+    All ranks call.
     """
     label = min(one.label for one in reports if one is not None)
     complete = [layout for layout in layouts if layout.label <= label]
-    seen = _all_sources(complete, world)
+    seen = _all_sources(complete, world, compares=compares)
     for layout in complete:
         try:
             versions = [set() if one is None else set(one.versions.get(layout.label, [])) for one in reports]
@@ -451,10 +490,14 @@ def choose(
     raise LostStateError("The surviving ranks have no layout in common. Start again from the last checkpoint.")
 
 
-def _all_sources(layouts: Sequence[Layout], world: World) -> list[dict[int, dict[int, list[Source]]]]:
+def _all_sources(
+    layouts: Sequence[Layout], world: World, *, compares: bool
+) -> list[dict[int, dict[int, list[Source]]]]:
     """By rank of `world`, layout and lost rank: see [Note: sources]."""
     mine = {
-        layout.label: {rank: list(map(astuple, found)) for rank, found in layout.sources().items()}
+        layout.label: {
+            rank: list(map(astuple, found)) for rank, found in layout.sources(world.rank, compares=compares).items()
+        }
         for layout in layouts
     }
     received = [json.loads(one) for one in world.exchange(json.dumps(mine).encode(), IMAGES)]
@@ -491,7 +534,7 @@ def _read(held: Held, rank: int, image: Image, rows: Sequence[DiskRows]) -> None
             held.tensors[rank, cell.name, cell.kind] = tensor.reshape(-1)
             if not cell.is_still:
                 held.trained.add(cell.name)
-        elif cell.kind not in (BLOCK, AT, COMMITTED, BEGUN, BEGUN_AT):
+        elif cell.kind not in (BLOCK, AT, SUMS, COMMITTED, BEGUN, BEGUN_AT):
             held.values.setdefault(cell.name, {})[cell.kind] = tensor.clone()
 
 

@@ -27,7 +27,14 @@ from shardwise.comm.regrouping import Membership
 from shardwise.elastic.arrival import Arrival, Built, arrive, versions_here
 from shardwise.elastic.between_steps import BetweenSteps
 from shardwise.elastic.copies import CopyMeter
-from shardwise.elastic.image_space import make_images, share_wishes, warn_if_scarce, why_no_space
+from shardwise.elastic.image_space import (
+    NoSpaceError,
+    make_images,
+    memory_to_wait_in,
+    share_wishes,
+    warn_if_scarce,
+    why_no_space,
+)
 from shardwise.elastic.iterations import Iterations
 from shardwise.elastic.layouts import Layout, choose, kept_by_rank
 from shardwise.elastic.loop_state import LoopState
@@ -44,6 +51,7 @@ from shardwise.errors import (
     FaultError,
     LostStateError,
     SpareError,
+    StateError,
     TierError,
     TurnedAwayError,
 )
@@ -165,6 +173,8 @@ class Recovery:
         self._pace_meter = PaceMeter()
         self._num_layouts = 0 if arrival is None else arrival.label
         self._layout: Layout
+        self._num_waits = 0
+        """How often in this layout there was no space for an image that waits for it."""
         self._told_changed = ""
         """What of this rank's state has changed, as it has told the others of the present world."""
         self._lets_in = False
@@ -218,28 +228,41 @@ class Recovery:
     def commit(self, *, awaits_updates: bool) -> None:
         """Make the step that was just taken a version that all ranks can return to, once all have reported it. See
         [Note: the commit] and [Note: reads between steps] in `session.py`."""
-        iterations, num_steps = self.iterations, self._sharded.progress.num_steps
-        if awaits_updates or self.survival.copies is None:
+        iterations, num_steps, survival = self.iterations, self._sharded.progress.num_steps, self.survival
+        if awaits_updates or survival.copies is None:
             self._sharded.parts.runner.gathering.await_updates()
-        self.survival.await_copies()
+        survival.await_copies()
         if self._smaller.is_open:
             self._hear_choice()
         self.loop_state.loads.add_up()  # before a rank has the new version, to which all may return
         iterations.next_version(iterations.begun, num_steps)
-        images = self.survival.image
-        refusal = why_no_space(lambda: self.survival.complete(iterations.version))
+        images = survival.image
+        verification = self._sharded.parts.verification
+        sums = None if verification is None else verification.noted_after(num_steps)
+        refusal = why_no_space(lambda: survival.complete(iterations.version, sums))
         self._share_change_wishes("commit", refusal)
         self._settle(self._choice)
-        if self.survival.image is not images:
+        if survival.image is not images:
             warn_if_scarce(self._layout.folder, self.world)
-        self.survival.follow(iterations.version)
+        survival.follow(iterations.version)
         self._membership.step = num_steps
         if self.world.rank == 0 and (pace := self._pace_meter.step(self.world.generation)) is not None:
             self._membership.tell_pace(self.world.size, pace.step_seconds, pace.error)
 
     def iteration_begins(self) -> None:
-        """See [Note: when buffers change] in `stage_buffers.py`."""
-        self.survival.iteration_begins(self.iterations.version)
+        """See [Note: when buffers change] in `stage_buffers.py`, and [Note: twice the images] in `image_space.py`."""
+        survival = self.survival
+        if survival.waits_for_space and not self.quiet.is_on:
+            self._move_image()
+        survival.iteration_begins(self.iterations.version)
+
+    def _move_image(self) -> None:
+        try:
+            self.survival.move_image()
+        except NoSpaceError as error:
+            self._num_waits += 1
+            if self._num_waits == 2:  # the first time, others may not have deleted theirs yet
+                _log.warning("If rank %d is lost now, its state is lost with it: %s", self.world.rank, error)
 
     def propose(self, meshes: Smaller) -> None:
         """On the first rank, before the first step: on which `meshes`, one for each number of ranks, the job is to go
@@ -411,7 +434,7 @@ class Recovery:
         told = [one for one in reports if one is not None]
         self._require_own_bits(told)
         layouts = [one for one in (self._layout, self._former) if one is not None]
-        layout, version, readers = choose(layouts, reports, self.world)
+        layout, version, readers = choose(layouts, reports, self.world, compares=not _is_of_code(told))
         self.iterations.return_to(version, told)
         self._settle(next((one.choice for one in told if one.choice is not None), None))
         self.between_steps.hear(told)
@@ -495,7 +518,7 @@ class Recovery:
     def _require_own_bits(self, told: Sequence[Report]) -> None:
         """Leave, if this rank's state has changed, and that of most others has not."""
         mine = self._told_changed
-        if mine and 2 * sum(bool(one.changed) for one in told) <= len(told):
+        if mine and not _is_of_code(told):
             from shardwise.elastic.corrupt_rank import leave
 
             raise leave(mine, self.survival, self.world.rank, self._sharded.progress.num_steps)
@@ -557,8 +580,11 @@ class Recovery:
             self._loop.seed_anew()
         self._loop.wrap(sharded)
         self._former_model = self._replanned = None
-        self._make_layout(sharded, lets_in=self._lets_in)
-        self.survival.begin(version, has_begun=self.iterations.is_open)
+        try:
+            self._make_layout(sharded, lets_in=self._lets_in)
+            self.survival.begin(version, has_begun=self.iterations.is_open)
+        except StateError as error:  # when they start again, there is only one image of each
+            raise LostStateError(f"{error} All ranks start again from the last checkpoint.") from error
         self._complete_label = self._layout.label
         self._host.take_over(self.world, sharded)
         self.loop_state.follow(sharded)
@@ -644,10 +670,13 @@ class Recovery:
     def _make_layout(self, sharded: ShardedModel, *, lets_in: bool = False) -> None:
         """Make the layout of `sharded` the present one, with images. All ranks call; `lets_in`: others join."""
         kept = kept_by_rank(sharded)
+        self._num_waits = 0
+        is_first = self._former is None and not self.world.is_newcomer
+        waiting_bytes = 0 if is_first else memory_to_wait_in(self.world)
 
         def make() -> None:
-            folder = self._membership.folder
-            self._layout = Layout.of(sharded, self._num_layouts, folder, self.copy_meter, self._removals, kept)
+            given = (self._num_layouts, self._membership.folder, self.copy_meter, self._removals, kept)
+            self._layout = Layout.of(sharded, *given, waiting_bytes=waiting_bytes)
 
         make_images(self.world, make, lets_in=lets_in)
 
@@ -656,6 +685,11 @@ class Recovery:
         and that none has a `refusal`, which all raise."""
         wants = self._membership.changes_wanted() and not self._membership.has_several
         self.changes_wanted = share_wishes(self.world, subject, refusal, wants=wants)
+
+
+def _is_of_code(told: Sequence[Report]) -> bool:
+    """Whether the state of most ranks has changed since the last step: code has done that, and on all of them."""
+    return 2 * sum(bool(one.changed) for one in told) > len(told)
 
 
 def _left_out(folder: Path | None) -> list[int]:

@@ -62,7 +62,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -195,6 +195,8 @@ class ElasticSession(Session):
         sharded.before_update, sharded.before_settling = self._before_update, self._before_settling
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
+        leaves_out = weakref.WeakMethod(self.leaves_out)
+        sharded.parts.owner.leaves_out = lambda change: (method := leaves_out()) is not None and method(change)
         if sharded.parts.pipeline is not None:
             return
         self._model.__dict__["_compiled_call_impl"] = self._forward
@@ -291,19 +293,26 @@ class ElasticSession(Session):
                     router.loss.requires_grad_()
         return _with_grads(output) if grads else output
 
-    def adding_up(self, work: Callable[[], torch.Tensor], alone: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def in_iteration(
+        self,
+        work: Callable[[], Result],
+        *,
+        void: Callable[[], Result],
+        alone: Callable[[], Result] | None = None,
+        is_small: bool = True,
+    ) -> Result:
         """In a void iteration, as known to all ranks, nothing is sent. Between steps all ranks repeat it."""
         if self._is_at_once:
             return work()
         if not self._iterations.is_open:
-            return self.asking(work, alone=alone)
+            return self.asking(work, alone=alone or void, is_small=is_small)
         self._handle_noted_fault()
         if not self._quiet.is_on:
             try:
                 return work()
             except CommError as error:
                 self.recovery.recover(error)
-        return alone()
+        return void()
 
     def splitting(self, split: Callable[[], Result]) -> Result:
         """The batch is one for the world that it was read in: if a rank is lost, the iteration that it is for is void,
@@ -680,6 +689,9 @@ class ElasticSession(Session):
     def inference(self, keep_bytes: int | None) -> Iterator[None]:
         with self._given_up_at_a_fault(), super().inference(keep_bytes):
             yield
+
+    def changing(self) -> AbstractContextManager[None]:
+        return self._given_up_at_a_fault()
 
     @contextmanager
     def _given_up_at_a_fault(self) -> Iterator[None]:

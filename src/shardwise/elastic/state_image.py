@@ -23,6 +23,10 @@ their own. Whoever reads an image reads them as numbers: blocks of codes are cou
 parameter, and another mesh cuts them elsewhere. A parameter that rests as codes has these, scales included, in one
 cell, of whole blocks, and ranks go on with them as they are.
 
+[Note: sums in an image] Plans that verify (`verify`) take checksums of the state at the end of some steps. They are in
+a cell, as JSON, with the version that they are of, and so in copies of the image, too. Whoever reads the image of a
+rank that is lost compares it with them, as nobody else knew that rank's sums.
+
 A mark is two numbers, the second the complement of the first. If they do not match, because the rank was killed between
 the two writes, the region counts as torn.
 """
@@ -32,7 +36,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,7 @@ import torch
 
 from shardwise.checkpoint.json_codec import dtype_name, dtype_of
 from shardwise.errors import StateError
+from shardwise.memory.tensor_checksum import checksum
 from shardwise.optim.quantize import Coded
 from shardwise.plan.placement import Dtype
 from shardwise.plan.placement.wire import CodeDtype
@@ -53,6 +58,8 @@ BLOCK = "#block"
 """The kind of a cell that contains other cells."""
 AT = "#at"
 """The name and kind of the cell that says, for each flat buffer on a disk, which of its files has the state."""
+SUMS = "#sums"
+"""The name and kind of the cell with the checksums of the state: see [Note: sums in an image]."""
 TORN = -1
 _ALIGNED = 64
 _LIVE, _SHADOW, _DIRECTORY, _LIVE_AT, _SHADOW_AT = 0, 2, 4, 5, 6
@@ -326,11 +333,56 @@ class Image:
         cell = next(cell for cell in self.directory.cells if cell.kind == AT)
         return self.live(cell) if is_live else self.shadow(cell)
 
+    def write_sums(self, version: int, sums: Mapping[tuple[str, str], int]) -> None:
+        """Note the checksums of cells of `version`, by name and kind, in the live region."""
+        cell = next(cell for cell in self.directory.cells if cell.kind == SUMS)
+        text = json.dumps([version, [[*key, value] for key, value in sums.items()]]).encode()
+        view = self.live(cell)
+        view.zero_()
+        if len(text) <= len(view):
+            view[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def noted_sums(self, *, is_live: bool) -> dict[tuple[str, str], int] | None:
+        """The checksums that a region has of its own version; empty if it has none, `None` if they are unreadable."""
+        cell = next((cell for cell in self.directory.cells if cell.kind == SUMS), None)
+        version, view = (self.live_version, self.live) if is_live else (self.shadow_version, self.shadow)
+        text = b"" if cell is None else bytes(view(cell).numpy().tobytes()).rstrip(b"\0")
+        if not text or version == TORN:
+            return {}
+        try:
+            of_version, sums = json.loads(text)
+            return {(name, kind): int(value) for name, kind, value in sums} if of_version == version else {}
+        except (ValueError, TypeError):
+            return None
+
+    def tear_what_has_changed(self) -> str:
+        """Mark each region as torn, of which a cell has another checksum than was noted. Returns the name of such a
+        cell; empty if there is none, or nothing was noted. See [Note: sums in an image]."""
+        found = ""
+        for is_live in (True, False):
+            sums, view = self.noted_sums(is_live=is_live), self.live if is_live else self.shadow
+            cells = [cell for cell in self.directory.cells if cell.rows is None and (cell.is_live or not is_live)]
+            changed = SUMS if sums is None else first_changed(sums, ((cell, view(cell)) for cell in cells))
+            found = found or changed
+            if changed and is_live:
+                self.live_version = TORN
+            elif changed:
+                self.shadow_version = TORN
+        return found
+
     def copy_live(self) -> None:
         """Copy all live cells to the shadow, at once and without the GIL."""
         num_bytes = self.directory.live_bytes
         live, shadow = self._bytes[self._live_at :], self._behind[self._shadow_at :]
         copy_by_rows(shadow[:num_bytes].numpy(), live[:num_bytes].numpy())
+
+    def moved_to(self, path: Path | None) -> Image:
+        """One in the file `path`, with the same cells in the same state. Raises `OSError` if there is no space."""
+        image = Image.create(path, self.directory)
+        for is_live in (True, False):
+            copy_by_rows(image.region(is_live=is_live).numpy(), self.region(is_live=is_live).numpy())
+        image.live_version, image.shadow_version = self.live_version, self.shadow_version
+        return image
 
     def remove(self) -> None:
         """Delete the file; processes that have it mapped keep it."""
@@ -348,6 +400,15 @@ def _cell_of(fields: dict[str, Any]) -> Cell:
 def _view(memory: Tensor, start: int, cell: Cell) -> Tensor:
     offset = start + cell.offset
     return memory[offset : offset + cell.num_bytes].view(dtype_of(cell.dtype)).view(cell.shape)
+
+
+def first_changed(sums: Mapping[tuple[str, str], int], values: Iterable[tuple[Cell, Tensor]]) -> str:
+    """The first of these cells whose value has another checksum than `sums` say, in words; empty if there is none."""
+    for cell, value in values:
+        noted = sums.get((cell.name, cell.kind))
+        if noted is not None and int(checksum(value)) != noted:
+            return f"{cell.kind} of {cell.name}"
+    return ""
 
 
 def _mapped(path: Path | None, num_bytes: int) -> mmap.mmap:

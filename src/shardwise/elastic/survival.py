@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwise.elastic.state_image import (
     AT,
     BLOCK,
     PARAM,
+    SUMS,
     TORN,
     Cell,
     Image,
@@ -40,6 +42,8 @@ Tensor = torch.Tensor
 NUMBERS = "#numbers"
 """The cell of states that are not tensors, as JSON: `{name: {key: value}}`."""
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+_HEAD_OF_SUMS, _SIZE_OF_SUM = 32, 40
+"""Bytes of JSON: a version, and for each sum its number, quotes and commas."""
 _NUMBERS_GROWTH = 2
 """Their cell has this many times their present size."""
 
@@ -47,9 +51,11 @@ _NUMBERS_GROWTH = 2
 class Survival:
     """The images of what one rank holds in one layout. `close()` it.
 
-    `folder` is where files are made; without one, no other rank needs this rank's state, and its image serves only to
-    undo a step. `name` is the file name that others look for. With `copies`, each step is also copied to another host.
-    `is_lone`: another rank, with another part of the model, may be the one that reads it.
+    `place` is what the paths of files begin with, by which others look for them; without one, no other rank needs this
+    rank's state, and its image serves only to undo a step. With `copies`, each step is also copied to another host.
+    `is_lone`: another rank, with another part of the model, may be the one that reads it. An image of at most
+    `waiting_bytes` that finds no space in the folder waits in other memory: see [Note: twice the images] in
+    `image_space.py`. `is_verified`: the image has checksums of the state, if they are known.
 
     [Note: a part that nobody else has] After a step, the shadow is copied behind the next one, at another pace on each
     rank. Until then, a lost rank's state after the step is its live region, with the parameters as others have them.
@@ -65,19 +71,21 @@ class Survival:
         self,
         flats: Sequence[Flat],
         optimizer: AdoptedOptimizer | None,
-        folder: Path | None,
-        name: str,
+        place: Path | None,
         copies: Copies | None = None,
         *,
         is_lone: bool = False,
         buffers: StageBuffers | None = None,
+        waiting_bytes: int = 0,
+        is_verified: bool = False,
     ) -> None:
+        self._waiting_bytes, self._is_verified = waiting_bytes, is_verified
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
         self._has_all = len(self._flats) == len(flats)
         self._optimizer = optimizer
         self.rows = _rows_on_disk(self._flats)
         """What of it lies on a disk, in the order of `Directory.rows`."""
-        self._folder, self._name = folder, name
+        self._place = place
         self.copies = copies
         self._num_images = 0
         self._is_sending = False
@@ -97,7 +105,8 @@ class Survival:
         self._to_follow: int | None = None
         """The version of which the copy begins with the next iteration."""
         self.image = self._make()
-        self._copier = _Background(name)  # last: without space for the image, nobody would end its thread
+        # last: without space for the image, nobody would end its thread
+        self._copier = _Background("" if place is None else place.name)
 
     @property
     def images(self) -> list[Image]:
@@ -131,11 +140,13 @@ class Survival:
         self.await_copies()
         self.image.live_version = TORN
 
-    def complete(self, version: int) -> None:
-        """The update is done on this rank."""
+    def complete(self, version: int, sums: Mapping[tuple[str, str], int] | None = None) -> None:
+        """The update is done on this rank; `sums` are the checksums of what is at rest, by name and kind of cell."""
         self.await_copies()
         if self._has_new_states() or self._has_other_buffers():
             self._renew_image()
+        if sums:
+            self.image.write_sums(version, sums)
         self._write_image(version)
 
     def _write_image(self, version: int) -> None:
@@ -184,6 +195,18 @@ class Survival:
             self._write_image(version)
         self._write_begun(version)
         self._follow_what_waits()
+
+    @property
+    def waits_for_space(self) -> bool:
+        """Whether the image is where no other rank can read it, though others would need it."""
+        return self._place is not None and self.image.path is None
+
+    def move_image(self) -> None:
+        """Move an image that waits for space to its folder. Not in a step. Raises `NoSpaceError`."""
+        self._copier.wait()
+        self.image = self._placed(self.image.moved_to, self.image.directory.num_bytes)
+        self._outside_live, self._shadows = [], []
+        self._move_in(self.image, self._states())
 
     def _follow_what_waits(self) -> None:
         version, self._to_follow = self._to_follow, None
@@ -282,6 +305,10 @@ class Survival:
                 torch.zeros(len(numbers) * _NUMBERS_GROWTH, dtype=torch.uint8, device="cpu"),
                 is_live=True,
             )
+        if self._is_verified:
+            known = [*chain.from_iterable(map(_cells_of, self._flats)), *((one.name, key, _) for one, key, _ in states)]
+            num_bytes = _HEAD_OF_SUMS + sum(_SIZE_OF_SUM + 2 * len(name) + len(kind) for name, kind, _ in known)
+            plot.add(SUMS, SUMS, torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"), is_live=True, is_piece=False)
         if self.buffers is not None:
             self._buffers_in = self.buffers.now()
             for kind in (COMMITTED, BEGUN):
@@ -290,17 +317,27 @@ class Survival:
             mark = torch.zeros(2, dtype=torch.int64, device="cpu")
             plot.add(BEGUN_AT, BEGUN_AT, mark, is_live=True, is_piece=False)
         directory = replace(plot.directory(), is_all=self._has_all)
-        path = self._folder / f"{self._name}-{self._num_images}.image" if self._folder is not None else None
         self._num_images += 1
         try:
-            image = Image.create(path, directory)
+            image = self._placed(partial(Image.create, directory=directory), directory.num_bytes)
+        except NoSpaceError:
+            if directory.num_bytes > self._waiting_bytes:
+                raise
+            image = Image.create(None, directory)
+        self._move_in(image, states)
+        return image
+
+    def _placed(self, make: Callable[[Path | None], Image], num_bytes: int) -> Image:
+        """What `make` makes of the newest image's path. Raises `NoSpaceError`."""
+        place = self._place
+        path = place.with_name(f"{place.name}-{self._num_images - 1}.image") if place is not None else None
+        try:
+            return make(path)
         except OSError as error:
             if path is None or error.errno not in _NO_SPACE:
                 raise
             path.unlink(missing_ok=True)
-            raise NoSpaceError(path.parent, directory.num_bytes) from error
-        self._move_in(image, states)
-        return image
+            raise NoSpaceError(path.parent, num_bytes) from error
 
     def _move_in(self, image: Image, states: Sequence[tuple[Piece, str, Tensor]]) -> None:
         cells = {(cell.name, cell.kind): cell for cell in image.directory.cells}
@@ -377,10 +414,10 @@ class Survival:
 
     def _has_new_states(self) -> bool:
         """Whether the optimizer has made states that are not in the image; it makes them when first needed."""
-        first, last = self.image.extent
+        (first, last), optimizer = self.image.extent, self._optimizer
         num_states = 0
-        for piece in self._optimizer.pieces if self._optimizer is not None else ():
-            for value in self._raw(piece).values():
+        for piece in optimizer.pieces if optimizer is not None else ():
+            for value in optimizer.raw_state_of(piece).values() if optimizer is not None else ():
                 if isinstance(value, Tensor):
                     num_states += 1
                     if not first <= value.data_ptr() < last and piece.flat.on_disk(value) is None:

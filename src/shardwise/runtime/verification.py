@@ -132,6 +132,15 @@ class Verification:
         are_right = not any(where in self._wrong for where, _ in self._sums_at_rest(noted))  # else not to be relied on
         return are_right and self._first_changed(copies, noted) is None and self._are_noted()
 
+    def noted_after(self, num_steps: int) -> dict[tuple[str, str], int]:
+        """The sums of what an update writes, as they were taken at the end of step `num_steps`, given likewise; empty
+        if none of that step are known."""
+        noted = self._noted if num_steps == self._noted_after else {}
+        return {
+            (where.tensor, "param" if where.row == "master" else where.row): value
+            for where, value in self._sums_at_rest(noted)
+        }
+
     def first_changed(self, copies: Mapping[tuple[str, str], Tensor], num_steps: int) -> str:
         """The first of these copies, given likewise, that has another sum than was taken at the end of step
         `num_steps`, in words; empty if all have those, or none of that step are known. An update may have begun since,

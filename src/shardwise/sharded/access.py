@@ -67,6 +67,13 @@ class Access:
         slot = flat.slots[index]
         return whole[slot.span.as_slice].view(slot.shape).clone()
 
+    def zeros(self, name: str, what: str) -> Tensor | None:
+        """What `read` returns of a gradient that is zero; `None` of a parameter that is not trained."""
+        flat, index = self._home(name)
+        if not flat.spec.trainable:
+            return None
+        return torch.zeros(flat.slots[index].whole_shape, dtype=self._dtype(flat, what), device=flat.device)
+
     def write(self, name: str, value: Tensor, what: str = PARAM) -> None:
         """Overwrite it with `value`, whole and the same on all ranks."""
         flat, index = self._home(name)
@@ -266,10 +273,11 @@ class Access:
         return states
 
     @contextmanager
-    def gathered(self, names: Sequence[str], *, write: bool, writer: int) -> Iterator[None]:
+    def gathered(self, names: Sequence[str], *, write: bool, writer: int, puts_back: bool = False) -> Iterator[None]:
         """Inside, the parameters `names` (or all) of the model are whole and may be read and, with `write`, edited.
 
-        On leaving, all ranks take over the edits of rank `writer`. What was not edited keeps its full precision.
+        On leaving, all ranks take over the edits of rank `writer`. What was not edited keeps its full precision. With
+        `puts_back`, edits are undone on each rank.
         """
         homes = [self._home(name) for name in names] or list(self._homes.values())
         for flat, index in homes:
@@ -287,8 +295,11 @@ class Access:
         wanted = {self._home(name)[0].name for name in names}
         chosen = [flat for flat in self._flats if not names or flat.name in wanted]
         self._runner.gathering.make_whole(chosen)
+        before = [flat.full.clone() for flat in chosen] if puts_back else []
         try:
             yield
+            for flat, values in zip(chosen, before, strict=puts_back):
+                flat.full.copy_(values)
             if write:
                 self._runner.step.open_params()
                 for flat in chosen:

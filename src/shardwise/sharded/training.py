@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -73,6 +73,10 @@ class Session:
     def inference(self, keep_bytes: int | None) -> AbstractContextManager[None]:
         """See `Engine.inference`."""
         return inference(self.sharded, keep_bytes)
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Inside, all ranks change parameters or states together."""
+        return nullcontext()
 
     def was_void(self) -> bool:
         """Whether the last step was abandoned because a rank was lost."""
@@ -180,8 +184,17 @@ class Session:
         """The result of `work`, which computes a loss from what forwards have returned, also with other ranks."""
         return work()
 
-    def adding_up(self, work: Callable[[], Tensor], alone: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
-        """The result of `work`, a small sum over ranks for such a loss; that of `alone` where none is to be had."""
+    def in_iteration(
+        self,
+        work: Callable[[], T],
+        *,
+        void: Callable[[], T],  # noqa: ARG002
+        alone: Callable[[], T] | None = None,  # noqa: ARG002
+        is_small: bool = True,  # noqa: ARG002
+    ) -> T:
+        """The result of `work`, which needs what other ranks have in this iteration: a sum for such a loss, a gradient.
+        That of `void` where none is to be had. Between two steps see `asking`, where `alone` is that of `void` if it is
+        not given."""
         return work()
 
     # -- between steps --------------------------------------------------------------------------------------

@@ -56,6 +56,10 @@ class AcrossStages:
             return None
         return self._broadcast(pp_rank, mine, layouts[name])
 
+    def zeros(self, name: str) -> Tensor:
+        """As many as the parameter has elements, on a rank that does not have it."""
+        return torch.zeros(self._staged.whole.shapes[name], device=self._device)
+
     def takes(self, name: str, value: Tensor, what: str) -> bool:
         """Whether this rank has to write `value`. Raises on all ranks if its shape does not fit."""
         name = self.first_name(name)

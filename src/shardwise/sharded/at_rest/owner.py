@@ -60,6 +60,8 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
+        self.leaves_out: Callable[[str], bool] = lambda _: False
+        """Whether a change, given in words, has no effect."""
         self.on_unfrozen: Callable[[], object] = lambda: None
         self.is_released = False
         self.on_fault: Callable[[CommError], bool] = lambda _: False
@@ -254,6 +256,8 @@ class ParamHome:
             self.param.home().take_over(values)
             return
         owner, flat = self._owner, self._flat
+        if owner.leaves_out(f"A write to {self.name}"):
+            return
         owner.before_change()
         owner.runner.step.open_params()
         flat_values = values.reshape(-1)
