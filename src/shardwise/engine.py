@@ -889,8 +889,7 @@ class Engine:
         `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the optimizer such as
         `exp_avg`; with islands these are of this rank's island, and `outer.anchor` and `outer.momentum` of all. The
         result is in the dtype in which it is kept; `None` if there is none. In an iteration in which a rank was lost,
-        which is repeated, gradients are zero. A tied parameter has each of its names. Raises `ModelError` for an unknown
-        one.
+        which is repeated, gradients are zero. A tied parameter has each of its names. Raises `ModelError` for others.
         """
         self._require_open()
 
