@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.elastic.stage_buffers import RanksBuffers, StageBuffers
-from shardwise.elastic.survival import Survival
+from shardwise.elastic.survival import ImagePlace, Survival
 from tests import inside
 from tests.ranks.lost_groups import PRESETS, WITH_BUFFERS, DiesBefore, Experts, race
 from tests.ranks.test_buddies import HostDiesAt
@@ -109,7 +109,9 @@ def test_an_image_has_buffers_as_of_a_step_and_as_of_the_next_iteration(tmp_path
 
     with sw.shard(model, "zero1", optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as engine:
         buffers = StageBuffers(model, None)
-        survival = Survival(inside.flats(engine), inside.adopted(engine), tmp_path / "rank0", buffers=buffers)
+        survival = Survival(
+            inside.flats(engine), inside.adopted(engine), ImagePlace(tmp_path, "rank0"), buffers=buffers
+        )
         survival.begin(1)
         assert read(1) == (True, [0.0])
         set_mean(1.0)

@@ -468,7 +468,7 @@ def test_what_was_not_copied_yet_is_found_elsewhere(
     behind: dict[int, int] = {}
 
     def but_not_all(self: Survival, step: int) -> None:
-        if "rank2" in self._name:
+        if "rank2" in self.place.name:
             behind[id(self)] = step
         else:
             follow(self, step)

@@ -17,7 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport, World
 from shardwise.elastic.state_image import TORN
-from shardwise.elastic.survival import NUMBERS, Survival
+from shardwise.elastic.survival import NUMBERS, ImagePlace, Survival
 from tests import inside
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
 from tests.ranks.threads_as_members import run_members
@@ -227,7 +227,7 @@ def test_an_image_is_torn_during_an_update_and_then_has_states_that_are_no_tenso
     model, (x, y) = Net(), batches()[0]
     with sw.shard(model, "zero1", optimizer=Counting(model.parameters(), lr=0.1, momentum=0.9)) as engine:
         engine.train_step(x, y, loss_fn=loss_of)
-        survival = Survival(inside.flats(engine), inside.adopted(engine), tmp_path / "rank0")
+        survival = Survival(inside.flats(engine), inside.adopted(engine), ImagePlace(tmp_path, "rank0"))
         survival.begin(1)
         image = survival.image
         assert (image.live_version, image.shadow_version) == (1, 1)

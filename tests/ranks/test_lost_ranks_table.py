@@ -81,7 +81,7 @@ class DiesCopying:
         dies = self
 
         def or_half(survival: Survival, step: int) -> None:
-            if step == AT and f"rank{VICTIM}" in survival._name:
+            if step == AT and f"rank{VICTIM}" in survival.place.name:
                 dies._copy_half(survival)
             else:
                 dies._copy(survival, step)

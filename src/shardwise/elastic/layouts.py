@@ -27,7 +27,7 @@ from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.regroup_reports import IMAGES, Report
 from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuffers, StageBuffers
 from shardwise.elastic.state_image import AT, BLOCK, PARAM, SUMS, TORN, Cell, Image, RestingCodes, first_changed
-from shardwise.elastic.survival import NUMBERS, Survival
+from shardwise.elastic.survival import NUMBERS, ImagePlace, Survival
 from shardwise.errors import CommError, LostStateError, StateError
 from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, torch_dtype
 from shardwise.optim.quantize import Coded
@@ -135,11 +135,10 @@ class Layout:
         survival = Survival(
             flats,
             sharded.parts.optimizer,
-            None if own is None else own / _file_name(label, world.rank),
+            ImagePlace(own, _file_name(label, world.rank), waiting_bytes),
             copies,
             is_lone=lone,
             buffers=StageBuffers.of(sharded),
-            waiting_bytes=waiting_bytes,
             is_verified=sharded.parts.verification is not None,
         )
         if sharded.disk is not None:

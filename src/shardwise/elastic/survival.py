@@ -7,7 +7,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,14 +48,26 @@ _NUMBERS_GROWTH = 2
 """Their cell has this many times their present size."""
 
 
+@dataclass(frozen=True)
+class ImagePlace:
+    """Where a rank's images lie: in files of `folder` that begin with `name`, by which others look for them. Without a
+    folder, no other rank needs this rank's state, and its image serves only to undo a step."""
+
+    folder: Path | None
+    name: str
+    waiting_bytes: int = 0
+    """An image of at most this size that finds no space in the folder waits in other memory: see [Note: twice the
+    images] in `image_space.py`."""
+
+    def path(self, number: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"{self.name}-{number}.image"
+
+
 class Survival:
     """The images of what one rank holds in one layout. `close()` it.
 
-    `place` is what the paths of files begin with, by which others look for them; without one, no other rank needs this
-    rank's state, and its image serves only to undo a step. With `copies`, each step is also copied to another host.
-    `is_lone`: another rank, with another part of the model, may be the one that reads it. An image of at most
-    `waiting_bytes` that finds no space in the folder waits in other memory: see [Note: twice the images] in
-    `image_space.py`. `is_verified`: the image has checksums of the state, if they are known.
+    With `copies`, each step is also copied to another host. `is_lone`: another rank, with another part of the model,
+    may be the one that reads it. `is_verified`: the image has checksums of the state, if they are known.
 
     [Note: a part that nobody else has] After a step, the shadow is copied behind the next one, at another pace on each
     rank. Until then, a lost rank's state after the step is its live region, with the parameters as others have them.
@@ -71,21 +83,20 @@ class Survival:
         self,
         flats: Sequence[Flat],
         optimizer: AdoptedOptimizer | None,
-        place: Path | None,
+        place: ImagePlace,
         copies: Copies | None = None,
         *,
         is_lone: bool = False,
         buffers: StageBuffers | None = None,
-        waiting_bytes: int = 0,
         is_verified: bool = False,
     ) -> None:
-        self._waiting_bytes, self._is_verified = waiting_bytes, is_verified
+        self._is_verified = is_verified
         self._flats = [flat for flat in flats if is_lone or flat.spec.trainable or flat.spec.table.param.shard]
         self._has_all = len(self._flats) == len(flats)
         self._optimizer = optimizer
         self.rows = _rows_on_disk(self._flats)
         """What of it lies on a disk, in the order of `Directory.rows`."""
-        self._place = place
+        self.place = place
         self.copies = copies
         self._num_images = 0
         self._is_sending = False
@@ -106,7 +117,7 @@ class Survival:
         """The version of which the copy begins with the next iteration."""
         self.image = self._make()
         # last: without space for the image, nobody would end its thread
-        self._copier = _Background("" if place is None else place.name)
+        self._copier = _Background(place.name)
 
     @property
     def images(self) -> list[Image]:
@@ -199,7 +210,7 @@ class Survival:
     @property
     def waits_for_space(self) -> bool:
         """Whether the image is where no other rank can read it, though others would need it."""
-        return self._place is not None and self.image.path is None
+        return self.place.folder is not None and self.image.path is None
 
     def move_image(self) -> None:
         """Move an image that waits for space to its folder. Not in a step. Raises `NoSpaceError`."""
@@ -321,7 +332,7 @@ class Survival:
         try:
             image = self._placed(partial(Image.create, directory=directory), directory.num_bytes)
         except NoSpaceError:
-            if directory.num_bytes > self._waiting_bytes:
+            if directory.num_bytes > self.place.waiting_bytes:
                 raise
             image = Image.create(None, directory)
         self._move_in(image, states)
@@ -329,8 +340,7 @@ class Survival:
 
     def _placed(self, make: Callable[[Path | None], Image], num_bytes: int) -> Image:
         """What `make` makes of the newest image's path. Raises `NoSpaceError`."""
-        place = self._place
-        path = place.with_name(f"{place.name}-{self._num_images - 1}.image") if place is not None else None
+        path = self.place.path(self._num_images - 1)
         try:
             return make(path)
         except OSError as error:
