@@ -195,7 +195,8 @@ class ElasticSession(Session):
         sharded.before_update, sharded.before_settling = self._before_update, self._before_settling
         recover = weakref.WeakMethod(self._recover_read)
         sharded.parts.owner.on_fault = lambda error: (method := recover()) is not None and method(error)
-        leaves_out = weakref.WeakMethod(self.leaves_out)
+        repeats, leaves_out = weakref.WeakMethod(self._is_to_repeat), weakref.WeakMethod(self.leaves_out)
+        sharded.parts.owner.is_void = lambda: (method := repeats()) is not None and method()
         sharded.parts.owner.leaves_out = lambda change: (method := leaves_out()) is not None and method(change)
         if sharded.parts.pipeline is not None:
             return
@@ -639,7 +640,7 @@ class ElasticSession(Session):
             return alone() if alone is not None else refuse_to_arriving("this call")
 
     def leaves_out(self, change: str) -> bool:
-        if self.is_arriving or not self._iterations.was_void():
+        if not self._is_to_repeat():
             return False
         if self.recovery.world.rank == 0:
             _log.warning(
@@ -649,6 +650,10 @@ class ElasticSession(Session):
                 self.num_steps,
             )
         return True
+
+    def _is_to_repeat(self) -> bool:
+        """Whether the loop is between a step that was void and the iteration in which it takes that step again."""
+        return not self.is_arriving and self._iterations.was_void()
 
     def before_change(self) -> None:
         if self.is_arriving:

@@ -60,8 +60,10 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
+        self.is_void: Callable[[], bool] = lambda: False
+        """Whether changes have no effect now."""
         self.leaves_out: Callable[[str], bool] = lambda _: False
-        """Whether a change, given in words, has no effect."""
+        """The same for one that is given in words, and logged."""
         self.on_unfrozen: Callable[[], object] = lambda: None
         self.is_released = False
         self.on_fault: Callable[[CommError], bool] = lambda _: False
@@ -216,7 +218,9 @@ class ParamHome:
             )
         if not self._is_left:
             with self._owner.runner.gathering.borrowed([self._unit]):
-                yield plainly(Tensor.detach, [self.param], {})
+                values = plainly(Tensor.detach, [self.param], {})
+                # whole parameters are computed with where they are, so a write that is left out goes to a copy
+                yield values.clone() if self._owner.is_void() else values
         elif isinstance(self.param, Resting):
             with self.param.home().opened() as values:
                 yield values
