@@ -58,10 +58,10 @@ def fault_for_others(
     return FaultError(str(error), kind="corrupted", ranks=error.ranks, unit=error.unit)
 
 
-def changed_at_rest(verification: Verification, survival: Survival, num_steps: Mapping[int, int]) -> str:
+def changed_at_rest(verification: Verification, survival: Survival, num_steps: Mapping[int, int]) -> tuple[str, str]:
     """What of this rank's state has changed since the end of the step that made it, in words; empty if nothing has, or
-    only a copy. That one is torn then: the state is copied again, or, if an update has been made since, is gone.
-    `num_steps`: those taken, by version.
+    only a copy. That one is torn then: the state is copied again, or, if an update has been made since, is gone, and
+    the second words say what has changed in it. `num_steps`: those taken, by version.
 
     See [Note: a copy that is read]. After a fault, before ranks report what they have.
     """
@@ -70,13 +70,14 @@ def changed_at_rest(verification: Verification, survival: Survival, num_steps: M
     if image.shadow_version != TORN:
         told = verification.first_changed(survival.at_rest(is_live=False), num_steps.get(image.shadow_version, -1))
         if not told:
-            return ""
+            return "", ""
     if image.live_version == TORN:  # by an update that was not made on all ranks
-        return told
+        return told, ""
     if in_live := verification.first_changed(survival.at_rest(is_live=True), num_steps.get(image.live_version, -1)):
-        return in_live
+        return in_live, ""
+    is_gone = image.shadow_version != image.live_version
     image.shadow_version = TORN
-    return ""
+    return "", told if is_gone else ""
 
 
 def leave(changed: str, survival: Survival, rank: int, num_steps: int) -> CorruptionError:

@@ -177,6 +177,8 @@ class Recovery:
         """How often in this layout there was no space for an image that waits for it."""
         self._told_changed = ""
         """What of this rank's state has changed, as it has told the others of the present world."""
+        self._lost_copy = ""
+        """What has changed in a copy of a state that this rank has no more since."""
         self._lets_in = False
         """Whether others join in the present world, while these ranks lay out the model for it."""
         self._former: Layout | None = None
@@ -483,7 +485,7 @@ class Recovery:
 
     def _regroup(self, *, lets_in: bool) -> list[Report | None]:
         """Enter the next world. Returns the report of each of its ranks, `None` for those that have joined."""
-        self._told_changed = self._changed_at_rest()
+        self._told_changed, self._lost_copy = self._changed_at_rest()
         layouts = [one for one in (self._former, self._layout) if one is not None]
         versions = {
             one.label: sorted(set().union(*(image.versions for image in one.survival.images)))
@@ -506,18 +508,21 @@ class Recovery:
         self._num_layouts = 1 + max(one.num_layouts for one in reports if one is not None)
         return reports
 
-    def _changed_at_rest(self) -> str:
+    def _changed_at_rest(self) -> tuple[str, str]:
         """See [Note: a copy that is read] in `corrupt_rank.py`."""
         sharded = self._sharded
         if sharded.is_taken_down or sharded.parts.verification is None or self._former is not None:
-            return ""  # or it is of a layout that the ranks may return to, and has been compared
+            return "", ""  # or it is of a layout that the ranks may return to, and has been compared
         from shardwise.elastic.corrupt_rank import changed_at_rest  # only plans that verify need it
 
         return changed_at_rest(sharded.parts.verification, self.survival, self.iterations.num_steps)
 
     def _require_own_bits(self, told: Sequence[Report]) -> None:
-        """Leave, if this rank's state has changed, and that of most others has not."""
-        mine = self._told_changed
+        """Leave, if this rank's state has changed, and that of most others has not; or a copy, without which it has no
+        state in common with them."""
+        label = min(one.label for one in told)
+        in_common = set.intersection(*(set(one.versions.get(label, ())) for one in told))
+        mine = self._told_changed or ("" if in_common else self._lost_copy)
         if mine and not _is_of_code(told):
             from shardwise.elastic.corrupt_rank import leave
 
