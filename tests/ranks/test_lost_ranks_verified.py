@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import World
+from shardwise.elastic.recovery import Recovery
+from shardwise.elastic.regroup_reports import Report
 from shardwise.errors import CorruptionError, LostStateError, StateError
 from shardwise.testing import plant
 from tests.ranks.lost_groups import DiesBefore
@@ -152,6 +155,31 @@ def test_a_bit_flips_in_what_a_lost_rank_has_left(in_live: bool, name: str, host
     else:
         with pytest.raises(LostStateError, match="no whole state is left"):
             race(plan, flips_and_dies, tmp_path, hosts=hosts)
+
+
+@pytest.mark.parametrize(("others", "leaves"), [([[3], [3, 4]], True), ([[3, 4], [3, 4]], False)])
+def test_a_rank_leaves_if_a_copy_with_wrong_bits_was_all_that_it_had_in_common(
+    others: list[list[int]], leaves: bool
+) -> None:
+    """It has made the update that others have not made, so that its copy of the step before is gone. In a race of ranks
+    this happened once in some thirty."""
+    told = [Report(4, 4, {}, 0, {0: versions}, [], 1, "", None) for versions in ([4], *others)]
+    torn: list[int] = []
+    survival = SimpleNamespace(image=SimpleNamespace(tear=lambda: torn.append(0)))
+    progress = SimpleNamespace(progress=SimpleNamespace(num_steps=3))
+    rank: Any = SimpleNamespace(
+        _told_changed="",
+        _lost_copy="parameter d.weight",
+        survival=survival,
+        _sharded=progress,
+        world=SimpleNamespace(rank=0),
+    )
+    if leaves:
+        with pytest.raises(CorruptionError, match=r"Rank 0 has wrong bits: parameter d\.weight"):
+            Recovery._require_own_bits(rank, told)
+    else:
+        Recovery._require_own_bits(rank, told)
+    assert len(torn) == leaves
 
 
 def test_the_last_rank_goes_on_without_anybody_to_compute_again(tmp_path: Path) -> None:
