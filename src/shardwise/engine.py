@@ -869,9 +869,8 @@ class Engine:
         """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
 
         With `write`, all ranks take over the edits of rank `writer` on leaving, except where `set` has no effect
-        either. All ranks enter and leave. Raises
-        `ModelError` for an unknown name, and for parameters that `tp` or `ep` split; `StateError` if there is no rank
-        `writer`.
+        either. All ranks enter and leave. Raises `ModelError` for an unknown name, and for parameters that `tp` or `ep`
+        split; `StateError` if there is no rank `writer`.
         """
         self._require_open()
         if writer not in range(self.world.size):

@@ -13,7 +13,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.elastic.stage_buffers import RanksBuffers, StageBuffers
-from shardwise.elastic.survival import ImagePlace, Survival
+from shardwise.elastic.state_image import ImagePlace
+from shardwise.elastic.survival import Survival
 from tests import inside
 from tests.ranks.lost_groups import PRESETS, WITH_BUFFERS, DiesBefore, Experts, race
 from tests.ranks.test_buddies import HostDiesAt

@@ -16,8 +16,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import PostOffice, ThreadTransport, World
-from shardwise.elastic.state_image import TORN
-from shardwise.elastic.survival import NUMBERS, ImagePlace, Survival
+from shardwise.elastic.state_image import TORN, ImagePlace
+from shardwise.elastic.survival import NUMBERS, Survival
 from tests import inside
 from tests.ranks.test_lost_ranks import NUM_RANKS, NUM_STEPS, PLANS, ROWS, DiesAt, Net, adamw, batches, loss_of, race
 from tests.ranks.threads_as_members import run_members

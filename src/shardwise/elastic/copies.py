@@ -28,7 +28,7 @@ from shardwise.comm import Work, World
 from shardwise.comm.transport.side_channel import SideChannel
 from shardwise.comm.work import Pending
 from shardwise.elastic.image_space import HOW_TO_ENLARGE
-from shardwise.elastic.state_image import TORN, Directory, Image
+from shardwise.elastic.state_image import TORN, Directory, Image, ImagePlace
 from shardwise.errors import StateError
 from shardwise.memory import DiskMemory
 from shardwise.program.buddies import Keepers
@@ -100,13 +100,11 @@ def _portions_of(num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class KeptCopies:
-    """The copies that this rank keeps of one other rank's state. What that has on a disk is copied to `disk`. One of at
-    most `waiting_bytes` that finds no space in the `folder` waits in other memory: see [Note: twice the images] in
-    `image_space.py`."""
+    """The copies that this rank keeps of one other rank's state. What that has on a disk is copied to `disk`."""
 
-    def __init__(self, folder: Path | None, name: str, disk: DiskMemory | None, *, waiting_bytes: int = 0) -> None:
-        self._folder, self._name = folder, name
-        self._disk, self._waiting_bytes = disk, waiting_bytes
+    def __init__(self, place: ImagePlace, disk: DiskMemory | None) -> None:
+        self._place = place
+        self._disk = disk
         self._files: list[list[DiskFile]] = []
         self._former_files: list[list[DiskFile]] = []
         self._num_images = 0
@@ -135,7 +133,7 @@ class KeptCopies:
     @property
     def _path(self) -> Path | None:
         """Of the newest image."""
-        return self._folder / f"{self._name}-{self._num_images - 1}.image" if self._folder is not None else None
+        return self._place.path(self._num_images - 1)
 
     def _placed(self, directory: Directory) -> Image:
         try:
@@ -143,14 +141,14 @@ class KeptCopies:
         except OSError:
             if self._path is not None:
                 self._path.unlink(missing_ok=True)
-            if directory.num_bytes > self._waiting_bytes:
+            if directory.num_bytes > self._place.waiting_bytes:
                 raise
             return Image.create(None, directory)
 
     @property
     def waiting(self) -> list[Image]:
         """Those that wait for space: only this rank can read them."""
-        return [image for image in self.images if image.path is None and self._folder is not None]
+        return [image for image in self.images if image.path is None and self._place.folder is not None]
 
     def begin(self, num_bytes: int) -> Tensor:
         """Where to write `num_bytes`: over the older of the two copies."""
@@ -231,12 +229,12 @@ class Copies:
         waiting_bytes: int = 0,
     ) -> None:
         """`names` are the file names, by rank; without a `folder`, copies are in this process's own memory. What ranks
-        have on disks is copied to `disk`. `waiting_bytes`: see `KeptCopies`."""
+        have on disks is copied to `disk`. `waiting_bytes`: see `ImagePlace`."""
         self._channel = SideChannel(world.transport, world.everybody, world.journal)
         self._keepers = keepers
         self._keeper = keepers[world.rank]
         self.kept = {
-            rank: KeptCopies(folder, names[rank], disk, waiting_bytes=waiting_bytes)
+            rank: KeptCopies(ImagePlace(folder, names[rank], waiting_bytes), disk)
             for rank, one in enumerate(keepers)
             if one == world.rank
         }

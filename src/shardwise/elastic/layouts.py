@@ -26,8 +26,19 @@ from shardwise.comm import World
 from shardwise.elastic.copies import Copies, CopyMeter
 from shardwise.elastic.regroup_reports import IMAGES, Report
 from shardwise.elastic.stage_buffers import BEGUN, BEGUN_AT, COMMITTED, RanksBuffers, StageBuffers
-from shardwise.elastic.state_image import AT, BLOCK, PARAM, SUMS, TORN, Cell, Image, RestingCodes, first_changed
-from shardwise.elastic.survival import NUMBERS, ImagePlace, Survival
+from shardwise.elastic.state_image import (
+    AT,
+    BLOCK,
+    PARAM,
+    SUMS,
+    TORN,
+    Cell,
+    Image,
+    ImagePlace,
+    RestingCodes,
+    first_changed,
+)
+from shardwise.elastic.survival import NUMBERS, Survival
 from shardwise.errors import CommError, LostStateError, StateError
 from shardwise.memory import CodedRows, DiskMemory, DiskRows, Flat, torch_dtype
 from shardwise.optim.quantize import Coded

@@ -242,6 +242,21 @@ class Plot:
         (self._live if cell.is_live else self._other).append(cell)
 
 
+@dataclass(frozen=True)
+class ImagePlace:
+    """Where images of a rank's state lie, or copies of them: in files of `folder` that begin with `name`, by which
+    others look for them. Without a folder, in memory of this process: no other one reads them."""
+
+    folder: Path | None
+    name: str
+    waiting_bytes: int = 0
+    """An image of at most this size that finds no space in the folder waits in other memory: see [Note: twice the
+    images] in `image_space.py`."""
+
+    def path(self, number: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"{self.name}-{number}.image"
+
+
 class Image:
     """One mapped file, or without a path memory of this process alone."""
 

@@ -7,7 +7,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from shardwise.elastic.state_image import (
     TORN,
     Cell,
     Image,
+    ImagePlace,
     Plot,
     RestingCodes,
     RowsOnDisk,
@@ -48,25 +49,11 @@ _NUMBERS_GROWTH = 2
 """Their cell has this many times their present size."""
 
 
-@dataclass(frozen=True)
-class ImagePlace:
-    """Where a rank's images lie: in files of `folder` that begin with `name`, by which others look for them. Without a
-    folder, no other rank needs this rank's state, and its image serves only to undo a step."""
-
-    folder: Path | None
-    name: str
-    waiting_bytes: int = 0
-    """An image of at most this size that finds no space in the folder waits in other memory: see [Note: twice the
-    images] in `image_space.py`."""
-
-    def path(self, number: int) -> Path | None:
-        return None if self.folder is None else self.folder / f"{self.name}-{number}.image"
-
-
 class Survival:
     """The images of what one rank holds in one layout. `close()` it.
 
-    With `copies`, each step is also copied to another host. `is_lone`: another rank, with another part of the model,
+    Without a folder in `place`, no other rank needs this rank's state, and its image serves only to undo a step. With
+    `copies`, each step is also copied to another host. `is_lone`: another rank, with another part of the model,
     may be the one that reads it. `is_verified`: the image has checksums of the state, if they are known.
 
     [Note: a part that nobody else has] After a step, the shadow is copied behind the next one, at another pace on each
