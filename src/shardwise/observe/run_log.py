@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -310,10 +311,10 @@ class RunLog:
         self._tell_trackers(lambda tracker: tracker.log(entry.step, numbers))
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
-        """Those that cannot write are left out from now on."""
+        """Those that cannot write, for a full disk or a server that is gone, are left out from now on."""
         for tracker in list(self._trackers):
             self._trackers.remove(tracker)
-            with warns_if_unwritable(f"The log of the tracker {type(tracker).__name__}"):
+            with warns_if_unwritable(f"The log of the tracker {type(tracker).__name__}", Exception):
                 tell(tracker)
                 self._trackers.append(tracker)
 
@@ -413,7 +414,7 @@ class RunLog:
             return False
         note = membership.folder / RECORD_PATH
         is_known = note.exists()
-        note.write_text(str(path.resolve()))
+        note.write_bytes(os.fsencode(path.resolve()))
         return is_known
 
     # -- the end ------------------------------------------------------------------------------------------
