@@ -420,7 +420,7 @@ def test_a_tracker_whose_server_is_gone_is_left_out(
             engine.train_step(batch(step, 0), loss_fn=loss_of)
             engine.log({"loss": 1.0})
     (told,) = [one for one in caplog.messages if "tracker" in one]
-    assert told.startswith("The log of the tracker CSV cannot be written: no answer from https://metrics.example.")
+    assert told.startswith("The log of the tracker csv cannot be written: no answer from https://metrics.example.")
     assert [line["step"] for line in lines(tmp_path, "step")] == [1, 2]
 
 
