@@ -158,3 +158,13 @@ def some(names: Iterable[str], most: int = 5) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
+
+
+def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
+    """`rank 3`, `ranks 1 and 3`; of more than `most` `ranks 8 to 15`, or `ranks 1, 3, 4 and 40 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > most and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    *names, last = map(str, ranks)
+    return f"ranks {some([*names, last], most)}" if len(ranks) > most else f"ranks {', '.join(names)} and {last}"

@@ -61,6 +61,7 @@ WAYS: dict[str, tuple[Any, Any, bool]] = {
     ),
     "device map": (llama, lambda folder: transformers.AutoModel.from_pretrained(folder, device_map={"": "cpu"}), False),
     "pickle": (llama, lambda folder: transformers.AutoModelForCausalLM.from_pretrained(folder), False),
+    "pickle, new head": (bert, lambda folder: transformers.BertForTokenClassification.from_pretrained(folder), False),
 }
 
 
@@ -70,7 +71,7 @@ def built_twice(way: str) -> list[Any]:
     from shardwise.integrations.hf_zero3 import LIVE, take_over_models
 
     model, build, _ = WAYS[way]
-    folder = saved(model, in_parts=way != "pickle")
+    folder = saved(model, in_parts=not way.startswith("pickle"))
     config = Plugin()
     made = []
     for is_alive in (False, True):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import socket
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from shardwise.checkpoint.json_codec import decode, encode
 from shardwise.checkpoint.lock import LOCK, FolderLock
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.snapshot import Snapshot, staged
-from shardwise.checkpoint.write import Copying, live
+from shardwise.checkpoint.write import Copying, flush, live, write_text
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.plan.placement import Box, Span
 from shardwise.system.devices import RankDevice
@@ -251,3 +254,26 @@ def test_elements_that_are_not_there_are_missed(kind: str, box: Box | None, tmp_
         assert [read.span.numel for read in reader.reads(kind, "w", Span(0, there), box)] == [6][: there // 6]
         with pytest.raises(CheckpointError, match=f"has {there} of 8 elements of {kind} w that this rank"):
             reader.reads(kind, "w", Span(0, 8), box)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fails_when_it_is_flushed_is_told(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index of which the disk has lost the bytes would only be missed by whoever resumes."""
+    path = tmp_path / "index.json"
+    write_text(path, "before")
+    monkeypatch.setattr(os, "fsync", failing(number))
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        write_text(path, "after")
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["index.json"]
+    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))  # of a file system that cannot flush a folder
+    flush(tmp_path)
+
+
+def failing(number: int) -> Callable[[int], None]:
+    def fsync(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fsync

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from shardwise.comm.watch.diagnosis import (
     Circle,
+    GoneHost,
     Lateness,
     contradiction,
     departure,
@@ -170,6 +172,19 @@ def test_without_a_majority_all_ranks_are_at_fault() -> None:
     assert finding is not None
     assert finding.ranks == (0, 1)
     assert finding.text.startswith("Ranks 0 and 1 contradict each other")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (range(8, 12), "8, 9, 10 and 11"),
+        (range(8, 24), "8 to 23"),
+        (range(0, 32, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 8 more"),
+    ],
+)
+def test_ranks_of_a_large_host_are_all_counted(ranks: Sequence[int], words: str) -> None:
+    fault = disappearance(ranks[0], None, "Connection reset by peer.", status(0, [1]), GoneHost("node-2", tuple(ranks)))
+    assert fault.text.startswith(f"Ranks {words}, all that were on node-2, are gone")
 
 
 def test_two_collectives_of_one_library_function_are_told_apart() -> None:

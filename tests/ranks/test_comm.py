@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
 from shardwise import testing
-from shardwise.comm import Collectives, Group, Line, ThreadTransport, link_between
+from shardwise.comm import Collectives, Group, Line, PostOffice, ThreadTransport, link_between
 from shardwise.comm.small_messages import SHORT_MESSAGE_BYTES
 from shardwise.comm.transport import staging
 from shardwise.comm.transport.shm import neighbours
@@ -374,3 +374,18 @@ def test_who_looks_at_a_forward_sees_no_calls_of_collectives_in_it(shares_memory
         return seen.called
 
     assert [len(called) for called in testing.run_ranks(2, rank, shares_memory=shares_memory)] == [1, 1]
+
+
+def test_a_queue_of_threads_is_deleted_before_a_message_is_put_or_not_at_all() -> None:
+    """A receiver that has emptied it deletes it, perhaps while the sender has found it and copies its message."""
+    office = PostOffice()
+    route = (0, 1, 7)
+
+    class Sent:
+        def detach(self) -> Tensor:
+            office.drop(route)
+            return torch.ones(1)
+
+    sent: Any = Sent()
+    ThreadTransport(office, 0).send(sent, 1, 7)
+    assert office.box(route).qsize() == 1

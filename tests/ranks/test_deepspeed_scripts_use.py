@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from shardwise.integrations.deepspeed import (
     zero,
 )
 from shardwise.integrations.deepspeed.stored import get_fp32_state_dict_from_zero_checkpoint
+from shardwise.observe.trackers import CSV
 from shardwise.testing import run_ranks
 from tests.models import VOCAB, Transformer
 from tests.thorough import sampled
@@ -464,6 +466,24 @@ def test_monitors_without_an_engine(tmp_path: Path) -> None:
     master.close()
     assert (tmp_path / "own" / "metrics.csv").read_text().count("\n") == 3
     assert not monitor.MonitorMaster(monitor.get_monitor_config({})).enabled
+
+
+def test_a_monitor_whose_disk_is_full_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CSV, "log", refuse)
+    config = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "own"}}
+    master = monitor.MonitorMaster(monitor.get_monitor_config(config))
+    for samples in (1, 2):
+        master.write_events([("loss", 2.0, samples)])
+    master.close()
+    (told,) = caplog.messages
+    assert (
+        told == "The log of the tracker csv cannot be written: No space left on device. Training continues without it."
+    )
 
 
 def test_small_functions(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -47,8 +47,10 @@ def on_ranks(model: nn.Module, samples: dict[str, Tensor], plan: dict[str, Any],
             share, shares = engine.data_ranks
             cuts = [0, 1] if shares == 2 else []  # the first has one row, the second all others
             parts = {name: one.tensor_split(cuts[1:])[share] for name, one in samples.items()}
+            frozen = next(iter(mine.children())).eval()  # as batch norms of a pretrained part are
             found = engine.mismatch(parts, rows=2, **more)
             assert mine.training
+            assert not frozen.training
             return found
 
     return run_ranks(num_ranks, rank)

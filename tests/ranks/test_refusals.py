@@ -20,7 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from twins import batches, work_on_ranks
 
 import shardwise as sw
-from shardwise.errors import ConfigError, FaultError, ModelError, PlacementError, StateError
+from shardwise.comm.transport.gloo import GlooTransport
+from shardwise.errors import CommError, ConfigError, FaultError, ModelError, PlacementError, StateError
 from shardwise.plan.comm_hooks import instead_of_hook, name_of, settings_of
 from shardwise.plan.load import load_plan
 from shardwise.testing import run_ranks
@@ -413,6 +414,22 @@ def test_rank_0_does_not_need_to_reach_itself_at_its_address() -> None:
             assert (world.rank, world.size) == (0, 1)
         with pytest.raises(FaultError, match=f"Rank 1 of 2 never came to {address}:0"):
             sw.World.join(0.2, environment={**place, "WORLD_SIZE": "2"})
+
+
+def test_a_join_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: the next one must not take the process group that is left for one of the script's."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+
+    def refuse(*_: object) -> None:
+        raise CommError("A rank is gone.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GlooTransport, "watch_peers", refuse)
+        with pytest.raises(CommError, match="gone"):
+            sw.World.join(environment=place)
+    assert not torch.distributed.is_initialized()
+    with sw.World.join(environment=place) as world:
+        assert world.mean(2.0) == 2.0
 
 
 def test_a_rank_that_fails_releases_the_others() -> None:

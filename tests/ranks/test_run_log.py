@@ -20,6 +20,7 @@ from shardwise.observe import Record, read_record
 from shardwise.observe.html_report import html_report
 from shardwise.observe.run_notes import read_notes
 from shardwise.observe.run_view import read_run
+from shardwise.observe.trackers import CSV
 from shardwise.testing import run_ranks
 from tests.patience import wait_until
 
@@ -390,6 +391,37 @@ def test_a_profile_of_two_steps_names_units_and_actions(
     assert len(spans) == 2 * len({event["name"] for event in spans}) > 0
     ends = [event for event in ours if event["name"].startswith("backward ") and event["ph"] == "e"]
     assert spans[0]["ts"] <= kernels[0]["ts"] <= ends[-1]["ts"]  # on one clock
+
+
+def test_steps_are_trained_where_their_profile_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model,) = models(1)
+    (tmp_path / "profile").write_text("a file, where the folder of the profile should be")
+    with engine_of(model, sw.World.join(environment={}), tmp_path, profile={"steps": [1, 1]}) as engine:
+        for step in range(1, 3):
+            engine.train_step(batch(step, 0), loss_fn=loss_of)
+        assert engine.num_steps == 2
+    assert "rank-0-steps-1-1.json cannot be written: File exists. Training continues without it." in caplog.text
+
+
+def test_a_tracker_whose_server_is_gone_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Libraries of trackers raise errors of their own, such as MLflow's `MlflowException`."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no answer from https://metrics.example")
+
+    monkeypatch.setattr(CSV, "log", refuse)
+    (model,) = models(1)
+    with engine_of(model, sw.World.join(environment={}), tmp_path, trackers=["jsonl", "csv"]) as engine:
+        for step in range(1, 3):
+            engine.train_step(batch(step, 0), loss_fn=loss_of)
+            engine.log({"loss": 1.0})
+    (told,) = [one for one in caplog.messages if "tracker" in one]
+    assert told.startswith("The log of the tracker csv cannot be written: no answer from https://metrics.example.")
+    assert [line["step"] for line in lines(tmp_path, "step")] == [1, 2]
 
 
 def test_an_earlier_run_in_the_same_folder_is_kept_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -121,6 +122,19 @@ def test_what_is_no_server_of_ours_is_said(tmp_path: Path) -> None:
         SglangServer(address).version()
     with pytest.raises(CheckpointError, match="does not answer"):
         SglangServer(address, timeout_seconds=1.0)(Published(1, tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ending = threading.Thread(target=_end_in_an_answer, args=(listener,))
+        ending.start()
+        with pytest.raises(CheckpointError, match=r"does not answer: IncompleteRead\(2 bytes read, 98 more expected\)"):
+            SglangServer(f"http://127.0.0.1:{listener.getsockname()[1]}").version()
+        ending.join()
+
+
+def _end_in_an_answer(listener: socket.socket) -> None:
+    """As a server that is killed."""
+    with listener.accept()[0] as connection:
+        connection.recv(2**16)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}")
 
 
 def test_an_older_vllm_starts_with_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

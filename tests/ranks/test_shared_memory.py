@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
+import json
 import mmap
 import os
 import struct
@@ -24,7 +26,7 @@ from shardwise.comm.transport.shm.arena import Arena
 from shardwise.comm.transport.shm.buffers import MappedBuffers
 from shardwise.comm.transport.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.transport.shm.offers import NUM_OFFERS, TO_ALL, OfferTable, offer_table_bytes
-from shardwise.errors import StateError
+from shardwise.errors import CommError, StateError
 from shardwise.testing import run_ranks
 from tests import inside
 from tests.models import Transformer
@@ -223,11 +225,12 @@ def test_nothing_stays_mapped(model: Transformer) -> None:
 
 
 def num_descriptors() -> int:
-    """Descriptors of our shared memory. Others in this process are other tests' threads' affair, and come and go."""
+    """Descriptors of our shared memory, and of processes that have it too. Others in this process are other tests'
+    threads' affair, and come and go."""
     found = 0
     for one in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of this loop, or closed meanwhile
-            found += "memfd:shardwise" in os.readlink(one)
+            found += any(kind in os.readlink(one) for kind in ("memfd:shardwise", "[pidfd]"))
     return found
 
 
@@ -339,6 +342,38 @@ def test_what_the_system_refuses_is_told_in_its_words() -> None:
         file.map(0, PAGE)
 
 
+@pytest.mark.parametrize("num_heard", [0, 1])
+def test_a_meeting_that_fails_leaves_nothing_open(num_heard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a rank dies while those of the next generation meet: the others do so again in the same process."""
+    heard: list[bytes] = []
+
+    def exchange(message: bytes) -> list[bytes]:
+        if len(heard) == num_heard:
+            raise CommError("A rank is gone.")
+        heard.append(message)
+        return [message, json.dumps({**json.loads(message), "pid": os.getppid()}).encode()]
+
+    monkeypatch.setattr(SharedFile, "attach", lambda _, number: SharedFile(os.dup(number)))
+    before = num_descriptors()
+    with pytest.raises(CommError, match="gone"):
+        neighbours.Neighbours.meet(0, exchange)
+    gc.collect()
+    assert num_descriptors() == before
+
+
+def test_a_file_that_cannot_be_long_enough_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -f` bounds it as any other."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    before = num_descriptors()
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(OSError, match="File too large"):
+        SharedFile.create()
+    assert num_descriptors() == before
+
+
 def test_of_a_neighbours_blocks_the_least_recently_used_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "_NUM_MAPPED", 2)
 
@@ -441,7 +476,7 @@ def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch)
     if not by_futex:
         monkeypatch.setattr(futex, "_FUTEX", None)
     file = SharedFile.create()
-    writer, reader = (futex.Futex(file.map(0, mmap.PAGESIZE), 0) for _ in range(2))
+    writer, reader = (futex.Futex(file.map(0, mmap.PAGESIZE)) for _ in range(2))
     seen = reader.value
     reader.wait_while(seen, 0.01)
     assert reader.value == seen  # it timed out

@@ -328,6 +328,27 @@ def test_verify_compares_the_first_forward_that_does_not_raise() -> None:
         work_on_ranks(2, work, plan, lambda: seeded(MixingBlock), None)
 
 
+class FrozenNorm(nn.Module):
+    """As of a pretrained part: it keeps its statistics while the rest trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(40, 8), nn.BatchNorm1d(8).eval()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(self.embed(batch).mean(1)))).square().mean()
+
+
+def test_verify_keeps_modules_in_evaluation() -> None:
+    plan = {
+        "preset": "ddp",
+        "mesh": {"tp": 2},
+        "tensor": {"plan": {"up": "column", "down": "row"}, "verify": True},
+    }
+    work_on_ranks(2, lambda engine: engine(tokens(0)).item(), plan, lambda: seeded(FrozenNorm), None)
+
+
 def _raise(*_: object) -> None:
     raise ArithmeticError
 

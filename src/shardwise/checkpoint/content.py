@@ -115,7 +115,7 @@ def content_of(
     optimizer: AdoptedOptimizer | None,
     place: int,
     *,
-    own_buffers: bool = False,
+    own_buffers: bool,
 ) -> Content:
     """The content of the rank at `place` of its data-parallel group.
 

@@ -151,7 +151,7 @@ def portions(read: Read, file: OpenFile, out: torch.Tensor | None) -> Iterator[P
 class Carrier:
     """Reads portions with `num_threads`."""
 
-    def __init__(self, num_threads: int = 1) -> None:
+    def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._memory = _Memory()
 

@@ -183,11 +183,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush to the disk, so that a power cut cannot leave a name without its bytes."""
+    """Flush to the disk, so that a power cut cannot leave a name without its bytes.
+
+    Raises `OSError` if the disk fails or is full, which many file systems only say here. Some cannot flush a folder,
+    and need not.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot flush a folder, and need not
-            os.fsync(handle)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno in (errno.EIO, *_NO_SPACE):
+            raise
     finally:
         os.close(handle)
 

@@ -215,14 +215,19 @@ class World:
             opened.transport,
             device=opened.device,
             watched=Watched.by(board, timeout_seconds, patience_seconds),
-            host=Host(process.local_size, shares_memory=shares),
+            host=Host(process.local_size),
         )
-        opened.transport.watch_peers(world.rank, partial(world.exchange, subject="connections"))
-        if by_mpi:
-            from shardwise.comm.transport.mpi.ending import take_time_to_say_why
+        world._own_groups(opened, owns=owns)
+        try:
+            if by_mpi:
+                from shardwise.comm.transport.mpi.ending import take_time_to_say_why
 
-            take_time_to_say_why(world.journal)
-        world._take_over(opened, timeout_seconds, owns=owns)
+                take_time_to_say_why(world.journal)
+            world._meet(opened, shares_memory=shares)
+            world._take_over(opened, timeout_seconds, owns=owns)
+        except BaseException as error:  # another try, as in a notebook, must not find what is left of this one
+            world.close(error)
+            raise
         return world
 
     def belong(
@@ -240,16 +245,24 @@ class World:
 
     def finish_joining(self, opened: Opened, timeout_seconds: float, *, shares_memory: bool) -> None:
         """Run the first exchanges, after which a fault can interrupt ranks. All ranks call; raises as sending does."""
+        self._meet(opened, shares_memory=shares_memory)
+        self._own_groups(opened, owns=True)
+        self._take_over(opened, timeout_seconds, owns=True)
+
+    def _meet(self, opened: Opened, *, shares_memory: bool) -> None:
+        """Find the other ranks of this host, and prepare to detect the end of any. All ranks call."""
         if shares_memory:
             self._share_memory(opened.transport)
         opened.transport.watch_peers(self.rank, partial(self.exchange, subject="connections"))
-        self._take_over(opened, timeout_seconds, owns=True)
 
-    def _take_over(self, opened: Opened, timeout_seconds: float, *, owns: bool) -> None:
-        """Take ownership, until `close`, of what was opened. All ranks call."""
+    def _own_groups(self, opened: Opened, *, owns: bool) -> None:
+        """Take ownership, until `close`, of the process groups that were opened."""
         self._process_groups = [None] if owns else []
         if opened.beside is not None:
             self._process_groups.append(opened.beside)
+
+    def _take_over(self, opened: Opened, timeout_seconds: float, *, owns: bool) -> None:
+        """Agree on devices, and send from them. All ranks call."""
         self._why_cpu = opened.why_cpu
         if not owns:
             self._agree_on_devices()

@@ -39,9 +39,9 @@ from shardwise.integrations.model_patches import (
     refuse_comm_hook,
     refuse_no_sync,
     refuse_other_engines,
+    remove_patches,
     synchronize_generation,
     take_over,
-    unpatch_zero_grad,
 )
 from shardwise.integrations.plans import (
     PlanLike,
@@ -516,9 +516,9 @@ class Accelerator(BatchSharingAccelerator):
         as `log` otherwise.
         """
         super().log(values, step, {} if log_kwargs is None else log_kwargs)
-        logging = self._coordination.logging
-        if logging is not None and not self.keeps_engines and logging.engine.world.rank == 0:
-            logging.add(values)
+        record = self._coordination.logging
+        if record is not None and not self.keeps_engines and record.engine.world.rank == 0:
+            record.add(values)
 
     # -- the end ----------------------------------------------------------------------------------------
 
@@ -530,7 +530,7 @@ class Accelerator(BatchSharingAccelerator):
             self._release(model)
 
     def _release(self, model: nn.Module) -> None:
-        unpatch_zero_grad(model)
+        remove_patches(model)
         self._coordination.unregister(model)
         self._engines.pop(model).close()
         self._dtypes.pop(model, None)
@@ -538,7 +538,7 @@ class Accelerator(BatchSharingAccelerator):
 
     def _release_references(self) -> None:
         for model in list(self._references):
-            unpatch_zero_grad(model)
+            remove_patches(model)
             self._references.pop(model).close()
 
     def free_memory(self, *objects: Any) -> Any:

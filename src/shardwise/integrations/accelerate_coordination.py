@@ -33,6 +33,7 @@ class Coordination:
 
     def __init__(self, engines: dict[nn.Module, sw.Engine]) -> None:
         self._engines = engines
+        self._patched: dict[nn.Module, ExitStack] = {}
         self._whole = ExitStack()
         self._may_read = False
         self.placeholder: dict[str, torch.Tensor] = {}
@@ -66,11 +67,12 @@ class Coordination:
 
     def register(self, model: nn.Module, *, main_process_reads_alone: bool, records: bool) -> None:
         """Register a model with an engine. The first one that `records` also receives logged values."""
+        engine, patched = self._engines[model], self._patched.setdefault(model, ExitStack())
         if records and self.logging is None:
-            self.logging = DeferredLogging(self._engines[model])
-            before_calls(model, self._engines[model], self._log_before_training)
+            self.logging = DeferredLogging(engine)
+            patched.callback(before_calls(model, engine, self._log_before_training))
         if main_process_reads_alone:
-            before_calls(model, self._engines[model], self._release_before_training)
+            patched.callback(before_calls(model, engine, self._release_before_training))
 
     def _log_before_training(self) -> None:
         logging = self.logging
@@ -108,6 +110,7 @@ class Coordination:
 
     def unregister(self, model: nn.Module) -> None:
         """Called before the engine of `model` is closed."""
+        self._patched.pop(model).close()
         if self.logging is not None and self.logging.engine is self._engines[model]:
             self.logging = None
 

@@ -125,6 +125,9 @@ class _ModelPatches:
             self._models._load_pretrained_model = staticmethod(functools.partial(self._loaded, building, drawn))
             try:
                 yield
+            except _NeedsWholeLoadingError:
+                torch.set_rng_state(drawn)  # it is built anew, with the random numbers of a model built only once
+                raise
             finally:
                 self.is_building = False
                 self._models.get_init_context = classmethod(self._contexts)

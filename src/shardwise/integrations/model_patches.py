@@ -103,15 +103,14 @@ def patch_zero_grad(model: nn.Module, engine: sw.Engine, hand_over: Callable[[],
     model.__dict__[_ZERO_GRAD] = zero_grad
 
 
-def before_calls(model: nn.Module, engine: sw.Engine, act: Callable[[], None]) -> None:
-    """Call `act`, which may be collective, before each call of `model`, which `engine` trains.
+def before_calls(model: nn.Module, engine: sw.Engine, act: Callable[[], None]) -> Callable[[], None]:
+    """Call `act`, which may be collective, before each call of `model`, which `engine` trains. Returns what ends that.
 
     In pipeline stages a call makes further ones of the same module, part by part, and ranks make these at different
     times; so it is not a hook there.
     """
     if not has_stages(engine.plan):
-        model.register_forward_pre_hook(hook(lambda *_: act()), prepend=True)
-        return
+        return model.register_forward_pre_hook(hook(lambda *_: act()), prepend=True).remove
     call, depth = vars(model)[_CALL], 0
 
     def acting(*args: Any, **kwargs: Any) -> Any:
@@ -124,8 +123,13 @@ def before_calls(model: nn.Module, engine: sw.Engine, act: Callable[[], None]) -
         finally:
             depth -= 1
 
+    def end() -> None:
+        if vars(model).get(_CALL) is acting:  # else the engine has been closed, and has removed it
+            model.__dict__[_CALL] = call
+
     acting.compiles_nothing = True  # type: ignore[attr-defined]  # as what it calls
     model.__dict__[_CALL] = acting
+    return end
 
 
 def is_prepared(model: nn.Module) -> bool:
@@ -188,7 +192,10 @@ def refuse_no_sync(model: nn.Module) -> None:
         model.__dict__[_NO_SYNC] = no_sync
 
 
-def unpatch_zero_grad(model: nn.Module) -> None:
-    """Undo `patch_zero_grad` and `refuse_no_sync`."""
+def remove_patches(model: nn.Module) -> None:
+    """Undo `patch_zero_grad`, `refuse_no_sync` and `synchronize_generation`, for a plain model may generate on one
+    rank."""
     for name in (_ZERO_GRAD, _NO_SYNC):
         model.__dict__.pop(name, None)
+    for module in model.modules():
+        module.__dict__.pop(_FSDP_MARK, None)

@@ -109,9 +109,8 @@ def resume(engine: sw.Engine) -> dict[str, Any] | None:
     Collective. The checkpoint may have been written by any number of workers, under any plan.
     """
     checkpoint = ray.train.get_checkpoint()
-    paths = [None if checkpoint is None else str(checkpoint.path)]
-    messages = engine.world.exchange(json.dumps(paths[0]).encode(), "checkpoint")
-    path = json.loads(messages[0])
+    own = None if checkpoint is None else str(checkpoint.path)
+    path = json.loads(engine.world.exchange(json.dumps(own).encode(), "checkpoint")[0])
     if path is None:
         return None
     found = engine.resume(Path(path) / STATE_FOLDER)

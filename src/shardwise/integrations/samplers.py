@@ -11,6 +11,7 @@ own server was run on CPUs (`tests/extras/test_vllm_server.py`), SGLang's never.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -56,7 +57,7 @@ class _Http:
             said = error.read().decode(errors="replace")[:_QUOTED_CHARS]
             hint = " vLLM has this route only with VLLM_SERVER_DEV_MODE=1." if error.code == 404 else ""
             raise CheckpointError(f"{self.url}{route} answers {error.code}: {said}.{hint}") from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:  # the latter if it ends in the middle of an answer
             raise CheckpointError(f"{self.url}{route} does not answer: {error}") from error
         try:
             told = json.loads(content or b"{}")
@@ -135,9 +136,8 @@ class VllmServer:
         post("/finish_weight_update", {"weight_version": str(found.version)})
         has_emptied = post("/reset_prefix_cache", {}).get("success") is not False
         post("/resume", {})
-        if (
-            not has_emptied and self._pause != "keep"
-        ):  # frozen requests keep their entries, and no others should be left
+        # frozen requests keep their entries, and no others should be left
+        if not has_emptied and self._pause != "keep":
             raise CheckpointError(
                 f"{self._http.url} still has prefixes in its cache that older weights have computed, and answers from "
                 f"them. Empty the cache when no request is running: POST {self._http.url}/reset_prefix_cache."

@@ -99,34 +99,29 @@ class Takeover(importlib.abc.MetaPathFinder):
     def _patch_lightning(self, module: Any) -> None:
         from shardwise.integrations.lightning import ShardwiseStrategy
 
-        self._replace_lightning_trainer(module, ShardwiseStrategy)
+        self._replace(module, "Trainer", ShardwiseStrategy)
 
     def _patch_pytorch_lightning(self, module: Any) -> None:
         from shardwise.integrations.pytorch_lightning import ShardwiseStrategy
 
-        self._replace_lightning_trainer(module, ShardwiseStrategy)
+        self._replace(module, "Trainer", ShardwiseStrategy)
 
     def _patch_fabric(self, module: Any) -> None:
         from shardwise.integrations.fabric import ShardwiseStrategy
 
-        self._replace_fabric(module, ShardwiseStrategy)
+        self._replace(module, "Fabric", ShardwiseStrategy)
 
     def _patch_lightning_fabric(self, module: Any) -> None:
         from shardwise.integrations.lightning_fabric import ShardwiseStrategy
 
-        self._replace_fabric(module, ShardwiseStrategy)
+        self._replace(module, "Fabric", ShardwiseStrategy)
 
-    def _replace_fabric(self, module: Any, strategy_class: Any) -> None:
-        from shardwise.integrations.lightning_parts import fabric_over
-
-        strategy_class.default_plan = self.plan
-        module.Fabric = fabric_over(module.Fabric, strategy_class)
-
-    def _replace_lightning_trainer(self, module: Any, strategy_class: Any) -> None:
+    def _replace(self, module: Any, name: str, strategy_class: Any) -> None:
+        """Lightning's class `name`, by one that takes our strategy in the place of others."""
         from shardwise.integrations.lightning_parts import trainer_over
 
         strategy_class.default_plan = self.plan
-        module.Trainer = trainer_over(module.Trainer, strategy_class)
+        setattr(module, name, trainer_over(getattr(module, name), strategy_class))
 
 
 def _patch_arguments(module: Any) -> None:

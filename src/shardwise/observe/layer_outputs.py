@@ -19,6 +19,7 @@ from torch import nn
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.parallel.pipeline.placeholder_modules import PlaceholderModule
 from shardwise.runtime.nested import tensors_in
+from shardwise.system.module_modes import in_evaluation
 from shardwise.system.own_hooks import hook
 
 Tensor = torch.Tensor
@@ -68,14 +69,10 @@ def layer_outputs(
             )
     modules = modules_of(model, names)
     found: dict[str, list[Tensor]] = {name: [] for name in names}
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), watched(modules, lambda name, output: found[name].append(output.cpu())):
-            for first in range(0, len(input_ids), rows):
-                call(model, input_ids, attention_mask, slice(first, first + rows))
-    finally:
-        model.train(was_training)
+    take: Take = lambda name, output: found[name].append(output.cpu())  # noqa: E731
+    with in_evaluation(model), torch.no_grad(), watched(modules, take):
+        for first in range(0, len(input_ids), rows):
+            call(model, input_ids, attention_mask, slice(first, first + rows))
     outputs = {name: torch.cat(found[name]) if found[name] else torch.empty(0, device="cpu") for name in names}
     for name, output in outputs.items():
         if not is_hidden(output, input_ids):

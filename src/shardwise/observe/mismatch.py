@@ -29,6 +29,7 @@ from shardwise.observe.layer_outputs import (
     parting,
     watched,
 )
+from shardwise.system.module_modes import in_evaluation
 
 Tensor = torch.Tensor
 _MOST = 80.0
@@ -137,11 +138,9 @@ def totals_of(
     `num_calls` times, with one token where no samples are left: experts of this rank compute for others."""
     tokens, mask = samples["input_ids"], samples.get("attention_mask")
     comparison = Comparison(layers, mask)
-    was_training = model.training
-    model.eval()
     totals = Totals(layers=comparison.sums)
-    try:
-        with torch.no_grad(), watched(modules_of(model, list(layers)), comparison.add):
+    with in_evaluation(model), torch.no_grad():
+        with watched(modules_of(model, list(layers)), comparison.add):
             for first in range(0, len(tokens), sampling.rows):
                 some = slice(first, first + sampling.rows)
                 comparison.begin_call(first)
@@ -152,11 +151,8 @@ def totals_of(
                 counted = samples["counted"][some].bool().clone()
                 counted[:, :1] = False  # nothing predicts the first
                 totals.add(trainer, samples["log_probs"][some], counted, first)
-        with torch.no_grad():
-            for _ in range(-(-len(tokens) // sampling.rows), num_calls):
-                model(input_ids=tokens.new_zeros(1, 1))
-    finally:
-        model.train(was_training)
+        for _ in range(-(-len(tokens) // sampling.rows), num_calls):
+            model(input_ids=tokens.new_zeros(1, 1))
     totals.problem = comparison.problem
     return totals
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.observe.record import warns_if_unwritable
 from shardwise.plan import Profile, load_plan
 from shardwise.system.named_folder import folder_of
-from shardwise.system.telemetry import Timeline, write_trace
+from shardwise.system.telemetry import Timeline, trace_of
 
 VARIABLE = "SHARDWISE_PROFILE"
 """`10:12` or `10:12:FOLDER`, as `shardwise launch --profile` sets it; takes precedence over the plan."""
@@ -84,30 +85,37 @@ class ProfileWindow:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type != "cpu" and hasattr(torch.profiler.ProfilerActivity, self._device.type.upper()):
             kinds.append(getattr(torch.profiler.ProfilerActivity, self._device.type.upper()))
-        if self._memory is not None:
-            self._memory._record_memory_history(max_entries=MAX_SNAPSHOT_ENTRIES)
-        assert self._timeline is not None
-        self._owns_timeline = not self._timeline.is_on
-        if self._owns_timeline:
-            self._timeline.start()
-        self._began_after = num_steps
-        self._profiler = torch.profiler.profile(activities=kinds, acc_events=True)
-        self._profiler.start()
+        self._is_done = True  # unless it begins
+        with warns_if_unwritable(f"The profile of rank {self._rank}", Exception):
+            profiler = torch.profiler.profile(activities=kinds, acc_events=True)
+            profiler.start()
+            self._profiler, self._is_done, self._began_after = profiler, False, num_steps
+            if self._memory is not None:
+                self._memory._record_memory_history(max_entries=MAX_SNAPSHOT_ENTRIES)
+            assert self._timeline is not None
+            self._owns_timeline = not self._timeline.is_on
+            if self._owns_timeline:
+                self._timeline.start()
 
     def _finish(self, num_steps: int) -> None:
+        """Stop, and write the files; where that is impossible, steps are trained all the same."""
         assert self._profiler is not None
         assert self._timeline is not None
         profiler, self._profiler, self._is_done = self._profiler, None, True
-        profiler.stop()
         events = list(self._timeline.stop() if self._owns_timeline else self._timeline.events)
-        self._folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{self._rank}-steps-{self._began_after + 1}-{max(num_steps, self._began_after + 1)}"
         path = self._folder / f"{name}.json"
-        profiler.export_chrome_trace(str(path))
-        _add_events(path, events, self._rank)
-        if self._memory is not None:
-            self._memory._dump_snapshot(str(self._folder / f"{name}-memory.pickle"))
-            self._memory._record_memory_history(enabled=None)
+        try:
+            with warns_if_unwritable(path, Exception):
+                profiler.stop()
+                self._folder.mkdir(parents=True, exist_ok=True)
+                profiler.export_chrome_trace(str(path))
+                _add_events(path, events, self._rank)
+                if self._memory is not None:
+                    self._memory._dump_snapshot(str(self._folder / f"{name}-memory.pickle"))
+        finally:
+            if self._memory is not None:
+                self._memory._record_memory_history(enabled=None)
 
 
 def _recorder(device: torch.device) -> Any:
@@ -123,14 +131,11 @@ def _add_events(path: Path, events: list[dict[str, Any]], rank: int) -> None:
 
     Torch's microseconds count from a base that the file gives in nanoseconds; ours are of the wall clock.
     """
-    trace = json.loads(path.read_text())
+    trace = json.loads(path.read_text(encoding="utf-8"))
     base_us = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
     shifted = [{**event, "ts": event["ts"] - base_us} for event in events]
-    ours = path.with_suffix(".units")
-    write_trace(ours, [shifted])
-    for event in json.loads(ours.read_text())["traceEvents"]:
+    for event in trace_of([shifted]):
         if event["name"] == "process_name":
             event["args"] = {"name": f"shardwise, rank {rank}"}
         trace["traceEvents"].append({**event, "pid": f"shardwise {rank}"})
-    ours.unlink()
-    path.write_text(json.dumps(trace))
+    path.write_text(json.dumps(trace), encoding="utf-8")

@@ -57,12 +57,14 @@ class Record:
 
 
 @contextlib.contextmanager
-def warns_if_unwritable(what: object) -> Iterator[None]:
-    """Inside `with`, an `OSError` becomes a warning: a run must not end because a disk for its records is full."""
+def warns_if_unwritable(what: object, errors: type[Exception] = OSError) -> Iterator[None]:
+    """Inside `with`, an `OSError` becomes a warning: a run must not end because a disk for its records is full. With
+    `Exception` any error does, where a library writes that has errors of its own."""
     try:
         yield
-    except OSError as error:
-        _LOG.warning("%s cannot be written: %s. Training continues without it.", what, error.strerror or error)
+    except errors as error:
+        reason = getattr(error, "strerror", None) or error
+        _LOG.warning("%s cannot be written: %s. Training continues without it.", what, reason)
 
 
 class RunRecord:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from shardwise.observe.run_notes import Notes, in_words
 from shardwise.observe.run_timeline import TIMELINE_STEP, StepTimeline
 from shardwise.observe.slowness import SlowWindow
 from shardwise.observe.stragglers import LapOfRanks, StragglerWindow
-from shardwise.observe.trackers import Tracker, check_trackers, open_tracker
+from shardwise.observe.trackers import Tracker, check_trackers, each_while_it_can, open_tracker
 from shardwise.observe.unusual import Unusual
 from shardwise.plan import Plan
 from shardwise.sharded.engine_report import MemoryReport, measured_anew, memory_of
@@ -307,15 +308,7 @@ class RunLog:
             self._record.write(entry.kind, step=entry.step, **line)
         prefix = "" if entry.kind == "step" else f"{entry.kind}/"
         numbers = {f"{prefix}{name}": value for name, value in line.items() if value is not None and name != "time"}
-        self._tell_trackers(lambda tracker: tracker.log(entry.step, numbers))
-
-    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
-        """Those that cannot write are left out from now on."""
-        for tracker in list(self._trackers):
-            self._trackers.remove(tracker)
-            with warns_if_unwritable(f"The log of the tracker {type(tracker).__name__}"):
-                tell(tracker)
-                self._trackers.append(tracker)
+        each_while_it_can(self._trackers, lambda tracker: tracker.log(entry.step, numbers))
 
     def _write_ranks(self, messages: list[RankMessage], step: int) -> None:
         self._totals.add(messages, max(1, step - self._last_step))
@@ -386,7 +379,7 @@ class RunLog:
         if is_new and self._earlier is not None:
             with warns_if_unwritable(self._earlier.folder):
                 self._earlier.set_aside()
-        self._tell_trackers(lambda tracker: tracker.begin(after))
+        each_while_it_can(self._trackers, lambda tracker: tracker.begin(after))
         if path is not None:
             with warns_if_unwritable(path):
                 self._open_record(path, sharded, after, is_new=is_new)
@@ -413,7 +406,7 @@ class RunLog:
             return False
         note = membership.folder / RECORD_PATH
         is_known = note.exists()
-        note.write_text(str(path.resolve()))
+        note.write_bytes(os.fsencode(path.resolve()))
         return is_known
 
     # -- the end ------------------------------------------------------------------------------------------
@@ -455,7 +448,7 @@ class RunLog:
             outcome = {"status": "ended"} if error is None else {"status": "failed", "error": in_words(error)}
             self._record.write("end", step=self._last_step, time=time.time(), **outcome)
             self._record.close()
-        self._tell_trackers(lambda tracker: tracker.close(failed=error is not None))
+        each_while_it_can(self._trackers, lambda tracker: tracker.close(failed=error is not None))
 
 
 class _Bytes:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import some
+from shardwise.errors import ranks_in_words
 from shardwise.fit.replay import Replay, Seconds
 from shardwise.plan.mesh import STAGE_AXIS
 from shardwise.program.places import SPANS
@@ -41,7 +41,6 @@ LEAST_T = 5.0
 long run compares all of them, so that 3.0 (4 in 1000) would name one every few hours."""
 MOST_ALONE = 8
 """How many ranks, those that are latest, are replayed one by one."""
-MOST_NAMED = 8
 NUM_SKIPPED = 3
 """The first steps record and compile."""
 _OF_ALL_STAGES = (LOADER, BETWEEN)
@@ -86,13 +85,8 @@ class Straggler:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    if len(ranks) > MOST_NAMED:
-        return f"ranks {some(map(str, ranks), MOST_NAMED)}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    is_row = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1  # the usual case: a stage, or a line
+    return f"ranks {ranks[0]} to {ranks[-1]}" if is_row else ranks_in_words(ranks)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.observe.record import warns_if_unwritable
 from shardwise.observe.run_files import TABLE
 from shardwise.system.safe_files import regular_descriptor
 
@@ -42,6 +43,11 @@ _START_OPTIONS = ("api_key", "workspace", "project", "experiment_key", "mode", "
 
 class Tracker(Protocol):
     """Receives numbers by name, step by step. `close` may be called twice."""
+
+    @property
+    def name(self) -> str:
+        """As plans have it."""
+        return type(self).__name__.lower()
 
     def begin(self, step: int) -> None:
         """Announce that later logs come after `step`: 0 in a new run, else the step at which a run resumes."""
@@ -84,6 +90,16 @@ def open_tracker(name: str, folder: Path, config: Mapping[str, Any], options: Op
     except TypeError as error:
         shown = {key: "..." if key == "api_key" else value for key, value in options.items()}
         raise ConfigError(f"trackers: {name} does not take these options ({shown}): {error}.") from error
+
+
+def each_while_it_can(trackers: list[Tracker], tell: Callable[[Tracker], None]) -> None:
+    """`tell` each of `trackers`. Those that cannot write, for a full disk or a server that is gone, are taken out: a
+    run must not end because of them."""
+    for tracker in list(trackers):
+        trackers.remove(tracker)
+        with warns_if_unwritable(f"The log of the tracker {tracker.name}", Exception):
+            tell(tracker)
+            trackers.append(tracker)
 
 
 class CSV(Tracker):

@@ -332,8 +332,8 @@ class EncodedGather:
         group: Group,
         subject: str,
         meter: ByteMeter,
-        source: Tensor | None = None,
-        encoded: Tensor | None = None,
+        source: Tensor | None,
+        encoded: Tensor | None,
     ) -> None:
         """`parts` are one per rank of the group, of equal length; the `group.index`-th is filled, or else `source` has
         its elements, or `encoded` its codes. `meter` counts the codes' bytes."""

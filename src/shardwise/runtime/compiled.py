@@ -30,7 +30,7 @@ from shardwise.system.loaded import loaded
 _RECORDS_ADDRESSES = "cudagraphs"
 
 
-def check_backend(backend: str | None, *, stays_whole: bool = True) -> None:
+def check_backend(backend: str | None, *, stays_whole: bool) -> None:
     """Raise `ConfigError` for a backend that torch.compile does not know. `None` is accepted.
 
     `stays_whole`: no parameter is freed between steps. A CUDA graph replays reads at the addresses of its recording,

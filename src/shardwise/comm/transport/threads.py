@@ -29,6 +29,11 @@ class PostOffice:
         with self._lock:
             return self._boxes[route]
 
+    def put(self, message: Tensor, route: _Route) -> None:
+        """Under the lock, or a queue that is empty at that moment could be deleted before the message is in it."""
+        with self._lock:
+            self._boxes[route].put(message)
+
     def drop(self, route: _Route) -> None:
         """A message was taken; delete its queue, unless another one is in it."""
         with self._lock:
@@ -68,7 +73,7 @@ class ThreadTransport:
         self._is_aborted = threading.Event()
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        self._office.box((self._rank, rank, tag)).put(tensor.detach().clone())
+        self._office.put(tensor.detach().clone(), (self._rank, rank, tag))
         return Done()
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.status import Entered, Status
+from shardwise.errors import ranks_in_words
 
 Read = Callable[[int], Status | None]
 SILENT_SECONDS = 2.0
@@ -88,7 +89,7 @@ class GoneHost:
 
     @property
     def silence(self) -> str:
-        return f"nothing is heard of {self.name} ({_ranks(self.ranks)}), which is down or cut off"
+        return f"nothing is heard of {self.name} ({ranks_in_words(self.ranks)}), which is down or cut off"
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,12 @@ class Circle:
         divergence = _divergence([*self.statuses, *reports])
         if divergence is not None:
             return divergence.fault()
+        ranks = tuple(status.rank for status in self.statuses)
         return _fault(
             "deadlock",
-            tuple(status.rank for status in self.statuses),
-            f"{_capital(_ranks(tuple(status.rank for status in self.statuses)))} wait for each other, each for what "
-            f"another one has not begun.{_report_lines(self.statuses)}\n{_SAME}",
+            ranks,
+            f"{_capital(ranks_in_words(ranks))} wait for each other, each for what another one has not begun."
+            f"{_report_lines(self.statuses)}\n{_SAME}",
             self.statuses[0],
         )
 
@@ -138,7 +140,7 @@ class _Divergence:
         ranks: dict[str, list[int]] = {}
         for rank, (moment, _) in sorted(self.there.items()):
             ranks.setdefault(moment, []).append(rank)
-        ways = [f"{_ranks(tuple(of_them))} came to '{moment}'" for moment, of_them in ranks.items()]
+        ways = [f"{ranks_in_words(tuple(of_them))} came to '{moment}'" for moment, of_them in ranks.items()]
         diverge = f"Their paths through the model diverge where {', '.join(ways[:-1])} and {ways[-1]}."
         return f"{diverge} If ranks are to call different modules, say paths: by_rank in the plan."
 
@@ -152,7 +154,7 @@ class _Divergence:
             "contradiction",
             blamed,
             f"{_contradicting(blamed, len(moments))}. {self.text()}{_report_lines(self.statuses)}\n"
-            f"{_SAME} Look for what is different on {_ranks(blamed)}.",
+            f"{_SAME} Look for what is different on {ranks_in_words(blamed)}.",
             first,
         )
         return replace(fault, unit=right or self.there[first.rank][1] or fault.unit, action=doing or fault.action)
@@ -247,15 +249,15 @@ def contradiction(statuses: Sequence[Status], line: str) -> Fault | None:
         blamed,
         f"{_contradicting(blamed, len(there))} in collective {number} over {line.partition(' ')[0]}{before}."
         f"{_report_lines(statuses, _differences(there))}\n{_line(divergence)}"
-        f"{_SAME} Look for what is different on {_ranks(blamed)}.",
+        f"{_SAME} Look for what is different on {ranks_in_words(blamed)}.",
         first,
     )
 
 
 def _contradicting(blamed: tuple[int, ...], num_ranks: int) -> str:
     if len(blamed) == num_ranks:
-        return f"{_capital(_ranks(blamed))} contradict each other"
-    return f"{_capital(_ranks(blamed))} contradict{'s' if len(blamed) == 1 else ''} the others"
+        return f"{_capital(ranks_in_words(blamed))} contradict each other"
+    return f"{_capital(ranks_in_words(blamed))} contradict{'s' if len(blamed) == 1 else ''} the others"
 
 
 def _divergence(statuses: Sequence[Status]) -> _Divergence | None:
@@ -328,7 +330,7 @@ def disappearance(rank: int, last: Status | None, why: str, mine: Status, host: 
     if host is not None and len(host.ranks) == 1:
         who = f"Rank {rank}, the only one on {host.name}, is"
     elif host is not None:
-        who = f"{_capital(_ranks(host.ranks))}, all that were on {host.name}, are"
+        who = f"{_capital(ranks_in_words(host.ranks))}, all that were on {host.name}, are"
         seen = f" Last status: {last}." if last is not None else " None ever sent a status."
     its = "their" if who.endswith("are") else "its"
     return _fault(
@@ -343,7 +345,8 @@ def disconnection(rank: int, why: str, mine: Status) -> Fault:
     """The fault for two ranks whose connection broke though both are alive: see [Note: alive behind a broken
     connection]."""
     pair = min(mine.rank, rank), max(mine.rank, rank)
-    text = f"{_capital(_ranks(pair))} could not reach each other, though both are alive. {why} Found when {mine}."
+    who = _capital(ranks_in_words(pair))
+    text = f"{who} could not reach each other, though both are alive. {why} Found when {mine}."
     return _fault("disconnected", pair, text, mine)
 
 
@@ -374,7 +377,7 @@ def overdue(
         text = f"{mine}, and the others cannot be asked: {why}"
     elif mine.awaited is not None:
         ranks = mine.awaited[2]
-        text = f"{_ranks(ranks)} could not reach each other, though all are alive"
+        text = f"{ranks_in_words(ranks)} could not reach each other, though all are alive"
         text = f"Timeout of {timeout_seconds:g} s: {text}. Found when {mine}, which all have begun."
         return _fault("disconnected", ranks, text, mine)
     else:
@@ -402,13 +405,6 @@ def _report_lines(statuses: Sequence[Status], also: dict[int, str] | None = None
     if len(ordered) > _MOST_SHOWN:
         lines.append(f"\n    And {len(ordered) - _MOST_SHOWN} more.")
     return "".join(lines)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    names = [str(rank) for rank in ranks[:_MOST_SHOWN]]
-    if len(names) == 1:
-        return f"rank {names[0]}"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def _capital(text: str) -> str:

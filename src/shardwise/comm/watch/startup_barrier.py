@@ -21,12 +21,11 @@ import psutil
 from shardwise.comm.compat import Store
 from shardwise.comm.watch.fault import Fault
 from shardwise.comm.watch.sealed_store import SealedStore
-from shardwise.errors import FaultError
+from shardwise.errors import FaultError, ranks_in_words
 from shardwise.system.job_token import Seal
 
 _PAUSES = 0.005, 0.1
 """Seconds between two checks, at first and after a while."""
-_MOST_SHOWN = 8
 _log = logging.getLogger("shardwise")
 
 
@@ -115,7 +114,7 @@ class StartupBarrier:
                     raise _overdue(missing, size, where, timeout_seconds, hint).error()
                 warn_after *= 2
                 if rank == min(set(range(size)).difference(missing)):
-                    who = _named(missing)
+                    who = ranks_in_words(missing).capitalize()
                     _log.warning("%s of %d did not come to %s yet, for %.0f s.%s", who, size, where, waited, hint)
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSES[1])
@@ -143,16 +142,6 @@ def _overdue(missing: list[int], size: int, where: str, timeout_seconds: float, 
     return Fault(
         "timeout",
         tuple(missing),
-        f"{_named(missing)} of {size} never came to {where}, where the others have waited for {timeout_seconds:g} s. "
-        f"Have all ranks been started, with the same MASTER_ADDR and MASTER_PORT?{hint}",
+        f"{ranks_in_words(missing).capitalize()} of {size} never came to {where}, where the others have waited for "
+        f"{timeout_seconds:g} s. Have all ranks been started, with the same MASTER_ADDR and MASTER_PORT?{hint}",
     )
-
-
-def _named(ranks: list[int]) -> str:
-    """`Rank 3`, `Ranks 1 and 3`, `Ranks 1, 2, 3 and 40 more`."""
-    names = [str(rank) for rank in ranks[:_MOST_SHOWN]]
-    if len(ranks) > _MOST_SHOWN:
-        names.append(f"{len(ranks) - _MOST_SHOWN} more")
-    if len(names) < 2:
-        return f"Rank {names[0]}"
-    return f"Ranks {', '.join(names[:-1])} and {names[-1]}"

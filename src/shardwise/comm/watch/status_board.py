@@ -66,7 +66,7 @@ class StoreStatusBoard:
         self,
         store: Store,
         size: int,
-        seal: Seal | None = None,
+        seal: Seal,
         number: int | None = None,
         another: Callable[[], Store | None] = lambda: None,
     ) -> None:
@@ -78,7 +78,7 @@ class StoreStatusBoard:
         store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
         if number is None:
             number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
-        self._prefix, self._seal, self._another = f"{KEY}/{number}", seal or Seal(), another
+        self._prefix, self._seal, self._another = f"{KEY}/{number}", seal, another
         self._store = SealedStore(self._prefix, store, self._seal)
         self._is_gone = False
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.integrations.deepspeed.config import SAMPLES_LOG_INTERVAL, read_config
 from shardwise.integrations.deepspeed.fields import MONITORS
-from shardwise.observe.trackers import Options, Tracker, open_tracker, require_packages
+from shardwise.observe.trackers import Options, Tracker, each_while_it_can, open_tracker, require_packages
 
 Event = tuple[str, Any, int]
 TRAIN_LOSS, EVAL_LOSS = "Train/Samples/train_loss", "Train/Samples/eval_loss"
@@ -40,13 +40,14 @@ class Monitor:
         self.enabled = bool(monitors)
         self._monitors, self._config = monitors, config
         self._rank, self._samples = rank, samples
-        self._has_begun = False
-        self._trackers: list[_Thinned] = []
+        self._is_open = self._has_begun = False
+        self._trackers: list[Tracker] = []
         self._open()
 
     def _open(self) -> None:
-        if self._rank() != 0 or self._trackers:
+        if self._rank() != 0 or self._is_open:
             return
+        self._is_open = True
         for name, options in self._monitors.items():
             own = {key: value for key, value in options.items() if key != SAMPLES_LOG_INTERVAL}
             tracker = open_tracker(name, Path(), self._config, own)
@@ -57,8 +58,7 @@ class Monitor:
         self._open()
         if self._trackers and not self._has_begun:
             self._has_begun = True
-            for tracker in self._trackers:
-                tracker.begin(self._samples())
+            each_while_it_can(self._trackers, lambda tracker: tracker.begin(self._samples()))
 
     def restart(self) -> None:
         """Start again at the number of samples of a loaded checkpoint."""
@@ -74,13 +74,11 @@ class Monitor:
         for name, value, samples in event_list:
             by_samples.setdefault(int(samples), {})[name] = float(value)
         for samples, values in by_samples.items():
-            for tracker in self._trackers:
-                tracker.log(samples, values)
+            _log(self._trackers, samples, values)
 
     def close(self) -> None:
         """Close the trackers. May be called twice."""
-        for thinned in self._trackers:
-            thinned.tracker.close(failed=False)
+        each_while_it_can(self._trackers, lambda tracker: tracker.close(failed=False))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> Mapping[str, Options]:
@@ -109,24 +107,35 @@ class MonitorMaster(Monitor):
         self._written = max((int(samples) for _, _, samples in events), default=self._written)
 
 
-class _Thinned:
+def _log(trackers: list[Tracker], samples: int, values: Mapping[str, float]) -> None:
+    each_while_it_can(trackers, lambda tracker: tracker.log(samples, values))
+
+
+class _Thinned(Tracker):
     """A tracker that writes each event at most once per `samples` samples."""
 
     def __init__(self, tracker: Tracker, samples: int) -> None:
-        self.tracker = tracker
+        self._tracker = tracker
         self._interval = samples
         self._logged: dict[str, int] = {}
 
-    def begin(self, samples: int) -> None:
-        self._logged.clear()
-        self.tracker.begin(samples)
+    @property
+    def name(self) -> str:
+        return self._tracker.name
 
-    def log(self, samples: int, values: Mapping[str, float]) -> None:
+    def begin(self, step: int) -> None:
+        self._logged.clear()
+        self._tracker.begin(step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         due = {
             name: value
             for name, value in values.items()
-            if name not in self._logged or samples - self._logged[name] >= self._interval
+            if name not in self._logged or step - self._logged[name] >= self._interval
         }
         if due:
-            self._logged |= dict.fromkeys(due, samples)
-            self.tracker.log(samples, due)
+            self._logged |= dict.fromkeys(due, step)
+            self._tracker.log(step, due)
+
+    def close(self, *, failed: bool) -> None:
+        self._tracker.close(failed=failed)

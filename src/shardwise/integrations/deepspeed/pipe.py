@@ -21,6 +21,7 @@ from shardwise.integrations.deepspeed.monitor import EVAL_LOSS, TRAIN_LOSS
 from shardwise.integrations.deepspeed.names import refusal
 from shardwise.integrations.deepspeed.partition import Function, check_method, stages_of
 from shardwise.integrations.deepspeed.topology import PipeDataParallelTopology, ProcessTopology, stages_in
+from shardwise.system.module_modes import in_evaluation
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Tensor, Any], Tensor]
@@ -231,10 +232,8 @@ class PipelineEngine(DeepSpeedEngine):
                 f"which may keep them."
             )
         inputs, labels = self._pairs(data_iter)
-        was_training = self.module.training
-        self.module.eval()
-        loss = self.shardwise.eval_step(inputs, labels, loss_fn=self.module.loss_fn)
-        self.module.train(was_training)
+        with in_evaluation(self.module):
+            loss = self.shardwise.eval_step(inputs, labels, loss_fn=self.module.loss_fn)
         mean = self.shardwise.mean(loss.item())
         self.monitor.write_events([(EVAL_LOSS, mean, self.global_samples)])
         return torch.tensor(mean, device=loss.device)

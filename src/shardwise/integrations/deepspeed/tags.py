@@ -41,4 +41,4 @@ def latest_tag(folder: Path) -> str | None:
 def write_latest(folder: Path, tag: str) -> None:
     """Replace the tag in `folder/latest`."""
     with replaced(folder / LATEST) as draft:
-        draft.write_text(tag)
+        draft.write_text(tag, encoding="utf-8")

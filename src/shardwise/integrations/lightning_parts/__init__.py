@@ -7,6 +7,6 @@ which `shardwise.integrations.lightning` and `shardwise.integrations.pytorch_lig
 from shardwise.integrations.lightning_parts.fabric import FabricStrategyMixin
 from shardwise.integrations.lightning_parts.settings import names_and_plans
 from shardwise.integrations.lightning_parts.strategy import StrategyMixin
-from shardwise.integrations.lightning_parts.trainer import fabric_over, trainer_over
+from shardwise.integrations.lightning_parts.trainer import trainer_over
 
-__all__ = ["FabricStrategyMixin", "StrategyMixin", "fabric_over", "names_and_plans", "trainer_over"]
+__all__ = ["FabricStrategyMixin", "StrategyMixin", "names_and_plans", "trainer_over"]

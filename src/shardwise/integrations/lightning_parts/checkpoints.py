@@ -8,13 +8,15 @@ folder without it is incomplete. A checkpoint with only weights is a plain Light
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import shardwise as sw
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.integrations.checkpoint_folders import STATE_FOLDER
 from shardwise.system.safe_files import replaced
 
@@ -37,22 +39,39 @@ def is_sharded(path: Path) -> bool:
     return True
 
 
-def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, placeholder: object) -> None:
-    """Write a checkpoint. Collective. `placeholder` is the object that replaces the model's weights in `checkpoint`."""
-    world = engine.world
+def refuse_storage_options(options: object) -> None:
+    """Raise `ConfigError` for options of a file system, which folders do not have."""
+    if options is not None:
+        raise ConfigError(
+            "storage_options is only for checkpoints that are single files. Leave it out, or pass "
+            "state_dict_type='full' to the strategy."
+        )
+
+
+@contextmanager
+def written(path: Path, world: sw.World, meta: Mapping[str, Any]) -> Iterator[None]:
+    """Make `path` a folder for the engines' checkpoints, which are written inside; then write `meta` there. What was at
+    `path` is removed. Collective."""
     if world.rank == 0:
         if path.is_file():
             path.unlink()
         path.mkdir(parents=True, exist_ok=True)
         (path / META).unlink(missing_ok=True)
-        if (path / STATE_FOLDER).is_dir():
-            shutil.rmtree(path / STATE_FOLDER)
+        for folder in path.glob(f"{STATE_FOLDER}*"):
+            shutil.rmtree(folder)
     world.barrier()
-    engine.save(path / STATE_FOLDER)
+    yield
     if world.rank == 0:
-        sharded = [name for name, value in checkpoint.items() if value is placeholder]
         with replaced(path / META) as draft:
-            torch.save({**checkpoint, _SHARDED_KEYS: sharded}, draft)
+            torch.save(dict(meta), draft)
+    world.barrier()
+
+
+def write(engine: sw.Engine, checkpoint: dict[str, Any], path: Path, placeholder: object) -> None:
+    """Write a checkpoint. Collective. `placeholder` is the object that replaces the model's weights in `checkpoint`."""
+    sharded = [name for name, value in checkpoint.items() if value is placeholder]
+    with written(path, engine.world, {**checkpoint, _SHARDED_KEYS: sharded}):
+        engine.save(path / STATE_FOLDER)
 
 
 def read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:

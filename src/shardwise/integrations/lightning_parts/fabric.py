@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.init import is_deferred
 from shardwise.integrations.lightning_parts import fabric_states
+from shardwise.integrations.lightning_parts.checkpoints import refuse_storage_options
 from shardwise.integrations.lightning_parts.precision import refuse_scaler
 from shardwise.integrations.lightning_parts.settings import FOR_FP8, PRECISIONS, refuse_settings
 from shardwise.integrations.lightning_parts.strategy import StrategyMixin
@@ -217,11 +218,7 @@ class FabricStrategyMixin(InWorld):
         if not is_sharded or self._state_dict_type == "full" or filter:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        if storage_options is not None:
-            raise ConfigError(
-                "storage_options is only for checkpoints that are single files. Leave it out, or pass "
-                "state_dict_type='full' to the strategy."
-            )
+        refuse_storage_options(storage_options)
         fabric_states.save(Path(self.broadcast(str(path))), state, self._engines, self.world)
 
     def load_checkpoint(

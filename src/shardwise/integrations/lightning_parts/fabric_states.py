@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.integrations.checkpoint_folders import STATE_FOLDER
-from shardwise.integrations.lightning_parts.checkpoints import META, is_sharded
+from shardwise.integrations.lightning_parts.checkpoints import META, is_sharded, written
 from shardwise.integrations.model_patches import engine_folder, param_ids
-from shardwise.system.safe_files import replaced
 
 __all__ = ["is_sharded", "is_stateful", "load", "owner_of", "save", "with_whole_states"]
 
@@ -45,20 +42,9 @@ def save(path: Path, state: Mapping[str, Any], engines: Engines, world: sw.World
             raise ConfigError(f"The state has the optimizer {name!r} without its model. Add the model to the state.")
     rest = {name: one for name, one in state.items() if not _is_in_engine(one, engines)}
     converted = {name: one.state_dict() if is_stateful(one) else one for name, one in rest.items()}
-    if world.rank == 0:
-        if path.is_file():
-            path.unlink()
-        path.mkdir(parents=True, exist_ok=True)
-        (path / META).unlink(missing_ok=True)
-        for folder in path.glob(f"{STATE_FOLDER}*"):
-            shutil.rmtree(folder)
-    world.barrier()
-    for number, name in enumerate(models):
-        engines[state[name]].save(engine_folder(str(path), number))
-    if world.rank == 0:
-        with replaced(path / META) as draft:
-            torch.save({**converted, _MODELS: models}, draft)
-    world.barrier()
+    with written(path, world, {**converted, _MODELS: models}):
+        for number, name in enumerate(models):
+            engines[state[name]].save(engine_folder(str(path), number))
 
 
 def load(path: Path, state: Any, engines: Engines, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from shardwise.integrations.lightning_parts.settings import (
 )
 from shardwise.integrations.lightning_parts.uneven_evaluation import UnevenEvaluation
 from shardwise.integrations.lightning_parts.worlds import WORLDS, InWorld
-from shardwise.integrations.model_patches import param_ids, patch_zero_grad, unpatch_zero_grad
+from shardwise.integrations.model_patches import param_ids, patch_zero_grad, remove_patches
 from shardwise.integrations.plans import PlanLike, has_stages
 
 ENGINE = "_shardwise_engine"
@@ -171,7 +171,7 @@ class StrategyMixin(InWorld):
             )
         whole = engine.state_dict()
         del module.__dict__[ENGINE]
-        unpatch_zero_grad(module)
+        remove_patches(module)
         engine.close()
         module.load_state_dict(whole)
 
@@ -320,11 +320,7 @@ class StrategyMixin(InWorld):
             own = {name: whole for name, value in checkpoint.items() if value is self._placeholder}
             super().save_checkpoint({**checkpoint, **own}, path, storage_options)
             return
-        if storage_options is not None:
-            raise ConfigError(
-                "storage_options is only for checkpoints that are single files. Leave it out, or pass "
-                "state_dict_type='full' to the strategy."
-            )
+        checkpoints.refuse_storage_options(storage_options)
         checkpoints.write(engine, checkpoint, path, self._placeholder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:

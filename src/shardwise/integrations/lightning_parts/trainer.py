@@ -25,11 +25,6 @@ class TrainerMixin(_Base):
 
 
 def trainer_over(trainer: type, strategy_class: type) -> type:
-    """A subclass of a Trainer class with the mixin."""
+    """A subclass of a Trainer class, or of Fabric, with the mixin."""
     known = {"__doc__": trainer.__doc__, "__module__": trainer.__module__, "strategy_class": strategy_class}
     return type(trainer.__name__, (TrainerMixin, trainer), known)
-
-
-def fabric_over(fabric: type, strategy_class: type) -> type:
-    """A subclass of a Fabric class with the mixin."""
-    return trainer_over(fabric, strategy_class)

@@ -52,7 +52,7 @@ class FolderNotes:
         if self._folder is None:
             return
         with contextlib.suppress(OSError):  # a record that cannot be written must not end a job
-            path = Path((self._folder / RECORD_PATH).read_text())
+            path = Path(os.fsdecode((self._folder / RECORD_PATH).read_bytes()))
             with path.open("ab+") as stream:
                 stream.seek(max(0, stream.seek(0, os.SEEK_END) - 1))
                 is_torn = stream.read(1) not in (b"", b"\n")  # its writer was killed in the middle of a line

@@ -105,6 +105,8 @@ class Verifier:
         unsplit = self._unsplit
         assert unsplit is not None
         unsplit.train(model.training)
+        for path, module in unsplit.named_modules():
+            module.training = split.modules[path].training
         expected: list[tuple[str, Tensor]] = []
         handles = _record_outputs(unsplit, expected, lambda: True)
         with torch.no_grad():

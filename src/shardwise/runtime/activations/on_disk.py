@@ -38,7 +38,7 @@ class PagedMemory(ActivationMemory):
 
     kind = STAGING
 
-    def __init__(self, meter: ByteMeter, device: RankDevice | None = None) -> None:
+    def __init__(self, meter: ByteMeter, device: RankDevice | None) -> None:
         super().__init__(meter, device)
         self._device = device
 

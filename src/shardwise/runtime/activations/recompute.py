@@ -46,7 +46,7 @@ class Recomputing(WrappedForward):
         site: nn.Module,
         forward: Callable[..., Any],
         keep: frozenset[Operator],
-        around: Around = nullcontext,
+        around: Around,
     ) -> None:
         """`around` makes the context of a recomputation, in which the module's hooks do not run."""
         super().__init__(forward)

@@ -57,7 +57,7 @@ class ActivationMemory(HostMemory):
 
     kind = SAVED
 
-    def __init__(self, meter: ByteMeter, device: RankDevice | None = None) -> None:
+    def __init__(self, meter: ByteMeter, device: RankDevice | None) -> None:
         super().__init__(meter, device)
         self._returned: deque[tuple[Tensor, Copy]] = deque()
         self._in_use = self._most = self._taken_bytes = 0

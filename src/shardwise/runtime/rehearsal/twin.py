@@ -61,9 +61,7 @@ class TwinFlat(Flat):
 class Twin:
     """Twins of a model and its units. Must be made and used inside one and the same `FakeTensorMode`."""
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], device: torch.device, ledger: Ledger | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], device: torch.device, ledger: Ledger | None) -> None:
         """`ledger` counts what the model would send within its layers."""
         self._device = device
         self._memo: dict[int, Any] = {id(LEDGER_OF_COPIES): ledger}

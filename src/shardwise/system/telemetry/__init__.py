@@ -9,6 +9,7 @@ from shardwise.system.telemetry.timeline import (
     Event,
     Timeline,
     hidden_share,
+    trace_of,
     write_trace,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "StepClock",
     "Timeline",
     "hidden_share",
+    "trace_of",
     "write_trace",
 ]

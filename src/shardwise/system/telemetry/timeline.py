@@ -114,13 +114,18 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
     return length
 
 
-def write_trace(path: Path, ranks: Iterable[list[Event]]) -> None:
-    """Write one file with the events of all `ranks`, in their order."""
+def trace_of(ranks: Iterable[list[Event]]) -> list[Event]:
+    """The events of all `ranks`, in their order, with the names of ranks and tracks."""
     events: list[Event] = []
     for rank, own in enumerate(ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for number, track in enumerate(TRACKS):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
         events += [{**event, "pid": rank, "tid": TRACKS.index(event["cat"])} for event in own]
+    return events
+
+
+def write_trace(path: Path, ranks: Iterable[list[Event]]) -> None:
+    """Write one file with the events of all `ranks`, in their order."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    path.write_text(json.dumps({"traceEvents": trace_of(ranks), "displayTimeUnit": "ms"}))

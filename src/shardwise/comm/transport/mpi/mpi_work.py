@@ -18,9 +18,7 @@ _NO_TIMEOUT = datetime.timedelta(0)
 class MpiWork(dist.Work):
     """Methods are those of `torch.distributed.Work`."""
 
-    def __init__(
-        self, progress: Progress, operation: Operation, future: Future[Any], result: Any, source: int = -1
-    ) -> None:
+    def __init__(self, progress: Progress, operation: Operation, future: Future[Any], result: Any, source: int) -> None:
         super().__init__()
         self._progress = progress
         self._operation = operation

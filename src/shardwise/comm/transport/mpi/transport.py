@@ -25,16 +25,16 @@ _NUM_TAGS = 2**24
 class MpiTransport:
     """Point-to-point messages of a communicator of our own, of any dtype.
 
-    A message of more than `most_bytes` is sent as several with one tag, which MPI keeps in order.
+    A message of more than `MOST_BYTES` is sent as several with one tag, which MPI keeps in order.
     """
 
     name = "MPI"
 
-    def __init__(self, session: Session, comm: Any, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, session: Session, comm: Any) -> None:
         """The transport takes over `comm`. All ranks call."""
         self._session = session
         self._progress = session.progress
-        self._most_bytes = most_bytes
+        self._most_bytes = MOST_BYTES
         self._lives: dict[int, Life] = {}
         self._is_aborted = threading.Event()
         self._comms, self._num_tags = self._progress.call(lambda: _enough_tags(session, comm))

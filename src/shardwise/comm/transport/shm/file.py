@@ -54,9 +54,13 @@ class SharedFile:
 
     @classmethod
     def create(cls) -> SharedFile:
-        descriptor = os.memfd_create("shardwise")
-        os.ftruncate(descriptor, _SPARSE_BYTES)
-        return cls(descriptor)
+        file = cls(os.memfd_create("shardwise"))
+        try:
+            os.ftruncate(file.descriptor, _SPARSE_BYTES)
+        except OSError:  # `ulimit -f` bounds it too
+            file.close()
+            raise
+        return file
 
     @classmethod
     def attach(cls, pid: int, descriptor: int) -> SharedFile:

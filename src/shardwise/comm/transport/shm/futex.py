@@ -38,8 +38,9 @@ _FUTEX = _find_futex()
 class Futex:
     """A 32-bit counter that one rank writes and others wait for. It wraps."""
 
-    def __init__(self, mapped: Mapping, offset: int) -> None:
-        self._cell = ctypes.c_uint32.from_buffer(mapped, offset)
+    def __init__(self, mapped: Mapping) -> None:
+        """It has the first four bytes of `mapped`."""
+        self._cell = ctypes.c_uint32.from_buffer(mapped)
         self._address = ctypes.addressof(self._cell)
 
     @property

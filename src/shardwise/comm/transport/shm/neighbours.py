@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -82,31 +83,34 @@ class Neighbours:
         ranks of the host, if memory cannot be shared or there is only one rank. `host` names this rank's host, if not
         the system's name.
         """
-        own = _create()
-        mine = _introduction(rank, own, host)
-        introductions = [json.loads(message) for message in exchange(json.dumps(mine).encode())]
-        ranks = [other for other, one in enumerate(introductions) if one["host"] == mine["host"]]
-        pids = {other: int(introductions[other]["pid"]) for other in ranks}
-        files: dict[int, SharedFile] = {} if own is None else {rank: own}
-        found, refusal = None, ""
-        try:
-            if len(ranks) > 1:
-                for other in ranks:
-                    files[other] = files.get(other) or SharedFile.attach(pids[other], int(introductions[other]["file"]))
-                found = cls(rank, ranks, files, pids)
-        except OSError as error:
-            refusal = str(error)
-        answers = exchange(refusal.encode())
-        refusals = [answers[other].decode() for other in ranks if answers[other]]
-        numbers = _numbered([str(one["host"]) for one in introductions], [bool(answer) for answer in answers])
-        hosts = Hosts(tuple(numbers), tuple(str(one["name"]) for one in introductions))
-        if found is not None and not refusals:
+        with ExitStack() as opened:
+            own = _create()
+            files: dict[int, SharedFile] = {} if own is None else {rank: opened.enter_context(closing(own))}
+            mine = _introduction(rank, own, host)
+            introductions = [json.loads(message) for message in exchange(json.dumps(mine).encode())]
+            ranks = [other for other, one in enumerate(introductions) if one["host"] == mine["host"]]
+            pids = {other: int(introductions[other]["pid"]) for other in ranks}
+            found, refusal = None, ""
+            try:
+                if len(ranks) > 1:
+                    for other in ranks:
+                        if other != rank:
+                            attached = SharedFile.attach(pids[other], int(introductions[other]["file"]))
+                            files[other] = opened.enter_context(closing(attached))
+                    found = cls(rank, ranks, files, pids)
+                    opened.callback(found.close)
+            except OSError as error:
+                refusal = str(error)
+            answers = exchange(refusal.encode())
+            refusals = [answers[other].decode() for other in ranks if answers[other]]
+            if refusals and rank == ranks[0]:
+                _log.warning("The ranks of this host share no memory (%s); messages go over sockets.", refusals[0])
+            numbers = _numbered([str(one["host"]) for one in introductions], [bool(answer) for answer in answers])
+            hosts = Hosts(tuple(numbers), tuple(str(one["name"]) for one in introductions))
+            if found is None or refusals:
+                return None, hosts
+            opened.pop_all()
             return found, hosts
-        if refusals and rank == ranks[0]:
-            _log.warning("The ranks of this host share no memory (%s); messages go over sockets.", refusals[0])
-        for file in files.values():
-            file.close()
-        return None, hosts
 
     def has(self, ranks: Sequence[int]) -> bool:
         """Whether all of `ranks` are on this host."""

@@ -45,7 +45,7 @@ class OfferTable:
     neighbours."""
 
     def __init__(self, mapped: Mapping, num_ranks: int, *, is_own: bool) -> None:
-        self.changes = Futex(mapped, 0)
+        self.changes = Futex(mapped)
         table = np.frombuffer(memoryview(mapped), np.int64, NUM_OFFERS * _FIELDS, _WORD_BYTES)
         self._offers = table.reshape(NUM_OFFERS, _FIELDS)
         marks = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)

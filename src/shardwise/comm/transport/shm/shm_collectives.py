@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
 import torch
 
@@ -278,23 +278,22 @@ class Shared:
     def _meet_in(self, group: Group, parts: Sequence[Part]) -> MappedBuffers | None:
         """The first rank of the group creates a file, the others open it; if one cannot, none uses it."""
         mine, refusal, made = None, "", None
-        if group.index == 0:
+        with ExitStack() as opened:  # also where another rank fails meanwhile; mappings need no descriptor
+            if group.index == 0:
+                try:
+                    mine = opened.enter_context(closing(SharedFile.create()))
+                except OSError as error:
+                    refusal = str(error)
+            where = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
+            first = json.loads(self.exchange(json.dumps(where).encode(), group, "shared memory")[0])
             try:
-                mine = SharedFile.create()
+                if first["file"] >= 0:
+                    file = mine or opened.enter_context(closing(SharedFile.attach(first["pid"], first["file"])))
+                    made = MappedBuffers(group, self._neighbours, self.journal, file, parts)
             except OSError as error:
-                refusal = str(error)
-        where = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
-        first = json.loads(self.exchange(json.dumps(where).encode(), group, "shared memory")[0])
-        try:
-            if first["file"] >= 0:
-                mine = mine or SharedFile.attach(first["pid"], first["file"])
-                made = MappedBuffers(group, self._neighbours, self.journal, mine, parts)
-        except OSError as error:
-            refusal = str(error) or "refused"
-        is_refused = any(self.exchange(refusal.encode(), group, "shared memory made"))
-        if mine is not None:
-            mine.close()
-        return None if is_refused else made
+                refusal = str(error) or "refused"
+            is_refused = any(self.exchange(refusal.encode(), group, "shared memory made"))
+            return None if is_refused else made
 
 
 class _Sum:
