@@ -101,6 +101,7 @@ OF_TORCH: dict[str, tuple[Any, str]] = {
         TENSOR,
         "a write to what was assigned to a parameter in part, and a parameter's view that is returned, are noticed",
     ),
+    "_backward_hooks": (TENSOR, "hooks on gradients that are there before shard() are told what they get"),
     "_is_view": (torch.Tensor, "a question about a parameter at rest that needs no values"),
     "_typed_storage": (torch.Tensor, "the older of two ways to a storage, which is refused like the other"),
     "_make_wrapper_subclass": (

@@ -221,7 +221,7 @@ def test_fewer_micro_batches_than_stages(
     runs = pipelined(model, {"pp": 3}, data, preset=preset, accumulate=count, pipeline={"schedule": schedule})
     assert_same(runs, unsplit(model, data, clip=CLIP))
     [said] = {record.message for record in caplog.records if "pipeline ranks" in record.message}
-    assert f"{count} micro-batches for 3 pipeline ranks, which wait" in said
+    assert f"A step runs {count} micro-batch{'es' * (count > 1)} for 3 pipeline ranks, which wait" in said
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

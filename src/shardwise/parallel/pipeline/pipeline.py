@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from torch import nn
 from shardwise.comm import BatchCheck, Line, World, link_between
 from shardwise.errors import StateError
 from shardwise.parallel.pipeline.sends import Channel, as_sent, most_under_way
-from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout
+from shardwise.parallel.pipeline.stage_layout import AXIS, Span, StageLayout, few_micro_batches
 from shardwise.parallel.pipeline.stage_messages import Layout, StageMessage, StageMessageLayout
 from shardwise.parallel.pipeline.staged_model import NOTHING, Carried, Passing, StagedModel
 from shardwise.parallel.pipeline.weight_grads import Aside, WeightGrads
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.pipeline.survey import Surveyor
 
 Tensor = torch.Tensor
+_log = logging.getLogger("shardwise")
 _NOTHING = nullcontext()
 _IS_TRAINED = attrgetter("requires_grad")
 
@@ -132,6 +134,7 @@ class Pipeline:
         self._collectives = world.collectives(device)
         self._device = device
         self._batches = BatchCheck(self.line, device)
+        self._has_told_waits = False
         self._params: list[nn.Parameter] = []
         self._trained: list[bytes] = []
         """By pipeline rank: a word that is equal as long as the same of its parameters are trained. Loops freeze and
@@ -225,10 +228,18 @@ class Pipeline:
         if self._weights is not None:
             self._weights.release()
 
+    def _tell_waits(self) -> None:
+        """Say once that ranks wait, if a step has few micro-batches: a loop that calls the model has none of these."""
+        is_first = not (self._has_told_waits or self._line.ranks[0] or self.pp_rank)
+        self._has_told_waits = True
+        if is_first and (found := few_micro_batches(self.layout.schedule)):
+            _log.warning("%s", found)
+
     def train(
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
     ) -> list[Tensor]:
         """Run forward and backward of all micro-batches; returns their losses, on every rank."""
+        self._tell_waits()
         self.require_whole()
         self.check_same_batch(parts)
         step = self._step(parts, loss_fn, timeline)
