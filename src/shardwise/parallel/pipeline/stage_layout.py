@@ -183,6 +183,22 @@ def _hooks_in_stages(model: nn.Module, layout: StageLayout) -> str:
     )
 
 
+def hooks_of_users(model: nn.Module) -> dict[int, str]:
+    """Hooks of the user's own on modules inside `model`, by their ids, and the name of the module of each."""
+    return {
+        id(hook): name
+        for name, module in model.named_modules()
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        for hook in hooks.values()
+        if name and _is_users(hook)
+    }
+
+
 def _is_users(hook: object) -> bool:
     return not is_own(hook) and str(getattr(hook, "__module__", "")).partition(".")[0] not in _LIBRARIES
 
