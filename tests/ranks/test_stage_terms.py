@@ -182,7 +182,14 @@ def into_views(params: Iterable[Tensor]) -> Tensor:
     return norms
 
 
+def into_a_copy(params: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for param in params:
+            nn.Parameter(torch.zeros(param.shape)).lerp_(param.detach(), 0.1)
+
+
 TAKEN: dict[str, Term] = {
+    "parameters of a copy": lambda model: into_a_copy(model.parameters()),
     "one tensor of numbers": lambda model: torch.tensor([p.norm().item() for p in model.parameters()]).norm(),
     "one array of numbers": lambda model: np.array([p.grad.norm().item() for p in model.parameters()]).mean(),
     "an exact sum": lambda model: math.fsum(p.norm().item() for p in model.parameters()),

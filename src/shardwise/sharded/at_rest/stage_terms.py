@@ -160,7 +160,8 @@ class Written:
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         own = [leaf for leaf in leaves if type(leaf) in (Tensor, torch.nn.Parameter)]
-        self._is_loss = any(map(_has_another_gradient, own))  # to which terms are added
+        # terms are added to it, where gradients are not left out, as for the parameters of an average
+        self._is_loss = torch.is_grad_enabled() and any(map(_has_another_gradient, own))
         self._before = [(one, None if one.is_inference() else one._version) for one in own]
 
     def note(self, terms: Terms, result: Any) -> None:
